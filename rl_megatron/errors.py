@@ -1,0 +1,31 @@
+"""The errors that cross rooms. Each message says what was given, what is allowed and what to do."""
+
+from __future__ import annotations
+
+
+class RLMegatronError(Exception):
+    """Base of every error that is the user's to read; the command line prints it without a traceback."""
+
+
+class ConfigError(RLMegatronError, ValueError):
+    """A config that cannot run; names every bad key, its value and what is allowed."""
+
+
+class DataError(RLMegatronError, ValueError):
+    """A data file that cannot be used; names the file and the line."""
+
+
+class RewardError(RLMegatronError):
+    """A reward that raised, was late or was not finite; names the prompt id."""
+
+
+class CheckpointError(RLMegatronError):
+    """A checkpoint that is torn, missing or of another run; names the file."""
+
+
+class WorkerDied(RLMegatronError):
+    """A worker process ended or raised; carries its rank and traceback."""
+
+
+class WeightError(RLMegatronError):
+    """Weights that do not fit: a missing, unknown or misshapen tensor; names it."""

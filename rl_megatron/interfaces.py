@@ -1,0 +1,84 @@
+"""The Protocols of the house: all that `trainer.py` knows of learners, engines, weights and rewards.
+
+Every method is called by the single controller process; behind it may stand one process or a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from rl_megatron.types import Batch, Completion, GenerationRequest, Loss, Prompt, StepResult, WeightUpdate
+
+if TYPE_CHECKING:
+    from rl_megatron.config import RunConfig
+
+
+class RewardFunction(Protocol):
+    """Scores completions of one prompt."""
+
+    async def __call__(
+        self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
+    ) -> Sequence[float]:
+        """One finite reward per completion, in order. ``texts`` are the completions decoded."""
+        ...
+
+
+class RolloutEngine(Protocol):
+    """Samples completions with recorded log-probs and weight versions."""
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        """``request.num_completions`` completions. Many calls may be in flight. Raises EngineError."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Moves the learner's weights into the rollout engine."""
+
+    async def push(self, version: int) -> WeightUpdate:
+        """Move all weights and serve them as ``version``: all or nothing. No generation may be in flight."""
+        ...
+
+    async def export(self, folder: Path) -> None:
+        """Write the learner's weights as a Hugging Face folder (atomically: a new name, then a rename)."""
+        ...
+
+
+class Learner(Protocol):
+    """Owns the trained parameters and the optimizer, over however many ranks."""
+
+    async def compute_logprobs(self, batch: Batch) -> Batch:
+        """The same batch with ``old_logprobs`` set to the current policy's."""
+        ...
+
+    async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult:
+        """One optimizer step on the whole batch."""
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """Write model and optimizer shards into ``folder`` (which exists); durable when it returns."""
+        ...
+
+    async def load(self, folder: Path) -> None:
+        """Continue bit-equal from ``save``. Raises CheckpointError that names what is torn or missing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """Everything a run needs, as started by a launcher."""
+
+    learner: Learner
+    engine: RolloutEngine
+    weights: WeightSync
+
+
+class Launcher(Protocol):
+    """Starts the processes of a run and ends them."""
+
+    def start(self, config: RunConfig) -> AbstractAsyncContextManager[Roles]:
+        """Enter: processes are up, weights loaded. Exit: all are gone. Raises WorkerDied with rank and traceback."""
+        ...

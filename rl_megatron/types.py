@@ -1,0 +1,181 @@
+"""Every type that crosses a room. Data only: no behaviour beyond trivial views, no torch import at run time.
+
+Letters: P prompts, G group size, S sequences, N tokens of a ragged batch (all sequences concatenated),
+D data-parallel ranks, M micro-batches. Log-probs are nats, float32, of the sampling distribution.
+A *position* is one (input token, target token) pair: a sequence of L tokens has L - 1 positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelDims:
+    """Degrees of each mesh axis; rank order is megatron-core's ``tp-cp-ep-dp-pp`` (tp fastest).
+
+    ``ep * etp`` divides ``tp * cp * dp``: experts are spread inside one pipeline stage.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    cp: int = 1
+    dp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of learner processes."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    def dp_rank(self, rank: int) -> int:
+        """Data-parallel coordinate of a global rank."""
+        return rank // (self.tp * self.cp) % self.dp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One problem. ``id`` is unique in its data set and stable between runs."""
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    answer: str
+    meta: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample. ``temperature=0`` is greedy. ``seed`` makes each completion repeatable by itself."""
+
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """Ask for ``num_completions`` continuations of one prompt (they share its prefill)."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    num_completions: int
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine sampled. The stop token, where one ended it, is the last of ``token_ids``."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # [len(token_ids)], nats
+    finish_reason: FinishReason
+    versions: tuple[int, int]  # oldest and newest weight version that sampled a token of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGroup:
+    """G completions of one prompt and their rewards."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    texts: tuple[str, ...]  # completions decoded without special tokens
+    rewards: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """A ragged batch of S sequences, concatenated: what packing cuts and a micro-batch holds. CPU tensors.
+
+    ``old_logprobs`` is of the policy at the start of the update, ``rollout_logprobs`` what the engine reported.
+    """
+
+    input_ids: Tensor  # [N] int64
+    targets: Tensor  # [N] int64, the next token
+    mask: Tensor  # [N] bool, True where the target was sampled (or is supervised)
+    advantages: Tensor  # [N] float32
+    rollout_logprobs: Tensor  # [N] float32
+    old_logprobs: Tensor  # [N] float32
+    cu_seqlens: Tensor  # [S + 1] int64, starts at 0, ends at N
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    def with_old_logprobs(self, logprobs: Tensor) -> Samples:
+        """Same samples with ``old_logprobs`` [N] float32 replaced."""
+        return replace(self, old_logprobs=logprobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """One micro-batch on one rank, as a loss sees it. T positions, S sequences (some only in part, under CP).
+
+    ``segment_sum`` maps a detached [T] tensor to [S]: sums over each sequence, over all ranks that share it.
+    ``num_tokens`` and ``num_sequences`` are the **global** denominators of the whole (mini)batch.
+    """
+
+    logprobs: Tensor  # [T] float32, the only field with a gradient
+    entropy: Tensor  # [T] float32, over the whole vocabulary; no gradient
+    old_logprobs: Tensor  # [T] float32
+    rollout_logprobs: Tensor  # [T] float32
+    advantages: Tensor  # [T] float32
+    mask: Tensor  # [T] bool
+    segment_ids: Tensor  # [T] int64 in [0, S)
+    segment_sum: Callable[[Tensor], Tensor]
+    num_tokens: int
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutput:
+    """A rank's share of the global loss. Adding shares over micro-batches, DP and CP gives the loss itself."""
+
+    loss: Tensor  # [] float32, already over the global denominator
+    means: Mapping[str, Tensor]  # [] each; shares like `loss`: they add up to the global mean
+    minima: Mapping[str, Tensor] = field(default_factory=dict)  # [] each; the global value is the least
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Loss(Protocol):
+    """A pure, picklable function of one micro-batch; sees no process group and no config."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutput: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one optimizer step trains on. M is the same on every data-parallel rank (pipelines and EP need it)."""
+
+    micro_batches: tuple[tuple[Samples, ...], ...]  # [D][M]
+    num_tokens: int  # masked-in targets of the whole batch
+    num_sequences: int  # real sequences of the whole batch (padding sequences have no masked-in target)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One optimizer step. ``metrics`` are global values under the names of docs/metrics.md."""
+
+    loss: float
+    grad_norm: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """One finished weight push; ``num_bytes`` crossed a process boundary."""
+
+    version: int
+    num_bytes: int
+    seconds: float
