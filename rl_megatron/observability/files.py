@@ -1,0 +1,91 @@
+"""Durable files of a run: append-only JSON lines that survive kill -9, and whole-file replacement.
+
+A line counts once its newline is on disk. A last line without one was torn by a kill: readers leave it out and
+`truncate_after` removes it, so a resumed run never glues a new row to half of an old one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO
+
+from rl_megatron.errors import DataError
+
+JsonValue = str | int | float | None
+JsonRow = Mapping[str, JsonValue]
+
+
+class JsonlFile:
+    """Appends rows to ``path``; a row has an integer ``step``. One writer process per file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[bytes] | None = None
+
+    def append(self, rows: Iterable[JsonRow]) -> None:
+        """Rows are on disk (fsync) when this returns. Raises ValueError for NaN and infinity, which JSON lacks."""
+        # Escaped to ASCII, so that a lone surrogate in a completion cannot fail the run.
+        data = b"".join(json.dumps(dict(row), allow_nan=False).encode("ascii") + b"\n" for row in rows)
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab")
+        self._file.write(data)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def truncate_after(self, step: int) -> int:
+        """Remove rows of later steps and a torn last line, atomically; how many full rows went.
+
+        ``step=-1`` removes every row. Raises DataError for a line that no kill explains.
+        """
+        self.close()
+        if not self.path.exists():
+            return 0
+        lines = _whole_lines(self.path)
+        rows = [_parse(self.path, number, line) for number, line in enumerate(lines, 1)]
+        kept = [line for line, row in zip(lines, rows, strict=True) if int(row["step"] or 0) <= step]
+        write_atomically(self.path, b"".join(line + b"\n" for line in kept))
+        return len(lines) - len(kept)
+
+    def close(self) -> None:
+        """Release the file handle; a later append opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_jsonl(path: Path) -> list[dict[str, JsonValue]]:
+    """All rows but a torn last one, in file order. Raises DataError that names the file and the line."""
+    return [_parse(path, number, line) for number, line in enumerate(_whole_lines(path), 1)]
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace ``path``: a reader, or a resume after a kill, sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    return path.read_bytes().split(b"\n")[:-1]
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, JsonValue]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{path}:{number}: not JSON ({error}); remove the line or restore the file") from error
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        raise DataError(f"{path}:{number}: a row must be an object with an integer 'step'; got {line[:80]!r}")
+    return row

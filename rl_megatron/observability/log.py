@@ -1,0 +1,52 @@
+"""The run log, runs/<name>/log.txt: what every process of a run says, with its role and rank in front."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+OURS = ("rl_megatron", "launcher")
+
+
+@contextmanager
+def run_log(folder: Path, *, role: str, rank: int | None = None) -> Iterator[None]:
+    """Send this process's logging and Python warnings to ``folder``/log.txt while the context is open.
+
+    Every process of a run appends to the one file. Ours are kept from INFO up and shown on stderr from WARNING up;
+    other libraries' are kept from WARNING up and not shown.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    who = role if rank is None else f"{role} {rank}"
+    file = logging.FileHandler(folder / "log.txt", mode="a", encoding="utf-8", errors="backslashreplace")
+    file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)-7s [{who}] %(name)s: %(message)s"))
+    console = _Stderr(logging.WARNING)
+    console.setFormatter(logging.Formatter(f"%(levelname)s [{who}] %(message)s"))
+    root, ours = logging.getLogger(), [logging.getLogger(name) for name in OURS]
+    levels = [logger.level for logger in ours]
+    root.addHandler(file)
+    for logger in ours:
+        logger.addHandler(console)
+        logger.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        for logger, level in zip(ours, levels, strict=True):
+            logger.setLevel(level)
+            logger.removeHandler(console)
+        root.removeHandler(file)
+        file.close()
+
+
+class _Stderr(logging.Handler):
+    """Looks stderr up at each line: the live display replaces it, to print above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except (OSError, ValueError):  # stderr is closed or cannot show the text: the file has the line
+            self.handleError(record)

@@ -1,0 +1,221 @@
+"""Every number a run records: the table of names, and the writer of metrics.jsonl, TensorBoard and W&B.
+
+A name that is not in `METRICS` is an error, so docs/metrics.md (rendered from the table) is always complete.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rl_megatron.errors import ConfigError
+from rl_megatron.observability.files import JsonlFile, JsonRow, JsonValue
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One documented number. ``unit`` is "" for a ratio, count or identifier without one."""
+
+    name: str
+    unit: str
+    meaning: str
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether it depends on the clock, so that two equal runs differ in it."""
+        return self.unit in ("s", "tokens/s")
+
+
+def _rows(*rows: tuple[str, str, str]) -> dict[str, Metric]:
+    return {name: Metric(name=name, unit=unit, meaning=meaning) for name, unit, meaning in rows}
+
+
+METRICS: Mapping[str, Metric] = _rows(
+    ("step", "", "RL step, 1 to train.steps; 0 for rows of the warm start and for an evaluation before the first step"),
+    ("phase", "", "`warm_start` (supervised steps) or `rl`"),
+    ("warm_start/step", "", "supervised step, 1 to warm_start.steps; 0 for the evaluation before the first"),
+    ("warm_start/loss", "nats", "mean cross-entropy per supervised token"),
+    ("reward/mean", "", "mean reward of the step's completions"),
+    ("reward/std", "", "standard deviation of the step's rewards, over all completions"),
+    ("reward/errors", "completions", "completions whose reward raised, was late or was not finite"),
+    ("eval/accuracy", "", "share of held-out prompts whose reward is at least eval.success_reward"),
+    ("loss", "", "policy loss under the algorithm's aggregation, mean over the step's minibatches"),
+    ("grad_norm", "", "global L2 norm of the gradient before clipping, mean over the minibatches"),
+    ("learning_rate", "", "learning rate of the step"),
+    ("kl/old_policy", "nats", "KL(old || current) per token: k3 estimate from the samples, mean over the minibatches"),
+    ("kl/rollout", "nats", "KL(engine || learner) per token before the update: k3 estimate of their mismatch"),
+    ("entropy", "nats", "mean entropy of the policy's next-token distribution at sampled positions"),
+    ("clip_fraction", "", "share of tokens (of sequences, for a sequence ratio) whose gradient the clip removes"),
+    ("ratio/mean", "", "mean importance ratio, current over old policy, at the algorithm's level"),
+    ("ratio/min", "", "least importance ratio of the step"),
+    ("ratio/max", "", "greatest importance ratio of the step"),
+    ("staleness/mean", "versions", "mean of the trained version less the version that sampled, over the completions"),
+    ("staleness/max", "versions", "greatest staleness of a completion"),
+    ("mismatch/logprob_abs_mean", "nats", "mean |learner - engine| log-prob of a sampled token, equal weights"),
+    ("mismatch/logprob_abs_max", "nats", "greatest such difference"),
+    ("response/length_mean", "tokens", "mean length of a completion, stop token included"),
+    ("response/length_max", "tokens", "longest completion"),
+    ("response/truncated_fraction", "", "share of completions that reached rollout.max_new_tokens"),
+    ("groups/dropped", "groups", "groups left out: over-long prompt or failed reward, where the config says drop"),
+    ("groups/zero_advantage_fraction", "", "share of groups whose rewards are all equal and so teach nothing"),
+    ("moe/load_imbalance", "", "tokens of the busiest expert over the mean expert, in the worst layer; 1 is balanced"),
+    ("packing/imbalance", "", "work of the fullest rank and micro-batch over the mean, attention's square counted"),
+    ("packing/padding_fraction", "", "share of the packed positions that are padding"),
+    ("weights/bytes", "bytes", "weight bytes that crossed a process boundary to the rollout engine"),
+    ("tokens/rollout", "tokens", "tokens sampled in the step"),
+    ("tokens/train", "tokens", "positions the optimizer steps ran on, prompts included, padding left out"),
+    ("tokens_per_second/rollout", "tokens/s", "tokens/rollout over seconds/rollout"),
+    ("tokens_per_second/train", "tokens/s", "tokens/train over seconds/train"),
+    ("seconds/rollout", "s", "sampling and rewards"),
+    ("seconds/logprobs", "s", "log-probs of the old policy by the learner"),
+    ("seconds/train", "s", "forward, backward and optimizer of all minibatches"),
+    ("seconds/weights", "s", "weight push to the rollout engine"),
+    ("seconds/eval", "s", "held-out evaluation; only in rows that evaluated"),
+    ("seconds/checkpoint", "s", "writing a checkpoint; only in rows that saved one"),
+    ("seconds/step", "s", "the whole step, evaluation and checkpoint included"),
+    ("metrics/non_finite", "", "values of this row that were NaN or infinite and are null; only where there are any"),
+)
+
+PHASE_SECONDS = ("rollout", "logprobs", "train", "weights", "eval", "checkpoint")
+"""The parts of ``seconds/step``, in the order in which a step runs them."""
+
+
+def deterministic(row: JsonRow) -> dict[str, JsonValue]:
+    """The row without what depends on the clock: equal runs give equal rows, to the bit."""
+    return {name: value for name, value in row.items() if not METRICS[name].is_timing}
+
+
+def render_docs() -> str:
+    """docs/metrics.md, from the table."""
+    head = """# Metrics
+
+`runs/<name>/metrics.jsonl` holds one JSON object a line: one for each supervised step of the warm start that is
+recorded, then one for each RL step. Names are stable. A value that was NaN or infinite is `null`. The same names are
+TensorBoard tags and W&B keys, there with `warm_start/` in front in rows of the warm start. Log-probs, entropies and
+KLs are in nats. Metrics in s and tokens/s depend on the clock; all others are equal to the bit in equal runs.
+
+| name | unit | meaning |
+|---|---|---|
+"""
+    rows = ((m.name, m.unit or "-", m.meaning.replace("|", r"\|")) for m in METRICS.values())
+    return head + "".join(f"| `{name}` | {unit} | {meaning} |\n" for name, unit, meaning in rows)
+
+
+def checked(row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """The row ready for JSON: NaN and infinity as None and counted in ``metrics/non_finite``, with a warning.
+
+    Raises ValueError for a name that is not in the table and for a row without ``step`` and ``phase``.
+    """
+    out: dict[str, JsonValue] = {}
+    bad = []
+    for name, value in row.items():
+        if name not in METRICS:
+            near = difflib.get_close_matches(name, METRICS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"metric {name!r} is not documented{hint} A new one is a row of observability/metrics.py")
+        if isinstance(value, float) and not math.isfinite(value):
+            bad.append(f"{name}={value}")
+            out[name] = None
+        else:
+            out[name] = value
+    if type(out.get("step")) is not int or out.get("phase") not in ("warm_start", "rl"):
+        raise ValueError(f"a metrics row needs an integer step and a phase, 'warm_start' or 'rl'; got {list(row)}")
+    if bad:
+        logger.warning("step %s (%s): not finite: %s", out["step"], out["phase"], ", ".join(bad))
+        out["metrics/non_finite"] = len(bad)
+    return out
+
+
+class MetricsWriter:
+    """Records rows in ``folder``/metrics.jsonl, in TensorBoard files and in W&B. Controller process only.
+
+    Raises ConfigError when ``wandb`` is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tensorboard: bool = False,
+        wandb: Literal["off", "offline", "online"] = "off",
+        wandb_project: str = "rl_megatron",
+    ) -> None:
+        self._file = JsonlFile(folder / "metrics.jsonl")
+        self._tensorboard_folder = folder / "tensorboard" if tensorboard else None
+        self._tensorboard: dict[str, SummaryWriter] = {}  # by phase
+        self._wandb = _start_wandb(folder, wandb, wandb_project) if wandb != "off" else None
+
+    def write(self, row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        """Append one row, durable when this returns; the row as written. Raises ValueError as `checked` does."""
+        out = checked(row)
+        self._file.append([out])
+        tags, x = _tagged(out)
+        if self._tensorboard_folder is not None:
+            phase = str(out["phase"])
+            if phase not in self._tensorboard:
+                self._tensorboard[phase] = _open_tensorboard(self._tensorboard_folder / phase, purge_step=x)
+            for tag, value in tags.items():
+                self._tensorboard[phase].add_scalar(tag, value, x)
+            self._tensorboard[phase].flush()
+        if self._wandb is not None:
+            self._wandb.log(tags)
+        return out
+
+    def truncate_after(self, step: int) -> int:
+        """For a resume from the checkpoint of ``step``: remove later rows and a torn last line; how many rows went.
+
+        ``step=-1`` starts the file over. TensorBoard hides its later points by itself, from the next row on.
+        """
+        return self._file.truncate_after(step)
+
+    def close(self) -> None:
+        """Flush and release everything; a W&B run is marked finished."""
+        self._file.close()
+        for writer in self._tensorboard.values():
+            writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _tagged(row: JsonRow) -> tuple[dict[str, float], int]:
+    """Numbers under the tags that TensorBoard and W&B show, and their x.
+
+    A warm start has an x axis, and in TensorBoard a folder, of its own: there a purge of RL steps after a resume
+    would otherwise take the warm start's points with it, as it looks at x alone.
+    """
+    warm = row["phase"] == "warm_start"
+    numbers = {n: v for n, v in row.items() if isinstance(v, int | float) and not (warm and n == "step")}
+    if not warm:
+        return numbers, int(numbers["step"])
+    tags = {n if n.startswith("warm_start/") else f"warm_start/{n}": v for n, v in numbers.items()}
+    return tags, int(tags.get("warm_start/step", 0))
+
+
+def _open_tensorboard(folder: Path, *, purge_step: int) -> SummaryWriter:
+    from torch.utils.tensorboard import SummaryWriter  # a second to import: only for runs that ask for it
+
+    return SummaryWriter(str(folder), purge_step=purge_step)
+
+
+def _start_wandb(folder: Path, mode: str, project: str) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            f"log.wandb={mode} needs the package wandb, which is not installed; "
+            "install it with `pip install 'rl-megatron[wandb]'` or set log.wandb=off"
+        ) from error
+    run = wandb.init(project=project, name=folder.name, id=folder.name, dir=str(folder), mode=mode, resume="allow")
+    run.define_metric("warm_start/*", step_metric="warm_start/step")
+    run.define_metric("*", step_metric="step")
+    return run

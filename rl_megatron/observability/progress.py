@@ -1,0 +1,191 @@
+"""What a run shows while it goes: a live panel on a terminal, else one plain line per recorded step.
+
+Figures come from the metrics rows, so the display and metrics.jsonl cannot disagree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from rl_megatron.observability.files import JsonValue
+
+_BARS = "▁▂▃▄▅▆▇█"
+_LINE = (
+    ("reward", "reward/mean"),
+    ("accuracy", "eval/accuracy"),
+    ("loss", "loss"),
+    ("loss", "warm_start/loss"),
+    ("grad_norm", "grad_norm"),
+    ("entropy", "entropy"),
+    ("seconds", "seconds/step"),
+)
+
+
+class Progress:
+    """Shows a run; use as a context manager. ``auto`` is live on a terminal and plain anywhere else."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        mode: Literal["auto", "live", "plain"] = "auto",
+        title: str = "",
+        *,
+        run_folder: Path | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self._console = console or Console()
+        self._total = total_steps
+        self._title = title
+        self._folder = run_folder
+        self._warm_total: int | None = None
+        self._row: Mapping[str, JsonValue] = {"step": 0}
+        self._rewards: deque[float] = deque(maxlen=40)
+        self._seconds: deque[float] = deque(maxlen=10)
+        self._accuracy: tuple[float, str] | None = None
+        self._checkpoint: int | None = None
+        self._began = time.monotonic()
+        self._activity: Spinner | Text = Spinner("dots", text=Text("starting"), style="cyan")
+        live = mode == "live" or (mode == "auto" and self._console.is_terminal)
+        self._live = Live(self, console=self._console, refresh_per_second=8) if live else None
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start(refresh=True)
+        else:
+            self._print(" ".join(filter(None, ("run", self._title, str(self._folder or "")))))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._activity = Text("done" if kind is None else "interrupted" if kind is KeyboardInterrupt else "failed")
+        if self._live is not None:
+            self._live.stop()
+
+    def phase(self, name: str, total: int | None = None) -> None:
+        """What runs now; shown by the live panel only. ``total`` is the number of warm-start steps in that phase."""
+        self._activity = Spinner("dots", text=Text(name), style="cyan")
+        if total is not None:
+            self._warm_total = total
+
+    def note(self, text: str) -> None:
+        """One line of news, at once: in plain mode a line, live one above the panel."""
+        self._print(text)
+
+    def step(self, row: Mapping[str, JsonValue]) -> None:
+        """Show a row of metrics.jsonl, of the warm start or of RL."""
+        self._row = row
+        if (seconds := _number(row, "seconds/step")) is not None and row.get("phase") == "rl":
+            self._seconds.append(seconds)
+        if (reward := _number(row, "reward/mean")) is not None:
+            self._rewards.append(reward)
+        if (accuracy := _number(row, "eval/accuracy")) is not None:
+            self._accuracy = accuracy, self._position()
+        if "seconds/checkpoint" in row:
+            self._checkpoint = int(_number(row, "step") or 0)
+        if self._live is None:
+            self._print(self._line())
+
+    def _print(self, text: str) -> None:
+        if self._live is None:
+            print(text, file=self._console.file, flush=True)
+        else:
+            self._console.print(text, markup=False, highlight=False)
+
+    def _position(self) -> str:
+        warm = self._row.get("phase") == "warm_start"
+        at, total = ("warm_start/step", self._warm_total) if warm else ("step", self._total)
+        return f"{'warm_start' if warm else 'step'} {self._row.get(at, 0)}" + (f"/{total}" if total else "")
+
+    def _line(self) -> str:
+        fields = [f"{label}={_show(self._row[name])}" for label, name in _LINE if name in self._row]
+        if (speed := self._tokens_per_second()) is not None:
+            fields.append(f"tokens/s={speed:.0f}")
+        if self._row.get("phase") == "rl":
+            fields += [f"eta={eta}" for eta in [self._eta()] if eta]
+        if "seconds/checkpoint" in self._row:
+            fields.append("checkpoint=saved")
+        return " ".join([self._position(), *fields])
+
+    def _tokens_per_second(self) -> float | None:
+        """Sampled tokens over the whole step's time: the end-to-end figure."""
+        tokens, seconds = _number(self._row, "tokens/rollout"), _number(self._row, "seconds/step")
+        return None if tokens is None or not seconds else tokens / seconds
+
+    def _eta(self) -> str:
+        left = self._total - int(_number(self._row, "step") or 0)
+        return _duration(left * sum(self._seconds) / len(self._seconds)) if self._seconds and left > 0 else ""
+
+    def __rich__(self) -> Panel:
+        warm = self._row.get("phase") == "warm_start"
+        done = _number(self._row, "warm_start/step" if warm else "step") or 0
+        total = self._warm_total if warm else self._total
+        head = Table.grid(padding=(0, 2))
+        eta = self._eta()
+        head.add_row(
+            Text(self._position(), style="bold"),
+            ProgressBar(total=total, completed=done, width=36, complete_style="cyan", finished_style="green"),
+            Text(f"{100 * done / total:3.0f} %" if total else "", style="cyan"),
+            Text(f"{eta} left" if eta else "", style="cyan"),
+            Text(f"{_duration(time.monotonic() - self._began)} elapsed", style="dim"),
+        )
+        body = Table.grid(padding=(0, 2))
+        body.add_row(Text("phase", style="dim"), self._activity)
+        for label, value in self._facts():
+            body.add_row(Text(label, style="dim"), value)
+        title = Text(self._title or "run")
+        return Panel(Group(head, Text(), body), title=title, title_align="left", border_style="cyan")
+
+    def _facts(self) -> list[tuple[str, Text]]:
+        facts = []
+        for label, name in (("loss", "loss"), ("loss", "warm_start/loss")):
+            if name in self._row:
+                facts.append((label, Text(_show(self._row[name]))))
+        if self._rewards:
+            reward = Text(f"{self._rewards[-1]:.3f}  ", style="bold")
+            facts.append(("reward", reward.append(_sparkline(list(self._rewards)), style="green")))
+        if self._accuracy is not None:
+            value, where = self._accuracy
+            accuracy = Text(f"{value:.3f}", style="bold").append(f"  at {where}", style="not bold dim")
+            facts.append(("held-out accuracy", accuracy))
+        if (speed := self._tokens_per_second()) is not None:
+            facts.append(("sampled tokens/s", Text(f"{speed:,.0f}  ({_show(self._row['seconds/step'])} s a step)")))
+        if self._checkpoint is not None:
+            facts.append(("last checkpoint", Text(f"step {self._checkpoint}")))
+        if self._folder is not None:
+            facts.append(("run folder", Text(str(self._folder))))
+        return facts
+
+
+def _number(row: Mapping[str, JsonValue], name: str) -> float | None:
+    value = row.get(name)
+    return value if isinstance(value, int | float) else None
+
+
+def _show(value: JsonValue) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "not_finite" if value is None else value
+
+
+def _sparkline(values: list[float]) -> str:
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / ((high - low) or 1.0)
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

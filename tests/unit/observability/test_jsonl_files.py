@@ -1,0 +1,94 @@
+"""Durability of the run's JSON lines: torn tails, resumes, faults that name the line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_megatron.errors import DataError
+from rl_megatron.observability.files import JsonlFile, read_jsonl, write_atomically
+
+
+def test_rows_are_read_back_in_order_and_floats_to_the_bit(tmp_path: Path) -> None:
+    file = JsonlFile(tmp_path / "deep" / "m.jsonl")
+    rows = [
+        {"step": 1, "loss": 0.1 + 0.2, "phase": "rl"},
+        {"step": 2, "loss": None},
+        {"step": 3, "text": "a\n\ud800<é>"},
+    ]
+    file.append(rows[:2])
+    file.append(rows[2:])
+    assert read_jsonl(file.path) == rows
+
+
+def test_an_appended_row_survives_kill_9_without_close(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    code = (
+        "import os, signal, sys; from pathlib import Path; from rl_megatron.observability.files import JsonlFile;"
+        "f = JsonlFile(Path(sys.argv[1])); f.append([{'step': 7}]); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code, str(path)], env=env, check=False).returncode == -signal.SIGKILL
+    assert path.read_bytes() == b'{"step": 7}\n'
+
+
+@pytest.mark.parametrize("cut", range(1, len('{"step": 3}\n')))
+def test_a_torn_last_line_is_left_out_and_removed_wherever_it_was_cut(tmp_path: Path, cut: int) -> None:
+    file = JsonlFile(tmp_path / "m.jsonl")
+    file.append([{"step": 1}, {"step": 2}, {"step": 3}])
+    whole = file.path.read_bytes()
+    file.path.write_bytes(whole[:-cut])
+    assert [row["step"] for row in read_jsonl(file.path)] == [1, 2]
+    file.truncate_after(2)
+    file.append([{"step": 3}])
+    assert file.path.read_bytes() == whole
+
+
+def test_truncation_keeps_the_checkpoints_step_and_the_bytes_before_it(tmp_path: Path) -> None:
+    file = JsonlFile(tmp_path / "m.jsonl")
+    file.append([{"step": 0, "warm_start/step": k} for k in range(3)] + [{"step": s} for s in (1, 2, 3, 4)])
+    before = file.path.read_bytes()
+    assert file.truncate_after(2) == 2
+    assert before.startswith(file.path.read_bytes())
+    assert [row["step"] for row in read_jsonl(file.path)] == [0, 0, 0, 1, 2]
+    assert file.truncate_after(-1) == 5
+    assert file.path.read_bytes() == b""
+    assert os.listdir(tmp_path) == ["m.jsonl"]
+
+
+def test_truncating_a_file_that_is_not_there_removes_nothing(tmp_path: Path) -> None:
+    assert JsonlFile(tmp_path / "m.jsonl").truncate_after(3) == 0
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("line", [b"{oops", b"[1]", b'{"loss": 1}', b'{"step": "1"}', b'{"step": true}', b"\xff"])
+def test_a_bad_whole_line_is_named_by_file_and_line_and_nothing_is_removed(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
+    content = path.read_bytes()
+    with pytest.raises(DataError, match=r"m\.jsonl:2: "):
+        read_jsonl(path)
+    with pytest.raises(DataError, match=r"m\.jsonl:2: "):
+        JsonlFile(path).truncate_after(0)
+    assert path.read_bytes() == content
+
+
+def test_nan_never_reaches_a_file(tmp_path: Path) -> None:
+    file = JsonlFile(tmp_path / "m.jsonl")
+    with pytest.raises(ValueError, match="JSON compliant"):
+        file.append([{"step": 1, "loss": float("nan")}])
+    assert not file.path.exists()
+
+
+def test_a_replaced_file_is_whole_json_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    for n in (3, 1):
+        write_atomically(path, json.dumps(list(range(n))).encode())
+        assert json.loads(path.read_text()) == list(range(n))
+    assert os.listdir(tmp_path) == ["x.json"]

@@ -1,0 +1,159 @@
+"""The table of metrics and the three places a row goes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from rl_megatron.errors import ConfigError
+from rl_megatron.observability.metrics import METRICS, PHASE_SECONDS, MetricsWriter, checked, deterministic, render_docs
+
+ROW = {"step": 3, "phase": "rl", "loss": 0.25, "reward/mean": 0.5, "seconds/step": 1.5, "tokens_per_second/train": 9.0}
+WARM = {"step": 0, "phase": "warm_start", "warm_start/step": 40, "warm_start/loss": 1.25, "eval/accuracy": 0.5}
+
+
+def _rows(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_docs_are_the_table() -> None:
+    docs = Path(__file__).parents[3] / "docs" / "metrics.md"
+    assert docs.read_text() == render_docs(), "docs/metrics.md is old: write render_docs() to it"
+
+
+def test_every_metric_is_one_row_of_three_cells_in_the_docs() -> None:
+    table = [line.replace(r"\|", "") for line in render_docs().splitlines() if line.startswith("| `")]
+    assert len(table) == len(METRICS)
+    assert all(line.count("|") == 4 for line in table)
+
+
+def test_names_units_and_meanings_are_well_formed() -> None:
+    for name, metric in METRICS.items():
+        assert metric.name == name
+        assert name == name.lower()
+        assert metric.meaning
+        assert (name.startswith("seconds/")) == (metric.unit == "s")
+    assert {f"seconds/{phase}" for phase in PHASE_SECONDS} == {n for n in METRICS if n.startswith("seconds/")} - {
+        "seconds/step"
+    }
+
+
+def test_a_row_is_one_line_as_it_was(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    for row in (WARM, ROW):
+        assert writer.write(row) == row
+    writer.close()
+    assert _rows(tmp_path) == [WARM, ROW]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("los", "loss"), ("rewards/mean", "reward/mean"), ("seconds/trian", "seconds/train")]
+)
+def test_an_undocumented_name_is_refused_with_a_near_miss_and_writes_nothing(
+    tmp_path: Path, name: str, near: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{name}.*did you mean '{near}'"):
+        MetricsWriter(tmp_path).write({**ROW, name: 1.0})
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "row", [{"phase": "rl"}, {"step": 1}, {"step": 1.0, "phase": "rl"}, {"step": 1, "phase": "sft"}]
+)
+def test_a_row_without_step_or_phase_is_refused(row: dict[str, float | str]) -> None:
+    with pytest.raises(ValueError, match="integer step and a phase"):
+        checked(row)
+
+
+def test_values_that_are_not_finite_become_null_are_counted_and_warned(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        out = checked({**ROW, "loss": float("nan"), "grad_norm": float("-inf")})
+    assert out["loss"] is None
+    assert out["grad_norm"] is None
+    assert out["metrics/non_finite"] == 2
+    assert out["reward/mean"] == 0.5
+    assert "step 3 (rl): not finite: loss=nan, grad_norm=-inf" in caplog.text
+    assert "metrics/non_finite" not in checked(ROW)
+
+
+def test_deterministic_leaves_out_the_clock_alone() -> None:
+    assert deterministic(ROW) == {"step": 3, "phase": "rl", "loss": 0.25, "reward/mean": 0.5}
+    assert deterministic({"tokens/rollout": 5, "weights/bytes": 8}) == {"tokens/rollout": 5, "weights/bytes": 8}
+
+
+def test_a_resume_writes_the_rows_of_a_run_that_was_never_stopped(tmp_path: Path) -> None:
+    def steps(first: int, last: int) -> list[dict[str, float | str]]:
+        return [{"step": s, "phase": "rl", "loss": 1.0 / s} for s in range(first, last + 1)]
+
+    whole, killed = MetricsWriter(tmp_path / "whole"), MetricsWriter(tmp_path / "killed")
+    for row in [WARM, *steps(1, 5)]:
+        whole.write(row)
+    for row in [WARM, *steps(1, 4)]:
+        killed.write(row)
+    with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "pha')
+    resumed = MetricsWriter(tmp_path / "killed")
+    assert resumed.truncate_after(2) == 2
+    for row in steps(3, 5):
+        resumed.write(row)
+    assert (tmp_path / "killed" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume_and_keeps_the_warm_start(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    first = MetricsWriter(tmp_path, tensorboard=True)
+    for row in (WARM, ROW, {**ROW, "step": 4, "loss": 9.0}):
+        first.write(row)
+    first.close()
+    second = MetricsWriter(tmp_path, tensorboard=True)
+    second.truncate_after(3)
+    second.write({**ROW, "step": 4, "loss": 0.125})
+    second.close()
+
+    def points(phase: str, tag: str) -> list[tuple[int, float]]:
+        reader = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard" / phase)).Reload()
+        return [(event.step, event.value) for event in reader.Scalars(tag)]
+
+    assert points("rl", "loss") == [(3, 0.25), (4, 0.125)]
+    assert points("warm_start", "warm_start/loss") == [(40, 1.25)]
+    assert points("warm_start", "warm_start/eval/accuracy") == [(40, 0.5)]
+
+
+def test_wandb_that_is_not_installed_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"log\.wandb=offline.*rl-megatron\[wandb\].*log\.wandb=off"):
+        MetricsWriter(tmp_path, wandb="offline")
+
+
+def test_wandb_gets_the_run_its_axes_and_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, object]] = []
+
+    class Run:
+        def define_metric(self, name: str, step_metric: str) -> None:
+            calls.append((name, step_metric))
+
+        def log(self, values: dict[str, float]) -> None:
+            calls.append(("log", values))
+
+        def finish(self) -> None:
+            calls.append(("finish", None))
+
+    package = types.ModuleType("wandb")
+    package.init = lambda **kwargs: calls.append(("init", kwargs)) or Run()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    writer = MetricsWriter(tmp_path / "run7", wandb="offline", wandb_project="p")
+    writer.write(WARM)
+    writer.write({"step": 1, "phase": "rl", "loss": 0.5})
+    writer.close()
+    assert calls[0][0] == "init"
+    options = calls[0][1]
+    assert isinstance(options, dict)
+    assert (options["mode"], options["project"], options["id"], options["resume"]) == ("offline", "p", "run7", "allow")
+    assert calls[1:3] == [("warm_start/*", "warm_start/step"), ("*", "step")]
+    assert calls[3] == ("log", {"warm_start/step": 40, "warm_start/loss": 1.25, "warm_start/eval/accuracy": 0.5})
+    assert calls[4:] == [("log", {"step": 1, "loss": 0.5}), ("finish", None)]

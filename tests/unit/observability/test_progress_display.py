@@ -1,0 +1,75 @@
+"""What a user sees: plain lines that can be grepped, and a live panel on a terminal."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rl_megatron.observability.progress import Progress
+
+RL = {"phase": "rl", "step": 4, "reward/mean": 0.5, "loss": -0.00123, "seconds/step": 2.0, "tokens/rollout": 1000}
+WARM = {"phase": "warm_start", "step": 0, "warm_start/step": 20, "warm_start/loss": 0.75, "eval/accuracy": 0.25}
+
+
+def _console(*, terminal: bool) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, force_terminal=terminal, width=100, color_system=None, legacy_windows=False), file
+
+
+def test_plain_lines_are_exact() -> None:
+    console, file = _console(terminal=False)
+    with Progress(10, title="gspo", run_folder=Path("runs/a"), console=console) as progress:
+        assert file.getvalue() == "run gspo runs/a\n"
+        progress.note("making the model [in] runs/.cache")
+        progress.phase("warm start", total=40)
+        progress.step(WARM)
+        progress.phase("rollout")
+        progress.step(RL)
+        progress.step(
+            {**RL, "step": 5, "loss": None, "eval/accuracy": 0.75, "seconds/step": 4.0, "seconds/checkpoint": 0.1}
+        )
+        progress.step({**RL, "step": 10})
+    assert file.getvalue().splitlines()[1:] == [
+        "making the model [in] runs/.cache",
+        "warm_start 20/40 accuracy=0.25 loss=0.75",
+        "step 4/10 reward=0.5 loss=-0.00123 seconds=2 tokens/s=500 eta=12s",
+        "step 5/10 reward=0.5 accuracy=0.75 loss=not_finite seconds=4 tokens/s=250 eta=15s checkpoint=saved",
+        "step 10/10 reward=0.5 loss=-0.00123 seconds=2 tokens/s=500",
+    ]
+
+
+def test_auto_is_live_on_a_terminal_alone() -> None:
+    for terminal in (False, True):
+        console, file = _console(terminal=terminal)
+        with Progress(10, "auto", "gspo", console=console):
+            pass
+        assert ("╭" in file.getvalue()) is terminal
+
+
+def test_the_live_panel_shows_the_state_of_the_run() -> None:
+    console, file = _console(terminal=True)
+    with Progress(10, "live", "gspo [tiny]", run_folder=Path("runs/a"), console=console) as progress:
+        assert "starting" in file.getvalue()
+        progress.note("a note [with brackets]")
+        progress.phase("warm start", total=40)
+        progress.step(WARM)
+        progress.step({**RL, "reward/mean": 0.0, "seconds/checkpoint": 0.5})
+        progress.step({**RL, "step": 5, "reward/mean": 1.0})
+    text = file.getvalue()
+    assert "a note [with brackets]" in text
+    last = text[text.rindex("╭") :]
+    shown = ["gspo [tiny]", "step 5/10", "50 %", "10s left", "done", "1.000  ▁█", "0.250  at warm_start 20/40"]
+    for part in [*shown, "500  (2 s a step)", "step 4", "runs/a", "-0.00123"]:
+        assert part in last, part
+
+
+@pytest.mark.parametrize(("error", "word"), [(KeyboardInterrupt, "interrupted"), (RuntimeError, "failed")])
+def test_the_last_panel_says_how_the_run_ended(error: type[BaseException], word: str) -> None:
+    console, file = _console(terminal=True)
+    with pytest.raises(error), Progress(10, "live", console=console):
+        raise error
+    assert word in file.getvalue()[file.getvalue().rindex("╭") :]
+    assert file.getvalue().endswith("\x1b[?25h"), "the cursor is shown again"

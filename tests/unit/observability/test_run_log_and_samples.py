@@ -1,0 +1,61 @@
+"""The run log and the sample completions."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+
+from rl_megatron.errors import DataError
+from rl_megatron.observability.log import run_log
+from rl_megatron.observability.samples import SampleRow, SamplesWriter, read_samples
+
+
+def test_the_log_names_role_and_rank_and_only_our_warnings_reach_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = logging.getLogger("rl_megatron.x"), logging.getLogger("megatron.core.y")
+    with run_log(tmp_path, role="controller"), run_log(tmp_path, role="learner", rank=1):
+        ours.info("one")
+        theirs.info("too quiet")
+        theirs.warning("two")
+        warnings.warn("three", stacklevel=1)
+    with run_log(tmp_path, role="learner", rank=1):
+        ours.warning("four")
+        ours.info("five \ud800")
+    ours.warning("after the run")
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    text = "\n".join(lines)
+    assert "INFO    [learner 1] rl_megatron.x: one" in lines[1]
+    assert "INFO    [controller] rl_megatron.x: one" in lines[0]
+    assert "WARNING [learner 1] megatron.core.y: two" in text
+    assert "UserWarning: three" in text
+    assert lines[-1].endswith(r"INFO    [learner 1] rl_megatron.x: five \ud800")
+    assert "too quiet" not in text
+    assert capsys.readouterr().err.splitlines()[:1] == ["WARNING [learner 1] four"]
+
+
+def _sample(step: int, reward: float = 1.0) -> SampleRow:
+    return SampleRow(step=step, prompt="1+1=", completion="<2>\n", answer="2", reward=reward)
+
+
+def test_samples_are_read_back_and_truncated_for_a_resume(tmp_path: Path) -> None:
+    writer = SamplesWriter(tmp_path)
+    writer.write([_sample(1), _sample(1, 0.0)])
+    writer.write([_sample(2)])
+    assert read_samples(tmp_path / "samples.jsonl") == [_sample(1), _sample(1, 0.0), _sample(2)]
+    assert writer.truncate_after(1) == 1
+    writer.write([_sample(2, 0.5)])
+    writer.close()
+    assert read_samples(tmp_path / "samples.jsonl") == [_sample(1), _sample(1, 0.0), _sample(2, 0.5)]
+
+
+@pytest.mark.parametrize(
+    "row", ['{"step": 4}', '{"step": 4, "prompt": 1, "completion": "", "answer": "", "reward": 1}']
+)
+def test_rows_that_are_no_samples_are_named(tmp_path: Path, row: str) -> None:
+    (tmp_path / "samples.jsonl").write_text(row + "\n")
+    with pytest.raises(DataError, match=r"samples\.jsonl: a row of step 4 .* a sample has step, prompt"):
+        read_samples(tmp_path / "samples.jsonl")
