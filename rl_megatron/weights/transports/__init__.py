@@ -1,0 +1,1 @@
+"""What executes a plan. The only part of this room that imports torch.distributed."""

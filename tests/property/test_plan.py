@@ -1,0 +1,250 @@
+"""Plans over random models and meshes, executed with numpy and compared with shards cut by separately written rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_megatron.errors import WeightError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.layout import Box, Layout
+from rl_megatron.weights.plan import Transfer, plan
+from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+
+Tensors = dict[str, npt.NDArray[np.int64]]
+SMALL = st.sampled_from([1, 2])
+UNWRITTEN = -1
+
+
+def mesh() -> st.SearchStrategy[ParallelDims]:
+    def build(tp: int, cp: int, dp: int, pp: int, vpp: int, ep: int, etp: int) -> ParallelDims:
+        inner = tp * cp * dp
+        etp = etp if inner % etp == 0 else 1
+        ep = ep if inner % (ep * etp) == 0 else 1
+        return ParallelDims(tp=tp, cp=cp, dp=dp, pp=pp, vpp=vpp if pp > 1 else 1, ep=ep, etp=etp)
+
+    return st.builds(
+        build, SMALL, SMALL, st.sampled_from([1, 2, 3, 4]), SMALL, SMALL, st.sampled_from([1, 2, 4]), SMALL
+    )
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    num_kv_heads = draw(st.sampled_from([1, 2, 4]))
+    return ModelShape(
+        num_layers=4,
+        hidden_size=draw(st.sampled_from([3, 8])),
+        num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 3])),
+        num_kv_heads=num_kv_heads,
+        head_dim=draw(st.sampled_from([2, 4])),
+        num_experts=4,
+        experts_per_token=2,
+        expert_width=draw(st.sampled_from([2, 6])),
+        vocab_size=draw(st.integers(1, 70)),
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        normalize_top_k=True,
+        tie_embeddings=draw(st.booleans()),
+        max_positions=64,
+    )
+
+
+def full_hf(m: ModelShape) -> Tensors:
+    """The checkpoint, every element a number of its own. Names and shapes as transformers writes them."""
+    h, d = m.hidden_size, m.head_dim
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (m.vocab_size, h), "model.norm.weight": (h,)}
+    if not m.tie_embeddings:
+        sizes["lm_head.weight"] = (m.vocab_size, h)
+    for layer in range(m.num_layers):
+        p = f"model.layers.{layer}."
+        sizes |= {p + "input_layernorm.weight": (h,), p + "post_attention_layernorm.weight": (h,)}
+        sizes |= {p + "self_attn.q_norm.weight": (d,), p + "self_attn.k_norm.weight": (d,)}
+        sizes |= {
+            p + "self_attn.q_proj.weight": (m.num_heads * d, h),
+            p + "self_attn.o_proj.weight": (h, m.num_heads * d),
+        }
+        sizes |= {p + f"self_attn.{x}_proj.weight": (m.num_kv_heads * d, h) for x in "kv"}
+        sizes[p + "mlp.gate.weight"] = (m.num_experts, h)
+        for e in range(m.num_experts):
+            sizes |= {p + f"mlp.experts.{e}.{x}_proj.weight": (m.expert_width, h) for x in ("gate", "up")}
+            sizes[p + f"mlp.experts.{e}.down_proj.weight"] = (h, m.expert_width)
+    out, first = {}, 0
+    for name, size in sizes.items():
+        out[name] = np.arange(first, first + int(np.prod(size))).reshape(size)
+        first += int(np.prod(size))
+    return out
+
+
+def places(d: ParallelDims) -> Iterator[tuple[int, int, int, int]]:
+    """(pp, tp, etp, ep) of rank 0, 1, ...: nested loops, slowest axis first."""
+    for pp in range(d.pp):
+        dense = [tp for _dp in range(d.dp) for _cp in range(d.cp) for tp in range(d.tp)]
+        rest = d.tp * d.cp * d.dp // (d.ep * d.etp)
+        expert = [(etp, ep) for _ in range(rest) for ep in range(d.ep) for etp in range(d.etp)]
+        for tp, (etp, ep) in zip(dense, expert, strict=True):
+            yield pp, tp, etp, ep
+
+
+def stage_layers(num_layers: int, d: ParallelDims, pp: int) -> list[int]:
+    """Interleaved stages: the layers in order are dealt out in blocks, one to a stage, round and round."""
+    blocks = np.split(np.arange(num_layers), d.pp * d.vpp)
+    return [int(layer) for block in blocks[pp :: d.pp] for layer in block]
+
+
+def pad_rows(x: npt.NDArray[np.int64], multiple: int) -> npt.NDArray[np.int64]:
+    return np.pad(x, ((0, -len(x) % multiple), (0, 0)), constant_values=UNWRITTEN)
+
+
+def megatron_shards(hf: Tensors, m: ModelShape, d: ParallelDims) -> list[Tensors]:
+    """What megatron-core's ranks hold: written from its rules (ColumnParallel, RowParallel, GQA groups, GLU halves)."""
+    ranks = []
+    for pp, tp, etp, ep in places(d):
+        out: Tensors = {}
+        vocab = lambda name, tp=tp: np.split(pad_rows(hf[name], 8 * d.tp), d.tp)[tp]  # noqa: E731
+        if pp == 0:
+            out["embedding.word_embeddings.weight"] = vocab("model.embed_tokens.weight")
+        for layer in stage_layers(m.num_layers, d, pp):
+            p, q = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+            heads = [hf[p + f"self_attn.{x}_proj.weight"].reshape(m.num_kv_heads, -1, m.hidden_size) for x in "qkv"]
+            fused = np.concatenate(heads, axis=1).reshape(-1, m.hidden_size)
+            out[q + "self_attention.linear_qkv.weight"] = np.split(fused, d.tp)[tp]
+            out[q + "self_attention.linear_qkv.layer_norm_weight"] = hf[p + "input_layernorm.weight"]
+            out[q + "self_attention.q_layernorm.weight"] = hf[p + "self_attn.q_norm.weight"]
+            out[q + "self_attention.k_layernorm.weight"] = hf[p + "self_attn.k_norm.weight"]
+            out[q + "self_attention.linear_proj.weight"] = np.split(hf[p + "self_attn.o_proj.weight"], d.tp, axis=1)[tp]
+            out[q + "pre_mlp_layernorm.weight"] = hf[p + "post_attention_layernorm.weight"]
+            out[q + "mlp.router.weight"] = hf[p + "mlp.gate.weight"]
+            for e in np.split(np.arange(m.num_experts), d.ep)[ep]:
+                halves = [np.split(hf[p + f"mlp.experts.{e}.{x}_proj.weight"], d.etp)[etp] for x in ("gate", "up")]
+                out[q + f"mlp.experts.linear_fc1.weight{e}"] = np.concatenate(halves)
+                down = hf[p + f"mlp.experts.{e}.down_proj.weight"]
+                out[q + f"mlp.experts.linear_fc2.weight{e}"] = np.split(down, d.etp, axis=1)[etp]
+        if pp == d.pp - 1:
+            out["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
+            if not m.tie_embeddings:
+                out["output_layer.weight"] = vocab("lm_head.weight")
+            elif d.pp > 1:
+                out["output_layer.weight"] = vocab("model.embed_tokens.weight")
+        ranks.append(out)
+    return ranks
+
+
+def at(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def size(box: Box) -> int:
+    return int(np.prod([stop - start for start, stop in box]))
+
+
+def run(transfers: Sequence[Transfer], src: Sequence[Tensors], dst: Mapping[int, Tensors]) -> None:
+    for t in transfers:
+        source, target = src[t.src_rank][t.src_param], dst[t.dst_rank][t.dst_param]
+        assert (source.shape, target.shape) == (t.src_shape, t.dst_shape)
+        assert (target[at(t.dst_box)] == UNWRITTEN).all(), f"written twice: {t}"
+        target[at(t.dst_box)] = source[at(t.src_box)]
+
+
+def empty(layout: Layout, placement: Mapping[int, int]) -> dict[int, Tensors]:
+    return {
+        process: {name: np.full(shape, UNWRITTEN) for name, shape in layout.local_shapes(rank).items()}
+        for rank, process in placement.items()
+    }
+
+
+def assert_same(got: Tensors, wanted: Tensors) -> None:
+    assert got.keys() == wanted.keys()
+    for name, x in got.items():
+        np.testing.assert_array_equal(x, wanted[name], err_msg=name)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(), mesh())
+def test_import_gives_megatrons_own_shards(m: ModelShape, d: ParallelDims) -> None:
+    hf, layout = full_hf(m), Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=d)
+    ranks = {rank: rank for rank in range(d.world_size)}
+    got = empty(layout, ranks)
+    run(plan(Layout(table=HF_QWEN3_MOE, shape=m), layout), [hf], got)
+    for rank, wanted in enumerate(megatron_shards(hf, m, d)):
+        assert_same(got[rank], wanted)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes(), mesh(), mesh())
+def test_resharding_gives_the_other_meshs_shards(m: ModelShape, a: ParallelDims, b: ParallelDims) -> None:
+    hf, target = full_hf(m), Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=b)
+    placement = {rank: rank + 1 for rank in range(b.world_size)}
+    got = empty(target, placement)
+    transfers = plan(Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=a), target, placement=placement)
+    run(transfers, megatron_shards(hf, m, a), got)
+    for rank, wanted in enumerate(megatron_shards(hf, m, b)):
+        assert_same(got[rank + 1], wanted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(), mesh(), st.integers(1, 3), st.booleans())
+def test_engines_get_every_tensor_with_the_fewest_bytes(
+    m: ModelShape, d: ParallelDims, engines: int, colocated: bool
+) -> None:
+    hf, src = full_hf(m), megatron_shards(full_hf(m), m, d)
+    target = Layout(table=HF_QWEN3_MOE, shape=m, dims=ParallelDims(dp=engines))
+    placement = {r: (r if colocated else r + d.world_size) for r in range(engines)}
+    transfers = plan(Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=d), target, placement=placement)
+    got = empty(target, placement)
+    run(transfers, src, got)
+    moved = dict.fromkeys(placement.values(), 0)
+    for t in transfers:
+        if t.src_rank != t.dst_rank:
+            moved[t.dst_rank] += size(t.dst_box)
+    everything = np.concatenate([x.ravel() for x in hf.values()])
+    for process, tensors in got.items():
+        assert_same(tensors, hf)
+        here = [x.ravel() for x in src[process].values()] if process < len(src) else []
+        held = np.intersect1d(everything, np.concatenate(here)) if here else []
+        assert moved[process] == everything.size - len(held)
+
+
+@settings(max_examples=30, deadline=None)
+@given(shapes(), mesh())
+def test_no_replica_sends_much_more_than_another(m: ModelShape, d: ParallelDims) -> None:
+    """Ranks that hold the same weights are alike: their loads differ by at most the largest single transfer."""
+    target = Layout(table=HF_QWEN3_MOE, shape=m, dims=ParallelDims(dp=4))
+    placement = {r: r + d.world_size for r in range(4)}
+    transfers = plan(Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=d), target, placement=placement)
+    load = [0] * d.world_size
+    for t in transfers:
+        load[t.src_rank] += size(t.src_box)
+    alike: dict[tuple[int, int, int, int], list[int]] = {}
+    for rank, place in enumerate(places(d)):
+        alike.setdefault(place, []).append(load[rank])
+    largest = max(size(t.src_box) for t in transfers)
+    assert all(max(loads) - min(loads) <= largest for loads in alike.values())
+
+
+@settings(max_examples=30, deadline=None)
+@given(shapes(), mesh(), st.integers(0, 14))
+def test_a_row_missing_from_the_source_is_named(m: ModelShape, d: ParallelDims, row: int) -> None:
+    rows = [spec for spec in HF_QWEN3_MOE if spec.exists(m, d)]
+    gone = rows[row % len(rows)]
+    source = Layout(table=[spec for spec in rows if spec is not gone], shape=m)
+    name = gone.name.format(layer=0, expert=0)
+    with pytest.raises(WeightError, match=rf"{name}: the source has 0 of the \d+ elements"):
+        plan(source, Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=ParallelDims()))
+
+
+@settings(max_examples=20, deadline=None)
+@given(shapes(), mesh())
+def test_a_plan_is_the_same_every_time_and_its_parts_are_plans(m: ModelShape, d: ParallelDims) -> None:
+    source, target = Layout(table=HF_QWEN3_MOE, shape=m), Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=d)
+    whole = plan(source, target)
+    assert plan(source, replace(target)) == whole
+    for rank in range(d.world_size):
+        part = plan(source, target, placement={rank: rank})
+        assert part == [t for t in whole if t.dst_rank == rank]

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rl_megatron.errors import ConfigError, WeightError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.layout import Layout, ParamSpec, Piece, coordinates
+from rl_megatron.weights.plan import plan
+from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+
+SHAPE = ModelShape(
+    num_layers=8,
+    hidden_size=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    num_experts=4,
+    experts_per_token=2,
+    expert_width=6,
+    vocab_size=21,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    normalize_top_k=True,
+    tie_embeddings=False,
+    max_positions=64,
+)
+MESHES = (
+    ParallelDims(tp=2, cp=2, ep=2, etp=2, dp=2, pp=2),
+    ParallelDims(tp=2, ep=4, dp=2, pp=2, vpp=2),
+    ParallelDims(tp=1, cp=2, ep=4, dp=4, pp=4, vpp=2),
+)
+
+
+@pytest.mark.parametrize("dims", MESHES)
+def test_coordinates_are_those_of_megatrons_own_rank_generator(dims: ParallelDims) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    def generator(tp: int, ep: int, dp: int, cp: int) -> RankGenerator:
+        return RankGenerator(tp=tp, ep=ep, dp=dp, pp=dims.pp, cp=cp, order="tp-cp-ep-dp-pp")
+
+    dense = generator(dims.tp, 1, dims.dp, dims.cp)
+    inner = dims.tp * dims.cp * dims.dp
+    expert = generator(dims.etp, dims.ep, inner // (dims.ep * dims.etp), 1)
+    for axis, groups in (
+        ("tp", dense.get_ranks("tp")),
+        ("pp", dense.get_ranks("pp")),
+        ("ep", expert.get_ranks("ep")),
+        ("etp", expert.get_ranks("tp")),
+    ):
+        for group in groups:
+            assert [getattr(coordinates(dims, rank), axis) for rank in group] == list(range(len(group))), axis
+
+
+@pytest.mark.parametrize("dims", MESHES)
+def test_layers_are_those_of_megatrons_own_stages(dims: ParallelDims) -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    config = TransformerConfig(
+        num_layers=SHAPE.num_layers,
+        hidden_size=8,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=dims.pp,
+        virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
+        pipeline_dtype=None if dims.pp == 1 else "unused",
+    )
+    layout = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=dims)
+    count = SHAPE.num_layers // (dims.pp * dims.vpp)
+    for stage in range(dims.pp):
+        offsets = [
+            get_transformer_layer_offset(config, vp_stage=v if dims.vpp > 1 else None, pp_rank=stage)
+            for v in range(dims.vpp)
+        ]
+        names = layout.local_shapes(stage * dims.tp * dims.cp * dims.dp)
+        held = {int(name.split(".")[2]) for name in names if name.startswith("decoder.layers.")}
+        assert held == {offset + i for offset in offsets for i in range(count)}
+
+
+def test_a_rank_of_nothing_but_vocabulary_padding_still_has_its_tensor() -> None:
+    layout = Layout(table=MEGATRON_QWEN3_MOE, shape=replace(SHAPE, vocab_size=5), dims=ParallelDims(tp=2))
+    assert layout.local_shapes(1)["embedding.word_embeddings.weight"] == (8, 8)
+    assert not [s for s in layout.slices(1) if s.hf == "model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(
+    ("dims", "message"),
+    [
+        (ParallelDims(pp=3), r"pp\*vpp = 3\*1 = 3 does not divide 8 layers"),
+        (ParallelDims(ep=3, dp=3), "ep = 3 does not divide 4 experts"),
+        (ParallelDims(etp=4, tp=4, pp=1), "etp = 4 does not divide dim 0 of decoder.*linear_fc1.*, 6"),
+        (ParallelDims(ep=2, dp=3), r"ep\*etp = 2\*1 = 2 does not divide tp\*cp\*dp = 1\*1\*3 = 3"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_model_is_refused_with_both_numbers(dims: ParallelDims, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=dims)
+
+
+def test_a_table_that_holds_rows_in_two_ways_is_refused() -> None:
+    def bands(_m: ModelShape) -> tuple[tuple[Piece, ...], ...]:
+        return ((Piece(hf="model.norm.weight", start=0, stop=5),),)
+
+    twice = ParamSpec(name="again", bands=bands, others=lambda _m: ())
+    hf = Layout(table=HF_QWEN3_MOE, shape=SHAPE)
+    with pytest.raises(WeightError, match=r"model\.norm\.weight: the source holds .* which overlap"):
+        plan(Layout(table=[*HF_QWEN3_MOE, twice], shape=SHAPE), hf)
+
+
+def test_two_destination_ranks_cannot_share_a_process() -> None:
+    hf = Layout(table=HF_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(dp=2))
+    with pytest.raises(WeightError, match="two destination ranks into one process"):
+        plan(hf, hf, placement={0: 0, 1: 0})
