@@ -1,0 +1,157 @@
+"""megatron-core 0.16.1 on a machine without CUDA. The only patch in the house; `install` does nothing with CUDA.
+
+Modules under ``megatron.core`` get a forwarding proxy in place of their global name ``torch``; torch itself stays
+untouched (a global TorchFunctionMode breaks under activation recompute). Each replacement below was shown to be
+necessary: without it the named megatron code stops or goes wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn")
+
+
+class _Proxy(types.ModuleType):
+    """A module's stand-in: overrides first, everything else forwarded (and cached, so later look-ups are as fast)."""
+
+    def __init__(self, target: types.ModuleType, **overrides: Any) -> None:
+        super().__init__(target.__name__)
+        self.__dict__.update(overrides, _target=target)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["_target"], name)
+        self.__dict__[name] = value
+        return value
+
+
+class _Stream:
+    """A CUDA stream or event that does nothing (the all-to-all dispatcher records and waits on them)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., _Stream]:
+        return lambda *args, **kwargs: _Stream()
+
+
+def _names_cuda(device: Any) -> bool:
+    return device is not None and (isinstance(device, int) or torch.device(device).type == "cuda")
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`factory` with ``device="cuda"`` (a literal in schedules, clip_grads and optimizers) read as the CPU."""
+
+    @functools.wraps(factory)
+    def build(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        kwargs.pop("pin_memory", None)
+        return factory(*args, device=CPU if _names_cuda(device) else device, **kwargs)
+
+    return build
+
+
+def _all_gather_uneven(
+    outputs: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> dist.Work | None:
+    """gloo refuses unequal first dimensions (ETP in the all-to-all dispatcher): pad, gather, cut."""
+    if len({x.shape for x in outputs}) == 1:
+        return dist.all_gather(outputs, tensor, group=group, async_op=async_op)
+    longest = max(len(x) for x in outputs)
+    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+    padded[: len(tensor)] = tensor
+    gathered = [torch.empty_like(padded) for _ in outputs]
+    dist.all_gather(gathered, padded, group=group)
+    for output, whole in zip(outputs, gathered, strict=True):
+        output.copy_(whole[: len(output)])
+    return None
+
+
+def _make_torch_proxy() -> _Proxy:
+    cuda = _Proxy(
+        torch.cuda,
+        current_device=lambda: CPU,
+        current_stream=lambda *a, **k: _Stream(),
+        default_stream=lambda *a, **k: _Stream(),
+        stream=lambda *a, **k: contextlib.nullcontext(),
+        Stream=_Stream,
+        Event=_Stream,
+        synchronize=lambda *a, **k: None,
+        empty_cache=lambda: None,
+        get_rng_state=lambda *a, **k: torch.get_rng_state(),
+        set_rng_state=lambda state, *a, **k: torch.set_rng_state(state),
+        manual_seed=lambda seed: torch.default_generator.manual_seed(seed),
+    )
+    factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    return _Proxy(torch, cuda=cuda, distributed=_Proxy(dist, all_gather=_all_gather_uneven), **factories)
+
+
+class _TypeAsCuda(TorchFunctionMode):
+    """`Tensor.type()` spelled as megatron's optimizers compare it ('torch.cuda.FloatTensor')."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.type and isinstance(out, str) and not out.startswith("torch.cuda."):
+            return out.replace("torch.", "torch.cuda.")
+        return out
+
+
+def _typed(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _TypeAsCuda():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def install() -> None:
+    """Make megatron.core importable code run here. Call once per process, before building a model."""
+    if not torch.cuda.is_available():
+        from torch import _dynamo
+
+        _dynamo.config.disable = True  # megatron's jit_fuser is torch.compile, which wants a C++ compiler here
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 names it without TransformerEngine, on GPUs too
+        moe_utils.te_general_gemm = None
+    if torch.cuda.is_available():
+        return
+    import megatron.core.dist_checkpointing.strategies.fully_parallel
+    import megatron.core.dist_checkpointing.strategies.torch
+    import megatron.core.distributed
+    import megatron.core.models.gpt
+    import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
+    import megatron.core.optimizer.optimizer as optimizer
+    import megatron.core.pipeline_parallel
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)  # "CPU RNG state changed within GPU RNG context"
+    to_cpu = token_dispatcher.maybe_move_tensor_to_cpu
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else to_cpu(tensor, as_numpy, record_stream)
+    )
+    half = optimizer.Float16OptimizerWithFloat16Params
+    half.__init__ = _typed(half.__init__)
+    sharded = distributed_optimizer.DistributedOptimizer
+    sharded.__init__ = _typed(sharded.__init__)
+    optimizer.clip_grad_by_total_norm_fp32 = _typed(optimizer.clip_grad_by_total_norm_fp32)
+    proxy = _make_torch_proxy()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "__dict__", {}).get("torch") is torch:
+            module.__dict__["torch"] = proxy

@@ -1,0 +1,88 @@
+"""Log-probs and entropy from vocabulary-parallel logits, chunk by chunk: no float32 copy of all logits at once.
+
+Letters: T positions, V vocabulary rows of this TP rank, c positions of a chunk. Extra memory is O(c*V) float32 in both
+directions (and the gradient of the logits, in their own dtype). Two all-reduces over TP in the forward, none in the
+backward. Cross-entropy over vocabulary shards follows Megatron-LM (arXiv:1909.08053).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    vocab_size: int,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+    chunk: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs [T] of ``targets`` [T] (with gradient) and entropy [T] over the whole vocabulary (without), float32 nats.
+
+    ``logits`` [T, V] hold rows ``vocab_start ..`` of the vocabulary; rows from ``vocab_size`` on are padding and have
+    probability 0. ``group`` is the TP group; every rank of it calls this.
+    """
+    logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits, targets, 1.0 / temperature, min(max(vocab_size - vocab_start, 0), logits.shape[1]), vocab_start, group, chunk
+    )
+    return logprobs, entropy
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        scale: float,
+        valid: int,
+        vocab_start: int,
+        group: dist.ProcessGroup | None,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        real = logits[:, :valid]
+        peak = real.amax(1).float() if valid else logits.new_full((len(logits),), -torch.inf, dtype=torch.float32)
+        peak = peak * scale
+        if group is not None:
+            dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+        local = targets - vocab_start
+        here = (local >= 0) & (local < valid)
+        sums = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.device)  # sum e^x, sum x e^x, x[target]
+        for a in range(0, len(logits) if valid else 0, chunk):
+            x = real[a : a + chunk].float().mul_(scale).sub_(peak[a : a + chunk, None])
+            index = local[a : a + chunk, None].clamp(0, valid - 1)
+            sums[2, a : a + chunk] = x.gather(1, index).squeeze(1) * here[a : a + chunk]
+            weight = x.exp()
+            sums[0, a : a + chunk] = weight.sum(1)
+            sums[1, a : a + chunk] = weight.mul_(x).sum(1)
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        log_z = sums[0].log()
+        logprobs, entropy = sums[2] - log_z, log_z - sums[1] / sums[0]
+        ctx.save_for_backward(logits, local, here, peak + log_z)
+        ctx.scale, ctx.valid, ctx.chunk = scale, valid, chunk
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        logits, local, here, log_norm = ctx.saved_tensors
+        valid, chunk = ctx.valid, ctx.chunk
+        out = torch.empty_like(logits)
+        out[:, valid:] = 0
+        for a in range(0, len(logits) if valid else 0, chunk):
+            cut = slice(a, a + chunk)
+            p = logits[cut, :valid].float().mul_(ctx.scale).sub_(log_norm[cut, None]).exp_()
+            p.mul_(-grad[cut, None])
+            p.scatter_add_(1, local[cut, None].clamp(0, valid - 1), (grad[cut] * here[cut])[:, None])
+            out[cut, :valid] = p.mul_(ctx.scale)
+        return out, None, None, None, None, None, None

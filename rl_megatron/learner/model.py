@@ -1,0 +1,145 @@
+"""ModelShape and ParallelDims -> this rank's megatron GPTModel chunks. TransformerEngine's layers when installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from rl_megatron.config import LearnerSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.learner.layers import DecoderConfig, RMSNorm, torch_layer_spec
+from rl_megatron.models.shape import ModelShape
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def uses_transformer_engine(learner: LearnerSection) -> bool:
+    """Whether layers come from TransformerEngine. Raises ConfigError where it is asked for and cannot be used."""
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if learner.layers == "transformer_engine" and not (installed and learner.device == "cuda"):
+        raise ConfigError(
+            f"learner.layers=transformer_engine with learner.device={learner.device}: TransformerEngine is "
+            f"{'installed' if installed else 'not installed'} and needs CUDA; use learner.layers=auto or torch"
+        )
+    return learner.layers != "torch" and installed and learner.device == "cuda"
+
+
+def check_shape(shape: ModelShape, learner: LearnerSection) -> None:
+    """Raise ConfigError where the model does not divide over the layout; every misfit at once, both numbers named."""
+    d = learner.dims
+    pairs = (
+        ("layers", shape.num_layers, "learner.pp*learner.vpp", d.pp * d.vpp),
+        ("attention heads", shape.num_heads, "learner.tp", d.tp),
+        ("key/value heads", shape.num_kv_heads, "learner.tp", d.tp),
+        ("experts", shape.num_experts, "learner.ep", d.ep),
+        ("expert width", shape.expert_width, "learner.etp", d.etp),
+    )
+    bad = [f"model has {n} {what}, not divisible by {key}={by}" for what, n, key, by in pairs if n % by]
+    if bad:
+        raise ConfigError("; ".join(bad) + "; choose degrees that divide them")
+
+
+def padded_vocab(shape: ModelShape, learner: LearnerSection) -> int:
+    """Vocabulary rows of embedding and output layer: a multiple of ``learner.vocab_multiple * tp``."""
+    step = learner.vocab_multiple * learner.tp
+    return -(-shape.vocab_size // step) * step
+
+
+def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
+    """Megatron's configuration of one rank. Fusions that want CUDA kernels are on only with TransformerEngine."""
+    d, dtype, fused = learner.dims, DTYPES[learner.dtype], uses_transformer_engine(learner)
+    options: dict[str, Any] = {}
+    if d.vpp > 1:  # batched p2p is silently wrong with vpp at pp=2
+        options |= {"virtual_pipeline_model_parallel_size": d.vpp, "overlap_p2p_comm": True, "batch_p2p_comm": False}
+    if learner.recompute_layers:
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return DecoderConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.expert_width,
+        rotary_base=shape.rope_theta,
+        num_moe_experts=shape.num_experts,
+        moe_ffn_hidden_size=shape.expert_width,
+        moe_router_topk=shape.experts_per_token,
+        moe_router_pre_softmax=not shape.normalize_top_k,
+        moe_router_score_function="softmax",
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=True,
+        moe_permute_fusion=fused,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=d.tp,
+        pipeline_model_parallel_size=d.pp,
+        expert_model_parallel_size=d.ep,
+        expert_tensor_parallel_size=d.etp,
+        context_parallel_size=d.cp,
+        sequence_parallel=d.tp > 1,  # megatron trains MoE under TP only with it
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=learner.device == "cpu",
+        perform_initialization=False,  # weights always come from a checkpoint
+        variable_seq_lengths=True,
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
+        masked_softmax_fusion=fused,
+        apply_rope_fusion=fused,
+        persist_layer_norm=fused,
+        cross_entropy_loss_fusion=False,
+        **options,
+    )
+
+
+def build_chunks(shape: ModelShape, learner: LearnerSection, config: DecoderConfig) -> list[GPTModel]:
+    """This rank's model chunks (one, or vpp of them). Every rank calls it, after the process groups exist."""
+    d = learner.dims
+    return [_build_chunk(shape, learner, config, stage if d.vpp > 1 else None) for stage in range(d.vpp)]
+
+
+def _build_chunk(shape: ModelShape, learner: LearnerSection, config: DecoderConfig, vp_stage: int | None) -> GPTModel:
+    fused = uses_transformer_engine(learner)
+    virtual = {"ignore_virtual": False, "vp_stage": vp_stage} if vp_stage is not None else {}
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=_block_spec(shape, config, fused, vp_stage),
+        vocab_size=padded_vocab(shape, learner),
+        max_sequence_length=shape.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(**virtual),
+        post_process=parallel_state.is_pipeline_last_stage(**virtual),
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tie_embeddings,
+        position_embedding_type="rope" if fused else "none",  # our torch attention rotates by itself
+        rotary_base=shape.rope_theta,
+        vp_stage=vp_stage,
+    )
+
+
+def _block_spec(
+    shape: ModelShape, config: DecoderConfig, fused: bool, vp_stage: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    if fused:
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=shape.num_experts, moe_grouped_gemm=True, qk_layernorm=True
+        )
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[torch_layer_spec()] * count, layer_norm=RMSNorm)

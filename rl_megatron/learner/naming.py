@@ -1,0 +1,27 @@
+"""A rank's parameters under global names: ``decoder.layers.{global layer}…weight{global expert}``, as weights/ knows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.weight)(\d+)$")
+
+
+def global_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
+    """(global name, parameter) of every parameter this rank holds."""
+    for chunk in chunks:
+        local_experts = chunk.config.num_moe_experts // chunk.config.expert_model_parallel_size
+        first_expert = parallel_state.get_expert_model_parallel_rank() * local_experts
+        for name, parameter in chunk.named_parameters():
+            found = _LAYER.match(name)
+            if found:
+                layer = chunk.decoder.layers[int(found[1])].layer_number - 1
+                name = f"decoder.layers.{layer}.{name[found.end() :]}"
+            name = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + first_expert}", name)
+            yield name, parameter

@@ -1,0 +1,78 @@
+"""Megatron's (distributed) AdamW over the model chunks, and the fixes it needs over torch's AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+
+from rl_megatron.config import LearnerSection
+from rl_megatron.learner.model import DTYPES
+
+
+def make_optimizer(chunks: Sequence[DistributedDataParallel], learner: LearnerSection) -> MegatronOptimizer:
+    """The optimizer of this rank's chunks. Every rank calls it. The learning rate is set before each step."""
+    _fix_torch_adam()
+    section, dtype = learner.optimizer, DTYPES[learner.dtype]
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=0.0,
+        adam_beta1=section.beta1,
+        adam_beta2=section.beta2,
+        adam_eps=section.eps,
+        weight_decay=section.weight_decay,
+        clip_grad=section.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=section.distributed,
+    )
+    return get_megatron_optimizer(config, list(chunks))
+
+
+def parts(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
+    """The optimizers inside (dense and expert parameters have their own), or the one."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def create_state(optimizer: MegatronOptimizer) -> None:
+    """Give a fresh AdamW its (zero) state: a sharded load needs the tensors to be there."""
+    for part in parts(optimizer):
+        adam = part.optimizer
+        for parameter in (p for group in adam.param_groups for p in group["params"]):
+            if not adam.state[parameter]:
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                adam.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+
+
+def _fix_torch_adam() -> None:
+    """Without apex or TransformerEngine DistributedOptimizer reloads torch's AdamW wrongly (0.16.1, on GPUs too).
+
+    It hands one ``step`` tensor to every parameter, which then counts once per parameter: the bias correction goes
+    silently wrong; and it copies fp32 shards with autograd on, which raises.
+    """
+    cls = distrib_optimizer.DistributedOptimizer
+    if distrib_optimizer.HAVE_APEX_OR_TE or getattr(cls, "torch_adam_fixed", False):
+        return
+    original = cls.load_state_dict
+
+    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][order]
+        with torch.no_grad():
+            for name, destination in {"param": main, **self.optimizer.state[main]}.items():
+                if name != "step":
+                    destination.copy_(tensors[name])
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        original(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    cls._set_main_param_and_optimizer_states = set_states
+    cls.load_state_dict = load_state_dict
+    cls.torch_adam_fixed = True

@@ -1,0 +1,145 @@
+"""A micro-batch as one rank of the learner computes on it: padded for TP and CP, cut for CP, ready for attention.
+
+Letters: S sequences, N positions of the samples, T padded positions of all CP ranks, t = T / cp of this rank,
+B length classes. A sequence is padded to a multiple of 2*cp, the whole to a multiple of tp*2*cp (megatron's zig-zag:
+rank r holds chunks r and 2*cp-1-r of each sequence); the last padding is a sequence of its own, masked out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from rl_megatron.types import Samples
+
+LENGTH_CLASS_RATIO = 1.2  # sequences within this ratio share one padded attention call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthClass:
+    """Sequences attended in one call: [b] of them, padded to the longest. Indices point into the flat tensors."""
+
+    query_index: Tensor  # [b, lq] into this rank's t positions
+    key_index: Tensor  # [b, lk] into the cp-gathered T positions
+    mask: Tensor | None  # [b, 1, lq, lk] bool; None means plain causal (no CP)
+
+
+@dataclass(kw_only=True)
+class PackedAttentionParams(PackedSeqParams):  # type: ignore[misc]
+    """Megatron's packed-sequence parameters and what our torch attention needs beside them."""
+
+    classes: tuple[LengthClass, ...] = ()
+    inverse: Tensor = field(default_factory=lambda: torch.empty(0))  # [t]: where each position lies in the class outputs
+    positions: Tensor = field(default_factory=lambda: torch.empty(0))  # [t] int64, position inside its sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedMicroBatch:
+    """One rank's tensors [t] of a micro-batch. ``source`` is the samples' position each came from, -1 for padding."""
+
+    input_ids: Tensor
+    targets: Tensor
+    mask: Tensor
+    advantages: Tensor
+    rollout_logprobs: Tensor
+    old_logprobs: Tensor
+    segment_ids: Tensor
+    source: Tensor
+    num_segments: int
+    attention: PackedAttentionParams
+
+
+def pack_micro_batch(samples: Samples, *, tp: int, cp: int, cp_rank: int, device: torch.device) -> PackedMicroBatch:
+    """This rank's share of ``samples``; the same on every TP and PP rank of a CP rank. No collective."""
+    unit = 2 * cp if cp > 1 else 1
+    lengths = samples.cu_seqlens.diff()
+    padded = (lengths + unit - 1) // unit * unit
+    rest = -int(padded.sum()) % (unit * tp)
+    if rest:
+        lengths, padded = (torch.cat([x, x.new_tensor([n])]) for x, n in ((lengths, 0), (padded, rest)))
+    starts = torch.zeros(len(padded) + 1, dtype=torch.int64)
+    torch.cumsum(padded, 0, out=starts[1:])
+    segment = torch.repeat_interleave(torch.arange(len(padded)), padded)
+    position = torch.arange(int(starts[-1])) - starts[segment]
+    sample_starts = torch.cat([samples.cu_seqlens, samples.cu_seqlens[-1:]])[: len(padded)]
+    source = torch.where(position < lengths[segment], sample_starts[segment] + position, -1)
+    owner = _zigzag_owner(position, padded[segment], cp)
+    mine = torch.nonzero(owner == cp_rank).squeeze(1)
+    source, segment_ids = source[mine], segment[mine]
+    take, real = source.clamp(min=0), source >= 0
+    columns = {
+        name: torch.where(real, getattr(samples, name)[take], 0).to(device)
+        for name in ("input_ids", "targets", "mask", "advantages", "rollout_logprobs", "old_logprobs")
+    }
+    columns["mask"] = columns["mask"].bool()
+    return PackedMicroBatch(
+        **columns,
+        segment_ids=segment_ids.to(device),
+        source=source,
+        num_segments=len(padded),
+        attention=_attention_params(starts, padded, position, owner, cp_rank, cp, device),
+    )
+
+
+def _zigzag_owner(position: Tensor, length: Tensor, cp: int) -> Tensor:
+    """Which CP rank holds each position: chunk c of 2*cp belongs to rank min(c, 2*cp - 1 - c)."""
+    if cp == 1:
+        return torch.zeros_like(position)
+    chunk = position * (2 * cp) // length
+    return torch.minimum(chunk, 2 * cp - 1 - chunk)
+
+
+def _attention_params(
+    starts: Tensor, lengths: Tensor, position: Tensor, owner: Tensor, rank: int, cp: int, device: torch.device
+) -> PackedAttentionParams:
+    mine = torch.nonzero(owner == rank).squeeze(1)
+    order = torch.argsort(owner, stable=True)  # the T positions as an all-gather over CP lays them out
+    gathered = torch.empty_like(order)
+    gathered[order] = torch.arange(len(order))
+    local = torch.full_like(order, -1)
+    local[mine] = torch.arange(len(mine))
+    label = torch.ceil(torch.log(lengths.double()) / torch.log(torch.tensor(LENGTH_CLASS_RATIO))).long()
+    classes, inverse, offset = [], torch.empty(len(mine), dtype=torch.int64), 0
+    for value in torch.unique(label).tolist():  # a handful of classes, not sequences
+        members = torch.nonzero(label == value).squeeze(1)
+        start, length = starts[members, None], lengths[members, None]
+        keys = start + torch.minimum(torch.arange(int(length.max())), length - 1)
+        if cp == 1:
+            queries, mask, count = keys, None, length
+        else:
+            queries, count = _local_queries(start, length, cp, rank)
+            mask = (position[queries][:, :, None] >= torch.arange(keys.shape[1])[None, None])[:, None]
+        slot = offset + torch.arange(queries.numel()).view(queries.shape)
+        real = torch.arange(queries.shape[1]) < count  # the padding of a row repeats its last position
+        inverse[local[queries[real]]] = slot[real]
+        offset += queries.numel()
+        classes.append(
+            LengthClass(
+                query_index=local[queries].to(device),
+                key_index=gathered[keys].to(device),
+                mask=None if mask is None else mask.to(device),
+            )
+        )
+    cu = starts.to(device=device, dtype=torch.int32)
+    longest = int(lengths.max())
+    return PackedAttentionParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        classes=tuple(classes),
+        inverse=inverse.to(device),
+        positions=position[mine].to(device),
+    )
+
+
+def _local_queries(start: Tensor, length: Tensor, cp: int, rank: int) -> tuple[Tensor, Tensor]:
+    """[b, lq] whole-batch positions of this CP rank's two chunks of each sequence, and how many are real [b, 1]."""
+    chunk = length // (2 * cp)
+    step = torch.minimum(torch.arange(2 * int(chunk.max()))[None], 2 * chunk - 1)
+    position = torch.where(step < chunk, rank * chunk + step, (2 * cp - 1 - rank) * chunk + step - chunk)
+    return start + position, 2 * chunk
