@@ -1,0 +1,37 @@
+"""From per-token losses [T] to one number: each choice is the weight [T] of every token in the global sum.
+
+The weights of a whole (mini)batch already hold the global denominators, so shares of micro-batches, data-parallel and
+context-parallel ranks add up to the loss, however the batch was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from rl_megatron.types import LossInputs
+
+Aggregation = Callable[[LossInputs, Tensor], Tensor]
+
+
+def token_mean(inputs: LossInputs, lengths: Tensor) -> Tensor:
+    """Every token of the batch weighs the same."""
+    return inputs.mask.to(inputs.logprobs.dtype) / max(inputs.num_tokens, 1)
+
+
+def seq_mean_token_mean(inputs: LossInputs, lengths: Tensor) -> Tensor:
+    """Every sequence weighs the same, and its tokens share that weight."""
+    return seq_mean_token_sum(inputs, lengths) / lengths.clamp(min=1)[inputs.segment_ids]
+
+
+def seq_mean_token_sum(inputs: LossInputs, lengths: Tensor) -> Tensor:
+    """Mean over sequences of the sum over their tokens."""
+    return inputs.mask.to(inputs.logprobs.dtype) / max(inputs.num_sequences, 1)
+
+
+AGGREGATIONS: Mapping[str, Aggregation] = {
+    "token_mean": token_mean,
+    "seq_mean_token_mean": seq_mean_token_mean,
+    "seq_mean_token_sum": seq_mean_token_sum,
+}

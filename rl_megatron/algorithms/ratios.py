@@ -1,0 +1,54 @@
+"""Log of the importance ratio pi / pi_old of each token, at token or at sequence level.
+
+Letters: T positions, S sequences. ``inputs`` come from ``masked``, so nothing here can meet garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rl_megatron.types import LossInputs
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to ± this before ``exp`` (e^20 is 4.9e8): values stay finite in float32, and a token beyond
+it has no gradient through its ratio."""
+
+LogRatio = Callable[[LossInputs, Tensor], Tensor]
+
+
+def masked(inputs: LossInputs) -> LossInputs:
+    """The same micro-batch with zeros at every position outside the mask, so that inf or NaN there change nothing.
+
+    ``torch.where`` selects before any arithmetic: a product with 0 would keep NaN, in value and in gradient.
+    """
+    zero = inputs.logprobs.new_zeros(())
+    return replace(
+        inputs,
+        logprobs=torch.where(inputs.mask, inputs.logprobs, zero),
+        entropy=torch.where(inputs.mask, inputs.entropy, zero),
+        old_logprobs=torch.where(inputs.mask, inputs.old_logprobs, zero),
+        rollout_logprobs=torch.where(inputs.mask, inputs.rollout_logprobs, zero),
+        advantages=torch.where(inputs.mask, inputs.advantages, zero),
+    )
+
+
+def token_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
+    """log pi - log pi_old of each token, [T]."""
+    return inputs.logprobs - inputs.old_logprobs
+
+
+def sequence_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
+    """Mean log-ratio of the token's sequence, [T]; its gradient is that of this token's own log-prob.
+
+    The token form of GSPO (arXiv:2507.18071, eq. 14): the mean is detached, so no autograd crosses context-parallel
+    ranks. With one advantage per sequence, the mean over tokens has the value and the gradient of the sequence form.
+    """
+    mean = inputs.segment_sum((inputs.logprobs - inputs.old_logprobs).detach()) / lengths.clamp(min=1)
+    return mean[inputs.segment_ids] + (inputs.logprobs - inputs.logprobs.detach())
+
+
+RATIO_LEVELS: Mapping[str, LogRatio] = {"token": token_log_ratio, "sequence": sequence_log_ratio}

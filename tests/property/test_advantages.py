@@ -1,0 +1,143 @@
+"""Group advantages against plain Python statistics over ragged groups in any order."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_megatron.algorithms.advantages import group_advantages
+
+seeds = st.integers(0, 2**32)
+sizes = st.lists(st.integers(1, 6), min_size=1, max_size=6)
+levels = st.sampled_from(["none", "group", "batch"])
+quick = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+def draw(seed: int, group_sizes: list[int]) -> tuple[list[float], list[int]]:
+    """Rewards of shuffled ragged groups with ids that are neither dense nor sorted; some groups are all equal."""
+    rng = random.Random(seed)
+    pairs = []
+    for group, size in enumerate(group_sizes):
+        kind = rng.choice(["equal", "binary", "real"])
+        equal = rng.choice([0.0, 0.1, 1.0])
+        for _ in range(size):
+            reward = {"equal": equal, "binary": float(rng.random() < 0.5), "real": rng.gauss(0, 10)}[kind]
+            pairs.append((reward, 1000 - 7 * group))
+    rng.shuffle(pairs)
+    return [reward for reward, _ in pairs], [group for _, group in pairs]
+
+
+def reference(
+    rewards: list[float], groups: list[int], *, mean: str, std: str, leave_one_out: bool, unbiased: bool, eps: float
+) -> list[float]:
+    members: dict[int, list[int]] = defaultdict(list)
+    for i, group in enumerate(groups):
+        members[group].append(i)
+    everyone = list(range(len(rewards)))
+    out = []
+    for i, reward in enumerate(rewards):
+        peers = {"none": [], "group": members[groups[i]], "batch": everyone}
+        value = reward
+        if mean != "none":
+            chosen = [rewards[j] for j in peers[mean] if not (leave_one_out and j == i)]
+            equal = len({rewards[j] for j in peers[mean]}) == 1
+            value = 0.0 if equal else reward - statistics.fmean(chosen)
+        if std != "none":
+            chosen = [rewards[j] for j in peers[std]]
+            if len(set(chosen)) == 1:
+                value = 0.0
+            else:
+                value /= (statistics.stdev(chosen) if unbiased else statistics.pstdev(chosen)) + eps
+        out.append(value)
+    return out
+
+
+@quick
+@given(seeds, sizes, levels, levels, st.booleans(), st.booleans())
+def test_equals_plain_statistics(
+    seed: int, group_sizes: list[int], mean: str, std: str, leave_one_out: bool, unbiased: bool
+) -> None:
+    rewards, groups = draw(seed, group_sizes)
+    options = {"mean": mean, "std": std, "leave_one_out": leave_one_out and mean != "none", "unbiased": unbiased}
+    actual = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), eps=1e-6, **options)
+    assert actual.dtype == torch.float32
+    expected = torch.tensor(reference(rewards, groups, eps=1e-6, **options), dtype=torch.float32)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+@quick
+@given(st.sampled_from([0.1, 1 / 3, 1e8 + 0.1, -7.3]), st.integers(1, 9), st.booleans())
+def test_equal_rewards_give_exactly_zero_even_without_eps(reward: float, size: int, leave_one_out: bool) -> None:
+    """A mean of equal floats may differ from them by rounding; divided by a rounding-sized std that would be ±1."""
+    for std in ("none", "group", "batch"):
+        actual = group_advantages(
+            torch.full((size,), reward, dtype=torch.float64),
+            torch.zeros(size, dtype=torch.int64),
+            mean="group",
+            std=std,
+            leave_one_out=leave_one_out,
+            eps=0.0,
+        )
+        assert actual.tolist() == [0.0] * size
+
+
+@quick
+@given(seeds, st.integers(2, 8))
+def test_rloo_is_dr_grpo_times_g_over_g_minus_one(seed: int, size: int) -> None:
+    rewards = torch.tensor([random.Random(seed + i).gauss(0, 1) for i in range(size)])
+    groups = torch.zeros(size, dtype=torch.int64)
+    rloo = group_advantages(rewards, groups, mean="group", std="none", leave_one_out=True)
+    dr_grpo = group_advantages(rewards, groups, mean="group", std="none", leave_one_out=False)
+    torch.testing.assert_close(rloo, dr_grpo * size / (size - 1))
+    others = [(rewards.sum() - r) / (size - 1) for r in rewards]
+    torch.testing.assert_close(rloo, rewards - torch.stack(others), rtol=1e-5, atol=1e-6)
+
+
+def test_grpo_of_a_group_of_four() -> None:
+    """Mean 0.25, unbiased std 0.5."""
+    advantages = group_advantages(
+        torch.tensor([1.0, 0, 0, 0]),
+        torch.zeros(4, dtype=torch.int64),
+        mean="group",
+        std="group",
+        leave_one_out=False,
+        eps=0,
+    )
+    assert advantages.tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5])
+
+
+def test_no_rewards_give_no_advantages() -> None:
+    empty = group_advantages(
+        torch.zeros(0), torch.zeros(0, dtype=torch.int64), mean="group", std="batch", leave_one_out=False
+    )
+    assert empty.shape == (0,)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_is_refused_by_place(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"those at \[1\]"):
+        group_advantages(
+            torch.tensor([0.0, bad]), torch.zeros(2, dtype=torch.int64), mean="group", std="none", leave_one_out=False
+        )
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "leave_one_out", "reason"),
+    [
+        ("none", "group", True, "needs a mean"),
+        ("groups", "none", False, "mean='groups' is unknown; one of: batch, group, none"),
+        ("none", "token", False, "std='token' is unknown"),
+    ],
+)
+def test_a_choice_that_cannot_be_meant_is_refused(mean: str, std: str, leave_one_out: bool, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        group_advantages(
+            torch.zeros(2), torch.zeros(2, dtype=torch.int64), mean=mean, std=std, leave_one_out=leave_one_out
+        )

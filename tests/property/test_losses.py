@@ -1,0 +1,334 @@
+"""PolicyLoss against per-sequence float64 references written with Python loops and hand-derived gradients."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rl_megatron.algorithms.losses import CrossEntropy, PolicyLoss
+from rl_megatron.types import LossInputs, LossOutput
+
+GARBAGE = [math.nan, math.inf, -math.inf, 1e30]
+GSPO = PolicyLoss(
+    ratio_level="sequence", objective="clip", aggregation="seq_mean_token_mean", clip_low=0.05, clip_high=0.1
+)
+GRPO = PolicyLoss(
+    ratio_level="token", objective="clip", aggregation="seq_mean_token_mean", clip_low=0.2, clip_high=0.28
+)
+PPO = PolicyLoss(ratio_level="token", objective="clip", aggregation="token_mean")
+SUMS = PolicyLoss(ratio_level="token", objective="clip", aggregation="seq_mean_token_sum")
+CISPO = PolicyLoss(ratio_level="token", objective="cispo", aggregation="token_mean", cap_low=0.5, cap_high=2.0)
+REINFORCE = PolicyLoss(objective="reinforce", aggregation="token_mean")
+ROWS = [GSPO, GRPO, PPO, SUMS, CISPO, REINFORCE]
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@dataclass(frozen=True)
+class Token:
+    logprob: float
+    old: float
+    rollout: float
+    entropy: float
+    advantage: float
+    kept: bool
+
+
+Sequences = list[list[Token]]
+
+
+def draw(seed: int, lengths: Sequence[int], scale: float) -> Sequences:
+    """Random sequences, a quarter of the tokens masked out and full of garbage; advantages are one per sequence."""
+    rng = random.Random(seed)
+    out: Sequences = []
+    for length in lengths:
+        advantage = rng.choice([0.0, 1.0, -1.0, rng.gauss(0, 1)])
+        tokens = []
+        for _ in range(length):
+            old = -rng.expovariate(1.0)
+            if rng.random() < 0.25:
+                bad = [rng.choice(GARBAGE) for _ in range(5)]
+                tokens.append(Token(bad[0], bad[1], bad[2], bad[3], bad[4], kept=False))
+            else:
+                token = Token(
+                    old + scale * rng.gauss(0, 1), old, old + 0.01 * rng.gauss(0, 1), rng.random(), advantage, True
+                )
+                tokens.append(token)
+        out.append(tokens)
+    return out
+
+
+def local_sum(ids: Tensor, num: int) -> Callable[[Tensor], Tensor]:
+    def segment_sum(values: Tensor) -> Tensor:
+        assert not values.requires_grad, "segment_sum is given detached tensors only"
+        return values.new_zeros(num).index_add_(0, ids, values)
+
+    return segment_sum
+
+
+def tensors(sequences: Sequences, *, num_tokens: int | None = None, num_sequences: int | None = None) -> LossInputs:
+    flat = [token for tokens in sequences for token in tokens]
+    ids = torch.tensor([s for s, tokens in enumerate(sequences) for _ in tokens], dtype=torch.int64)
+
+    def column(name: str) -> Tensor:
+        return torch.tensor([getattr(token, name) for token in flat], dtype=torch.float64)
+
+    kept = sum(token.kept for token in flat)
+    return LossInputs(
+        logprobs=column("logprob").requires_grad_(),
+        entropy=column("entropy"),
+        old_logprobs=column("old"),
+        rollout_logprobs=column("rollout"),
+        advantages=column("advantage"),
+        mask=torch.tensor([token.kept for token in flat], dtype=torch.bool),
+        segment_ids=ids,
+        segment_sum=local_sum(ids, len(sequences)),
+        num_tokens=kept if num_tokens is None else num_tokens,
+        num_sequences=len(sequences) if num_sequences is None else num_sequences,
+    )
+
+
+def evaluate(loss: Callable[[LossInputs], LossOutput], inputs: LossInputs) -> tuple[LossOutput, Tensor]:
+    output = loss(inputs)
+    output.loss.backward()
+    assert inputs.logprobs.grad is not None
+    return output, inputs.logprobs.grad
+
+
+def clamp(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def token_term(row: PolicyLoss, logprob: float, delta: float, advantage: float) -> tuple[float, float, bool]:
+    """Loss of one token (or, for a sequence ratio, of the sequence), its derivative, and whether a limit acted."""
+    ratio = math.exp(clamp(delta, -20, 20))
+    if row.objective == "reinforce":
+        return -advantage * logprob, -advantage, False
+    if row.objective == "cispo":
+        capped = clamp(ratio, row.cap_low, row.cap_high)
+        return -capped * advantage * logprob, -capped * advantage, capped != ratio
+    clipped = clamp(ratio, 1 - row.clip_low, 1 + row.clip_high)
+    if clipped * advantage < ratio * advantage:
+        return -clipped * advantage, 0.0, True
+    return -ratio * advantage, -ratio * advantage if abs(delta) <= 20 else 0.0, False
+
+
+def reference(row: PolicyLoss, sequences: Sequences) -> tuple[float, list[float], dict[str, float]]:
+    """Loss, gradient of every position (0 where masked out) and clip fraction, one sequence after the other."""
+    num_tokens = max(sum(token.kept for tokens in sequences for token in tokens), 1)
+    loss, clipped, ratio_sum = 0.0, 0.0, 0.0
+    gradient: list[float] = []
+    for tokens in sequences:
+        kept = [token for token in tokens if token.kept]
+        if row.ratio_level == "sequence":
+            value, slope, limited = 0.0, 0.0, False
+            if kept:
+                delta = sum(token.logprob - token.old for token in kept) / len(kept)
+                value, slope, limited = token_term(row, math.nan, delta, kept[0].advantage)
+                ratio_sum += math.exp(clamp(delta, -20, 20)) / len(sequences)
+            loss += value / len(sequences)
+            clipped += limited / len(sequences)
+            gradient += [slope / len(kept) / len(sequences) if token.kept else 0.0 for token in tokens]
+            continue
+        weight = {
+            "token_mean": 1 / num_tokens,
+            "seq_mean_token_mean": 1 / max(len(kept), 1) / len(sequences),
+            "seq_mean_token_sum": 1 / len(sequences),
+        }[row.aggregation]
+        for token in tokens:
+            if not token.kept:
+                gradient.append(0.0)
+                continue
+            value, slope, limited = token_term(row, token.logprob, token.logprob - token.old, token.advantage)
+            loss += weight * value
+            clipped += limited / num_tokens
+            ratio_sum += math.exp(clamp(token.logprob - token.old, -20, 20)) / num_tokens
+            gradient.append(weight * slope)
+    return loss, gradient, {"clip_fraction": clipped, "ratio/mean": ratio_sum}
+
+
+def close(actual: Tensor, expected: object, *, tolerance: float = 1e-9) -> None:
+    wanted = expected.detach() if isinstance(expected, Tensor) else torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(actual.detach(), wanted, rtol=tolerance, atol=tolerance)
+
+
+seeds = st.integers(0, 2**32)
+ragged = st.lists(st.integers(0, 7), min_size=1, max_size=6)
+scales = st.sampled_from([0.0, 0.05, 1.0, 1e4])
+rows = st.sampled_from(ROWS)
+quick = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+@quick
+@given(rows, seeds, ragged, scales)
+def test_value_gradient_and_fractions_equal_the_written_out_reference(
+    row: PolicyLoss, seed: int, lengths: list[int], scale: float
+) -> None:
+    sequences = draw(seed, lengths, scale)
+    output, gradient = evaluate(row, tensors(sequences))
+    loss, expected, means = reference(row, sequences)
+    close(output.loss, loss)
+    close(gradient, expected)
+    assert torch.isfinite(gradient).all()
+    for name, value in means.items():
+        close(output.means[name], value)
+
+
+@quick
+@given(rows, seeds, ragged, scales)
+def test_metrics_equal_plain_means_and_extremes(row: PolicyLoss, seed: int, lengths: list[int], scale: float) -> None:
+    sequences = draw(seed, lengths, scale)
+    kept = [token for tokens in sequences for token in tokens if token.kept]
+    output = row(tensors(sequences))
+    num = max(len(kept), 1)
+    close(output.means["entropy"], sum(t.entropy for t in kept) / num)
+    close(output.means["mismatch/logprob_abs_mean"], sum(abs(t.old - t.rollout) for t in kept) / num)
+    close(output.maxima["mismatch/logprob_abs_max"], max((abs(t.old - t.rollout) for t in kept), default=-math.inf))
+    gaps = [t.old - t.rollout for t in kept]
+    close(output.means["kl/rollout"], sum(math.exp(gap) - gap - 1 for gap in gaps) / num)
+    deltas = [clamp(t.logprob - t.old, -20, 20) for t in kept]
+    close(output.means["kl/old_policy"], sum(math.exp(d) - d - 1 for d in deltas) / num)
+    if row.ratio_level == "token":
+        close(output.minima["ratio/min"], min((math.exp(d) for d in deltas), default=math.inf))
+        close(output.maxima["ratio/max"], max((math.exp(d) for d in deltas), default=-math.inf))
+        close(output.means["ratio/clamped_fraction"], sum(abs(t.logprob - t.old) > 20 for t in kept) / num)
+    for metrics in (output.means, output.minima, output.maxima):
+        assert not any(value.requires_grad for value in metrics.values())
+
+
+@quick
+@given(rows, seeds, ragged, scales)
+def test_order_of_sequences_does_not_matter(row: PolicyLoss, seed: int, lengths: list[int], scale: float) -> None:
+    sequences = draw(seed, lengths, scale)
+    order = list(range(len(sequences)))
+    random.Random(seed).shuffle(order)
+    whole, gradient = evaluate(row, tensors(sequences))
+    shuffled, moved = evaluate(row, tensors([sequences[s] for s in order]))
+    close(shuffled.loss, whole.loss)
+    parts = gradient.split([len(tokens) for tokens in sequences])
+    close(moved, torch.cat([parts[s] for s in order]))
+
+
+@quick
+@given(rows, seeds, ragged, scales, st.integers(2, 4))
+def test_shares_of_micro_batches_add_up(
+    row: PolicyLoss, seed: int, lengths: list[int], scale: float, cuts: int
+) -> None:
+    """The same holds for data-parallel ranks: a share knows only the global denominators."""
+    sequences = draw(seed, lengths, scale)
+    whole, gradient = evaluate(row, tensors(sequences))
+    num_tokens = sum(token.kept for tokens in sequences for token in tokens)
+    owners = [random.Random(seed + s).randrange(cuts) for s in range(len(sequences))]
+    shares, pieces = [], {}
+    for owner in range(cuts):
+        mine = [s for s in range(len(sequences)) if owners[s] == owner]
+        inputs = tensors([sequences[s] for s in mine], num_tokens=num_tokens, num_sequences=len(sequences))
+        output, piece = evaluate(row, inputs)
+        shares.append(output)
+        pieces.update(zip(mine, piece.split([len(sequences[s]) for s in mine]), strict=True))
+    close(sum((share.loss for share in shares), torch.zeros(())), whole.loss)
+    close(torch.cat([pieces[s] for s in range(len(sequences))]), gradient)
+    for name, value in whole.means.items():
+        close(sum((share.means[name] for share in shares), torch.zeros(())), value)
+    for name, value in whole.minima.items():
+        close(torch.stack([share.minima[name] for share in shares]).amin(), value)
+    for name, value in whole.maxima.items():
+        close(torch.stack([share.maxima[name] for share in shares]).amax(), value)
+
+
+class TwoRanks:
+    """An all-reduce of two threads that stand for two context-parallel ranks; a missing call breaks the barrier."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=20)
+        self.slots: list[Tensor] = [torch.zeros(()), torch.zeros(())]
+
+    def all_reduced(self, rank: int, local: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def segment_sum(values: Tensor) -> Tensor:
+            self.slots[rank] = local(values)
+            self.barrier.wait()
+            total = self.slots[0] + self.slots[1]
+            self.barrier.wait()
+            return total
+
+        return segment_sum
+
+
+@settings(parent=quick, max_examples=30)
+@given(rows, seeds, ragged, scales)
+def test_a_context_parallel_split_changes_only_segment_sum(
+    row: PolicyLoss, seed: int, lengths: list[int], scale: float
+) -> None:
+    whole_inputs = tensors(draw(seed, lengths, scale))
+    whole, gradient = evaluate(row, whole_inputs)
+    ranks, halves = TwoRanks(), [slice(0, None, 2), slice(1, None, 2)]
+    results: list[tuple[LossOutput, Tensor] | None] = [None, None]
+
+    def run(rank: int) -> None:
+        half = halves[rank]
+        ids = whole_inputs.segment_ids[half]
+        inputs = replace(
+            whole_inputs,
+            logprobs=whole_inputs.logprobs.detach()[half].clone().requires_grad_(),
+            entropy=whole_inputs.entropy[half],
+            old_logprobs=whole_inputs.old_logprobs[half],
+            rollout_logprobs=whole_inputs.rollout_logprobs[half],
+            advantages=whole_inputs.advantages[half],
+            mask=whole_inputs.mask[half],
+            segment_ids=ids,
+            segment_sum=ranks.all_reduced(rank, local_sum(ids, len(lengths))),
+        )
+        results[rank] = evaluate(row, inputs)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = results
+    assert first is not None
+    assert second is not None
+    close(first[0].loss + second[0].loss, whole.loss)
+    joined = torch.empty_like(gradient)
+    joined[halves[0]], joined[halves[1]] = first[1], second[1]
+    close(joined, gradient)
+    for name, value in whole.means.items():
+        close(first[0].means[name] + second[0].means[name], value)
+
+
+@quick
+@given(st.sampled_from([*ROWS, CrossEntropy()]), seeds, ragged)
+def test_garbage_outside_the_mask_changes_nothing(
+    loss: Callable[[LossInputs], LossOutput], seed: int, lengths: list[int]
+) -> None:
+    dirty = draw(seed, lengths, 0.1)
+    clean = [[t if t.kept else Token(-1.0, -1.0, -1.0, 0.5, 0.3, False) for t in tokens] for tokens in dirty]
+    (a, gradient_a), (b, gradient_b) = evaluate(loss, tensors(dirty)), evaluate(loss, tensors(clean))
+    assert torch.equal(a.loss, b.loss)
+    assert torch.equal(gradient_a, gradient_b)
+    assert all(torch.equal(a.means[name], b.means[name]) for name in a.means)
+
+
+@quick
+@given(seeds, ragged)
+def test_float32_stays_finite_at_extreme_ratios(seed: int, lengths: list[int]) -> None:
+    exact = tensors(draw(seed, lengths, 1e4))
+    floats = {
+        name: getattr(exact, name).detach().float()
+        for name in ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "advantages")
+    }
+    for row in ROWS:
+        inputs = replace(exact, **{**floats, "logprobs": floats["logprobs"].clone().requires_grad_()})
+        output, gradient = evaluate(row, inputs)
+        assert output.loss.dtype == torch.float32
+        assert torch.isfinite(output.loss)
+        assert torch.isfinite(gradient).all()
+        assert all(torch.isfinite(value) for value in output.means.values())
