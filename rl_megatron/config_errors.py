@@ -1,0 +1,144 @@
+"""What the schema says of a bad value, in words: the key as a user writes it, the value, what is allowed, near keys."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from rl_megatron.config import RunConfig
+
+_MOST_SHOWN = 60  # characters of a value
+
+
+class _Place(NamedTuple):
+    """Where an error is: ``variants`` are the sections, by tag, between which a tag has not chosen yet."""
+
+    key: str
+    section: type[BaseModel] | None
+    variants: Mapping[str, type[BaseModel]]
+
+
+def explain(errors: Sequence[ErrorDetails]) -> list[str]:
+    """One line for each bad key and for each broken rule between keys."""
+    lines: list[str] = []
+    allowed: dict[str, list[str]] = {}  # key=value -> what each alternative of the key's type allows
+    for error in errors:
+        place = _locate(error["loc"])
+        if error["type"] == "value_error":
+            lines += str(error["ctx"]["error"]).splitlines()
+        elif (line := _structural(error, place)) is not None:
+            lines.append(line)
+        else:
+            allowed.setdefault(f"{place.key}={shorten(error['input'])}", []).append(_allowed(error))
+    return lines + [f"{shown}: must be {' or '.join(texts)}" for shown, texts in allowed.items()]
+
+
+def near_miss(given: str, names: Iterable[str]) -> str:
+    """``" (did you mean 'x'?)"`` for the nearest of ``names``, or nothing where none is near."""
+    return _did_you_mean(difflib.get_close_matches(given, list(names), n=1))
+
+
+def shorten(value: object) -> str:
+    """Its repr, cut to what fits a line."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+
+
+def not_a_section(key: str, value: object) -> str:
+    """The line for a single value where a section with keys of its own belongs."""
+    keys = _keys_of(_locate(key.split(".")))
+    return f"{key}={shorten(value)}: a section, not one value; set {key}.<key>=<value>{keys}"
+
+
+def _structural(error: ErrorDetails, place: _Place) -> str | None:
+    """The line for a key that is unknown, missing or of the wrong kind; None where the value itself is wrong."""
+    match error["type"]:
+        case "extra_forbidden":
+            return f"{place.key}={shorten(error['input'])}: no such key{_near_key(place)}{_keys_of(place)}"
+        case "missing":
+            return f"{place.key}: required, but not given; add {place.key}=<value>"
+        case "model_type" | "model_attributes_type":
+            return not_a_section(place.key, error["input"])
+        case "union_tag_not_found":
+            tag = error["ctx"]["discriminator"].strip("'")
+            return f"{place.key}.{tag}: required, but not given; one of: {', '.join(place.variants)}"
+        case "union_tag_invalid":
+            tag, given = error["ctx"]["discriminator"].strip("'"), error["ctx"]["tag"]
+            near = near_miss(given, place.variants)
+            return f"{place.key}.{tag}={given!r}: no such choice{near}; one of: {', '.join(place.variants)}"
+    return None
+
+
+def _allowed(error: ErrorDetails) -> str:
+    """What may stand in the place of a bad value, to follow "must be"."""
+    text = re.sub(r"^(Input|String|Value) should (be )?", "", error["msg"]).split(", unable to parse")[0]
+    if error["type"] == "string_type":
+        return f"{text}; on the command line, quotes inside quotes make it one, as in \"'1'\""
+    if error["type"] == "literal_error":
+        return text + near_miss(str(error["input"]), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
+    return text
+
+
+def _near_key(place: _Place) -> str:
+    """Near misses of an unknown key: its name in other sections, or else a name beside it, or else any name."""
+    section, dot, name = place.key.rpartition(".")
+    everywhere: dict[str, list[str]] = {}  # last part -> whole keys
+    for key in _dotted(RunConfig):
+        if key != place.key:  # as where another variant of the section has it
+            everywhere.setdefault(key.rpartition(".")[2], []).append(key)
+    if name not in everywhere and place.section:
+        beside = difflib.get_close_matches(name, place.section.model_fields, n=1)
+        if beside:
+            return _did_you_mean([section + dot + beside[0]])
+    nearest = difflib.get_close_matches(name, everywhere, n=1)
+    return _did_you_mean(everywhere[nearest[0]] if nearest else [])
+
+
+def _did_you_mean(names: Sequence[str]) -> str:
+    return f" (did you mean {' or '.join(map(repr, names))}?)" if names else ""
+
+
+def _keys_of(place: _Place) -> str:
+    return f"; keys: {', '.join(place.section.model_fields)}" if place.section else ""
+
+
+def _dotted(section: type[BaseModel], above: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield above + name
+        inner, variants = _inside(field)
+        for below in (inner, *variants.values()):
+            if below is not None:
+                yield from _dotted(below, f"{above}{name}.")
+
+
+def _locate(loc: Iterable[int | str]) -> _Place:
+    """The key of pydantic's location, which also counts the tags of unions, and the section it reaches or stands in."""
+    keys: list[str] = []
+    section: type[BaseModel] | None = RunConfig
+    variants: Mapping[str, type[BaseModel]] = {}
+    for part in map(str, loc):
+        if part in variants:
+            section, variants = variants[part], {}
+            continue
+        if section is None:
+            break  # an alternative of a union of single values
+        keys.append(part)
+        if part in section.model_fields:
+            section, variants = _inside(section.model_fields[part])
+    return _Place(".".join(keys), section, variants)
+
+
+def _inside(field: FieldInfo) -> tuple[type[BaseModel] | None, Mapping[str, type[BaseModel]]]:
+    """The section a field holds, or None and the sections it chooses between; (None, {}) for a single value."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    if isinstance(field.discriminator, str):
+        tag = field.discriminator
+        return None, {get_args(s.model_fields[tag].annotation)[0]: s for s in sections}
+    return (sections[0] if sections else None), {}

@@ -1,0 +1,248 @@
+"""Composition, overrides and errors of the configuration, on the real schema and on folders made for the test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_megatron.config import ArithmeticData, FileData, RunConfig, RunSection
+from rl_megatron.config_io import load, save_resolved
+from rl_megatron.errors import ConfigError
+
+REPO = Path(__file__).resolve().parents[2]
+CONFIGS = sorted(path.stem for path in (REPO / "conf").glob("*.yaml"))
+CHOICES = sorted(f"{path.parent.name}={path.stem}" for path in (REPO / "conf").glob("*/*.yaml"))
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Path:
+    """A conf/ folder: ``run`` starts from ``base`` and two groups."""
+    files = {
+        "base.yaml": "seed: 7\nlearner: {ep: 2, optimizer: {beta1: 0.5, beta2: 0.6}}\n",
+        "run.yaml": "defaults:\n  - base\n  - algorithm: narrow\n  - data: sums\nlearner: {optimizer: {beta1: 0.7}}\n",
+        "algorithm/narrow.yaml": "clip_low: 3e-4\nratio_level: sequence\n",
+        "algorithm/wide.yaml": "clip_high: 9\n",
+        "data/sums.yaml": "type: arithmetic\ndigits: 1\n",
+        "data/mine.yaml": "type: files\ntrain: a.jsonl\neval: b.jsonl\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def problems(name: str, overrides: list[str], root: Path | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(name, overrides, root)
+    return str(caught.value).splitlines()
+
+
+def test_defaults_compose_under_the_file_that_names_them(conf: Path) -> None:
+    config = load("run", [], conf)
+    assert config.seed == 7
+    assert (config.learner.ep, config.learner.optimizer.beta1, config.learner.optimizer.beta2) == (2, 0.7, 0.6)
+    assert (config.algorithm.clip_low, config.algorithm.clip_high) == (3e-4, 0.2)
+    assert config.data == ArithmeticData(digits=1)
+
+
+def test_a_group_is_swapped_whole_and_before_single_values(conf: Path) -> None:
+    config = load("run", ["algorithm.clip_low=0.1", "algorithm=wide", "data=mine"], conf)
+    assert config.algorithm.ratio_level == "token"
+    assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.1, 9.0)
+    assert config.data == FileData(type="files", train=Path("a.jsonl"), eval=Path("b.jsonl"))
+
+
+def test_a_file_of_ones_own_starts_from_a_known_config_and_its_groups(conf: Path, tmp_path: Path) -> None:
+    own = tmp_path / "elsewhere" / "own.yaml"
+    own.parent.mkdir()
+    own.write_text("defaults: [run, {algorithm: wide}]\nseed: 8\n")
+    config = load(str(own), [], conf)
+    assert (config.seed, config.algorithm.clip_high, config.data) == (8, 9.0, ArithmeticData(digits=1))
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "expected"),
+    [
+        ("algorithm.clip_low=3e-4", "algorithm", "clip_low", 3e-4),
+        ("train.steps=1e1", "train", "steps", 10),
+        ("learner.dp=null", "learner", "dp", None),
+        ("learner.dp=", "learner", "dp", None),
+        ("algorithm.leave_one_out=true", "algorithm", "leave_one_out", True),
+        ("log.wandb=off", "log", "wandb", "off"),
+        ("train.lr_decay=none", "train", "lr_decay", "none"),
+        ("reward.on_error=-1", "reward", "on_error", -1.0),
+        ("reward.on_error=drop", "reward", "on_error", "drop"),
+        ("run.name='1'", "run", "name", "1"),
+        ("run.name=2024-01-01", "run", "name", "2024-01-01"),
+        ("data.prompt_template={prompt} #= a: [b", "data", "prompt_template", "{prompt} #= a: [b"),
+        (r'data.prompt_template="{prompt}\n"', "data", "prompt_template", "{prompt}\n"),
+    ],
+)
+def test_override_values(conf: Path, override: str, section: str, key: str, expected: object) -> None:
+    value = getattr(getattr(load("run", ["data=mine", override], conf), section), key)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_yaml_files_read_off_as_text_and_exponents_as_numbers(conf: Path) -> None:
+    (conf / "run.yaml").write_text("log: {wandb: off}\ntrain: {learning_rate: 1e-3}\nrun: {name: no}\n")
+    config = load("run", [], conf)
+    assert (config.log.wandb, config.train.learning_rate, config.run.name) == ("off", 1e-3, "no")
+
+
+def test_every_problem_is_named_at_once(conf: Path) -> None:
+    lines = problems(
+        "run",
+        [
+            "algorithm=narow",
+            "algoritm=narrow",
+            "learner=cuda",
+            "learner.tpp=4",
+            "learner.ep=0",
+            "steps=10",
+            "oops",
+            "train.lr_decay=cosin",
+            "reward.on_error=warn",
+            "data.digits=9",
+            "data.digit=1",
+            "run.name=1",
+            "seed.x=1",
+        ],
+        conf,
+    )
+    expected = [  # start of the line, and words that must be in it
+        (f"algorithm=narow: {conf}/algorithm/narow.yaml: no such file (did you mean 'narrow'?)", "narrow, wide"),
+        ("algoritm='narrow': no such key (did you mean 'algorithm'?)", "rollout"),
+        ("learner='cuda': a section, not one value", "max_tokens_per_micro_batch"),
+        ("learner.tpp=4: no such key (did you mean 'learner.tp'?)", "vpp"),
+        ("learner.ep=0: must be greater than or equal to 1", ""),
+        ("steps=10: no such key (did you mean 'warm_start.steps' or 'train.steps'?)", ""),
+        ("'oops': not an override; write section.key=value", "algorithm, data"),
+        ("train.lr_decay='cosin': must be 'none', 'linear' or 'cosine' (did you mean 'cosine'?)", ""),
+        ("reward.on_error='warn': must be 'fail' or 'drop' or a valid number", ""),
+        ("data.digits=9: must be less than or equal to 6", ""),
+        ("data.digit=1: no such key (did you mean 'data.digits'?)", "num_eval"),
+        ("run.name=1: must be a valid string", "quotes"),
+        ("seed.x=1: seed=7 is one value, without keys", ""),
+    ]
+    for start, word in expected:
+        assert [line for line in lines if line.startswith(start) and word in line], (start, lines)
+    assert len(lines) == len(expected)
+
+
+def test_keys_of_a_union_are_told_without_its_tags(conf: Path) -> None:
+    assert problems("run", ["data.type=files", "data.digits=2"], conf) == [
+        "data.train: required, but not given; add data.train=<value>",
+        "data.eval: required, but not given; add data.eval=<value>",
+        "data.digits=2: no such key; keys: "
+        "type, train, eval, prompt_field, answer_field, prompt_template, chat_template, max_eval",
+    ]
+    assert problems("run", ["data.type=file"], conf) == [
+        "data.type='file': no such choice (did you mean 'files'?); one of: arithmetic, files"
+    ]
+    assert problems("base", ["data.digits=2"], conf) == [
+        "data.type: required, but not given; one of: arithmetic, files"
+    ]
+
+
+def test_a_missing_file_does_not_bring_complaints_about_what_it_would_have_held(conf: Path) -> None:
+    assert problems("rum", ["data.digits=2", "learner.ep=0"], conf) == [
+        f"{conf}/rum.yaml: no such file (did you mean 'run'?); one of: base, run",
+        "learner.ep=0: must be greater than or equal to 1",
+    ]
+    assert problems("run", ["data=mime", "data.train=x"], conf) == [
+        f"data=mime: {conf}/data/mime.yaml: no such file (did you mean 'mine'?); one of: mine, sums"
+    ]
+
+
+def test_rules_between_keys_stay_readable() -> None:
+    first, second = problems("tiny_cpu", ["learner.ep=2", "learner.tp=3", "learner.dp=1", "train.minibatches=999999"])
+    assert first.startswith("learner: ep*etp = 2*1 = 2 does not divide tp*cp*dp = 3*1*1 = 3")
+    assert second.startswith("train.minibatches=999999 is more than")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nseed: 2\n", "key 'seed' is given twice"),
+        ("seed: [1\n", "line 2"),
+        ("- seed\n", "holds ['seed']; a config file is a mapping"),
+        ("defaults: [run]\n", "defaults lead in a circle: run -> run"),
+        ("defaults: [3]\n", "defaults: 3 is neither a config's name nor {group: name}"),
+        ("defaults: {algorithm: wide, data: sums}\n", "is neither a config's name nor {group: name}"),
+        ("defaults: [bsae]\n", "bsae.yaml: no such file (did you mean 'base'?)"),
+        ("algorithm: wide\n", "algorithm='wide': a section, not one value"),
+        ("1: 2\n", "1=2: no such key"),
+    ],
+)
+def test_a_bad_file_is_named(conf: Path, text: str, message: str) -> None:
+    (conf / "run.yaml").write_text(text)
+    (line,) = [line for line in problems("run", [], conf) if message in line]
+    assert line
+
+
+def test_bytes_that_are_not_utf8_are_named(conf: Path) -> None:
+    (conf / "run.yaml").write_bytes(b"seed: \xff\n")
+    (line,) = problems("run", [], conf)
+    assert line.startswith(f"{conf}/run.yaml: cannot be read: 'utf-8' codec")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) -> None:
+    assert isinstance(load(name, [choice]), RunConfig)
+
+
+def test_shipped_algorithms_are_the_rows_of_their_papers() -> None:
+    gspo, grpo, cispo = (load("tiny_cpu", [f"algorithm={name}"]).algorithm for name in ("gspo", "grpo", "cispo"))
+    assert (gspo.objective, gspo.ratio_level, gspo.clip_low, gspo.clip_high) == ("clip", "sequence", 3e-4, 4e-4)
+    assert (grpo.objective, grpo.ratio_level, grpo.clip_low, grpo.clip_high) == ("clip", "token", 0.2, 0.2)
+    assert (cispo.objective, cispo.ratio_level, cispo.cap_low, cispo.cap_high) == ("cispo", "token", 0.0, 5.0)
+    assert (gspo.aggregation, grpo.aggregation) == ("seq_mean_token_mean", "seq_mean_token_mean")
+    assert cispo.aggregation == "token_mean"
+
+
+def test_shipped_yaml_holds_only_what_differs_from_the_schema() -> None:
+    plain = load("tiny_cpu", ["data=arithmetic"])
+    assert plain.data == ArithmeticData()
+    for path in sorted((REPO / "conf" / "algorithm").glob("*.yaml")):
+        chosen = load("tiny_cpu", [f"algorithm={path.stem}"]).algorithm
+        written = [line.split(":")[0] for line in path.read_text().splitlines() if line and line[0] not in "# "]
+        defaults = RunConfig().algorithm
+        assert [key for key in written if getattr(chosen, key) == getattr(defaults, key)] == []
+
+
+@given(
+    name=st.one_of(
+        st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]*\Z"), st.sampled_from(["off", "3e-4", "1_0", "null", "0x1", "010"])
+    ),
+    template=st.text(st.characters(blacklist_categories=["Cs"])),
+    score=st.floats(allow_nan=False),
+)
+def test_a_resolved_config_reads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, name: str, template: str, score: float
+) -> None:
+    data = FileData(type="files", train=Path("a b.jsonl"), eval=Path("c#.parquet"), prompt_template=template)
+    config = RunConfig(seed=3, run=RunSection(name=name), data=data).model_copy(
+        update={"eval": RunConfig().eval.model_copy(update={"success_reward": score})}
+    )
+    path = tmp_path_factory.mktemp("resolved") / "config.yaml"
+    save_resolved(config, path)
+    assert load(str(path), []) == config
+    assert [file.name for file in path.parent.iterdir()] == ["config.yaml"]
+
+
+def test_the_configuration_imports_no_torch() -> None:
+    code = (
+        "import json, sys, rl_megatron.config, rl_megatron.config_io as c; c.load('tiny_cpu', []); "
+        "print(json.dumps([m for m in ('torch', 'megatron', 'transformers', 'numpy') if m in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
