@@ -1,0 +1,35 @@
+# make train [ARGS="algorithm=cispo seed=1"]   the default run, or one changed by key=value
+# make test                                    linters, then every test
+# make lint                                    linters alone (what pre-commit runs)
+# make clean                                   remove the environment and caches; runs/ stays
+
+PYTHON := $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+ENVIRONMENT := .venv/.installed
+ARGS ?=
+
+.PHONY: train test lint clean
+.DELETE_ON_ERROR:
+
+train: $(ENVIRONMENT)
+	$(BIN)/rl-megatron train $(ARGS)
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q
+
+lint: $(ENVIRONMENT)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info
+
+# torch by itself first and at its exact version: a looser range draws gigabytes of other builds.
+$(ENVIRONMENT): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt -e .[dev]
+	touch $@

@@ -1,0 +1,107 @@
+"""The laws of the house that no linter checks; import-linter holds the layers (pyproject.toml)."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+PRODUCT = ("rl_megatron", "launcher", "tools")
+FILES = [
+    path.relative_to(REPO) for folder in (*PRODUCT, "bench", "tests") for path in sorted((REPO / folder).rglob("*.py"))
+]
+IDS = [str(path) for path in FILES]
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+
+
+def inside(path: Path, *owners: str) -> bool:
+    return any(path.is_relative_to(owner) for owner in owners)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of everything imported: ``from a import b`` gives ``a.b``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def attributes(tree: ast.AST) -> Iterator[str]:
+    """``a.b`` of every attribute read from a plain name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield f"{node.value.id}.{node.attr}"
+
+
+def violations(path: Path, source: str) -> list[str]:
+    """What a product file does that is another room's alone."""
+    tree = ast.parse(source)
+    names = [*imported(tree), *attributes(tree)]
+    found = []
+    if not inside(path, "rl_megatron/learner"):
+        found += [n for n in names if re.search(r"\bparallel_state\b|\bmpu\.get_", n)]
+    if not inside(path, "rl_megatron/learner", "rl_megatron/weights/transports"):
+        found += [n for n in names if re.match(r"torch\.distributed\b|dist\.(all_|broadcast|init_)", n)]
+    if not inside(path, "rl_megatron/learner", "rl_megatron/weights/transports", "rl_megatron/config.py"):
+        texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        found += [repr(text) for text in texts if re.fullmatch(r"cuda(:\d+)?", text)]
+    if not inside(path, "launcher"):
+        found += [n for n in names if re.fullmatch(r"os\.(environ|getenv|putenv)|sys\.argv", n)]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_files_and_functions_stay_short(path: Path) -> None:
+    source = (REPO / path).read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= MAX_FILE_LINES
+    long = {
+        node.name: (node.end_lineno or 0) - node.lineno + 1
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {name: lines for name, lines in long.items() if lines > MAX_FUNCTION_LINES} == {}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if inside(p, *PRODUCT)], ids=str)
+def test_rooms_keep_to_their_own(path: Path) -> None:
+    assert violations(path, (REPO / path).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "found"),
+    [
+        ("rl_megatron/rollout/x.py", "from megatron.core import parallel_state as mpu", 1),
+        ("rl_megatron/trainer.py", "mpu.get_data_parallel_rank()", 1),
+        ("rl_megatron/learner/x.py", "from megatron.core import parallel_state\nimport torch.distributed as dist", 0),
+        ("rl_megatron/weights/plan.py", "import torch.distributed as dist\ndist.broadcast(x)", 2),
+        ("rl_megatron/weights/transports/x.py", "import torch.distributed as dist\ndist.broadcast(x)", 0),
+        ("rl_megatron/rollout/x.py", "x.to('cuda'); x.to('cuda:1'); torch.cuda.is_available()", 2),
+        ("rl_megatron/config.py", "device = 'cuda'", 0),
+        ("rl_megatron/learner/x.py", "import os\nos.environ['A'] = os.getenv('B')", 2),
+        ("launcher/x.py", "import os, sys\nos.environ['A'] = sys.argv[1]", 0),
+        ("tools/x.py", "import sys\nsys.argv", 1),
+    ],
+)
+def test_the_laws_see_what_breaks_them(path: str, source: str, found: int) -> None:
+    assert len(violations(Path(path), source)) == found
+
+
+def test_every_dependency_is_pinned_once() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [n for n in (REPO / "constraints.txt").read_text(encoding="utf-8").splitlines() if not n.startswith("#")]
+    pins = {name.lower().replace("_", "-"): version for name, version in (line.split("==") for line in lines)}
+    assert len(pins) == len(lines)
+    wanted = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
+    for requirement in wanted:
+        name, _, version = re.split(r"([<>=]=|$)", requirement, maxsplit=1)
+        assert name in pins
+        if "==" in requirement:
+            assert pins[name] == version
+    makefile = (REPO / "Makefile").read_text(encoding="utf-8")
+    assert re.findall(r"torch==(\S+)", makefile) == [pins["torch"]]
