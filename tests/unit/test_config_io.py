@@ -102,7 +102,7 @@ def test_every_problem_is_named_at_once(conf: Path) -> None:
         "run",
         [
             "algorithm=narow",
-            "algoritm=narrow",
+            "algorithmm=narrow",
             "learner=cuda",
             "learner.tpp=4",
             "learner.ep=0",
@@ -119,7 +119,7 @@ def test_every_problem_is_named_at_once(conf: Path) -> None:
     )
     expected = [  # start of the line, and words that must be in it
         (f"algorithm=narow: {conf}/algorithm/narow.yaml: no such file (did you mean 'narrow'?)", "narrow, wide"),
-        ("algoritm='narrow': no such key (did you mean 'algorithm'?)", "rollout"),
+        ("algorithmm='narrow': no such key (did you mean 'algorithm'?)", "rollout"),
         ("learner='cuda': a section, not one value", "max_tokens_per_micro_batch"),
         ("learner.tpp=4: no such key (did you mean 'learner.tp'?)", "vpp"),
         ("learner.ep=0: must be greater than or equal to 1", ""),
