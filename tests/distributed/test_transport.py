@@ -1,0 +1,181 @@
+"""The process-group transport on real gloo processes, against checkpoints and shards cut by torch itself."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from rl_megatron.errors import WeightError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.layout import Layout
+from rl_megatron.weights.plan import Transfer, plan
+from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.transports.process_group import ProcessGroupTransport
+
+SHAPE = ModelShape(
+    num_layers=2,
+    hidden_size=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    num_experts=4,
+    experts_per_token=2,
+    expert_width=6,
+    vocab_size=21,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    normalize_top_k=True,
+    tie_embeddings=False,
+    max_positions=64,
+)
+BUCKET_BYTES = 40  # a row of the hidden size fits (32 bytes), one of the attention output does not (64)
+
+
+def _process(rank: int, world_size: int, port: int, body: Callable[[int, int], None]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        body(rank, world_size)
+    finally:
+        dist.destroy_process_group()
+
+
+def spawn(world_size: int, body: Callable[[int, int], None]) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(_process, args=(world_size, port, body), nprocs=world_size)
+
+
+def hf_tensors(version: int) -> dict[str, Tensor]:
+    """The same on every process, other numbers for each version."""
+    generator = torch.Generator().manual_seed(version)
+    shapes = Layout(table=HF_QWEN3_MOE, shape=SHAPE).local_shapes(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def megatron_tensors(hf: dict[str, Tensor], dims: ParallelDims, rank: int) -> dict[str, Tensor]:
+    """A rank's shards, cut without the table: two stages of one layer, tp over attention and vocabulary, ep experts."""
+    inner = dims.tp * dims.dp
+    stage, tp, ep = rank // inner, rank % dims.tp, rank % inner % dims.ep
+    out: dict[str, Tensor] = {}
+    vocab = lambda x: torch.nn.functional.pad(x, (0, 0, 0, -len(x) % (8 * dims.tp))).chunk(dims.tp)[tp]  # noqa: E731
+    if stage == 0:
+        out["embedding.word_embeddings.weight"] = vocab(hf["model.embed_tokens.weight"])
+    if stage == dims.pp - 1:
+        out["output_layer.weight"] = vocab(hf["lm_head.weight"])
+        out["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
+    for layer in torch.arange(SHAPE.num_layers).chunk(dims.pp)[stage].tolist():
+        p, q = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        groups = [hf[p + f"self_attn.{x}_proj.weight"].chunk(SHAPE.num_kv_heads) for x in "qkv"]
+        qkv = torch.cat([torch.cat(group) for group in zip(*groups, strict=True)])
+        out[q + "self_attention.linear_qkv.weight"] = qkv.chunk(dims.tp)[tp]
+        out[q + "self_attention.linear_qkv.layer_norm_weight"] = hf[p + "input_layernorm.weight"]
+        out[q + "self_attention.q_layernorm.weight"] = hf[p + "self_attn.q_norm.weight"]
+        out[q + "self_attention.k_layernorm.weight"] = hf[p + "self_attn.k_norm.weight"]
+        out[q + "self_attention.linear_proj.weight"] = hf[p + "self_attn.o_proj.weight"].chunk(dims.tp, 1)[tp]
+        out[q + "pre_mlp_layernorm.weight"] = hf[p + "post_attention_layernorm.weight"]
+        out[q + "mlp.router.weight"] = hf[p + "mlp.gate.weight"]
+        for e in torch.arange(SHAPE.num_experts).chunk(dims.ep)[ep].tolist():
+            gate, up, down = (hf[p + f"mlp.experts.{e}.{x}_proj.weight"] for x in ("gate", "up", "down"))
+            out[q + f"mlp.experts.linear_fc1.weight{e}"] = torch.cat([gate, up])
+            out[q + f"mlp.experts.linear_fc2.weight{e}"] = down
+    return {name: tensor.clone() for name, tensor in out.items()}
+
+
+def push_plan(dims: ParallelDims, engines: int) -> list[Transfer]:
+    source = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=dims)
+    return plan(source, Layout(table=HF_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(dp=engines)))
+
+
+def check_push(rank: int, dims: ParallelDims, engines: int, dtype: torch.dtype) -> None:
+    """Two versions through one transport into ``engines`` processes that are learners as well; routers stay float32."""
+    transfers = push_plan(dims, engines)
+    src = megatron_tensors(hf_tensors(0), dims, rank)
+    shapes = Layout(table=HF_QWEN3_MOE, shape=SHAPE).local_shapes(0)
+
+    def dtype_of(name: str) -> torch.dtype:
+        return torch.float32 if name.endswith("mlp.gate.weight") else dtype
+
+    dst = {}
+    if rank < engines:
+        dst = {name: torch.full(shape, torch.nan, dtype=dtype_of(name)) for name, shape in shapes.items()}
+    transport = ProcessGroupTransport(transfers, src=src, dst=dst, bucket_bytes=BUCKET_BYTES)
+    for version in (1, 2):
+        for name, tensor in megatron_tensors(hf_tensors(version), dims, rank).items():
+            src[name].copy_(tensor)
+        update = transport.move(version)
+        wanted = hf_tensors(version)
+        for name, tensor in dst.items():
+            assert torch.equal(tensor, wanted[name].to(dtype_of(name))), name
+        crossed = sum(
+            torch.Size([stop - start for start, stop in t.dst_box]).numel() * dtype_of(t.dst_param).itemsize
+            for t in transfers
+            if t.src_rank != t.dst_rank
+        )
+        assert (update.version, update.num_bytes) == (version, crossed)
+
+
+def _two(rank: int, world_size: int) -> None:
+    check_push(rank, ParallelDims(ep=2, dp=2), 2, torch.float32)
+    check_push(rank, ParallelDims(pp=2), 1, torch.bfloat16)
+
+
+def _four(rank: int, world_size: int) -> None:
+    check_push(rank, ParallelDims(tp=2, pp=2, ep=2), 4, torch.float32)
+    check_push(rank, ParallelDims(tp=2, ep=4, dp=2), 3, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("world_size", "body"), [(2, _two), (4, _four)])
+def test_engines_hold_each_version_exactly(world_size: int, body: Callable[[int, int], None]) -> None:
+    spawn(world_size, body)
+
+
+def _one_process(rank: int, world_size: int) -> None:
+    check_push(rank, ParallelDims(), 1, torch.float32)
+    transport = ProcessGroupTransport(
+        push_plan(ParallelDims(), 1),
+        src=megatron_tensors(hf_tensors(0), ParallelDims(), 0),
+        dst=hf_tensors(1),
+    )
+    assert transport.move(0).num_bytes == 0
+
+
+def test_one_process_copies_and_sends_nothing() -> None:
+    spawn(1, _one_process)
+
+
+def _misfits(rank: int, world_size: int) -> None:
+    dims = ParallelDims(ep=2, dp=2)
+    src, dst = megatron_tensors(hf_tensors(0), dims, rank), hf_tensors(0)
+    if rank == 1:
+        src["decoder.final_layernorm.weight"] = torch.zeros(9)
+        del src["decoder.layers.1.mlp.experts.linear_fc1.weight2"]
+        dst["model.layers.2.mlp.gate.weight"] = torch.zeros(4, 8)
+    with pytest.raises(WeightError) as caught:
+        ProcessGroupTransport(push_plan(dims, 2), src=src, dst=dst)
+    assert sorted(str(caught.value).splitlines()) == [
+        "rank 1: destination tensor model.layers.2.mlp.gate.weight is written by no transfer; "
+        "leave it out or add it to the layout",
+        "rank 1: source tensor decoder.final_layernorm.weight has shape (9,), the plan's layout says (8,)",
+        "rank 1: source tensor decoder.layers.1.mlp.experts.linear_fc1.weight2 is missing; "
+        "the plan needs it with shape (12, 8)",
+    ]
+
+
+def test_every_process_hears_of_one_processs_misfits() -> None:
+    spawn(2, _misfits)
