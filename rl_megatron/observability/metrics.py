@@ -59,6 +59,9 @@ METRICS: Mapping[str, Metric] = _rows(
     ("ratio/mean", "", "mean importance ratio, current over old policy, at the algorithm's level"),
     ("ratio/min", "", "least importance ratio of the step"),
     ("ratio/max", "", "greatest importance ratio of the step"),
+    ("ratio/clamped_fraction", "", "share of ratios beyond what float32 can hold safely; anything but 0 is a fault"),
+    ("correction/weight_mean", "", "mean importance weight, learner over engine, where the loss corrects the mismatch"),
+    ("correction/dropped_fraction", "", "share of tokens whose correction weight is 0"),
     ("staleness/mean", "versions", "mean of the trained version less the version that sampled, over the completions"),
     ("staleness/max", "versions", "greatest staleness of a completion"),
     ("mismatch/logprob_abs_mean", "nats", "mean |learner - engine| log-prob of a sampled token, equal weights"),
@@ -82,7 +85,11 @@ METRICS: Mapping[str, Metric] = _rows(
     ("seconds/weights", "s", "weight push to the rollout engine"),
     ("seconds/eval", "s", "held-out evaluation; only in rows that evaluated"),
     ("seconds/checkpoint", "s", "writing a checkpoint; only in rows that saved one"),
-    ("seconds/step", "s", "the whole step, evaluation and checkpoint included"),
+    (
+        "seconds/step",
+        "s",
+        "the whole step, evaluation and checkpoint included; in the warm start, since the row before",
+    ),
     ("metrics/non_finite", "", "values of this row that were NaN or infinite and are null; only where there are any"),
 )
 

@@ -1,0 +1,228 @@
+"""Geometry of the report's charts: points to SVG paths, ticks and tooltips. Pure; no HTML, no files.
+
+Lengths are units of the viewBox, W x H. An x position is an RL step, or in [-1, 0) a share of the warm start: that
+part has a fixed width, so that hundreds of supervised steps do not squeeze the RL curve.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+W, H = 400.0, 210.0
+LEFT, RIGHT, TOP, BOTTOM = 42.0, 392.0, 10.0, 186.0
+FRAME = {"w": W, "h": H, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM}  # for the template
+MAX_POINTS = 240
+MAX_BARS = 60
+_WARM_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A value at x; None breaks the line there. ``low`` and ``high`` bound a shaded band."""
+
+    x: float
+    y: float | None
+    label: str
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One line. ``color`` is an index into the report's palette."""
+
+    label: str
+    color: int
+    points: Sequence[Point]
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """A grid line at ``at`` with its text."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A drawn element: a line, a band or the bars of one part of a stack, as an SVG path."""
+
+    kind: str  # line | band | bar
+    color: int
+    path: str
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """All a template needs. ``hover`` is [[x, label, [[series, y, text], ...]], ...] by ascending x."""
+
+    title: str
+    unit: str
+    summary: str
+    y_ticks: Sequence[Tick]
+    x_ticks: Sequence[Tick]
+    warm_end: float | None  # right end of the shaded warm start
+    shapes: Sequence[Shape]
+    names: Sequence[tuple[str, int]]  # label and color of each series
+    hover: Sequence[tuple[float, str, list[tuple[int, float, str]]]]
+
+
+def show(value: float) -> str:
+    """A number for reading: four digits, thousands with a comma."""
+    if value and (abs(value) < 1e-4 or abs(value) >= 1e7):
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def line_chart(title: str, unit: str, series: Sequence[Series], limits: tuple[float, float] | None = None) -> Chart:
+    """Lines with their bands over a shared axis. Some point of some series must have a value."""
+    series = [replace(s, points=_thin(s.points)) for s in series]
+    points = [p for s in series for p in s.points]
+    values = [v for p in points for v in (p.y, p.low, p.high) if v is not None]
+    y_ticks, y = _y_axis(*(limits or _y_limits(min(values), max(values))))
+    x_ticks, x, warm_end = _x_axis([p.x for p in points])
+    shapes = [Shape(kind="band", color=s.color, path=path) for s in series if (path := _band(s.points, x, y))]
+    shapes += [Shape(kind="line", color=s.color, path=_line(s.points, x, y), dashed=s.dashed) for s in series]
+    hover: dict[float, tuple[str, list[tuple[int, float, str]]]] = {}
+    for index, s in enumerate(series):
+        for p in s.points:
+            if p.y is not None:
+                spread = f" ({show(p.low)} to {show(p.high)})" if p.low is not None and p.high is not None else ""
+                hover.setdefault(p.x, (p.label, []))[1].append((index, y(p.y), show(p.y) + spread))
+    ends = [(s.label, [p for p in s.points if p.y is not None]) for s in series]
+    told = [
+        f"{name}: {show(p[0].y or 0)} at {p[0].label}, {show(p[-1].y or 0)} at {p[-1].label}" for name, p in ends if p
+    ]
+    return Chart(
+        title=title,
+        unit=unit,
+        summary="; ".join(told),
+        y_ticks=y_ticks,
+        x_ticks=x_ticks,
+        warm_end=warm_end,
+        shapes=shapes,
+        names=[(s.label, s.color) for s in series],
+        hover=[(_r(x(at)), label, values) for at, (label, values) in sorted(hover.items())],
+    )
+
+
+def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[tuple[str, Sequence[float]]]) -> Chart:
+    """Bars of a step's parts, first part lowest; many steps share a bar of their mean."""
+    size = math.ceil(len(steps) / MAX_BARS)
+    starts = range(0, len(steps), size)
+    means = [[sum(v[i : i + size]) / len(v[i : i + size]) for i in starts] for _, v in parts]
+    y_ticks, y = _y_axis(0.0, max(map(sum, zip(*means, strict=True))) or 1.0)
+    slot = (RIGHT - LEFT) / len(starts)
+    paths: list[list[str]] = [[] for _ in parts]
+    hover = []
+    for bar, start in enumerate(starts):
+        left, base = LEFT + bar * slot, 0.0
+        first, last = steps[start], steps[min(start + size, len(steps)) - 1]
+        values = []
+        for index, mean in enumerate(means):
+            bottom, top = y(base), y(base + mean[bar])
+            paths[index].append(f"M{_r(left + slot * 0.08)} {bottom}V{top}h{_r(slot * 0.84)}V{bottom}Z")
+            values.append((index, top, show(mean[bar])))
+            base += mean[bar]
+        label = f"step {first}" if first == last else f"steps {first}-{last}, mean"
+        hover.append((_r(left + slot / 2), label, values[::-1]))
+    x_ticks = [
+        Tick(at=_r(LEFT + ((t - steps[0]) / size + 0.5) * slot), text=show(t)) for t in _ticks(steps[0], steps[-1], 5)
+    ]
+    return Chart(
+        title=title,
+        unit=unit,
+        summary="; ".join(f"{name}: {show(sum(v) / len(v))} on average" for name, v in parts),
+        y_ticks=y_ticks,
+        x_ticks=[t for t in x_ticks if LEFT <= t.at <= RIGHT],
+        warm_end=None,
+        shapes=[Shape(kind="bar", color=i, path="".join(p)) for i, p in enumerate(paths)],
+        names=[(name, i) for i, (name, _) in enumerate(parts)],
+        hover=hover,
+    )
+
+
+def _r(value: float) -> float:
+    return round(value, 1)
+
+
+def _thin(points: Sequence[Point]) -> Sequence[Point]:
+    """At most about MAX_POINTS: the least and the greatest of each bucket, so that no spike is lost."""
+    if len(points) <= MAX_POINTS:
+        return points
+    size = math.ceil(2 * len(points) / MAX_POINTS)
+    kept: list[Point] = [points[0]]
+    for start in range(1, len(points) - 1, size):
+        bucket = [p for p in points[start : min(start + size, len(points) - 1)] if p.y is not None]
+        if bucket:
+            ends = (min(bucket, key=lambda p: p.y or 0.0), max(bucket, key=lambda p: p.y or 0.0))
+            kept += sorted({p.x: p for p in ends}.values(), key=lambda p: p.x)
+    return [*kept, points[-1]]
+
+
+def _ticks(low: float, high: float, count: int) -> list[float]:
+    """Round numbers in [low, high], about ``count`` of them, 1, 2 or 5 times a power of ten apart."""
+    rough = (high - low) / count or 1.0
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
+    digits = 1 - math.floor(math.log10(step))  # 3 * 0.1 is 0.3
+    return [round(i * step, digits) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def _y_limits(low: float, high: float) -> tuple[float, float]:
+    """Room above and below; from zero where zero is near."""
+    if low == high:
+        pad = abs(low) * 0.5 or 1.0
+        return (0.0, high + pad) if low >= 0 else (low - pad, high + pad)
+    pad = (high - low) * 0.06
+    return (0.0 if 0 <= low < 0.5 * high else low - pad), (high + pad if high > 0 or low >= 0 else min(high + pad, 0.0))
+
+
+def _y_axis(low: float, high: float) -> tuple[list[Tick], Callable[[float], float]]:
+    def place(value: float) -> float:
+        return _r(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP))
+
+    return [Tick(at=place(t), text=show(t)) for t in _ticks(low, high, 5)], place
+
+
+def _x_axis(xs: Sequence[float]) -> tuple[list[Tick], Callable[[float], float], float | None]:
+    warm = min(xs) < 0
+    first, last = (0.0, max(*xs, 0.0)) if warm else (min(xs), max(xs))
+    start = LEFT + (RIGHT - LEFT) * (_WARM_SHARE if warm else 0.0)
+    if warm and last == 0:  # nothing but a warm start
+        start = RIGHT
+
+    def place(x: float) -> float:
+        if x < 0:
+            return LEFT + (1 + x) * (start - LEFT)
+        return start + (x - first) / ((last - first) or 1.0) * (RIGHT - start)
+
+    ticks = [Tick(at=_r(place(t)), text=show(t)) for t in _ticks(first, last, 5) if t == int(t)]
+    return ticks, place, _r(start) if warm else None
+
+
+def _line(points: Sequence[Point], x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    out, pen = [], "M"
+    for i, p in enumerate(points):
+        if p.y is None:
+            pen = "M"
+            continue
+        alone = pen == "M" and (i + 1 == len(points) or points[i + 1].y is None)
+        out.append(f"{pen}{_r(x(p.x))} {y(p.y)}" + ("h0" if alone else ""))  # a round line cap makes h0 a dot
+        pen = "L"
+    return "".join(out)
+
+
+def _band(points: Sequence[Point], x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    inside = [(x(p.x), p.low, p.high) for p in points if p.low is not None and p.high is not None]
+    if len(inside) < 2:
+        return ""
+    upper = [f"{_r(at)} {y(high)}" for at, _, high in inside]
+    lower = [f"{_r(at)} {y(low)}" for at, low, _ in reversed(inside)]
+    return f"M{'L'.join([*upper, *lower])}Z"

@@ -1,0 +1,221 @@
+"""report.html: one self-contained page of a run, or of several compared. No network, no external script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from rl_megatron.observability.charts import FRAME, Chart, Point, Series, line_chart, show, stacked_bars
+from rl_megatron.observability.files import JsonRow, write_atomically
+from rl_megatron.observability.history import Run, load_runs, number
+from rl_megatron.observability.metrics import METRICS, PHASE_SECONDS
+from rl_megatron.observability.samples import SampleRow
+
+MAX_BANDS = 3  # more runs than this and shaded bands hide the lines
+SAMPLES_PER_STEP = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """What one chart shows: a metric, beside it a band (+- ``spread``, or ``low`` to ``high``) or a peak."""
+
+    title: str
+    metric: str
+    spread: str | None = None
+    low: str | None = None
+    high: str | None = None
+    peak: str | None = None
+    limits: tuple[float, float] | None = None
+    warm_start: bool = False  # the warm start's rows come first, shaded
+    hide_constant: bool = False  # say nothing where nothing happened
+    compared: bool = False  # only where several runs are
+
+
+HEADLINES = (
+    Curve(title="Held-out accuracy", metric="eval/accuracy", limits=(0.0, 1.0), warm_start=True),
+    Curve(title="Reward, mean ± standard deviation", metric="reward/mean", spread="reward/std"),
+)
+SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
+    (
+        "Policy",
+        (
+            Curve(title="Entropy", metric="entropy"),
+            Curve(title="KL from the old policy", metric="kl/old_policy"),
+            Curve(title="Importance ratio: mean, min to max", metric="ratio/mean", low="ratio/min", high="ratio/max"),
+            Curve(title="Clip fraction", metric="clip_fraction"),
+            Curve(title="Response length", metric="response/length_mean", peak="response/length_max"),
+            Curve(title="Truncated responses", metric="response/truncated_fraction"),
+            Curve(title="Ratios beyond float32's range", metric="ratio/clamped_fraction", hide_constant=True),
+            Curve(title="Groups dropped", metric="groups/dropped", hide_constant=True),
+            Curve(title="Rewards that failed", metric="reward/errors", hide_constant=True),
+        ),
+    ),
+    (
+        "Optimization",
+        (
+            Curve(title="Loss", metric="loss"),
+            Curve(title="Gradient norm", metric="grad_norm"),
+            Curve(title="Learning rate", metric="learning_rate", hide_constant=True),
+            Curve(title="Warm start: loss by supervised step", metric="warm_start/loss"),
+        ),
+    ),
+    (
+        "Health",
+        (
+            Curve(
+                title="Train-rollout log-prob gap", metric="mismatch/logprob_abs_mean", peak="mismatch/logprob_abs_max"
+            ),
+            Curve(title="KL, engine from learner", metric="kl/rollout"),
+            Curve(title="Expert load, busiest over mean", metric="moe/load_imbalance"),
+            Curve(title="Groups with equal rewards", metric="groups/zero_advantage_fraction"),
+            Curve(title="Packing imbalance", metric="packing/imbalance"),
+            Curve(title="Packing padding", metric="packing/padding_fraction"),
+            Curve(title="Correction weight", metric="correction/weight_mean"),
+            Curve(title="Tokens dropped by the correction", metric="correction/dropped_fraction"),
+            Curve(title="Staleness", metric="staleness/mean", peak="staleness/max", hide_constant=True),
+        ),
+    ),
+    (
+        "Speed",
+        (
+            Curve(title="Seconds a step", metric="seconds/step", compared=True),
+            Curve(title="Rollout speed", metric="tokens_per_second/rollout"),
+            Curve(title="Training speed", metric="tokens_per_second/train"),
+        ),
+    ),
+)
+
+
+def write_report(run_folders: Sequence[Path], out: Path) -> Path:
+    """Write the page to ``out`` atomically and return it. A run that still goes is shown as far as it is.
+
+    Raises DataError that names the folder, file or line that is missing or is not what a run writes.
+    """
+    runs = load_runs(run_folders)
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    page = environment.get_template("report.html.j2").render(
+        title=runs[0].label if len(runs) == 1 else f"{len(runs)} runs compared",
+        runs=[_summary(run) for run in runs],
+        headlines=_charts(HEADLINES, runs),
+        sections=_sections(runs),
+        samples=[(run.label, color, _samples(run)) for color, run in enumerate(runs) if run.samples],
+        size=FRAME,
+        config=list(runs[0].config.items()) if len(runs) == 1 else [],
+        differences=_differences(runs),
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, page.encode("utf-8", errors="replace"))  # a completion may hold a lone surrogate
+    return out
+
+
+def _sections(runs: Sequence[Run]) -> list[tuple[str, list[Chart]]]:
+    sections = [(name, _charts(curves, runs)) for name, curves in SECTIONS]
+    sections[-1][1].extend(chart for run in runs if (chart := _phases(run, named=len(runs) > 1)))
+    return [(name, charts) for name, charts in sections if charts]
+
+
+def _charts(curves: Sequence[Curve], runs: Sequence[Run]) -> list[Chart]:
+    charts = []
+    for curve in curves:
+        if curve.compared and len(runs) == 1:
+            continue
+        lines = [line for color, run in enumerate(runs) for line in _lines(curve, run, color, len(runs))]
+        values = [p.y for line in lines for p in line.points if p.y is not None]
+        if values and not (curve.hide_constant and len(set(values)) == 1):
+            title = curve.title + (" (dotted: greatest)" if any(line.dashed for line in lines) else "")
+            charts.append(line_chart(title, METRICS[curve.metric].unit, lines, curve.limits))
+    return charts
+
+
+def _lines(curve: Curve, run: Run, color: int, num_runs: int) -> list[Series]:
+    rows: list[tuple[float, str, JsonRow]] = []
+    if curve.metric.startswith("warm_start/"):
+        steps = [int(number(row, "warm_start/step") or 0) for row in run.warm_start]
+        rows = [(step, f"warm-start step {step}", row) for step, row in zip(steps, run.warm_start, strict=True)]
+    else:
+        if curve.warm_start and run.warm_start:
+            steps = [int(number(row, "warm_start/step") or 0) for row in run.warm_start]
+            share = 1 / (max(steps) or 1)
+            rows = [(s * share - 1, f"warm-start step {s}", r) for s, r in zip(steps, run.warm_start, strict=True)]
+        rows += [(number(row, "step") or 0, f"step {row['step']}", row) for row in run.rl]
+    rows = [row for row in rows if curve.metric in row[2]]
+    lines = []
+    if curve.peak is not None and num_runs == 1:
+        points = [Point(x=x, y=number(row, curve.peak), label=label) for x, label, row in rows]
+        lines.append(Series(label="greatest", color=color, points=points, dashed=True))
+    points = [_point(curve, x, label, row, band=num_runs <= MAX_BANDS) for x, label, row in rows]
+    name = ("mean" if curve.peak else curve.metric) if num_runs == 1 else run.label
+    lines.append(Series(label=name, color=color, points=points))
+    return [line for line in lines if any(p.y is not None for p in line.points)]
+
+
+def _point(curve: Curve, x: float, label: str, row: JsonRow, *, band: bool) -> Point:
+    value = number(row, curve.metric)
+    low = high = None
+    if band and value is not None and curve.spread and (spread := number(row, curve.spread)) is not None:
+        low, high = value - spread, value + spread
+    elif band and curve.low and curve.high:
+        low, high = number(row, curve.low), number(row, curve.high)
+    return Point(x=x, y=value, label=label, low=low, high=high)
+
+
+def _phases(run: Run, *, named: bool) -> Chart | None:
+    """Where a step's time goes; ``other`` is the part no phase claims."""
+    rows = [row for row in run.rl if number(row, "seconds/step") is not None]
+    if not rows:
+        return None
+    parts = [(name, [number(row, f"seconds/{name}") or 0.0 for row in rows]) for name in PHASE_SECONDS]
+    claimed = [sum(values) for values in zip(*(v for _, v in parts), strict=True)]
+    whole = [number(row, "seconds/step") or 0.0 for row in rows]
+    parts.append(("other", [max(w - c, 0.0) for w, c in zip(whole, claimed, strict=True)]))
+    steps = [int(number(row, "step") or 0) for row in rows]
+    return stacked_bars("Where the time goes" + (f": {run.label}" if named else ""), "s", steps, parts)
+
+
+def _summary(run: Run) -> dict[str, str]:
+    """Headline figures by label; a dash where the run has not recorded it."""
+    warm, rl = run.numbers("eval/accuracy", phase="warm_start"), run.numbers("eval/accuracy")
+    at_zero = [v for row in run.rl if row["step"] == 0 and (v := number(row, "eval/accuracy")) is not None]
+    seconds, tokens = sum(run.numbers("seconds/step")), sum(run.numbers("tokens/rollout"))
+    all_seconds = seconds + sum(run.numbers("seconds/step", phase="warm_start"))
+    minutes, rest = divmod(round(all_seconds), 60)
+    last = int(number(run.rl[-1], "step") or 0) if run.rl else 0
+    mismatch = run.numbers("mismatch/logprob_abs_mean")
+    rewards = run.numbers("reward/mean")
+    tail = rewards[-max(1, len(rewards) // 10) :]
+    return {
+        "name": run.label,
+        "before": _share((warm or at_zero)[:1]),
+        "warm": _share(warm[-1:]),
+        "after": _share(rl[-1:]),
+        "reward": show(sum(tail) / len(tail)) if tail else "-",
+        "steps": f"{last} of {run.config['train.steps']}" if "train.steps" in run.config else str(last),
+        "time": f"{minutes} min {rest} s" if all_seconds else "-",
+        "speed": f"{tokens / seconds:,.0f}" if seconds and tokens else "-",
+        "mismatch": show(sum(mismatch) / len(mismatch)) if mismatch else "-",
+    }
+
+
+def _share(values: Sequence[float]) -> str:
+    return f"{100 * values[0]:.1f} %" if values else "-"
+
+
+def _samples(run: Run) -> list[tuple[int, list[tuple[SampleRow, bool]]]]:
+    """Samples of the first, middle and last recorded step, each with whether it is right."""
+    steps = sorted({sample.step for sample in run.samples})
+    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
+    by_step = {step: [s for s in run.samples if s.step == step][:SAMPLES_PER_STEP] for step in chosen}
+    return [(step, [(s, s.reward >= run.success_reward) for s in rows]) for step, rows in by_step.items()]
+
+
+def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Keys whose values are not the same in every run, the run's own name and folder aside."""
+    keys = {key: None for run in runs for key in run.config if not key.startswith("run.")}
+    rows = [(key, [run.config.get(key, "-") for run in runs]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]

@@ -1,0 +1,106 @@
+"""Points to paths: places checked against straight-line arithmetic of their own."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_megatron.observability.charts import (
+    BOTTOM,
+    LEFT,
+    MAX_BARS,
+    MAX_POINTS,
+    RIGHT,
+    TOP,
+    Chart,
+    Point,
+    Series,
+    line_chart,
+    show,
+    stacked_bars,
+)
+
+
+def _points(values: list[float | None], first: int = 1) -> list[Point]:
+    return [Point(x=first + i, y=v, label=f"step {first + i}") for i, v in enumerate(values)]
+
+
+def _chart(values: list[float | None], **kwargs: tuple[float, float]) -> Chart:
+    return line_chart("t", "", [Series(label="a", color=0, points=_points(values))], **kwargs)
+
+
+def test_a_line_goes_from_the_left_to_the_right_and_up_with_its_values() -> None:
+    chart = _chart([0.0, 0.5, 1.0], limits=(0.0, 1.0))
+    middle = ((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2)
+    assert chart.shapes[0].path == f"M{LEFT} {BOTTOM}L{middle[0]} {middle[1]}L{RIGHT} {TOP}"
+
+
+def test_a_null_breaks_the_line_and_a_lone_point_is_a_dot() -> None:
+    path = _chart([1.0, None, 2.0, None, 3.0, 4.0]).shapes[0].path
+    assert re.sub(r"[\d. ]", "", path) == "MhMhML"
+
+
+def test_the_warm_start_has_a_fifth_of_the_width_however_long_it_was() -> None:
+    warm = [Point(x=i / 1000 - 1, y=0.1, label="") for i in range(0, 1001, 100)]
+    chart = line_chart("t", "", [Series(label="a", color=0, points=[*warm, *_points([0.5] * 10)])])
+    assert chart.warm_end == pytest.approx(LEFT + 0.2 * (RIGHT - LEFT))
+    xs = [x for x, _, _ in chart.hover]
+    assert (xs[0], xs[10], xs[-1]) == (LEFT, chart.warm_end, RIGHT)
+    assert _chart([0.5]).warm_end is None
+
+
+def test_a_band_is_closed_around_its_line() -> None:
+    points = [Point(x=x, y=0.5, label="", low=0.25, high=0.75) for x in (0, 1)]
+    band, line = line_chart("t", "", [Series(label="a", color=0, points=points)], (0.0, 1.0)).shapes
+    low, high = BOTTOM - 0.25 * (BOTTOM - TOP), BOTTOM - 0.75 * (BOTTOM - TOP)
+    assert (band.kind, line.kind) == ("band", "line")
+    assert band.path == f"M{LEFT} {high}L{RIGHT} {high}L{RIGHT} {low}L{LEFT} {low}Z"
+
+
+def test_a_long_run_is_thinned_without_losing_its_spikes_or_ends() -> None:
+    values: list[float | None] = [float(i % 7) for i in range(20_000)]
+    values[7_777], values[12_345] = 100.0, -50.0
+    chart = _chart(values)
+    shown = {label: text for _, label, [(_, _, text)] in chart.hover}
+    assert len(shown) <= MAX_POINTS + 2
+    assert (shown["step 7778"], shown["step 12346"]) == ("100", "-50")
+    assert {"step 1", "step 20000"} <= shown.keys()
+
+
+def test_stacked_bars_lie_on_one_another_and_average_their_steps() -> None:
+    chart = stacked_bars("t", "s", [1, 2], [("a", [1.0, 2.0]), ("b", [3.0, 2.0])])
+    tops = [[float(v) for v in re.findall(r"V([\d.]+)h", shape.path)] for shape in chart.shapes]
+    bottoms = [[float(v) for v in re.findall(r"M[\d.]+ ([\d.]+)V", shape.path)] for shape in chart.shapes]
+    assert bottoms[0] == [BOTTOM, BOTTOM]
+    assert bottoms[1] == tops[0]
+    assert tops[1] == [TOP, TOP]
+    assert [t for _, _, t in chart.hover[0][2]] == ["3", "1"], "listed as they lie, top first"
+    many = stacked_bars("t", "s", list(range(1, 1001)), [("a", [float(i) for i in range(1000)])])
+    assert len(many.hover) <= MAX_BARS
+    assert many.hover[0][1:] == ("steps 1-17, mean", [(0, many.hover[0][2][0][1], "8")])
+    assert many.hover[-1][1].endswith("-1000, mean")
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(-1e12, 1e12, allow_subnormal=False)), min_size=1, max_size=300))
+def test_every_shape_stays_inside_the_frame_with_round_ticks(values: list[float | None]) -> None:
+    if all(v is None for v in values):
+        return
+    chart = _chart(values)
+    for x, _, marks in chart.hover:
+        assert LEFT <= x <= RIGHT
+        assert all(TOP - 0.1 <= y <= BOTTOM + 0.1 for _, y, _ in marks)
+    assert all(TOP - 0.1 <= t.at <= BOTTOM + 0.1 for t in chart.y_ticks)
+    assert all(LEFT - 0.1 <= t.at <= RIGHT + 0.1 for t in chart.x_ticks)
+    assert len(chart.y_ticks) <= 12
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.5, "0.5"), (0.00051, "0.00051"), (3.05e-7, "3.05e-7"), (-2e-5, "-2e-5"), (12345.6, "12,346"),
+     (999.94, "999.9"), (1.5e9, "1.5e9")],
+)  # fmt: skip
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert show(value) == text

@@ -1,0 +1,179 @@
+"""report.html: what it shows is what the run wrote, and nothing in a run can break out of the page."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rl_megatron.config import RunConfig
+from rl_megatron.errors import DataError
+from rl_megatron.observability.metrics import METRICS, PHASE_SECONDS, MetricsWriter
+from rl_megatron.observability.report import HEADLINES, SECTIONS, write_report
+from rl_megatron.observability.samples import SampleRow, SamplesWriter
+
+EVIL = "</script><script>alert(1)</script>'\"><img src=http:x.test/ onerror=alert(2)>&amp;\u2028\ud800"
+
+
+class Page(HTMLParser):
+    """The parsed page: tags with attributes, and all visible text."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def charts(self) -> dict[str, dict[str, Any]]:
+        """Each chart's hover data by the start of its accessible name."""
+        hover = [json.loads(a["data-hover"] or "") for tag, a in self.tags if tag == "figure"]
+        names = [a["aria-label"] or "" for tag, a in self.tags if tag == "svg"]
+        return {re.split(r"[,.] ", name)[0]: data for name, data in zip(names, hover, strict=True)}
+
+
+def _run(folder: Path, *, steps: int = 6, warm: int = 2, scale: float = 1.0, **config: Any) -> Path:
+    folder.mkdir(parents=True)
+    resolved = RunConfig.model_validate({"train": {"steps": steps}, "run": {"name": "r"}, **config})
+    (folder / "config.yaml").write_text(yaml.safe_dump(resolved.model_dump(mode="json")))
+    metrics, samples = MetricsWriter(folder), SamplesWriter(folder)
+    for k in range(warm + 1 if warm else 0):
+        metrics.write({"phase": "warm_start", "step": 0, "warm_start/step": 10 * k, "eval/accuracy": 0.1 * k})
+    for s in range(1, steps + 1):
+        row = {"phase": "rl", "step": s, "reward/mean": 0.1 * s * scale, "reward/std": 0.25, "loss": -0.5 * s}
+        row |= {"seconds/step": 2.0, "seconds/rollout": 0.5, "seconds/train": 1.0, "tokens/rollout": 300}
+        if s % 2 == 0:
+            row["eval/accuracy"] = 0.15 * s * scale
+        metrics.write(row)
+        samples.write([SampleRow(step=s, prompt="1+1=", completion=f"said-{s};", answer="2", reward=float(s % 2))])
+    return folder
+
+
+def test_headlines_are_the_runs_figures(tmp_path: Path) -> None:
+    page = Page(write_report([_run(tmp_path / "a")], tmp_path / "a" / "report.html"))
+    text = re.sub(r"\s+", " ", page.text)
+    for part in ("0.0 %→20.0 %→90.0 %", "Final reward 0.6 ", "6 of 6", "0 min 12 s", "Sampled tokens/s 150 "):
+        assert part.replace(" ", "") in text.replace(" ", ""), part
+
+
+def test_each_recorded_point_can_be_read_by_hovering(tmp_path: Path) -> None:
+    charts = Page(write_report([_run(tmp_path / "a")], tmp_path / "r.html")).charts()
+    points = charts["Held-out accuracy"]["points"]
+    assert [(label, values[0][2]) for _, label, values in points] == [
+        ("warm-start step 0", "0"),
+        ("warm-start step 10", "0.1"),
+        ("warm-start step 20", "0.2"),
+        ("step 2", "0.3"),
+        ("step 4", "0.6"),
+        ("step 6", "0.9"),
+    ]
+    assert [x for x, _, _ in points] == sorted(x for x, _, _ in points)
+    reward = charts["Reward"]["points"][1]
+    assert reward[1:] == ["step 2", [[0, reward[2][0][1], "0.2 (-0.05 to 0.45)"]]]
+    assert charts["Where the time goes"]["points"][0][2] != []
+
+
+def test_runs_compared_share_axes_and_show_what_differs(tmp_path: Path) -> None:
+    runs = [_run(tmp_path / "a"), _run(tmp_path / "b", scale=0.5, steps=4, seed=7), _run(tmp_path / "x" / "a", warm=0)]
+    page = Page(write_report(runs, tmp_path / "out" / "r.html"))
+    charts = page.charts()
+    assert charts["Reward"]["names"] == [[f"{tmp_path.name}/a", 0], [f"{tmp_path.name}/b", 1], ["x/a", 2]]
+    step_2 = next(values for _, label, values in charts["Reward"]["points"] if label == "step 2")
+    assert [text.split()[0] for _, _, text in step_2] == ["0.2", "0.1", "0.2"]
+    assert step_2[0][1] == step_2[2][1] < step_2[1][1], "a greater reward is higher up, equal ones are level"
+    keys = re.findall(r"(?m)^\s*((?:\w+\.)*\w+)\s*$", page.text)
+    assert "seed" in page.text
+    assert "train.steps" in page.text
+    assert "rollout.group_size" not in page.text, keys
+    assert sum(name.startswith("Where the time goes") for name in charts) == 3
+
+
+def test_samples_are_of_the_first_middle_and_last_step_and_marked(tmp_path: Path) -> None:
+    text = Page(write_report([_run(tmp_path / "a", steps=9)], tmp_path / "r.html")).text
+    assert [s for s in range(1, 10) if f"said-{s};" in text] == [1, 5, 9]
+    assert text.count("✓ right") == 3
+    folder = _run(tmp_path / "b", steps=2)
+    text = Page(write_report([folder], tmp_path / "r.html")).text
+    assert (text.count("✓ right"), text.count("✗ wrong")) == (1, 1)
+
+
+def test_nothing_from_a_run_is_markup_and_nothing_is_fetched(tmp_path: Path) -> None:
+    def tags(sample: str, name: str) -> list[str]:
+        folder = _run(tmp_path / name, data={"type": "files", "train": sample, "eval": "e"})
+        SamplesWriter(folder).write([SampleRow(step=9, prompt=sample, completion=sample, answer=sample, reward=0)])
+        other = _run(tmp_path / f"other {name}")
+        page = Page(write_report([folder, other], tmp_path / "r.html"))
+        if sample == EVIL:
+            assert page.text.count(EVIL.replace("\ud800", "?")) >= 4
+        assert not [a for _, a in page.tags if {"src", "href", "onerror", "onload"} & a.keys()]
+        return [tag for tag, _ in page.tags]
+
+    assert tags(EVIL, "a<b>'\"&") == tags("plain", "plain")
+    assert "@import" not in (tmp_path / "r.html").read_text()
+    assert "url(" not in (tmp_path / "r.html").read_text()
+    assert "default-src 'none'" in (tmp_path / "r.html").read_text()
+
+
+def test_a_run_that_still_goes_or_lacks_figures_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "a", steps=1, warm=0)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "phase": "rl", "loss": null}\n{"step": 3, "pha')
+    (folder / "samples.jsonl").unlink()
+    page = Page(write_report([folder], tmp_path / "r.html"))
+    assert [label for _, label, _ in page.charts()["Loss"]["points"]] == ["step 1"]
+    assert "Held-out accuracy" not in page.charts()
+    assert "Sample completions" not in page.text
+    warm_only = _run(tmp_path / "w", steps=1)
+    lines = (warm_only / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (warm_only / "metrics.jsonl").write_text("".join(lines[:3]))
+    points = Page(write_report([warm_only], tmp_path / "r.html")).charts()["Held-out accuracy"]["points"]
+    assert [label for _, label, _ in points] == ["warm-start step 0", "warm-start step 10", "warm-start step 20"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("metrics.jsonl", None, r"no metrics\.jsonl there; give run folders"),
+        ("config.yaml", None, r"no config\.yaml there; give run folders"),
+        ("metrics.jsonl", "", r"metrics\.jsonl: no step is recorded yet"),
+        ("metrics.jsonl", "{}\n", r"metrics\.jsonl:1: "),
+        ("samples.jsonl", '{"step": 1}\n', r"samples\.jsonl: a row of step 1"),
+        ("config.yaml", "a: [", r"config\.yaml: not YAML"),
+        ("config.yaml", "- 1", r"config\.yaml: not a configuration"),
+    ],
+)
+def test_missing_and_broken_files_are_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    folder = _run(tmp_path / "a")
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        write_report([folder], tmp_path / "r.html")
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_no_folder_and_a_folder_given_twice_are_refused(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "a")
+    with pytest.raises(DataError, match="no run folder given"):
+        write_report([], tmp_path / "r.html")
+    with pytest.raises(DataError, match="given twice"):
+        write_report([folder, tmp_path / "b" / ".." / "a"], tmp_path / "r.html")
+
+
+def test_every_number_of_a_run_has_a_place_on_the_page() -> None:
+    curves = [*HEADLINES, *(curve for _, section in SECTIONS for curve in section)]
+    shown = {name for c in curves for name in (c.metric, c.spread, c.low, c.high, c.peak)} - {None}
+    shown |= {f"seconds/{phase}" for phase in PHASE_SECONDS}
+    axes_and_totals = {"step", "phase", "warm_start/step", "tokens/rollout", "tokens/train", "weights/bytes"}
+    assert METRICS.keys() - shown - axes_and_totals == {"metrics/non_finite"}
+    assert shown <= METRICS.keys()
