@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.layout import Layout
+from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes, write_folder
+from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+
+SHAPE = ModelShape(
+    num_layers=2,
+    hidden_size=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    num_experts=4,
+    experts_per_token=2,
+    expert_width=6,
+    vocab_size=21,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    normalize_top_k=True,
+    tie_embeddings=False,
+    max_positions=64,
+)
+HF = Layout(table=HF_QWEN3_MOE, shape=SHAPE)
+MEGATRON = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(tp=2, ep=2))
+
+
+def save_with_transformers(folder: Path, tie: bool = False, max_shard_size: str = "4KB") -> Qwen3MoeForCausalLM:
+    """A random model of SHAPE, written by transformers itself, with a tokenizer and a chat template."""
+    config = Qwen3MoeConfig(
+        vocab_size=SHAPE.vocab_size,
+        hidden_size=SHAPE.hidden_size,
+        num_hidden_layers=SHAPE.num_layers,
+        num_attention_heads=SHAPE.num_heads,
+        num_key_value_heads=SHAPE.num_kv_heads,
+        head_dim=SHAPE.head_dim,
+        num_experts=SHAPE.num_experts,
+        num_experts_per_tok=SHAPE.experts_per_token,
+        moe_intermediate_size=SHAPE.expert_width,
+        max_position_embeddings=SHAPE.max_positions,
+        tie_word_embeddings=tie,
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms are ones at first: every element should be telling
+            parameter.normal_(std=0.3)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    write_tokenizer(folder)
+    return model
+
+
+def write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    backend = Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hf") / "model"
+    save_with_transformers(path)
+    return path
+
+
+def file_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor, by safetensors' own loader."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def rank_tensors(layout: Layout, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in layout.local_shapes(rank).items()}
+
+
+def test_the_hf_table_is_what_transformers_writes(folder: Path) -> None:
+    assert Checkpoint(folder).shapes() == HF.local_shapes(0)
+
+
+def test_a_tied_checkpoint_has_no_head(tmp_path: Path) -> None:
+    save_with_transformers(tmp_path, tie=True)
+    tied = Layout(table=HF_QWEN3_MOE, shape=replace(SHAPE, tie_embeddings=True))
+    assert Checkpoint(tmp_path).shapes() == tied.local_shapes(0)
+
+
+@pytest.mark.parametrize("max_shard_size", ["4KB", "1GB"])
+def test_reading_cuts_a_ranks_tensors_out_of_the_files(tmp_path: Path, max_shard_size: str) -> None:
+    save_with_transformers(tmp_path, max_shard_size=max_shard_size)
+    hf, got = file_tensors(tmp_path), rank_tensors(MEGATRON, 1, torch.float64)
+    read_boxes(Checkpoint(tmp_path), HF, MEGATRON, 1, got)
+    p, q = "model.layers.1.", "decoder.layers.1."
+    second_group = [hf[p + f"self_attn.{x}_proj.weight"].chunk(2)[1] for x in "qkv"]
+    wanted = {
+        "embedding.word_embeddings.weight": torch.cat([hf["model.embed_tokens.weight"][16:], torch.zeros(11, 8)]),
+        q + "self_attention.linear_qkv.weight": torch.cat(second_group),
+        q + "self_attention.linear_proj.weight": hf[p + "self_attn.o_proj.weight"][:, 8:],
+        q + "mlp.router.weight": hf[p + "mlp.gate.weight"],
+        q + "mlp.experts.linear_fc1.weight3": torch.cat(
+            [hf[p + f"mlp.experts.3.{x}_proj.weight"] for x in ("gate", "up")]
+        ),
+        q + "mlp.experts.linear_fc2.weight2": hf[p + "mlp.experts.2.down_proj.weight"],
+    }
+    for name, tensor in wanted.items():
+        assert torch.equal(got[name], tensor.double()), name
+    assert not any(tensor.isnan().any() for tensor in got.values())
+
+
+def _remove_shard(folder: Path) -> None:
+    next(folder.glob("model-00002-of-*.safetensors")).unlink()
+
+
+def _tear_shard(folder: Path) -> None:
+    path = next(folder.glob("model-00002-of-*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _rewrite(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
+    """As one file, changed: without an index."""
+
+    def apply(folder: Path) -> None:
+        tensors = file_tensors(folder)
+        change(tensors)
+        for path in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
+            path.unlink()
+        save_file(tensors, folder / "model.safetensors")
+
+    return apply
+
+
+def _misplace(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = index["weight_map"]["lm_head.weight"]
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (_remove_shard, CheckpointError, r"names files that are not there: model-00002-of-00003\.safetensors"),
+        (_tear_shard, CheckpointError, r"model-00002-of-00003\.safetensors is torn"),
+        (_misplace, WeightError, r"model-00001-of-00003\.safetensors has no tensor model\.norm\.weight"),
+        (
+            _rewrite(lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight")),
+            WeightError,
+            r"model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight is missing; it should have shape \(6, 8\)",
+        ),
+        (
+            _rewrite(lambda t: t.update({"model.norm.weight": torch.zeros(9)})),
+            WeightError,
+            r"model\.norm\.weight has shape \(9,\); it should have \(8,\)",
+        ),
+        (
+            _rewrite(lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(16)})),
+            WeightError,
+            r"model\.layers\.0\.self_attn\.q_proj\.bias is unknown",
+        ),
+    ],
+)
+def test_a_bad_checkpoint_is_named_exactly(
+    tmp_path: Path, spoil: Callable[[Path], None], error: type[Exception], message: str
+) -> None:
+    save_with_transformers(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(error, match=message):
+        read_boxes(Checkpoint(tmp_path), HF, MEGATRON, 0, rank_tensors(MEGATRON, 0))
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors\.index\.json nor model\.safetensors"):
+        Checkpoint(tmp_path)
+
+
+def test_a_models_own_misfit_is_named_before_anything_is_written(folder: Path) -> None:
+    tensors = rank_tensors(MEGATRON, 0)
+    tensors["decoder.final_layernorm.weight"] = torch.zeros(7)
+    with pytest.raises(WeightError, match=r"rank 0 do not fit(.|\n)*decoder\.final_layernorm\.weight has shape \(7,\)"):
+        read_boxes(Checkpoint(folder), HF, MEGATRON, 0, tensors)
+    assert all(t.isnan().all() for name, t in tensors.items() if name != "decoder.final_layernorm.weight")
+
+
+@pytest.mark.parametrize("max_shard_bytes", [4000, 10**9])
+def test_transformers_reads_what_is_written(folder: Path, tmp_path: Path, max_shard_bytes: int) -> None:
+    hf = file_tensors(folder)
+    changed = {name: tensor + 1 for name, tensor in hf.items()}
+    out = tmp_path / "new" / "export"
+    write_folder(changed, folder, out, max_shard_bytes)
+    weights = [path for path in out.iterdir() if path.suffix == ".safetensors"]
+    assert (len(weights) > 1) == (max_shard_bytes == 4000)
+    assert all(path.stat().st_size < max_shard_bytes + 4000 for path in weights)  # headers are not counted
+    copied = {path.name for path in folder.iterdir() if "safetensors" not in path.name}
+    assert copied >= {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
+    assert {path.name for path in out.iterdir() if "safetensors" not in path.name} == copied
+    model = AutoModelForCausalLM.from_pretrained(out)
+    model.save_pretrained(tmp_path / "again")
+    again = file_tensors(tmp_path / "again")
+    assert again.keys() == changed.keys()
+    assert all(torch.equal(again[name], changed[name]) for name in changed)
+    assert os.listdir(out.parent) == ["export"]
+
+
+def test_the_configs_dtype_follows_the_weights(folder: Path, tmp_path: Path) -> None:
+    write_folder({name: t.bfloat16() for name, t in file_tensors(folder).items()}, folder, tmp_path / "export")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "export").dtype == torch.bfloat16
+
+
+def test_an_existing_output_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="exists; remove it or give another name"):
+        write_folder(file_tensors(folder), folder, tmp_path)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_failed_write_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    tensors = file_tensors(folder)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to("meta")  # has no data to write
+    with pytest.raises(NotImplementedError):
+        write_folder(tensors, folder, tmp_path / "export", max_shard_bytes=4000)
+    assert not os.listdir(tmp_path)
