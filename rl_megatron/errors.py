@@ -19,6 +19,10 @@ class RewardError(RLMegatronError):
     """A reward that raised, was late or was not finite; names the prompt id."""
 
 
+class EngineError(RLMegatronError):
+    """A generation request that an engine cannot serve; names the request id."""
+
+
 class CheckpointError(RLMegatronError):
     """A checkpoint that is torn, missing or of another run; names the file."""
 
