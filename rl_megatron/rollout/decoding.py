@@ -1,0 +1,185 @@
+"""One call of the in-process engine: a batch of rows that sequences enter when one is free and leave when they end.
+
+Sequences wait in request order and are prefilled a block of prompts at a time; the completions of a prompt copy its
+keys and values. The last prompt token is left to the first decoding step, so that a sequence's every token comes out
+of the same code. Active rows are always the first n: a step works on slices, and Python loops run over requests and
+blocks, never over the sequences of a step.
+
+Letters: n active rows, S sequences of the call, P prompts of a block, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from rl_megatron.models.kv_cache import KVCache
+from rl_megatron.models.reference import CausalAttention, ReferenceModel
+from rl_megatron.rollout.sampling import RowSampling, choose_tokens, stream_keys, uniforms
+from rl_megatron.types import Completion, GenerationRequest
+
+# Padded prompt tokens prefilled at once: bounds a block's memory.
+MAX_PREFILL_TOKENS = 16384
+
+# Integer state of a sequence. The first three grow by one in each step.
+_POSITION, _PRODUCED, _OUT, _LIMIT, _KEY, _STOPS, _OLDEST, _TOKEN = range(8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """Prompts prefilled together: `first` of them in the call's list, and the sequences before `stop` use them."""
+
+    prefix: Tensor  # [2 * layers, P, longest, K, D], each prompt but its last token, at the end of its row
+    first: int
+    stop: int
+
+
+class Decoding:
+    """Decodes all ``requests`` (each for one or more completions) with as many rows as ``cache`` has."""
+
+    def __init__(self, model: ReferenceModel, requests: Sequence[GenerationRequest], cache: KVCache) -> None:
+        self._model, self._cache, self._requests = model, cache, requests
+        self._prefix_lengths = [len(request.token_ids) - 1 for request in requests]
+        self._ends = list(accumulate(request.num_completions for request in requests))
+        self._num, self._width = self._ends[-1], max(request.params.max_new_tokens for request in requests)
+        self._any_greedy = any(request.params.temperature == 0 for request in requests)
+        self._any_top_p = any(request.params.top_p < 1 for request in requests)
+        self._prompt_of, self._initial, self._initial_sampling, self._stop_table = self._sequence_state()
+        self._state = self._initial.new_zeros(len(self._initial), cache.rows)
+        self._sampling = self._initial_sampling.new_zeros(len(self._initial_sampling), cache.rows)
+        self._out_tokens = self._initial.new_zeros(self._num * self._width)
+        self._out_logprobs = self._initial_sampling.new_zeros(self._num * self._width)
+        self._lengths = self._initial.new_zeros(self._num)
+        self._stopped = self._initial.new_zeros(self._num, dtype=torch.bool)
+        self._clock, self._oldest, self._active, self._admitted = max(self._prefix_lengths), 0, 0, 0
+        self._block = self._prefill(0)
+        self._admit()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a sequence still decodes (none waits without one that does)."""
+        return self._active > 0
+
+    def step(self) -> None:
+        """One token for every active row; rows that finish give way to waiting sequences."""
+        state = self._state[:, : self._active]
+        self._cache.open_column(self._clock, active=self._active, oldest=self._oldest)
+        hidden = self._model.hidden(state[_TOKEN], state[_POSITION], self._cache.attend)
+        inverse_temperature, top_p, greedy = self._sampling[:, : self._active].unsqueeze(-1)
+        rows = RowSampling(
+            inverse_temperature=inverse_temperature,
+            top_p=top_p,
+            greedy=greedy > 0,
+            any_greedy=self._any_greedy,
+            any_top_p=self._any_top_p,
+        )
+        tokens, logprobs = choose_tokens(self._model.project(hidden), uniforms(state[_KEY], state[_PRODUCED]), rows)
+        self._out_tokens.scatter_(0, state[_OUT], tokens)
+        self._out_logprobs.scatter_(0, state[_OUT], logprobs)
+        state[_TOKEN] = tokens
+        state[: _OUT + 1] += 1
+        self._clock += 1
+        stopped = self._stop_table.take(state[_STOPS] + tokens)
+        finished = stopped | (state[_PRODUCED] == state[_LIMIT])
+        if finished.any():
+            self._retire(finished, stopped)
+            self._admit()
+
+    def completions(self, version: int) -> list[Completion]:
+        """Every sequence's completion, in request order, as sampled by weights ``version``."""
+        lengths, stopped = self._lengths.tolist(), self._stopped.tolist()
+        inside = (torch.arange(self._width, device=self._lengths.device) < self._lengths[:, None]).view(-1)
+        tokens, logprobs = self._out_tokens[inside].tolist(), self._out_logprobs[inside].tolist()
+        return [
+            Completion(
+                token_ids=tuple(tokens[end - length : end]),
+                logprobs=tuple(logprobs[end - length : end]),
+                finish_reason="stop" if by_stop else "length",
+                versions=(version, version),
+            )
+            for end, length, by_stop in zip(accumulate(lengths), lengths, stopped, strict=True)
+        ]
+
+    def _sequence_state(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Prompt number [S], integer state [8, S] and sampling [3, S] of every sequence; stop tokens [sets * V]."""
+        device, vocabulary = self._model.device, self._model.shape.vocab_size
+        params = [request.params for request in self._requests]
+        counts = torch.tensor([request.num_completions for request in self._requests], device=device)
+        prompt = torch.arange(len(counts), device=device).repeat_interleave(counts)
+        sequence = torch.arange(self._num, device=device)
+
+        def spread(values: list[int] | list[float]) -> Tensor:
+            return torch.tensor(values, device=device).index_select(0, prompt)
+
+        sets = {tokens: row for row, tokens in enumerate(dict.fromkeys(p.stop_token_ids for p in params))}
+        stop_table = torch.zeros(len(sets), vocabulary, dtype=torch.bool, device=device)
+        for tokens, row in sets.items():
+            stop_table[row, list(tokens)] = True
+        seeds = spread([(p.seed + 2**63) % 2**64 - 2**63 for p in params])  # any int, folded into int64
+        state = [sequence] * 8
+        state[_POSITION] = state[_OLDEST] = spread(self._prefix_lengths)
+        state[_PRODUCED] = torch.zeros_like(sequence)
+        state[_OUT] = sequence * self._width
+        state[_LIMIT] = spread([p.max_new_tokens for p in params])
+        state[_KEY] = stream_keys(seeds, sequence - (counts.cumsum(0) - counts).index_select(0, prompt))
+        state[_STOPS] = spread([sets[p.stop_token_ids] * vocabulary for p in params])
+        state[_TOKEN] = spread([request.token_ids[-1] for request in self._requests])
+        sampling = [
+            spread([1 / p.temperature if p.temperature else 1.0 for p in params]),
+            spread([p.top_p for p in params]),
+            spread([float(p.temperature == 0) for p in params]),
+        ]
+        return prompt, torch.stack(state), torch.stack(sampling).float(), stop_table.view(-1)
+
+    def _prefill(self, first: int) -> _Block:
+        """Keys and values of prompts from ``first`` on: as many as the free rows can start, within the token limit."""
+        longest, stop = 0, first
+        start = self._ends[first - 1] if first else 0
+        free = self._cache.rows - self._active
+        while stop < len(self._requests) and (stop == first or self._ends[stop - 1] - start < free):
+            longest = max(longest, self._prefix_lengths[stop])
+            if stop > first and longest * (stop + 1 - first) > MAX_PREFILL_TOKENS:
+                break
+            stop += 1
+        shape, device = self._model.shape, self._model.device
+        attend = CausalAttention(self._prefix_lengths[first:stop], shape=shape, device=device, keep=self._model.dtype)
+        prompts = [token for request in self._requests[first:stop] for token in request.token_ids[:-1]]
+        if prompts:
+            self._model.hidden(torch.tensor(prompts, device=device), attend.positions, attend)
+        return _Block(prefix=attend.kept, first=first, stop=stop)
+
+    def _retire(self, finished: Tensor, stopped: Tensor) -> None:
+        """Record the rows marked in ``finished`` [n] and close the gaps with rows from the end."""
+        out = self._state[:, finished.nonzero().view(-1)]
+        sequences = out[_OUT] - out[_PRODUCED]
+        sequences //= self._width
+        self._lengths[sequences] = out[_PRODUCED]
+        self._stopped[sequences] = stopped[finished]
+        self._active -= len(sequences)
+        gaps = finished[: self._active].nonzero().view(-1)
+        movers = finished[self._active :].logical_not().nonzero().view(-1) + self._active
+        if len(gaps):
+            self._state[:, gaps] = self._state[:, movers]
+            self._sampling[:, gaps] = self._sampling[:, movers]
+            self._cache.move(movers, gaps)
+
+    def _admit(self) -> None:
+        """Start waiting sequences in the free rows, and find the oldest column still in use."""
+        while self._active < self._cache.rows and self._admitted < self._num:
+            if self._admitted == self._ends[self._block.stop - 1]:
+                self._block = self._prefill(self._block.stop)
+            num = min(self._cache.rows - self._active, self._ends[self._block.stop - 1] - self._admitted)
+            rows, sequences = slice(self._active, self._active + num), slice(self._admitted, self._admitted + num)
+            state = self._initial[:, sequences]
+            prompts = self._prompt_of[sequences] - self._block.first
+            self._cache.insert(rows.start, self._clock, self._block.prefix.index_select(1, prompts), state[_POSITION])
+            self._state[:, rows] = state
+            self._state[_OLDEST, rows] = self._clock - state[_POSITION]
+            self._sampling[:, rows] = self._initial_sampling[:, sequences]
+            self._active, self._admitted = rows.stop, sequences.stop
+        if self._active:
+            self._oldest = int(self._state[_OLDEST, : self._active].min())

@@ -1,0 +1,84 @@
+"""The in-process rollout engine: batched decoding with a plain-torch model, for small models and for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rl_megatron.errors import EngineError
+from rl_megatron.models.kv_cache import KVCache
+from rl_megatron.models.reference import ReferenceModel
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.decoding import Decoding
+from rl_megatron.types import Completion, GenerationRequest
+
+
+class LocalEngine:
+    """Generates with the weights now in ``tensors``, which a weight push overwrites in place. Synchronous.
+
+    At most ``slots`` sequences are decoded at once; a prompt and its completion have at most ``max_length`` tokens.
+    """
+
+    def __init__(
+        self, shape: ModelShape, *, slots: int, dtype: torch.dtype, device: torch.device | str, max_length: int
+    ) -> None:
+        self.model = ReferenceModel(shape, dtype=dtype, device=device, max_length=max_length)
+        self.version = 0
+        self._slots, self._max_length = slots, max_length
+        self._cache: KVCache | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every Hugging Face tensor, as a view to be written in place between calls of `generate`."""
+        return self.model.tensors
+
+    def serve(self, version: int) -> None:
+        """Mark the weights now in ``tensors`` as ``version`` on everything sampled from here on."""
+        self.version = version
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Completions of each request, in order. Raises EngineError for a request that cannot be served.
+
+        A completion depends on its request and its number in it alone (up to the rounding of other batch shapes).
+        """
+        for request in requests:
+            self._check(request)
+        wanted = [request for request in requests if request.num_completions]
+        if not wanted:
+            return [[] for _ in requests]
+        decoding = Decoding(self.model, wanted, self._reserve(wanted))
+        while decoding.unfinished:
+            decoding.step()
+        completions = iter(decoding.completions(self.version))
+        return [[next(completions) for _ in range(request.num_completions)] for request in requests]
+
+    def _reserve(self, requests: Sequence[GenerationRequest]) -> KVCache:
+        """A cache just large enough for ``requests``, or the last one where that is."""
+        rows = min(self._slots, sum(request.num_completions for request in requests))
+        columns = max(len(request.token_ids) + request.params.max_new_tokens - 1 for request in requests)
+        if self._cache is None or self._cache.rows < rows or self._cache.columns < columns:
+            model = self.model
+            self._cache = KVCache(model.shape, rows=rows, columns=columns, dtype=model.dtype, device=model.device)
+        return self._cache
+
+    def _check(self, request: GenerationRequest) -> None:
+        prompt, params, vocabulary = request.token_ids, request.params, self.model.shape.vocab_size
+        if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
+            problem = f"the prompt must have one or more token ids in [0, {vocabulary}), got {prompt[:8]}..."
+        elif params.max_new_tokens < 1 or request.num_completions < 0:
+            problem = f"max_new_tokens={params.max_new_tokens} must be >= 1 and num_completions >= 0"
+        elif len(prompt) + params.max_new_tokens > self._max_length:
+            problem = (
+                f"{len(prompt)} prompt tokens + max_new_tokens={params.max_new_tokens} exceed the engine's "
+                f"max_length={self._max_length}; shorten the prompt or lower max_new_tokens"
+            )
+        elif not (0 <= params.temperature < float("inf") and 0 < params.top_p <= 1):
+            problem = f"temperature={params.temperature} must be finite and >= 0, top_p={params.top_p} in (0, 1]"
+        elif any(not 0 <= token < vocabulary for token in params.stop_token_ids):
+            problem = f"stop_token_ids={params.stop_token_ids} must be in [0, {vocabulary})"
+        else:
+            return
+        raise EngineError(f"request {request.id!r}: {problem}")

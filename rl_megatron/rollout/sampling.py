@@ -1,0 +1,87 @@
+"""Choosing the next token of many sequences at once: temperature, top-p and repeatable random numbers.
+
+Letters: n rows (one sequence each), V vocabulary. Log-probs are nats, float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -0x61C8864680B583EB  # splitmix64's constants as signed int64
+_MIX_1 = -0x40A7B892E31B1A47
+_MIX_2 = -0x6B2FB644ECCEEE15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSampling:
+    """How each row is sampled. ``greedy`` rows have temperature 1 here: their log-probs are the model's own.
+
+    ``any_greedy`` and ``any_top_p`` say whether some row needs the work, so that a step need not ask the tensors.
+    """
+
+    inverse_temperature: Tensor  # [n, 1] float32
+    top_p: Tensor  # [n, 1] float32
+    greedy: Tensor  # [n, 1] bool
+    any_greedy: bool
+    any_top_p: bool
+
+
+def stream_keys(seeds: Tensor, completions: Tensor) -> Tensor:
+    """One random stream per (request seed, completion number), both [n] int64 -> [n] int64."""
+    return _mix(_mix(seeds * _GOLDEN) + completions * _GOLDEN)
+
+
+def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
+    """Number ``counters`` [n] of each stream: float32 in [0, 1) with 24 random bits.
+
+    splitmix64 of Steele, Lea and Flood (2014).
+    """
+    # A counter-based stream makes a token's number a function of its place alone, not of what else is in the batch.
+    bits = _mix(keys + (counters + 1) * _GOLDEN) >> 40
+    return (bits & 0xFFFFFF).float().mul_(2.0**-24)
+
+
+def choose_tokens(logits: Tensor, uniform: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
+    """Tokens [n] int64 and their log-probs [n] under the distribution they were drawn from.
+
+    ``logits`` [n, V] float32 are overwritten. Inverse-CDF sampling with ``uniform`` [n] in [0, 1). Greedy rows take
+    the most likely token; its log-prob is the model's, at temperature 1.
+    """
+    probabilities = logits.mul_(rows.inverse_temperature).softmax(-1)
+    cumulative = probabilities.cumsum(-1)
+    tokens = _invert(cumulative, uniform.unsqueeze(1) * cumulative[:, -1:])
+    chosen = probabilities.gather(1, tokens)
+    if rows.any_top_p:
+        limited = rows.top_p < 1
+        nucleus, mass_share = _draw_top_p(probabilities, uniform.unsqueeze(1), rows.top_p)
+        tokens, chosen = torch.where(limited, nucleus, tokens), torch.where(limited, mass_share, chosen)
+    if rows.any_greedy:
+        best = logits.argmax(-1, keepdim=True)
+        tokens = torch.where(rows.greedy, best, tokens)
+        chosen = torch.where(rows.greedy, probabilities.gather(1, best), chosen)
+    return tokens.squeeze(1), chosen.squeeze(1).log_()
+
+
+def _draw_top_p(probabilities: Tensor, uniform: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw from the fewest most likely tokens whose mass reaches ``top_p`` (Holtzman et al., 2020), renormalised."""
+    ordered, token_of_rank = probabilities.sort(dim=-1, descending=True, stable=True)
+    cumulative = ordered.cumsum(-1)
+    last = (cumulative < top_p).sum(-1, keepdim=True).clamp_(max=probabilities.shape[1] - 1)
+    mass = cumulative.gather(1, last)
+    rank = _invert(cumulative, uniform * mass)
+    return token_of_rank.gather(1, rank), ordered.gather(1, rank) / mass
+
+
+def _invert(cumulative: Tensor, target: Tensor) -> Tensor:
+    """The first column whose cumulative mass exceeds ``target``: never one of zero probability."""
+    return torch.searchsorted(cumulative, target, right=True)
+
+
+def _mix(z: Tensor) -> Tensor:
+    # >> is arithmetic on int64: the masks make it logical.
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)

@@ -1,0 +1,53 @@
+"""A tiny Qwen3-MoE of transformers with every weight random, and an engine that holds the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.local import LocalEngine
+
+
+@pytest.fixture(scope="session")
+def theirs() -> Qwen3MoeForCausalLM:
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        vocab_size=41,
+        max_position_embeddings=128,
+        norm_topk_prob=True,
+    )
+    torch.manual_seed(7)
+    model = Qwen3MoeForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    return model
+
+
+@pytest.fixture(scope="session")
+def make_engine(theirs: Qwen3MoeForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], LocalEngine]:
+    """An engine of that many slots with the weights of ``theirs``, by way of a checkpoint."""
+    folder: Path = tmp_path_factory.mktemp("checkpoint")
+    theirs.save_pretrained(folder)
+    shape, checkpoint = ModelShape.from_folder(folder), load_file(folder / "model.safetensors")
+
+    def make(slots: int) -> LocalEngine:
+        engine = LocalEngine(shape, slots=slots, dtype=torch.float32, device="cpu", max_length=128)
+        for name, tensor in engine.tensors.items():
+            tensor.copy_(checkpoint[name])
+        return engine
+
+    return make

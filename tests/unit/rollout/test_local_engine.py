@@ -1,0 +1,160 @@
+"""The in-process engine against transformers, and its own promises: order, limits, independence of the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import Qwen3MoeForCausalLM
+
+from rl_megatron.errors import EngineError
+from rl_megatron.rollout.local import LocalEngine
+from rl_megatron.types import Completion, GenerationRequest, SamplingParams
+
+MakeEngine = Callable[[int], LocalEngine]
+LENGTHS = (1, 5, 2, 17, 9, 1, 30)
+
+
+def request(name: str, prompt: tuple[int, ...], num: int = 1, **changes: object) -> GenerationRequest:
+    values = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 12, "stop_token_ids": (), "seed": 3, **changes}
+    return GenerationRequest(id=name, token_ids=prompt, num_completions=num, params=SamplingParams(**values))
+
+
+def ragged(num: int = 1, **changes: object) -> list[GenerationRequest]:
+    generator = torch.Generator().manual_seed(11)
+    prompts = [tuple(torch.randint(0, 41, (length,), generator=generator).tolist()) for length in LENGTHS]
+    return [request(f"p{i}", prompt, num, **{"seed": i, **changes}) for i, prompt in enumerate(prompts)]
+
+
+def logprobs_by_transformers(model: Qwen3MoeForCausalLM, asked: GenerationRequest, got: Completion) -> torch.Tensor:
+    """Log-probs of the completion's tokens under the sampling distribution, from one plain forward, in float64."""
+    ids = torch.tensor([asked.token_ids + got.token_ids])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(asked.token_ids) - 1 : -1].double()
+    probabilities = (logits / (asked.params.temperature or 1.0)).softmax(-1)
+    if asked.params.temperature:
+        for row in probabilities:
+            kept, mass = set(), 0.0
+            for token in row.argsort(descending=True).tolist():
+                if mass < asked.params.top_p:
+                    kept.add(token)
+                    mass += float(row[token])
+            row[[token for token in range(len(row)) if token not in kept]] = 0
+        probabilities /= probabilities.sum(-1, keepdim=True)
+    return probabilities.log()[range(len(got.token_ids)), got.token_ids]
+
+
+@pytest.mark.parametrize("slots", [64, 5])
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.3, 0.8), (0.0, 1.0)])
+def test_recorded_logprobs_equal_transformers(
+    theirs: Qwen3MoeForCausalLM, make_engine: MakeEngine, slots: int, temperature: float, top_p: float
+) -> None:
+    requests = ragged(num=3, temperature=temperature, top_p=top_p)
+    answers = make_engine(slots).generate(requests)
+    assert [len(group) for group in answers] == [3] * len(LENGTHS)
+    for asked, group in zip(requests, answers, strict=True):
+        for got in group:
+            assert len(got.token_ids) == 12
+            expected = logprobs_by_transformers(theirs, asked, got)
+            torch.testing.assert_close(torch.tensor(got.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("slots", [64, 2])
+def test_greedy_tokens_equal_transformers_generate(
+    theirs: Qwen3MoeForCausalLM, make_engine: MakeEngine, slots: int
+) -> None:
+    requests = ragged(temperature=0.0, max_new_tokens=40)
+    for asked, (got,) in zip(requests, make_engine(slots).generate(requests), strict=True):
+        ids = torch.tensor([asked.token_ids])
+        expected = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40, pad_token_id=0
+        )
+        assert got.token_ids == tuple(expected[0, ids.shape[1] :].tolist())
+
+
+def test_a_completion_does_not_depend_on_what_else_is_in_the_batch(make_engine: MakeEngine) -> None:
+    wide, narrow = make_engine(64), make_engine(3)
+    requests = [
+        *ragged(num=4, max_new_tokens=25, stop_token_ids=(4, 9)),
+        request("nucleus", (3, 4), 5, top_p=0.6, seed=-(2**70) + 5),
+        request("greedy", (7,), 2, temperature=0.0, max_new_tokens=3),
+    ]
+    together = wide.generate(requests)
+    few = narrow.generate(requests)
+    alone = [wide.generate([asked])[0] for asked in requests]
+    for group, in_few, by_itself in zip(together, few, alone, strict=True):
+        tokens = [got.token_ids for got in group]
+        assert tokens == [got.token_ids for got in in_few] == [got.token_ids for got in by_itself]
+        for got, other in zip(group, by_itself, strict=True):
+            assert got.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert together == wide.generate(requests)  # and the same bits again
+    assert len({got.token_ids for got in together[0]}) == 4  # completions of one prompt differ
+
+
+def test_stop_tokens_and_limits_end_completions(make_engine: MakeEngine) -> None:
+    engine = make_engine(16)
+    free = engine.generate(ragged(num=6, max_new_tokens=30))
+    stops = (5, 12, 33)
+    stopped = engine.generate(ragged(num=6, max_new_tokens=30, stop_token_ids=stops))
+    reasons = set()
+    for group, cut_group in zip(free, stopped, strict=True):
+        for whole, cut in zip(group, cut_group, strict=True):
+            first = next((i for i, token in enumerate(whole.token_ids) if token in stops), None)
+            length = 30 if first is None else first + 1
+            assert cut.token_ids == whole.token_ids[:length]
+            assert cut.finish_reason == ("length" if first is None else "stop")
+            assert len(cut.logprobs) == length
+            reasons.add(cut.finish_reason)
+    assert reasons == {"length", "stop"}
+
+
+def test_a_stop_token_at_the_limit_is_a_stop(make_engine: MakeEngine) -> None:
+    ((got,),) = make_engine(1).generate([request("p", (3,), max_new_tokens=1, stop_token_ids=tuple(range(41)))])
+    assert (len(got.token_ids), got.finish_reason) == (1, "stop")
+
+
+def test_requests_with_different_parameters_keep_their_own(make_engine: MakeEngine) -> None:
+    requests = [
+        request("long", (3, 4, 5), 2, max_new_tokens=20),
+        request("none", (3,), 0),
+        request("short", (8,), 3, max_new_tokens=1),
+        request("stops", (9, 2), 2, max_new_tokens=50, stop_token_ids=tuple(range(0, 41, 2))),
+    ]
+    long, none, short, stops = make_engine(2).generate(requests)
+    assert [len(got.token_ids) for got in long] == [20, 20]
+    assert none == []
+    assert [len(got.token_ids) for got in short] == [1, 1, 1]
+    for got in stops:
+        assert [token % 2 for token in got.token_ids] == [1] * (len(got.token_ids) - 1) + [0]
+
+
+def test_new_weights_and_version_are_served(make_engine: MakeEngine) -> None:
+    engine = make_engine(4)
+    ((before,),) = engine.generate([request("p", (3, 4))])
+    engine.tensors["lm_head.weight"].zero_()
+    engine.serve(8)
+    ((after,),) = engine.generate([request("p", (3, 4))])
+    assert (before.versions, after.versions) == ((0, 0), (8, 8))
+    assert after.logprobs == pytest.approx([-math.log(41)] * 12, abs=1e-5)
+    assert engine.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request("x", ()), r"request 'x': the prompt must have one or more token ids in \[0, 41\)"),
+        (request("x", (3, 41)), r"got \(3, 41\)"),
+        (request("x", (3,) * 120), r"120 prompt tokens \+ max_new_tokens=12 exceed the engine's max_length=128"),
+        (request("x", (3,), max_new_tokens=0), "max_new_tokens=0"),
+        (request("x", (3,), temperature=float("nan")), "temperature=nan"),
+        (request("x", (3,), top_p=0.0), "top_p=0.0"),
+        (request("x", (3,), stop_token_ids=(41,)), r"stop_token_ids=\(41,\)"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(
+    make_engine: MakeEngine, bad: GenerationRequest, message: str
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        make_engine(2).generate([request("fine", (3,)), bad])
