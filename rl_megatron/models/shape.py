@@ -29,6 +29,13 @@ class ModelShape:
     tie_embeddings: bool
     max_positions: int
 
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied with: its experts only, the output layer included."""
+        attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        experts = 3 * self.experts_per_token * self.expert_width + self.num_experts
+        return self.hidden_size * (self.num_layers * (attention + experts) + self.vocab_size)
+
     @staticmethod
     def from_folder(folder: Path) -> ModelShape:
         """The shape of the checkpoint in ``folder``. Raises ConfigError for a family we cannot build."""
@@ -50,7 +57,7 @@ class ModelShape:
             num_heads=raw["num_attention_heads"],
             num_kv_heads=raw["num_key_value_heads"],
             head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-            num_experts=raw["num_experts"],
+            num_experts=raw.get("num_experts") or raw["num_local_experts"],  # transformers 5 writes the second
             experts_per_token=raw["num_experts_per_tok"],
             expert_width=raw["moe_intermediate_size"],
             vocab_size=raw["vocab_size"],
