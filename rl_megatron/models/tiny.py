@@ -1,0 +1,134 @@
+"""A tiny Qwen3-MoE with random weights as a true Hugging Face folder: config, safetensors, a byte tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from rl_megatron.config import TinyModelSection
+
+NUM_BYTES = 256
+SPECIAL_TOKENS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}  # ids 256, 257, 258
+TOKENIZER_SIZE = NUM_BYTES + len(SPECIAL_TOKENS)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+FORMAT = 1  # raise it when the same sizes and seed come to make another folder
+
+
+def make_tiny_model(spec: TinyModelSection, folder: Path, seed: int, *, vocab_size: int = TOKENIZER_SIZE) -> Path:
+    """The model's folder inside the cache ``folder``, made if it is not there yet; float32 weights.
+
+    Its name is a hash of the sizes and the seed. It appears whole (written aside, synced, renamed), so processes that
+    make it at once all return the same complete folder. A ``vocab_size`` above the tokenizer's has unused ids.
+    """
+    if vocab_size < TOKENIZER_SIZE:
+        raise ConfigError(f"vocab_size={vocab_size} is less than the tokenizer's {TOKENIZER_SIZE} tokens")
+    recipe = {**spec.model_dump(), "vocab_size": vocab_size, "seed": seed, "format": FORMAT}
+    name = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
+    target = folder / f"tiny-{name}"
+    if target.is_dir():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=folder))
+    try:
+        _save_model(spec, work, seed, vocab_size)
+        byte_tokenizer().save_pretrained(work)
+        _sync(work)
+        _publish(work, target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte of UTF-8 (id = byte), then the special tokens. Text that spells a special token stays text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(_byte_chars())}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS.values()])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        **SPECIAL_TOKENS,
+        chat_template=CHAT_TEMPLATE,
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_chars() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's ``bytes_to_unicode``)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(NUM_BYTES, 2 * NUM_BYTES))
+    return [chr(byte if byte in printable else next(others)) for byte in range(NUM_BYTES)]
+
+
+def _save_model(spec: TinyModelSection, folder: Path, seed: int, vocab_size: int) -> None:
+    from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.utils import logging
+
+    special_ids = {f"{name}_id": NUM_BYTES + i for i, name in enumerate(SPECIAL_TOKENS)}
+    config = Qwen3MoeConfig(
+        vocab_size=vocab_size,
+        hidden_size=spec.hidden_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        num_experts=spec.num_experts,
+        num_experts_per_tok=spec.experts_per_token,
+        moe_intermediate_size=spec.expert_width,
+        intermediate_size=spec.expert_width,
+        norm_topk_prob=True,
+        max_position_embeddings=spec.max_position_embeddings,
+        tie_word_embeddings=spec.tie_embeddings,
+        dtype="float32",
+        **special_ids,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3MoeForCausalLM(config).to(torch.float32)
+    model.generation_config = GenerationConfig(**special_ids)
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it would run into the run's own display
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _sync(folder: Path) -> None:
+    """Make every file of ``folder`` and its name list durable."""
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _publish(work: Path, target: Path) -> None:
+    """Rename ``work`` to ``target``; where another process was first, its folder stands."""
+    work.chmod(0o755)
+    try:
+        work.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise

@@ -1,0 +1,124 @@
+"""The tiny model is a true Hugging Face folder, made once, whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from rl_megatron.config import TinyModelSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.tiny import _publish, make_tiny_model
+
+SPEC = TinyModelSection(hidden_size=16, num_heads=2, head_dim=8, num_experts=4, expert_width=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(SPEC, tmp_path_factory.mktemp("cache"), 3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def test_it_loads_with_transformers_and_has_the_sizes_asked_for(folder: Path) -> None:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    shape = ModelShape.from_folder(folder)
+    assert (shape.hidden_size, shape.num_experts, shape.expert_width, shape.vocab_size) == (16, 4, 8, 259)
+    assert model.generation_config.eos_token_id == 257
+
+
+def test_it_is_made_once_and_its_name_tells_seed_sizes_and_vocabulary_apart(folder: Path) -> None:
+    cache = folder.parent
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert make_tiny_model(SPEC, cache, 3) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    others = {
+        make_tiny_model(SPEC, cache, 4),
+        make_tiny_model(SPEC.model_copy(update={"num_layers": 1}), cache, 3),
+        make_tiny_model(SPEC, cache, 3, vocab_size=512),
+    }
+    assert len(others | {folder}) == 4
+    assert sorted(cache.iterdir()) == sorted(others | {folder}), "nothing half-made is left"
+
+
+def test_weights_follow_the_seed_and_leave_the_global_generator_alone(folder: Path, tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    again, other = make_tiny_model(SPEC, tmp_path, 3), make_tiny_model(SPEC, tmp_path, 4)
+    assert torch.equal(before, torch.get_rng_state())
+    first = weights(folder)
+    assert all(torch.equal(value, first[name]) for name, value in weights(again).items())
+    assert any(not torch.equal(value, first[name]) for name, value in weights(other).items())
+
+
+def test_a_larger_vocabulary_has_ids_the_tokenizer_never_uses(tmp_path: Path) -> None:
+    folder = make_tiny_model(SPEC, tmp_path, 0, vocab_size=512)
+    assert ModelShape.from_folder(folder).vocab_size == 512
+    assert len(AutoTokenizer.from_pretrained(folder)) == 259
+    with pytest.raises(ConfigError, match="vocab_size=258 is less than the tokenizer's 259"):
+        make_tiny_model(SPEC, tmp_path, 0, vocab_size=258)
+
+
+def test_processes_that_make_it_at_once_get_the_same_whole_folder(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from rl_megatron.config import TinyModelSection;"
+        "from rl_megatron.models.tiny import make_tiny_model;"
+        f"print(make_tiny_model(TinyModelSection(), Path({str(tmp_path)!r}), 0))"
+    )
+    command = [sys.executable, "-c", code]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    printed = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0, 0]
+    assert [str(path) for path in tmp_path.iterdir()] == list(printed)
+    assert weights(Path(printed.pop()))
+
+
+def test_the_folder_of_a_faster_process_stands(tmp_path: Path) -> None:
+    for name in ("mine", "theirs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    _publish(tmp_path / "mine", tmp_path / "theirs")
+    assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["theirs"]
+    with pytest.raises(FileNotFoundError):
+        _publish(tmp_path / "mine", tmp_path / "no_parent" / "theirs")
+
+
+@settings(deadline=None, max_examples=200)
+@given(text=st.text())
+def test_any_text_is_its_utf8_bytes_and_back(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("text", ["<eos>", " a  b ", "e\u0301", "a .", "\r\n", "don 't", "<pad><bos>"])
+def test_text_that_others_change_stays(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    ids = tokenizer(text)["input_ids"]
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_special_tokens_follow_the_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (256, 257, 258)
+    assert len(tokenizer) == 259
+    assert tokenizer.decode([*b"ok", 257, 256], skip_special_tokens=True) == "ok"
+
+
+def test_the_chat_template_marks_roles(tokenizer: PreTrainedTokenizerBase) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == "user: hi\nassistant: "
