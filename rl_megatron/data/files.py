@@ -1,0 +1,124 @@
+"""Rows of .jsonl and .parquet files, checked one by one: every bad row is named by file and 1-based number."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_megatron.errors import DataError
+
+MAX_PROBLEMS_SHOWN = 20
+
+Row = tuple[str, str]  # (prompt, answer)
+
+
+def read_rows(path: Path, *, key: str, prompt_field: str, answer_field: str) -> list[Row]:
+    """Both fields of every row, in file order: row i of the result is line (or parquet row) i + 1.
+
+    ``key`` is the config key that gave ``path``. Raises DataError with all bad rows at once.
+    """
+    readers: dict[str, Callable[[Path, tuple[str, str]], list[Row | str]]] = {
+        ".jsonl": _read_jsonl,
+        ".parquet": _read_parquet,
+    }
+    reader = readers.get(path.suffix)
+    if reader is None:
+        raise DataError(f"{key}={path}: unknown extension {path.suffix!r}; allowed: {', '.join(readers)}")
+    if not path.is_file():
+        raise DataError(f"{key}={path}: no such file")
+    rows = reader(path, (prompt_field, answer_field))
+    if not rows:
+        raise DataError(f"{key}={path}: the file is empty; give at least one row")
+    problems = [f"{path}:{number}: {row}" for number, row in enumerate(rows, 1) if isinstance(row, str)]
+    if problems:
+        more = len(problems) - MAX_PROBLEMS_SHOWN
+        raise DataError(
+            "\n".join([*problems[:MAX_PROBLEMS_SHOWN], *([f"... and {more} more bad rows"] if more > 0 else [])])
+        )
+    return [row for row in rows if not isinstance(row, str)]
+
+
+def _read_jsonl(path: Path, fields: tuple[str, str]) -> list[Row | str]:
+    lines = path.read_bytes().split(b"\n")
+    if lines[-1] == b"":  # the end of the last line
+        lines.pop()
+    return [_parse_line(line, fields) for line in lines]
+
+
+def _parse_line(line: bytes, fields: tuple[str, str]) -> Row | str:
+    if not line.strip():
+        return "blank line; remove it"
+    try:
+        value = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 at byte {error.start + 1} of the line"
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
+    if not isinstance(value, dict):
+        return f"a JSON object is wanted, got {type(value).__name__}"
+    return _pick(value, fields)
+
+
+def _pick(row: Mapping[str, object], fields: tuple[str, str]) -> Row | str:
+    """The two fields of a row, or what is wrong with it."""
+    texts = []
+    for name in fields:
+        value = row.get(name)
+        if name not in row:
+            return _missing(name, row)
+        if not isinstance(value, str):
+            return f"field {name!r} is {value!r:.40} ({type(value).__name__}); text is wanted, so quote it"
+        if not value.strip():
+            return f"field {name!r} is empty"
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return f"field {name!r} holds half a surrogate pair, which is no text"
+        texts.append(value)
+    return texts[0], texts[1]
+
+
+def _read_parquet(path: Path, fields: tuple[str, str]) -> list[Row | str]:
+    import pyarrow as pa  # heavy, and only parquet needs it
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(path)
+        columns = [_parquet_column(table, name, path) for name in fields]
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path}: not a readable parquet file: {error}") from error
+    return [_pick_bytes(row, fields) for row in zip(*columns, strict=True)]
+
+
+def _parquet_column(table: Any, name: str, path: Path) -> list[bytes | None]:
+    """A text column as bytes, so that bad UTF-8 is found row by row."""
+    import pyarrow as pa
+
+    schema = table.schema_arrow
+    if name not in schema.names:
+        raise DataError(f"{path}: {_missing(name, schema.names)}")
+    kind = schema.field(name).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise DataError(f"{path}: column {name!r} holds {kind}; text is wanted")
+    column: list[bytes | None] = table.read(columns=[name]).column(0).cast(pa.large_binary()).to_pylist()
+    return column
+
+
+def _pick_bytes(row: tuple[bytes | None, ...], fields: tuple[str, str]) -> Row | str:
+    decoded: dict[str, object] = {}
+    for name, value in zip(fields, row, strict=True):
+        try:
+            decoded[name] = None if value is None else value.decode()
+        except UnicodeDecodeError as error:
+            return f"field {name!r} is not UTF-8 at byte {error.start + 1}"
+    return _pick(decoded, fields)
+
+
+def _missing(name: str, present: Iterable[str]) -> str:
+    names = sorted(present)
+    near = difflib.get_close_matches(name, names, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"no field {name!r}; it has {', '.join(names) or 'none'}{hint}"

@@ -1,0 +1,156 @@
+"""Problems -> Prompts: rendered, tokenized, bounded in length; and the endless shuffled stream of training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from rl_megatron.config import ArithmeticData, FileData
+from rl_megatron.data.arithmetic import split_sums
+from rl_megatron.data.files import read_rows
+from rl_megatron.errors import CheckpointError, ConfigError, DataError
+from rl_megatron.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+OnLongPrompt = Literal["fail", "drop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Problem:
+    """A prompt before tokenization. ``place`` is where to look when something is wrong with it."""
+
+    id: str
+    place: str
+    text: str
+    answer: str
+
+
+def load_prompts(
+    data: ArithmeticData | FileData,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int,
+    on_long_prompt: OnLongPrompt,
+    seed: int,
+) -> tuple[list[Prompt], list[Prompt]]:
+    """(train, held-out) prompts, in an order that depends on ``data`` and ``seed`` alone.
+
+    ``Prompt.answer`` is the correct answer as the data has it: what rewards compare with and the warm start trains on.
+    Prompts of more than ``max_prompt_tokens`` are an error or are dropped, with a warning that counts them.
+    Raises DataError that names files and lines.
+    """
+    splits = _arithmetic_problems(data, seed) if isinstance(data, ArithmeticData) else _file_problems(data, tokenizer)
+    bos = not (isinstance(data, FileData) and data.chat_template)  # a chat template writes its own special tokens
+    train, held_out = (_tokenize(split, tokenizer, bos, max_prompt_tokens, on_long_prompt) for split in splits)
+    return train, held_out
+
+
+def _arithmetic_problems(data: ArithmeticData, seed: int) -> tuple[list[_Problem], list[_Problem]]:
+    splits = split_sums(digits=data.digits, num_eval=data.num_eval, seed=seed)
+    train, held_out = (
+        [_Problem(id=f"{a}+{b}", place=f"{a}+{b}", text=f"{a}+{b}=", answer=str(a + b)) for a, b in sums]
+        for sums in splits
+    )
+    return train, held_out
+
+
+def _file_problems(data: FileData, tokenizer: PreTrainedTokenizerBase) -> tuple[list[_Problem], list[_Problem]]:
+    if "{prompt}" not in data.prompt_template:
+        raise ConfigError(
+            f"data.prompt_template={data.prompt_template!r} has no '{{prompt}}'; write it where the problem goes"
+        )
+    if data.chat_template and not tokenizer.chat_template:
+        raise ConfigError("data.chat_template=true, but the model's tokenizer has no chat template; set it to false")
+    train = _rows_to_problems(data.train, "data.train", data, tokenizer)
+    return train, _rows_to_problems(data.eval, "data.eval", data, tokenizer)[: data.max_eval]
+
+
+def _rows_to_problems(path: Path, key: str, data: FileData, tokenizer: PreTrainedTokenizerBase) -> list[_Problem]:
+    rows = read_rows(path, key=key, prompt_field=data.prompt_field, answer_field=data.answer_field)
+    problems = []
+    for line, (question, answer) in enumerate(rows, 1):
+        text = data.prompt_template.replace("{prompt}", question)
+        if data.chat_template:
+            chat = [{"role": "user", "content": text}]
+            text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        problems.append(_Problem(id=f"{path.stem}:{line}", place=f"{path}:{line}", text=text, answer=answer))
+    return problems
+
+
+def _tokenize(
+    problems: Sequence[_Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    add_special_tokens: bool,
+    max_prompt_tokens: int,
+    on_long_prompt: OnLongPrompt,
+) -> list[Prompt]:
+    encoded = tokenizer([p.text for p in problems], add_special_tokens=add_special_tokens)["input_ids"]
+    long = [(p, len(ids)) for p, ids in zip(problems, encoded, strict=True) if len(ids) > max_prompt_tokens]
+    if long and (on_long_prompt == "fail" or len(long) == len(problems)):
+        problem, length = long[0]
+        raise DataError(
+            f"{problem.place}: the prompt has {length} tokens, rollout.max_prompt_tokens={max_prompt_tokens} "
+            f"({len(long)} of {len(problems)} prompts are too long); raise it"
+            + (" or set rollout.on_long_prompt=drop" if len(long) < len(problems) else "")
+        )
+    if long:
+        logger.warning(
+            "dropped %d of %d prompts with more than rollout.max_prompt_tokens=%d tokens; the first is %s with %d",
+            *(len(long), len(problems), max_prompt_tokens, long[0][0].place, long[0][1]),
+        )
+    return [
+        Prompt(id=p.id, text=p.text, token_ids=tuple(ids), answer=p.answer)
+        for p, ids in zip(problems, encoded, strict=True)
+        if len(ids) <= max_prompt_tokens
+    ]
+
+
+class PromptStream:
+    """Endless epochs over ``prompts``, each shuffled by (seed, epoch): the order is a function of the position."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int) -> None:
+        if not prompts:
+            raise DataError("no prompts to train on")
+        self._prompts = prompts
+        self._seed = seed
+        self._epoch, self._position = 0, 0
+        self._order = self._shuffled()
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next ``n`` prompts; an epoch that ends is followed by the next."""
+        taken: list[Prompt] = []
+        while len(taken) < n:
+            if self._position == len(self._prompts):
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._shuffled()
+            stop = min(self._position + n - len(taken), len(self._prompts))
+            taken += [self._prompts[i] for i in self._order[self._position : stop]]
+            self._position = stop
+        return taken
+
+    def state(self) -> dict[str, int]:
+        """Where the stream stands: ``restore`` of it continues with the same prompts in the same order."""
+        return {"epoch": self._epoch, "position": self._position, "num_prompts": len(self._prompts)}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Continue from ``state``. Raises CheckpointError where it is of another data set."""
+        if state["num_prompts"] != len(self._prompts):
+            raise CheckpointError(
+                f"the checkpoint was made with {state['num_prompts']} training prompts, the data now has "
+                f"{len(self._prompts)}; resume with the same data and limits"
+            )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = self._shuffled()
+
+    def _shuffled(self) -> list[int]:
+        order: list[int] = np.random.default_rng([self._seed, self._epoch]).permutation(len(self._prompts)).tolist()
+        return order

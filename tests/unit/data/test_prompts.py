@@ -1,0 +1,232 @@
+"""Arithmetic and file data, and the resumable stream."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl_megatron.config import ArithmeticData, FileData
+from rl_megatron.data.prompts import PromptStream, load_prompts
+from rl_megatron.errors import CheckpointError, ConfigError, DataError
+from rl_megatron.models.tiny import byte_tokenizer
+from rl_megatron.types import Prompt
+
+ROWS = [
+    {"question": "Weng earns $12 an hour. How much in 50 minutes?", "answer": "12/60 = <<12/60=0.2>>0.2\n#### 10"},
+    {"question": "Natalia sold 48 clips, then half as many. How many?", "answer": "48+24 = <<48+24=72>>72\n#### 72"},
+    {"question": "Wie viel kostet das? Ein Café für 3 €.", "answer": "#### 3"},
+]
+
+
+def load(data: ArithmeticData | FileData, *, limit: int = 100, long: str = "fail", seed: int = 0):
+    return load_prompts(data, byte_tokenizer(), max_prompt_tokens=limit, on_long_prompt=long, seed=seed)
+
+
+def files(path: Path, **keys: object) -> FileData:
+    return FileData(type="files", train=path, eval=path, **keys)
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def addends(prompt: Prompt) -> tuple[int, int]:
+    a, b = prompt.text.removesuffix("=").split("+")
+    return int(a), int(b)
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+def test_all_sums_are_there_and_no_held_out_sum_is_trained_on_in_either_order(digits: int) -> None:
+    train, held_out = load(ArithmeticData(digits=digits, num_eval=20))
+    assert len(held_out) == 20
+    trained = {addends(p) for p in train}
+    withheld = {addends(p) for p in held_out}
+    swapped = {(b, a) for a, b in withheld}
+    assert not trained & (withheld | swapped)
+    limit = 10**digits
+    assert trained | withheld | swapped == {(a, b) for a in range(limit) for b in range(limit)}
+    for prompt in train + held_out:
+        assert int(prompt.answer) == sum(addends(prompt))
+        assert bytes(prompt.token_ids).decode() == prompt.text
+    assert len({p.id for p in train + held_out}) == len(train) + len(held_out)
+
+
+def test_large_numbers_are_sampled_without_replacement() -> None:
+    train, held_out = load(ArithmeticData(digits=6))
+    assert len({p.id for p in train}) == len(train) > 30_000
+    assert max(max(addends(p)) for p in train) > 990_000
+    assert not {tuple(sorted(addends(p))) for p in train} & {tuple(sorted(addends(p))) for p in held_out}
+
+
+def test_the_split_depends_on_the_seed() -> None:
+    first, again, other = (load(ArithmeticData(num_eval=8), seed=seed)[1] for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+def test_holding_out_every_sum_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"data.num_eval=256 .* data.digits=1 has 55"):
+        load(ArithmeticData(digits=1))
+
+
+def test_jsonl_rows_become_prompts(jsonl: Path) -> None:
+    train, held_out = load(files(jsonl, prompt_template="Q: {prompt} {x}\nA:", max_eval=2))
+    assert [p.id for p in train] == ["train:1", "train:2", "train:3"]
+    assert train[1].text == f"Q: {ROWS[1]['question']} {{x}}\nA:"
+    assert train[1].answer.endswith("#### 72")
+    assert bytes(train[2].token_ids).decode() == train[2].text
+    assert held_out == train[:2]
+
+
+def test_the_chat_template_is_applied(jsonl: Path) -> None:
+    train, _ = load(files(jsonl, chat_template=True))
+    assert train[0].text == f"user: {ROWS[0]['question']}\nassistant: "
+
+
+def test_parquet_and_jsonl_give_the_same_prompts(jsonl: Path, tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+    assert load(files(path)) == load(files(jsonl))
+
+
+def test_every_bad_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    good = json.dumps(ROWS[0]).encode()
+    lines = [
+        good,
+        b'{"question": "x"',
+        b"[1]",
+        b"",
+        b'{"question": "\xff", "answer": "1"}',
+        b'{"questoin": "x", "answer": "1"}',
+        b'{"question": "x", "answer": 72}',
+        b'{"question": "x", "answer": " "}',
+        b'{"question": "\\ud800", "answer": "1"}',
+        b"[" * 100_000,
+        good,
+    ]
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(DataError) as caught:
+        load(files(path))
+    wanted = {
+        2: "not JSON",
+        3: "object is wanted, got list",
+        4: "blank line",
+        5: "not UTF-8 at byte 15",
+        6: "did you mean 'questoin'",
+        7: "'answer' is 72 (int)",
+        8: "'answer' is empty",
+        9: "surrogate",
+        10: "not JSON",
+    }
+    reported = str(caught.value).split("\n")
+    assert len(reported) == len(wanted)
+    for line, (number, text) in zip(reported, wanted.items(), strict=True):
+        assert line.startswith(f"{path}:{number}: ")
+        assert text in line
+
+
+def test_a_file_of_bad_lines_is_not_printed_whole(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text("x\n" * 1000)
+    with pytest.raises(DataError, match="and 980 more bad rows"):
+        load(files(path))
+
+
+def test_bad_parquet_rows_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "bad.parquet"
+    questions = pa.array([b"ok", None, b"\xff"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"question": questions, "answer": ["1", "2", "3"]}), path)
+    with pytest.raises(DataError) as caught:
+        load(files(path))
+    second, third = str(caught.value).split("\n")
+    assert second.startswith(f"{path}:2: field 'question' is None")
+    assert third.startswith(f"{path}:3: field 'question' is not UTF-8 at byte 1")
+
+
+def test_a_parquet_file_with_other_columns_or_types_or_bytes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"questions": ["a"], "answer": ["1"]}), path)
+    with pytest.raises(DataError, match=r"no field 'question'.*did you mean 'questions'"):
+        load(files(path))
+    pq.write_table(pa.table({"question": ["a"], "answer": [1]}), path)
+    with pytest.raises(DataError, match="column 'answer' holds int64"):
+        load(files(path))
+    path.write_bytes(b"PAR1 torn")
+    with pytest.raises(DataError, match="not a readable parquet file"):
+        load(files(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.jsonl", "", "the file is empty"),
+        ("train.csv", "a,b", "unknown extension '.csv'; allowed: .jsonl, .parquet"),
+        ("missing.jsonl", None, "data.train=.*no such file"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        load(files(path))
+
+
+def test_a_template_without_a_place_for_the_problem_is_refused(jsonl: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.prompt_template='Q'"):
+        load(files(jsonl, prompt_template="Q"))
+
+
+def test_long_prompts_fail_or_are_dropped_and_counted(jsonl: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lengths = [len(row["question"].encode()) for row in ROWS]
+    limit = sorted(lengths)[1]
+    longest = lengths.index(max(lengths)) + 1
+    with pytest.raises(DataError, match=rf"train.jsonl:{longest}: the prompt has {max(lengths)} tokens.*={limit}"):
+        load(files(jsonl), limit=limit)
+    with caplog.at_level(logging.WARNING):
+        train, _ = load(files(jsonl), limit=limit, long="drop")
+    assert len(train) == 2
+    assert "dropped 1 of 3 prompts" in caplog.text
+    with pytest.raises(DataError, match="3 of 3 prompts are too long"):
+        load(files(jsonl), limit=1, long="drop")
+
+
+def prompts(n: int) -> list[Prompt]:
+    return [Prompt(id=str(i), text="", token_ids=(i,), answer="") for i in range(n)]
+
+
+def test_an_epoch_holds_every_prompt_once_and_epochs_differ() -> None:
+    stream = PromptStream(prompts(20), seed=0)
+    epochs = [[p.id for p in stream.take(20)] for _ in range(3)]
+    assert all(sorted(epoch, key=int) == [str(i) for i in range(20)] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+@pytest.mark.parametrize("taken", [0, 3, 7, 10, 14, 33])
+def test_a_restored_stream_continues_in_the_same_order(taken: int) -> None:
+    whole = PromptStream(prompts(7), seed=5).take(taken + 40)
+    first = PromptStream(prompts(7), seed=5)
+    first.take(taken)
+    second = PromptStream(prompts(7), seed=5)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert second.take(40) == whole[taken:]
+
+
+def test_more_than_an_epoch_can_be_taken_at_once() -> None:
+    one_by_one = PromptStream(prompts(3), seed=0)
+    assert PromptStream(prompts(3), seed=0).take(11) == [one_by_one.take(1)[0] for _ in range(11)]
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    state = PromptStream(prompts(7), seed=0).state()
+    with pytest.raises(CheckpointError, match="made with 7 training prompts, the data now has 8"):
+        PromptStream(prompts(8), seed=0).restore(state)
