@@ -1,0 +1,123 @@
+"""Ragged batches: rollouts or supervised targets -> Samples, and gathers over them.
+
+The one place where tokens are shifted: a sequence of L tokens becomes L - 1 (input, target) positions.
+Cost is a few array operations for the whole batch; nothing here makes a tensor per sequence.
+Letters: S sequences, N positions of all of them, L tokens of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_megatron.errors import DataError
+from rl_megatron.types import Prompt, RolloutGroup, Samples
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TokenIds = Sequence[int]
+
+
+def to_samples(groups: Sequence[RolloutGroup], advantages: Tensor) -> Samples:
+    """Every completion behind its prompt, in the order of ``groups``; only completion tokens are masked in.
+
+    ``advantages`` [total completions] float32 holds one number a completion. ``old_logprobs`` starts as what the
+    engine reported; a learner's own values replace it. Raises DataError for a sequence without a sampled token.
+    """
+    pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
+    return _join(
+        [prompt.id for prompt, _ in pairs],
+        [prompt.token_ids for prompt, _ in pairs],
+        [completion.token_ids for _, completion in pairs],
+        chain.from_iterable(completion.logprobs for _, completion in pairs),
+        advantages,
+    )
+
+
+def supervised_samples(
+    prompts: Sequence[Prompt], target_texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> Samples:
+    """Each target text and the end-of-sequence token behind its prompt: advantages 1, log-probs 0."""
+    eos = tokenizer.eos_token_id
+    if not isinstance(eos, int):
+        raise DataError("the tokenizer has no eos_token, so a supervised target would have no end; add one to it")
+    encoded = tokenizer(list(target_texts), add_special_tokens=False)["input_ids"]
+    targets = [(*ids, eos) for ids in encoded]
+    zeros = np.zeros(sum(map(len, targets)), dtype=np.float32)
+    return _join([p.id for p in prompts], [p.token_ids for p in prompts], targets, zeros, torch.ones(len(targets)))
+
+
+def select(samples: Samples, indices: Tensor) -> Samples:
+    """The sequences ``indices`` [K] int64 of ``samples``, in that order, in memory of their own."""
+    starts, lengths = samples.cu_seqlens[:-1][indices], samples.cu_seqlens.diff()[indices]
+    cu_seqlens = torch.zeros(len(indices) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=cu_seqlens[1:])
+    total = int(cu_seqlens[-1])
+    rows = torch.repeat_interleave(starts - cu_seqlens[:-1], lengths, output_size=total) + torch.arange(total)
+    return Samples(
+        input_ids=samples.input_ids.index_select(0, rows),
+        targets=samples.targets.index_select(0, rows),
+        mask=samples.mask.index_select(0, rows),
+        advantages=samples.advantages.index_select(0, rows),
+        rollout_logprobs=samples.rollout_logprobs.index_select(0, rows),
+        old_logprobs=samples.old_logprobs.index_select(0, rows),
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def split_minibatches(samples: Samples, num: int, seed: int) -> list[Samples]:
+    """``num`` shuffled parts that hold every sequence once; their sequence counts differ by at most one."""
+    if not 1 <= num <= samples.num_sequences:
+        raise DataError(
+            f"cannot split {samples.num_sequences} sequences into {num} minibatches; train.minibatches is 1 to that"
+        )
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(samples.num_sequences))
+    return [select(samples, part) for part in order.tensor_split(num)]
+
+
+def _join(
+    ids: Sequence[str],
+    prompts: Sequence[TokenIds],
+    continuations: Sequence[TokenIds],
+    logprobs: Iterable[float],
+    advantages: Tensor,
+) -> Samples:
+    """Prompt + continuation a sequence; ``logprobs`` are of all continuation tokens, one after the other."""
+    if not len(prompts) == len(continuations) == len(advantages):
+        raise ValueError(f"{len(prompts)} prompts, {len(continuations)} continuations, {len(advantages)} advantages")
+    num_prompt = np.fromiter(map(len, prompts), np.int64, len(prompts))
+    num_new = np.fromiter(map(len, continuations), np.int64, len(prompts))
+    empty = np.flatnonzero((num_prompt == 0) | (num_new == 0))
+    if len(empty):
+        raise DataError(
+            f"prompt {ids[empty[0]]!r}: a sequence needs a prompt token and a sampled token, at least one each"
+        )
+    lengths = num_prompt + num_new
+    ends = np.cumsum(lengths)
+    starts, total = ends - lengths, int(lengths.sum())
+    interleaved = chain.from_iterable(chain.from_iterable(zip(prompts, continuations, strict=True)))
+    tokens = np.fromiter(interleaved, np.int64, total)
+    is_new = np.arange(total) >= np.repeat(starts + num_prompt, lengths)
+    token_logprobs = np.zeros(total, np.float32)
+    token_logprobs[is_new] = np.fromiter(logprobs, np.float32, int(num_new.sum()))
+    is_input, is_target = np.ones(total, bool), np.ones(total, bool)
+    is_input[ends - 1] = False
+    is_target[starts] = False
+    mask = torch.from_numpy(is_new[is_target])
+    per_position = torch.repeat_interleave(advantages.float(), torch.from_numpy(lengths - 1))
+    old_and_rollout = torch.from_numpy(token_logprobs[is_target])
+    return Samples(
+        input_ids=torch.from_numpy(tokens[is_input]),
+        targets=torch.from_numpy(tokens[is_target]),
+        mask=mask,
+        advantages=per_position * mask,
+        rollout_logprobs=old_and_rollout,
+        old_logprobs=old_and_rollout.clone(),
+        cu_seqlens=torch.from_numpy(np.concatenate(([0], np.cumsum(lengths - 1)))),
+    )

@@ -1,0 +1,127 @@
+"""The shift, the mask and ragged gathers, against per-sequence lists written out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rl_megatron.data.samples import select, split_minibatches, supervised_samples, to_samples
+from rl_megatron.errors import DataError
+from rl_megatron.models.tiny import byte_tokenizer
+from rl_megatron.types import Completion, Prompt, RolloutGroup, Samples
+
+COLUMNS = ("input_ids", "targets", "mask", "advantages", "rollout_logprobs", "old_logprobs")
+
+
+def completion(*tokens: int, logprobs: tuple[float, ...]) -> Completion:
+    return Completion(token_ids=tokens, logprobs=logprobs, finish_reason="stop", versions=(0, 0))
+
+
+def group(name: str, prompt: tuple[int, ...], *completions: Completion) -> RolloutGroup:
+    return RolloutGroup(
+        prompt=Prompt(id=name, text="", token_ids=prompt, answer=""),
+        completions=completions,
+        texts=("",) * len(completions),
+        rewards=(0.0,) * len(completions),
+    )
+
+
+@pytest.fixture
+def samples() -> Samples:
+    groups = [
+        group("a", (1, 2, 3), completion(4, 5, logprobs=(-0.5, -0.25)), completion(6, logprobs=(-1.0,))),
+        group("b", (7,), completion(8, 9, logprobs=(-2.0, -4.0))),
+    ]
+    return to_samples(groups, torch.tensor([1.0, -1.0, 3.0]))
+
+
+def test_tokens_are_shifted_by_one_and_only_completion_tokens_are_masked_in(samples: Samples) -> None:
+    assert samples.cu_seqlens.tolist() == [0, 4, 7, 9]
+    assert samples.input_ids.tolist() == [1, 2, 3, 4, 1, 2, 3, 7, 8]
+    assert samples.targets.tolist() == [2, 3, 4, 5, 2, 3, 6, 8, 9]
+    assert samples.mask.tolist() == [False, False, True, True, False, False, True, True, True]
+    assert samples.advantages.tolist() == [0, 0, 1, 1, 0, 0, -1, 3, 3]
+    assert samples.rollout_logprobs.tolist() == [0, 0, -0.5, -0.25, 0, 0, -1, -2, -4]
+    assert torch.equal(samples.old_logprobs, samples.rollout_logprobs)
+
+
+def test_dtypes_are_those_of_the_contract(samples: Samples) -> None:
+    wanted = [torch.int64, torch.int64, torch.bool, torch.float32, torch.float32, torch.float32]
+    assert [getattr(samples, name).dtype for name in COLUMNS] == wanted
+    assert samples.cu_seqlens.dtype == torch.int64
+
+
+def test_old_logprobs_share_no_memory_with_the_rollouts(samples: Samples) -> None:
+    samples.old_logprobs.fill_(9.0)
+    assert samples.rollout_logprobs.max() <= 0
+
+
+def test_a_sequence_without_a_sampled_token_is_named() -> None:
+    with pytest.raises(DataError, match="'late'"):
+        to_samples([group("late", (1, 2), completion(logprobs=()))], torch.ones(1))
+
+
+def test_one_advantage_a_completion_is_demanded() -> None:
+    with pytest.raises(ValueError, match="1 prompts, 1 continuations, 2 advantages"):
+        to_samples([group("a", (1,), completion(2, logprobs=(0.0,)))], torch.ones(2))
+
+
+def test_supervised_targets_end_with_eos() -> None:
+    prompts = [Prompt(id="x", text="1+1=", token_ids=tuple(b"1+1="), answer="2")]
+    samples = supervised_samples(prompts, ["2"], byte_tokenizer())
+    assert samples.input_ids.tolist() == list(b"1+1=2")
+    assert samples.targets.tolist() == [*b"+1=2", 257]
+    assert samples.mask.tolist() == [False, False, False, True, True]
+    assert samples.advantages.tolist() == [0, 0, 0, 1, 1]
+    assert samples.rollout_logprobs.tolist() == [0] * 5
+
+
+def test_select_takes_whole_sequences_in_the_order_asked(samples: Samples) -> None:
+    picked = select(samples, torch.tensor([2, 0]))
+    assert picked.cu_seqlens.tolist() == [0, 2, 6]
+    for name in COLUMNS:
+        column = getattr(samples, name)
+        assert torch.equal(getattr(picked, name), torch.cat([column[7:9], column[0:4]])), name
+
+
+def test_select_of_nothing_is_an_empty_batch(samples: Samples) -> None:
+    nothing = select(samples, torch.tensor([], dtype=torch.int64))
+    assert (nothing.num_sequences, len(nothing.input_ids)) == (0, 0)
+
+
+def test_minibatches_hold_every_sequence_once_and_depend_on_the_seed_alone() -> None:
+    groups = [group(str(i), (i,), completion(100 + i, logprobs=(0.0,))) for i in range(11)]
+    samples = to_samples(groups, torch.arange(11.0))
+    parts = split_minibatches(samples, 3, seed=1)
+    assert [part.num_sequences for part in parts] == [4, 4, 3]
+    order = torch.cat([part.input_ids for part in parts]).tolist()
+    assert sorted(order) == list(range(11))
+    assert order != list(range(11))
+    again = torch.cat([part.input_ids for part in split_minibatches(samples, 3, seed=1)]).tolist()
+    other = torch.cat([part.input_ids for part in split_minibatches(samples, 3, seed=2)]).tolist()
+    assert order == again
+    assert order != other
+
+
+def test_more_minibatches_than_sequences_is_an_error(samples: Samples) -> None:
+    with pytest.raises(DataError, match="3 sequences into 4 minibatches"):
+        split_minibatches(samples, 4, seed=0)
+
+
+def test_many_sequences_agree_with_a_loop() -> None:
+    rng = np.random.default_rng(0)
+    groups, inputs, targets = [], [], []
+    for i in range(50):
+        tokens = rng.integers(0, 99, rng.integers(2, 20)).tolist()
+        cut = int(rng.integers(1, len(tokens)))
+        new = completion(*tokens[cut:], logprobs=tuple(float(t) for t in tokens[cut:]))
+        groups.append(group(str(i), tuple(tokens[:cut]), new))
+        inputs += tokens[:-1]
+        targets += tokens[1:]
+    samples = to_samples(groups, torch.ones(50))
+    assert samples.input_ids.tolist() == inputs
+    assert samples.targets.tolist() == targets
+    masked_in = samples.mask
+    assert torch.equal(samples.rollout_logprobs[masked_in], samples.targets[masked_in].float())
+    assert not samples.rollout_logprobs[~masked_in].any()
