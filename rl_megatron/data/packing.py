@@ -1,0 +1,172 @@
+"""Samples -> Batch [D][M]: whole sequences into micro-batches of equal work that fit the memory of a rank.
+
+A sequence of l positions costs ``l + c * l**2``: the matrix products grow with l, causal attention with its square.
+Longest first, each sequence goes to the micro-batch with the least work that has room (LPT, Graham 1969, under a
+capacity). Micro-batches of like work then share an index m, because expert parallelism makes the ranks of one index
+wait for each other, and the ranks' sums are evened out row by row.
+Letters: D data-parallel ranks, M micro-batches a rank, S sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from heapq import heapify, heappop, heappush, heapreplace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rl_megatron.data.samples import select
+from rl_megatron.errors import DataError
+from rl_megatron.types import Batch, ParallelDims, Samples
+
+# More micro-batches than memory asks for are tried (an eighth more) until the heaviest is this near the mean.
+GOOD_IMBALANCE = 1.01
+
+
+def causal_attention_cost(*, linear_parameters: float, attention_width: float) -> float:
+    """c in work(l) = l + c * l**2, from floating-point operations of a forward or a backward pass.
+
+    ``linear_parameters`` are those one token is multiplied with (active experts only, output layer included): two
+    operations each. ``attention_width`` is num_layers * num_heads * head_dim: scores and values cost two operations
+    each per width and visible position, and a causal token sees l / 2.
+    """
+    return attention_width / linear_parameters
+
+
+def pack(samples: Samples, *, dims: ParallelDims, max_tokens: int, attention_cost: float = 0.0) -> Batch:
+    """Every sequence once, in D x M micro-batches of at most ``max_tokens`` positions; the same input, the same batch.
+
+    The learner pads sequences and micro-batches for TP and CP; no padding is added here, but counted: the padded
+    micro-batch has at most ``max_tokens`` positions too, rounded up to the padding's multiple. With fewer sequences
+    than micro-batches the rest get one position with nothing masked in, since every rank must join the collectives.
+    Raises DataError for an empty batch and for a sequence longer than ``max_tokens``.
+    """
+    lengths = samples.cu_seqlens.diff().numpy()
+    plan = plan_packing(lengths, dims=dims, max_tokens=max_tokens, attention_cost=attention_cost)
+    return Batch(
+        micro_batches=tuple(
+            tuple(select(samples, torch.from_numpy(ids)) if len(ids) else _placeholder(samples) for ids in row)
+            for row in plan
+        ),
+        num_tokens=int(samples.mask.sum()),
+        num_sequences=samples.num_sequences,
+    )
+
+
+def plan_packing(
+    lengths: NDArray[np.int64], *, dims: ParallelDims, max_tokens: int, attention_cost: float = 0.0
+) -> list[list[NDArray[np.int64]]]:
+    """The sequence numbers of each micro-batch [D][M], for sequences of ``lengths`` [S] positions."""
+    if not len(lengths):
+        raise DataError("nothing to pack: the batch has no sequences")
+    if lengths.max() > max_tokens:
+        raise DataError(
+            f"sequence {int(lengths.argmax())} has {int(lengths.max())} positions but a micro-batch holds at most "
+            f"{max_tokens}; raise learner.max_tokens_per_micro_batch or lower rollout.max_new_tokens"
+        )
+    order = np.argsort(-lengths, kind="stable")
+    longest_first = lengths[order]
+    work = sequence_work(longest_first, attention_cost)
+    budget = _round_up(max_tokens, _sequence_multiple(dims) * dims.tp)
+    bins, num_bins = _fill(padded_lengths(longest_first, dims), work, dp=dims.dp, budget=budget)
+    totals = np.bincount(bins, work, num_bins).astype(np.float64)
+    place = np.empty(num_bins, np.int64)  # of a bin, rank by rank
+    place[_deal(totals, dims.dp).reshape(-1)] = np.arange(num_bins)
+    places = place[bins]
+    cuts = np.cumsum(np.bincount(places, minlength=num_bins))[:-1]
+    parts = np.split(order[np.lexsort((order, places))], cuts)
+    num_micro = num_bins // dims.dp
+    return [parts[rank * num_micro : (rank + 1) * num_micro] for rank in range(dims.dp)]
+
+
+def padded_lengths(lengths: NDArray[np.int64], dims: ParallelDims) -> NDArray[np.int64]:
+    """Positions a sequence takes once the learner has cut it into 2 * cp equal chunks."""
+    multiple = _sequence_multiple(dims)
+    return -(-lengths // multiple) * multiple
+
+
+def sequence_work(lengths: NDArray[np.int64], attention_cost: float) -> NDArray[np.float64]:
+    """l + c * l**2 [S], in positions of a matrix product."""
+    wide = lengths.astype(np.float64)
+    return wide + attention_cost * wide * wide
+
+
+def _sequence_multiple(dims: ParallelDims) -> int:
+    return 2 * dims.cp if dims.cp > 1 else 1
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _fill(
+    padded: NDArray[np.int64], work: NDArray[np.float64], *, dp: int, budget: int
+) -> tuple[NDArray[np.int64], int]:
+    """Bin of each sequence, and the number of bins (a multiple of ``dp``). Sequences come longest first."""
+    sizes, costs = padded.tolist(), work.tolist()
+    fewest = _round_up(int(padded.sum()), dp * budget) // (dp * budget)
+    best: tuple[NDArray[np.int64], int] | None = None
+    best_imbalance, num_micro = math.inf, fewest
+    while True:
+        num_bins = dp * num_micro
+        mean = float(work.sum()) / num_bins
+        # even enough, or no better than the longest sequence alone allows from here on
+        settled = best_imbalance <= max(GOOD_IMBALANCE, costs[0] / mean)
+        if best is not None and (settled or num_micro > fewest + fewest // 8):
+            return best
+        bins = _longest_first(sizes, costs, num_bins, budget)
+        if bins is not None:
+            imbalance = float(np.bincount(bins, work, num_bins).max()) / mean
+            if imbalance < best_imbalance:
+                best, best_imbalance = (bins, num_bins), imbalance
+        num_micro += 1
+
+
+def _longest_first(sizes: list[int], costs: list[float], num_bins: int, budget: int) -> NDArray[np.int64] | None:
+    """Greedy assignment of sequences with falling sizes, or None where they do not fit. O((S + bins) log bins).
+
+    A bin without room for this sequence is parked until the sequences are short enough: sizes only fall.
+    """
+    open_bins = [(0.0, b, budget) for b in range(num_bins)]  # least work on top
+    parked: list[tuple[int, float, int]] = []  # most room on top
+    heapify(open_bins)
+    out = []
+    for size, cost in zip(sizes, costs, strict=True):
+        while parked and -parked[0][0] >= size:
+            room, total, b = heappop(parked)
+            heappush(open_bins, (total, b, -room))
+        while open_bins and open_bins[0][2] < size:
+            total, b, room = heappop(open_bins)
+            heappush(parked, (-room, total, b))
+        if not open_bins:
+            return None
+        total, b, room = open_bins[0]
+        heapreplace(open_bins, (total + cost, b, room - size))
+        out.append(b)
+    return np.array(out, np.int64)
+
+
+def _deal(totals: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
+    """Bins [D, M]: column m holds D bins of neighbouring work; the heaviest goes to the rank with the least so far."""
+    rows = np.argsort(-totals, kind="stable").reshape(-1, dp)
+    ranks = np.empty_like(rows)
+    sums = np.zeros(dp)
+    for m, row in enumerate(rows):
+        by_need = np.argsort(sums, kind="stable")
+        ranks[m, by_need] = row
+        sums[by_need] += totals[row]
+    return ranks.T
+
+
+def _placeholder(samples: Samples) -> Samples:
+    """One position of the first sequence, nothing masked in: a rank with no work joins the collectives with it."""
+    return Samples(
+        input_ids=samples.input_ids[:1].clone(),
+        targets=samples.targets[:1].clone(),
+        mask=torch.zeros(1, dtype=torch.bool),
+        advantages=torch.zeros(1),
+        rollout_logprobs=torch.zeros(1),
+        old_logprobs=torch.zeros(1),
+        cu_seqlens=torch.tensor([0, 1]),
+    )
