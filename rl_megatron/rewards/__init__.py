@@ -1,0 +1,1 @@
+"""What completions are worth: the registered reward functions and those of the user."""

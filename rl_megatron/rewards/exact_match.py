@@ -1,0 +1,13 @@
+"""1 where the completion is the answer, white space around them aside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rl_megatron.types import Completion, Prompt
+
+
+async def exact_match(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+    """1.0 where a text equals ``prompt.answer``, else 0.0."""
+    answer = prompt.answer.strip()
+    return [float(text.strip() == answer) for text in texts]

@@ -1,0 +1,48 @@
+"""1 where the last number of the completion is the answer's (GSM8K: the one behind ``####``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+
+from rl_megatron.errors import RewardError
+from rl_megatron.types import Completion, Prompt
+
+MAX_DIGITS = 1000  # a sampled run of digits beyond it equals no answer; Python refuses to read 4300 and more
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+"
+# A sign counts where it does not subtract from something in front of it: "5-3" ends in 3, "= -3" in -3.
+_NUMBER = re.compile(
+    rf"(?P<sign>(?<![\w.)%])[-+\u2212])?\$?(?P<inner>(?<=\$)[-+\u2212])?(?P<top>{_DIGITS})(?:/(?P<bottom>\d+(?:\.\d+)?))?",
+    re.ASCII,
+)
+
+
+async def final_number(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+    """1.0 where the numbers are equal as exact fractions: ``0.5``, ``1/2``, ``.50`` and ``$0.50`` are one number.
+
+    Units are not read: ``%`` and ``$`` do not change a number, and commas between thousands are left out.
+    Raises RewardError where the answer holds no number.
+    """
+    wanted = last_number(prompt.answer.rsplit("####", 1)[-1])
+    if wanted is None:
+        raise RewardError(f"prompt {prompt.id!r}: its answer {prompt.answer!r:.80} holds no number to compare with")
+    return [float(last_number(text) == wanted) for text in texts]
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in ``text``, or None where there is none (or one of more than ``MAX_DIGITS`` digits)."""
+    last = None
+    for last in _NUMBER.finditer(text):  # noqa: B007  # only the last is wanted
+        pass
+    if last is None or len(last[0]) > MAX_DIGITS:
+        return None
+    value = Fraction(last["top"].replace(",", ""))
+    if last["bottom"] is not None:
+        divisor = Fraction(last["bottom"])
+        if divisor == 0:
+            return None
+        value /= divisor
+    negative = (last["sign"] or last["inner"] or "+") != "+"
+    return -value if negative else value
