@@ -127,7 +127,7 @@ class OptimizerSection(Section):
 
 
 class LearnerSection(Section):
-    """The megatron-core learner. ``etp`` and ``dp`` follow from the others when not given."""
+    """The megatron-core learner. ``etp``, ``dp`` and ``threads`` follow from the others when not given."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -139,7 +139,7 @@ class LearnerSection(Section):
     etp: Positive | None = None
     cp: Positive = 1
     dp: Positive | None = None
-    threads: Positive = 1
+    threads: Positive | None = None
     max_tokens_per_micro_batch: Positive = 8192
     vocab_multiple: Positive = 8
     logprob_chunk_tokens: Positive = 1024

@@ -32,7 +32,8 @@ def _sharded_state(
 ) -> dict[str, Any]:
     create_state(optimizer)
     state: dict[str, Any] = {
-        _key(i, len(chunks)): _inner(chunk).sharded_state_dict(metadata=dict(_METADATA)) for i, chunk in enumerate(chunks)
+        _key(i, len(chunks)): _inner(chunk).sharded_state_dict(metadata=dict(_METADATA))
+        for i, chunk in enumerate(chunks)
     }
     models = state["model"] if len(chunks) == 1 else dict(state)
     state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=loading, metadata=dict(_METADATA))

@@ -66,7 +66,8 @@ def _all_gather_uneven(
 ) -> dist.Work | None:
     """gloo refuses unequal first dimensions (ETP in the all-to-all dispatcher): pad, gather, cut."""
     if len({x.shape for x in outputs}) == 1:
-        return dist.all_gather(outputs, tensor, group=group, async_op=async_op)
+        work: dist.Work | None = dist.all_gather(outputs, tensor, group=group, async_op=async_op)
+        return work
     longest = max(len(x) for x in outputs)
     padded = tensor.new_zeros((longest, *tensor.shape[1:]))
     padded[: len(tensor)] = tensor
@@ -135,7 +136,7 @@ def install() -> None:
     import megatron.core.models.gpt
     import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
     import megatron.core.optimizer.optimizer as optimizer
-    import megatron.core.pipeline_parallel
+    import megatron.core.pipeline_parallel  # noqa: F401  imported to be given the proxy below
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 

@@ -35,8 +35,8 @@ class VocabHead:
     chunk: int
 
     def __call__(self, logits: Tensor, micro_batch: PackedMicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs [t] with gradient and entropy [t] of a [1, t, V / tp] output. Last pipeline stage, every TP rank."""
-        tp = parallel_state.get_tensor_model_parallel_group() if parallel_state.get_tensor_model_parallel_world_size() > 1 else None
+        """Log-probs [t] with gradient and entropy [t] of a [1, t, V / tp] output. Last stage, every TP rank."""
+        tp = parallel_state.get_tensor_model_parallel_group()
         rows = logits.shape[-1]
         return token_logprobs(
             logits.squeeze(0),
@@ -44,7 +44,7 @@ class VocabHead:
             temperature=self.temperature,
             vocab_size=self.vocab_size,
             vocab_start=rows * parallel_state.get_tensor_model_parallel_rank(),
-            group=tp,
+            group=tp if tp.size() > 1 else None,
             chunk=self.chunk,
         )
 
@@ -72,7 +72,7 @@ def run_loss(
     num_tokens: int,
     num_sequences: int,
 ) -> list[LossOutput]:
-    """Gradients into the chunks' buffers, reduced over DP and CP; loss shares on the last stage. Every rank calls it."""
+    """Gradients into the chunks' buffers, reduced over DP and CP; loss shares on the last stage. All ranks call it."""
 
     def closure(micro_batch: PackedMicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
         logprobs, entropy = head(logits, micro_batch)
@@ -105,7 +105,7 @@ def _schedule(
 ) -> list[Any]:
     def forward_step(iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, LossClosure]:
         micro_batch = next(iterator)
-        half = {"fp32_output": False} if chunks[0].config.bf16 else {}  # else Float16Module copies all logits to float32
+        half = {"fp32_output": False} if chunks[0].config.bf16 else {}  # else all logits are copied to float32
         output = model(
             micro_batch.input_ids[None],
             micro_batch.attention.positions[None],

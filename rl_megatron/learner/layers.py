@@ -37,7 +37,7 @@ from rl_megatron.learner.packed import PackedAttentionParams
 
 
 @dataclass
-class DecoderConfig(TransformerConfig):  # type: ignore[misc]
+class DecoderConfig(TransformerConfig):
     """Megatron's configuration and the rotary base, which megatron keeps outside of it."""
 
     rotary_base: float = 10000.0
@@ -61,7 +61,7 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class NormColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
+class NormColumnLinear(ColumnParallelLinear):
     """RMS norm and column-parallel linear: ``layer_norm_weight`` and ``weight``, as TELayerNormColumnParallelLinear."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
@@ -73,7 +73,9 @@ class NormColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> ([s, b, out / tp], None)."""
         weight = self.layer_norm_weight
-        return super().forward(F.rms_norm(x, weight.shape, weight, self.config.layernorm_epsilon), *args, **kwargs)
+        normed = F.rms_norm(x, weight.shape, weight, self.config.layernorm_epsilon)
+        out: tuple[Tensor, Tensor | None] = super().forward(normed, *args, **kwargs)
+        return out
 
 
 class GroupedColumnLinear(torch.nn.Module):
@@ -136,7 +138,7 @@ class GroupedRowLinear(GroupedColumnLinear):
     partition_dim = 1
 
 
-class PackedAttention(MegatronModule):  # type: ignore[misc]
+class PackedAttention(MegatronModule):
     """Rotary embedding and causal attention of packed sequences over torch SDPA; GQA, TP (heads come cut), CP.
 
     Sequences of like length are attended in one padded call (see packed.py), so cost does not grow with their number.
@@ -149,8 +151,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config=config)
         self.cp = pg_collection.cp if config.context_parallel_size > 1 else None
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        exponent = torch.arange(0, config.kv_channels, 2, dtype=torch.float32, device=_device(config)) / config.kv_channels
-        self.inverse_frequency = config.rotary_base**-exponent
+        even = torch.arange(0, config.kv_channels, 2, dtype=torch.float32, device=_device(config))
+        self.inverse_frequency = config.rotary_base ** -(even / config.kv_channels)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedAttentionParams, **__: Any

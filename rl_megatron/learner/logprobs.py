@@ -25,13 +25,14 @@ def token_logprobs(
     group: dist.ProcessGroup | None = None,
     chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [T] of ``targets`` [T] (with gradient) and entropy [T] over the whole vocabulary (without), float32 nats.
+    """Log-probs [T] of ``targets`` [T] (with gradient) and entropy [T] of the whole vocabulary (without); float32 nats.
 
     ``logits`` [T, V] hold rows ``vocab_start ..`` of the vocabulary; rows from ``vocab_size`` on are padding and have
     probability 0. ``group`` is the TP group; every rank of it calls this.
     """
+    valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])
     logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits, targets, 1.0 / temperature, min(max(vocab_size - vocab_start, 0), logits.shape[1]), vocab_start, group, chunk
+        logits, targets, 1.0 / temperature, valid, vocab_start, group, chunk
     )
     return logprobs, entropy
 
@@ -73,7 +74,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         logits, local, here, log_norm = ctx.saved_tensors
         valid, chunk = ctx.valid, ctx.chunk

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,42 +25,25 @@ from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
-from rl_megatron.learner import checkpoint  # noqa: E402
+from rl_megatron.learner import checkpoint, world  # noqa: E402
 from rl_megatron.learner.forward import VocabHead, reduce_outputs, run_logprobs, run_loss  # noqa: E402
 from rl_megatron.learner.load_meter import ExpertLoadMeter  # noqa: E402
-from rl_megatron.learner.model import build_chunks, check_shape, make_config  # noqa: E402
+from rl_megatron.learner.model import build_chunks, make_config  # noqa: E402
 from rl_megatron.learner.naming import global_parameters  # noqa: E402
 from rl_megatron.learner.optimizer import make_optimizer  # noqa: E402
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch  # noqa: E402
 
 
-def initialize(learner: LearnerSection, seed: int) -> None:
-    """Create megatron's process groups inside an initialised torch.distributed world."""
-    d = learner.dims
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=d.tp,
-        pipeline_model_parallel_size=d.pp,
-        virtual_pipeline_model_parallel_size=d.vpp if d.vpp > 1 else None,
-        context_parallel_size=d.cp,
-        expert_model_parallel_size=d.ep,
-        expert_tensor_parallel_size=d.etp,
-        distributed_timeout_minutes=max(1, math.ceil(timedelta(seconds=learner.timeout_seconds) / timedelta(minutes=1))),
-        create_gloo_process_groups=True,
-    )
-    model_parallel_cuda_manual_seed(seed)
-
-
 class MegatronLearner:
     """Model, optimizer and schedule of one rank. Weights are undefined until ``tensors`` are filled and adopted."""
 
-    def __init__(self, shape: ModelShape, learner: LearnerSection, *, temperature: float, seed: int) -> None:
-        check_shape(shape, learner)
-        initialize(learner, seed)
+    def __init__(
+        self, shape: ModelShape, learner: LearnerSection, *, rank: int, rendezvous: str, temperature: float, seed: int
+    ) -> None:
+        self._device = world.join(learner, rank=rank, rendezvous=rendezvous, seed=seed)
         self._dims = learner.dims
-        self._device = torch.device(learner.device if learner.device == "cpu" else torch.cuda.current_device())
         config = make_config(shape, learner)
         self._models = build_chunks(shape, learner, config)
         modules = [Float16Module(config, m) for m in self._models] if config.bf16 else self._models
@@ -69,15 +51,19 @@ class MegatronLearner:
             use_distributed_optimizer=learner.optimizer.distributed, grad_reduce_in_fp32=True, bucket_size=None
         )
         self._chunks = [
-            DistributedDataParallel(config, ddp, m.to(self._device), disable_bucketing=i > 0) for i, m in enumerate(modules)
+            DistributedDataParallel(config, ddp, m.to(self._device), disable_bucketing=i > 0)
+            for i, m in enumerate(modules)
         ]
         self._optimizer = make_optimizer(self._chunks, learner)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self._optimizer.scale_loss
-        self._head = VocabHead(
-            temperature=temperature, vocab_size=shape.vocab_size, chunk=learner.logprob_chunk_tokens
-        )
+        self._head = VocabHead(temperature=temperature, vocab_size=shape.vocab_size, chunk=learner.logprob_chunk_tokens)
         self._load_meter = ExpertLoadMeter(self._models, shape.num_layers, shape.num_experts, self._device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._device
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -108,9 +94,7 @@ class MegatronLearner:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        outputs = run_loss(
-            self._chunks, packed, self._head, loss, num_tokens=num_tokens, num_sequences=num_sequences
-        )
+        outputs = run_loss(self._chunks, packed, self._head, loss, num_tokens=num_tokens, num_sequences=num_sequences)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         _, grad_norm, _ = self._optimizer.step()
@@ -132,6 +116,10 @@ class MegatronLearner:
     def load(self, folder: Path) -> None:
         """Continue from ``save``. Raises CheckpointError."""
         checkpoint.load(folder, self._chunks, self._optimizer)
+
+    def close(self) -> None:
+        """Leave the world of process groups."""
+        world.leave()
 
     def _pack(self, micro_batches: Sequence[Samples]) -> list[PackedMicroBatch]:
         """This rank's share of each; interleaved pipelines want a multiple of pp: masked copies of the last fill up."""

@@ -9,6 +9,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
@@ -29,21 +35,6 @@ def uses_transformer_engine(learner: LearnerSection) -> bool:
             f"{'installed' if installed else 'not installed'} and needs CUDA; use learner.layers=auto or torch"
         )
     return learner.layers != "torch" and installed and learner.device == "cuda"
-
-
-def check_shape(shape: ModelShape, learner: LearnerSection) -> None:
-    """Raise ConfigError where the model does not divide over the layout; every misfit at once, both numbers named."""
-    d = learner.dims
-    pairs = (
-        ("layers", shape.num_layers, "learner.pp*learner.vpp", d.pp * d.vpp),
-        ("attention heads", shape.num_heads, "learner.tp", d.tp),
-        ("key/value heads", shape.num_kv_heads, "learner.tp", d.tp),
-        ("experts", shape.num_experts, "learner.ep", d.ep),
-        ("expert width", shape.expert_width, "learner.etp", d.etp),
-    )
-    bad = [f"model has {n} {what}, not divisible by {key}={by}" for what, n, key, by in pairs if n % by]
-    if bad:
-        raise ConfigError("; ".join(bad) + "; choose degrees that divide them")
 
 
 def padded_vocab(shape: ModelShape, learner: LearnerSection) -> int:
@@ -118,8 +109,8 @@ def build_chunks(shape: ModelShape, learner: LearnerSection, config: DecoderConf
 
 def _build_chunk(shape: ModelShape, learner: LearnerSection, config: DecoderConfig, vp_stage: int | None) -> GPTModel:
     fused = uses_transformer_engine(learner)
-    virtual = {"ignore_virtual": False, "vp_stage": vp_stage} if vp_stage is not None else {}
-    return GPTModel(
+    virtual: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage} if vp_stage is not None else {}
+    model = GPTModel(
         config=config,
         transformer_layer_spec=_block_spec(shape, config, fused, vp_stage),
         vocab_size=padded_vocab(shape, learner),
@@ -132,6 +123,18 @@ def _build_chunk(shape: ModelShape, learner: LearnerSection, config: DecoderConf
         rotary_base=shape.rope_theta,
         vp_stage=vp_stage,
     )
+    _mark_tensor_parallel(model)
+    return model
+
+
+def _mark_tensor_parallel(model: GPTModel) -> None:
+    """Say which weights TP cuts. Megatron says it while it initialises weights, which we skip; without it the gradient
+    norm counts rank 0's part of them alone."""
+    cut = ((ColumnParallelLinear, 0), (RowParallelLinear, 1), (VocabParallelEmbedding, 0))
+    for module in model.modules():
+        for kind, dim in cut:
+            if isinstance(module, kind) and module.weight is not None:
+                set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
 def _block_spec(

@@ -1,4 +1,4 @@
-"""A rank's parameters under global names: ``decoder.layers.{global layer}…weight{global expert}``, as weights/ knows."""
+"""A rank's parameters under the global names of weights/: ``decoder.layers.{layer}…weight{expert}``."""
 
 from __future__ import annotations
 
@@ -23,5 +23,6 @@ def global_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]
             if found:
                 layer = chunk.decoder.layers[int(found[1])].layer_number - 1
                 name = f"decoder.layers.{layer}.{name[found.end() :]}"
-            name = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + first_expert}", name)
+            if found := _EXPERT.search(name):
+                name = f"{name[: found.start()]}{found[1]}{int(found[2]) + first_expert}"
             yield name, parameter

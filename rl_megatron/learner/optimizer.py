@@ -35,7 +35,8 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], learner: LearnerSe
 
 def parts(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
     """The optimizers inside (dense and expert parameters have their own), or the one."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
+    inside: Sequence[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return inside
 
 
 def create_state(optimizer: MegatronOptimizer) -> None:

@@ -28,11 +28,11 @@ class LengthClass:
 
 
 @dataclass(kw_only=True)
-class PackedAttentionParams(PackedSeqParams):  # type: ignore[misc]
+class PackedAttentionParams(PackedSeqParams):
     """Megatron's packed-sequence parameters and what our torch attention needs beside them."""
 
     classes: tuple[LengthClass, ...] = ()
-    inverse: Tensor = field(default_factory=lambda: torch.empty(0))  # [t]: where each position lies in the class outputs
+    inverse: Tensor = field(default_factory=lambda: torch.empty(0))  # [t]: each position's row in the class outputs
     positions: Tensor = field(default_factory=lambda: torch.empty(0))  # [t] int64, position inside its sequence
 
 

@@ -84,11 +84,11 @@ METRICS: Mapping[str, Metric] = _rows(
     ("seconds/train", "s", "forward, backward and optimizer of all minibatches"),
     ("seconds/weights", "s", "weight push to the rollout engine"),
     ("seconds/eval", "s", "held-out evaluation; only in rows that evaluated"),
-    ("seconds/checkpoint", "s", "writing a checkpoint; only in rows that saved one"),
+    ("seconds/checkpoint", "s", "writing the checkpoint of the step before; only in rows after one"),
     (
         "seconds/step",
         "s",
-        "the whole step, evaluation and checkpoint included; in the warm start, since the row before",
+        "since the row before: the step, its evaluation, and the checkpoint of the step before",
     ),
     ("metrics/non_finite", "", "values of this row that were NaN or infinite and are null; only where there are any"),
 )

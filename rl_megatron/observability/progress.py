@@ -95,7 +95,7 @@ class Progress:
         if (accuracy := _number(row, "eval/accuracy")) is not None:
             self._accuracy = accuracy, self._position()
         if "seconds/checkpoint" in row:
-            self._checkpoint = int(_number(row, "step") or 0)
+            self._checkpoint = int(_number(row, "step") or 0) - 1
         if self._live is None:
             self._print(self._line())
 
@@ -117,7 +117,7 @@ class Progress:
         if self._row.get("phase") == "rl":
             fields += [f"eta={eta}" for eta in [self._eta()] if eta]
         if "seconds/checkpoint" in self._row:
-            fields.append("checkpoint=saved")
+            fields.append(f"checkpoint={self._checkpoint}")
         return " ".join([self._position(), *fields])
 
     def _tokens_per_second(self) -> float | None:

@@ -36,7 +36,7 @@ def test_plain_lines_are_exact() -> None:
         "making the model [in] runs/.cache",
         "warm_start 20/40 accuracy=0.25 loss=0.75",
         "step 4/10 reward=0.5 loss=-0.00123 seconds=2 tokens/s=500 eta=12s",
-        "step 5/10 reward=0.5 accuracy=0.75 loss=not_finite seconds=4 tokens/s=250 eta=15s checkpoint=saved",
+        "step 5/10 reward=0.5 accuracy=0.75 loss=not_finite seconds=4 tokens/s=250 eta=15s checkpoint=4",
         "step 10/10 reward=0.5 loss=-0.00123 seconds=2 tokens/s=500",
     ]
 

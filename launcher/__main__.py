@@ -1,0 +1,64 @@
+"""The console command ``rl-megatron`` (also ``python -m launcher``)."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launcher import doctor as doctor_room
+from rl_megatron import config_io
+from rl_megatron.errors import RLMegatronError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+
+@app.command()
+def train(
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
+    config: Annotated[str, typer.Option(help="a name under conf/, or a YAML file")] = "tiny_cpu",
+    resume: Annotated[bool, typer.Option("--resume", help="continue the run from its last checkpoint")] = False,
+) -> None:
+    """Train a policy by reinforcement; everything goes to runs/<name>/."""
+    from launcher import run_name
+
+    loaded = config_io.load(config, overrides or [])
+    named = run_name.choose(loaded, Path(config).stem, resume=resume)
+    print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds
+    from launcher import build
+
+    asyncio.run(build.train(named, resume=resume))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="run folders; several are compared", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="the HTML file [default: report.html in the first run]")] = None,
+) -> None:
+    """Write a self-contained report.html of one run, or comparing several."""
+    from rl_megatron.observability.report import write_report
+
+    print(write_report(runs, out or runs[0] / "report.html"))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine and this installation can run."""
+    doctor_room.show()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point. An error that is the user's to read is printed without a traceback; exit status 1."""
+    try:
+        app(args=arguments, standalone_mode=True)
+    except RLMegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

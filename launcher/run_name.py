@@ -1,0 +1,25 @@
+"""Which folder a run writes to."""
+
+from __future__ import annotations
+
+from rl_megatron.config import RunConfig
+from rl_megatron.errors import ConfigError
+
+
+def choose(config: RunConfig, config_name: str, *, resume: bool) -> RunConfig:
+    """The config with a run name: as given, or the config's name and the first free number (resume: the last taken).
+
+    Raises ConfigError where a new run would meet an old folder or a resume finds none.
+    """
+    root, name = config.run.dir, config.run.name
+    if name is None:
+        names = [config_name if i == 1 else f"{config_name}-{i}" for i in range(1, 10_000)]
+        taken = [n for n in names if (root / n).exists()]
+        if resume and not taken:
+            raise ConfigError(f"--resume: no run {config_name!r} in {root}; start one without --resume")
+        name = taken[-1] if resume else next(n for n in names if n not in taken)
+    elif resume and not (root / name).is_dir():
+        raise ConfigError(f"--resume: {root / name} does not exist; start it without --resume")
+    elif not resume and (root / name).exists():
+        raise ConfigError(f"run.name={name}: {root / name} exists; add --resume to continue it, or take another name")
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})

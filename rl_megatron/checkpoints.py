@@ -1,0 +1,133 @@
+"""Checkpoint folders: written under a temporary name, listed in a manifest, made durable, then renamed.
+
+``checkpoints/step_000010/`` holds ``learner/`` (the learner's shards), ``trainer.json`` (all that the controller must
+remember) and ``manifest.json`` (size and SHA-256 of every file). A folder with its final name is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from rl_megatron.errors import CheckpointError
+from rl_megatron.interfaces import Learner
+from rl_megatron.types import RolloutGroup
+
+_NAME = re.compile(r"^step_(\d{6,})$")
+_TEMPORARY = ".writing-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """What the controller remembers between steps. Random numbers are functions of (seed, step), so none is kept."""
+
+    step: int  # finished RL steps; 0 is right after the warm start
+    batches_sampled: int  # rollout batches taken from the prompts so far
+    prompts: dict[str, int]  # PromptStream.state()
+    buffer: tuple[tuple[RolloutGroup, ...], ...]  # sampled, not yet trained on, oldest first
+
+
+_STATE = TypeAdapter(TrainerState)
+
+
+class CheckpointStore:
+    """The checkpoints of one run. Controller process only."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+
+    async def save(self, state: TrainerState, learner: Learner) -> Path:
+        """Write a checkpoint and drop the oldest beyond ``keep``. Killed at any moment, the last whole one stays."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for left in self._folder.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(left)
+        final = self._folder / f"step_{state.step:06d}"
+        temporary = self._folder / f"{_TEMPORARY}{final.name}"
+        (temporary / "learner").mkdir(parents=True)
+        await learner.save(temporary / "learner")
+        (temporary / "trainer.json").write_bytes(_STATE.dump_json(state))
+        (temporary / "manifest.json").write_text(json.dumps(_manifest(temporary), indent=1))
+        _make_durable(temporary)
+        if final.exists():
+            shutil.rmtree(final)  # the same step again, after a resume: the new one is whole and durable
+        temporary.rename(final)
+        _fsync(self._folder)
+        for old in self._all()[: -self._keep]:
+            shutil.rmtree(old)
+        return final
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint."""
+        found = self._all()
+        return found[-1] if found else None
+
+    def _all(self) -> list[Path]:
+        found = [p for p in self._folder.glob("step_*") if _NAME.match(p.name)] if self._folder.is_dir() else []
+        return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The RL step after which a checkpoint folder was written."""
+    return int(folder.name.removeprefix("step_"))
+
+
+def read(folder: Path) -> TrainerState:
+    """The controller's part of a checkpoint, after every file was compared with the manifest.
+
+    Raises CheckpointError naming each missing or changed file.
+    """
+    try:
+        listed: dict[str, dict[str, str | int]] = json.loads((folder / "manifest.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}/manifest.json cannot be read ({error}); {_advice(folder)}") from error
+    problems = [p for name, entry in listed.items() for p in _compare(folder / name, entry)]
+    if problems:
+        raise CheckpointError("\n".join([*problems, _advice(folder)]))
+    try:
+        return _STATE.validate_json((folder / "trainer.json").read_bytes())
+    except ValidationError as error:
+        raise CheckpointError(f"{folder}/trainer.json is not of this version: {error}") from error
+
+
+def _advice(folder: Path) -> str:
+    return f"remove {folder} to resume from the checkpoint before it"
+
+
+def _compare(path: Path, entry: dict[str, str | int]) -> Iterator[str]:
+    if not path.is_file():
+        yield f"{path} is missing ({entry['bytes']} bytes when it was written)"
+    elif path.stat().st_size != entry["bytes"]:
+        yield f"{path} is torn: {path.stat().st_size} bytes of {entry['bytes']}"
+    elif _digest(path) != entry["sha256"]:
+        yield f"{path} changed since it was written: its SHA-256 differs"
+
+
+def _manifest(folder: Path) -> dict[str, dict[str, str | int]]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": _digest(p)} for p in files}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _make_durable(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _fsync(path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

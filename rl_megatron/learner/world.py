@@ -1,0 +1,51 @@
+"""The torch.distributed world of a run and megatron's process groups in it."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from rl_megatron.config import LearnerSection
+
+
+def join(learner: LearnerSection, *, rank: int, rendezvous: str, seed: int) -> torch.device:
+    """Enter the world as ``rank`` and make megatron's groups; this rank's device. Every rank calls it.
+
+    ``rendezvous`` is a torch.distributed init method. Raises where not all ranks arrive in ``learner.timeout_seconds``.
+    """
+    d, device = learner.dims, torch.device(learner.device)
+    if device.type != "cpu":
+        device = torch.device(device.type, rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    limit = timedelta(seconds=learner.timeout_seconds)
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=d.world_size,
+        timeout=limit,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=d.tp,
+        pipeline_model_parallel_size=d.pp,
+        virtual_pipeline_model_parallel_size=d.vpp if d.vpp > 1 else None,
+        context_parallel_size=d.cp,
+        expert_model_parallel_size=d.ep,
+        expert_tensor_parallel_size=d.etp,
+        distributed_timeout_minutes=math.ceil(limit / timedelta(minutes=1)),
+        create_gloo_process_groups=True,
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return device
+
+
+def leave() -> None:
+    """Leave the world once every rank arrived."""
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -1,0 +1,85 @@
+"""Where a run's numbers and texts go: metrics.jsonl and its mirrors, samples.jsonl, the display."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_megatron.observability.files import JsonValue
+from rl_megatron.observability.metrics import MetricsWriter
+from rl_megatron.observability.progress import Progress
+from rl_megatron.observability.samples import SampleRow, SamplesWriter
+from rl_megatron.types import RolloutGroup
+
+if TYPE_CHECKING:
+    from rl_megatron.config import LogSection
+
+
+class Recorder:
+    """Everything a run records, in one place. Controller process only."""
+
+    def __init__(self, folder: Path, log: LogSection, progress: Progress) -> None:
+        self._metrics = MetricsWriter(
+            folder, tensorboard=log.tensorboard, wandb=log.wandb, wandb_project=log.wandb_project
+        )
+        self._samples = SamplesWriter(folder)
+        self._per_step = log.samples_per_step
+        self.progress = progress
+
+    def write(self, row: Mapping[str, JsonValue]) -> None:
+        """Record and show one row of metrics."""
+        self.progress.step(self._metrics.write(row))
+
+    def write_samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """Record the first completion of the first ``log.samples_per_step`` groups."""
+        self._samples.write(
+            SampleRow(
+                step=step, prompt=g.prompt.text, completion=g.texts[0], answer=g.prompt.answer, reward=g.rewards[0]
+            )
+            for g in groups[: self._per_step]
+        )
+
+    def truncate_after(self, step: int) -> None:
+        """For a resume from the checkpoint of ``step``: what was recorded later goes."""
+        self._metrics.truncate_after(step)
+        self._samples.truncate_after(step)
+
+    def close(self) -> None:
+        """Flush and release the files."""
+        self._metrics.close()
+        self._samples.close()
+
+
+class Stopwatch:
+    """Seconds per phase of one step: ``with watch("train"): …``, then ``row()``."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+        self._tokens: dict[str, int] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count the time inside as ``seconds/<phase>``; twice adds up."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
+
+    def count(self, phase: str, tokens: int) -> None:
+        """Say how many tokens ``phase`` worked on, for ``tokens_per_second/<phase>``."""
+        self._tokens[phase] = tokens
+
+    def row(self) -> dict[str, float]:
+        """Metrics of all phases so far, and ``seconds/step`` since the start."""
+        rates = {
+            f"tokens_per_second/{phase}": tokens / self._seconds[phase]
+            for phase, tokens in self._tokens.items()
+            if self._seconds.get(phase)
+        }
+        seconds = {f"seconds/{phase}": value for phase, value in self._seconds.items()}
+        return {**seconds, **rates, "seconds/step": time.perf_counter() - self._began}

@@ -1,0 +1,214 @@
+"""READ FIRST. The loop and one step: sample, score, pack, train, push weights. One controller, whatever lies behind.
+
+Synchronous is asynchronous with ``train.max_staleness=0``: with s > 0 the next batch is sampled while this one is
+trained on, and up to s sampled batches wait. Everything random is a function of (seed, step), so a resumed run
+repeats a run that was never interrupted, to the bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rl_megatron.algorithms.advantages import group_advantages
+from rl_megatron.checkpoints import CheckpointStore, TrainerState
+from rl_megatron.config import RunConfig
+from rl_megatron.data.packing import pack
+from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.samples import split_minibatches, to_samples
+from rl_megatron.errors import DataError
+from rl_megatron.interfaces import Roles
+from rl_megatron.observability.recorder import Recorder, Stopwatch
+from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.types import Batch, Loss, Prompt, RolloutGroup, StepResult
+
+Row = dict[str, int | float | str | None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    """One run's loop. ``stop`` set (Ctrl-C, a time limit) ends it after the step in hand, with a checkpoint."""
+
+    config: RunConfig
+    roles: Roles
+    sampler: RolloutSampler
+    prompts: PromptStream
+    eval_prompts: Sequence[Prompt]
+    policy_loss: Loss
+    attention_cost: float
+    checkpoints: CheckpointStore
+    recorder: Recorder
+    stop: asyncio.Event
+    step: int = 0
+    batches_sampled: int = 0
+    buffer: deque[tuple[RolloutGroup, ...]] = field(default_factory=deque)
+
+    async def run(self) -> None:
+        """Train from ``self.step`` to ``train.steps``; the last weights are pushed, saved and evaluated."""
+        if self.step == 0:
+            self.recorder.write({"step": 0, "phase": "rl", **await self.evaluate(0)})
+            await self.save()
+        watch = Stopwatch()
+        while self.step < self.config.train.steps and not self.stop.is_set():
+            row = await self.train_once(watch)
+            last = self.step == self.config.train.steps or self.stop.is_set()
+            if _due(self.step, self.config.eval.every, last):
+                with watch("eval"):
+                    row |= await self.evaluate(self.step)
+            self.recorder.write(row | watch.row())  # before the checkpoint: a resume keeps rows up to its step
+            watch = Stopwatch()
+            if _due(self.step, self.config.checkpoint.every, last):
+                with watch("checkpoint"):
+                    await self.save()
+
+    async def train_once(self, watch: Stopwatch) -> Row:
+        """One step: the metrics row of a rollout batch sampled, trained on and pushed."""
+        if not self.buffer:
+            with watch("rollout"):
+                self.buffer.append(await self.sample())
+        waiting = len(self.buffer) - 1
+        ahead = asyncio.ensure_future(self.sample()) if waiting < self.config.train.max_staleness else None
+        groups = self.buffer.popleft()
+        self.step += 1
+        row = self.describe(groups)
+        batches = self.make_batches(groups)
+        row |= _packing_metrics(batches)
+        if self.config.algorithm.old_logprobs == "learner":
+            with watch("logprobs"):
+                batches = [await self.roles.learner.compute_logprobs(batch) for batch in batches]
+        rate = learning_rate(self.config, self.step)
+        with watch("train"):
+            results = [await self.roles.learner.train_step(b, self.policy_loss, rate) for b in batches]
+        if ahead is not None:
+            with watch("rollout"):
+                self.buffer.append(await ahead)
+        with watch("weights"):
+            update = await self.roles.weights.push(self.step)
+        row |= {"weights/bytes": update.num_bytes, "learning_rate": rate}
+        row |= combine(results)
+        watch.count("rollout", int(row["tokens/rollout"] or 0))
+        watch.count("train", int(row["tokens/train"] or 0))
+        return row
+
+    async def sample(self) -> tuple[RolloutGroup, ...]:
+        """The next rollout batch; seeds depend on its number alone. Raises DataError when nothing was left of it."""
+        self.batches_sampled += 1
+        number = self.batches_sampled
+        groups = await self.sampler.sample(self.prompts.take(self.config.rollout.prompts_per_step), step=number)
+        if not groups:
+            raise DataError(f"rollout batch {number}: every group was dropped; see reward/errors and log.txt")
+        return tuple(groups)
+
+    def make_batches(self, groups: Sequence[RolloutGroup]) -> list[Batch]:
+        """Advantages over the whole rollout batch, then ``train.minibatches`` packed batches in a fresh order."""
+        c = self.config
+        rewards = torch.tensor([r for g in groups for r in g.rewards], dtype=torch.float64)
+        sizes = torch.tensor([len(g.rewards) for g in groups])
+        advantages = group_advantages(
+            rewards,
+            torch.repeat_interleave(torch.arange(len(groups)), sizes),
+            mean=c.algorithm.advantage_mean,
+            std=c.algorithm.advantage_std,
+            leave_one_out=c.algorithm.leave_one_out,
+        )
+        samples = to_samples(groups, advantages)
+        parts = split_minibatches(samples, min(c.train.minibatches, samples.num_sequences), seed_of(c.seed, self.step))
+        return [
+            pack(
+                part,
+                dims=c.learner.dims,
+                max_tokens=c.learner.max_tokens_per_micro_batch,
+                attention_cost=self.attention_cost,
+            )
+            for part in parts
+        ]
+
+    def describe(self, groups: Sequence[RolloutGroup]) -> Row:
+        """What can be said of a rollout batch before training on it; also records sample completions."""
+        self.recorder.write_samples(self.step, groups)
+        rewards = np.array([r for g in groups for r in g.rewards])
+        completions = [c for g in groups for c in g.completions]
+        lengths = np.array([len(c.token_ids) for c in completions])
+        staleness = self.step - 1 - np.array([c.versions[0] for c in completions])
+        return {
+            "step": self.step,
+            "phase": "rl",
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
+            "reward/errors": self.sampler.counters.reward_errors,
+            "groups/dropped": self.sampler.counters.dropped_groups,
+            "groups/zero_advantage_fraction": float(np.mean([len(set(g.rewards)) == 1 for g in groups])),
+            "response/length_mean": float(lengths.mean()),
+            "response/length_max": int(lengths.max()),
+            "response/truncated_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),
+            "staleness/mean": float(staleness.mean()),
+            "staleness/max": int(staleness.max()),
+            "tokens/rollout": int(lengths.sum()),
+        }
+
+    async def evaluate(self, step: int) -> Row:
+        """Held-out accuracy of the weights pushed last."""
+        result = await self.sampler.evaluate(self.eval_prompts, step=step)
+        return {"eval/accuracy": result.accuracy}
+
+    async def save(self) -> None:
+        """A checkpoint of this moment: learner, data position and waiting rollouts."""
+        state = TrainerState(
+            step=self.step,
+            batches_sampled=self.batches_sampled,
+            prompts=self.prompts.state(),
+            buffer=tuple(self.buffer),
+        )
+        await self.checkpoints.save(state, self.roles.learner)
+
+    async def restore(self, state: TrainerState, folder: Path) -> None:
+        """Continue from a checkpoint: the learner's shards, the position in the data, and its weights pushed."""
+        await self.roles.learner.load(folder / "learner")
+        self.step, self.batches_sampled = state.step, state.batches_sampled
+        self.prompts.restore(state.prompts)
+        self.buffer = deque(state.buffer)
+        await self.roles.weights.push(self.step)
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """The rate of RL step ``step`` (from 1): linear warm-up, then constant, linear or cosine decay to 0."""
+    train = config.train
+    warm = min(1.0, step / train.lr_warmup_steps) if train.lr_warmup_steps else 1.0
+    left = (train.steps - step + 1) / max(1, train.steps - train.lr_warmup_steps)
+    shapes = {"none": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * min(1.0, left))}
+    return train.learning_rate * min(warm, shapes[train.lr_decay])
+
+
+def seed_of(*parts: int) -> int:
+    """One 63-bit seed from several numbers, unlike for unlike parts."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+
+
+def combine(results: Sequence[StepResult]) -> Row:
+    """The step's metrics: means over its optimizer steps, and the extremes of minima and maxima."""
+    rows = [{"loss": r.loss, "grad_norm": r.grad_norm, **r.metrics} for r in results]
+    over = {"min": min, "max": max}
+    return {name: over.get(name[-3:], _mean)([row[name] for row in rows]) for name in rows[0]}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _due(step: int, every: int, last: bool) -> bool:
+    return last or (every > 0 and step % every == 0)
+
+
+def _packing_metrics(batches: Sequence[Batch]) -> Row:
+    return {
+        "tokens/train": sum(len(m.input_ids) for b in batches for rank in b.micro_batches for m in rank),
+        "packing/imbalance": max(b.imbalance for b in batches),
+        "packing/padding_fraction": _mean([b.padding_fraction for b in batches]),
+    }

@@ -1,0 +1,60 @@
+"""Supervised steps on correct answers by the same learner, before reinforcement: until it answers some problems."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rl_megatron.algorithms.losses import CrossEntropy
+from rl_megatron.data.packing import pack
+from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.samples import supervised_samples
+from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.trainer import Trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(slots=True, kw_only=True)
+class WarmStart:
+    """Cross-entropy on ``Prompt.answer``; leaves its weights in the learner and in the engine."""
+
+    trainer: Trainer
+    prompts: PromptStream
+    tokenizer: PreTrainedTokenizerBase
+
+    async def run(self) -> None:
+        """Up to ``warm_start.steps`` steps; ends when held-out accuracy reaches ``warm_start.stop_at_accuracy``."""
+        t, section = self.trainer, self.trainer.config.warm_start
+        await t.roles.weights.push(0)
+        if not section.steps:
+            return
+        t.recorder.write({"step": 0, "phase": "warm_start", "warm_start/step": 0, **await t.evaluate(0)})
+        watch = Stopwatch()
+        for step in range(1, section.steps + 1):
+            if t.stop.is_set():
+                return
+            loss = await self._step()
+            if step % section.check_every and step != section.steps:
+                continue
+            await t.roles.weights.push(0)
+            measured = await t.evaluate(0)
+            row = {"step": 0, "phase": "warm_start", "warm_start/step": step, "warm_start/loss": loss}
+            t.recorder.write({**row, **measured, "seconds/step": watch.row()["seconds/step"]})
+            watch = Stopwatch()
+            if float(measured["eval/accuracy"] or 0) >= section.stop_at_accuracy:
+                return
+
+    async def _step(self) -> float:
+        t, c = self.trainer, self.trainer.config
+        prompts = self.prompts.take(c.warm_start.batch_size)
+        samples = supervised_samples(prompts, [p.answer for p in prompts], self.tokenizer)
+        batch = pack(
+            samples,
+            dims=c.learner.dims,
+            max_tokens=c.learner.max_tokens_per_micro_batch,
+            attention_cost=t.attention_cost,
+        )
+        result = await t.roles.learner.train_step(batch, CrossEntropy(), c.warm_start.learning_rate)
+        return result.loss

@@ -1,0 +1,173 @@
+"""One process against many: the same weights and batch must give the same loss and gradient norm in every layout."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_megatron.algorithms.losses import PolicyLoss
+from rl_megatron.config import LearnerSection, TinyModelSection
+from rl_megatron.data.packing import pack
+from rl_megatron.data.samples import select
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.types import Batch, Samples
+
+STEPS = 5
+GSPO = PolicyLoss(ratio_level="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="seq_mean_token_mean")
+CISPO = PolicyLoss(objective="cispo", aggregation="token_mean")
+TINY = TinyModelSection(num_layers=4)
+
+
+def make_samples() -> Samples:
+    """24 ragged sequences, prompts masked out, with old log-probs near a random policy's."""
+    g = torch.Generator().manual_seed(5)
+    lengths = torch.randint(4, 40, (24,), generator=g)
+    n = int(lengths.sum())
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    position = torch.arange(n) - torch.repeat_interleave(cu[:-1], lengths)
+    return Samples(
+        input_ids=torch.randint(0, 256, (n,), generator=g),
+        targets=torch.randint(0, 256, (n,), generator=g),
+        mask=position >= 2,
+        advantages=torch.repeat_interleave(torch.randn(24, generator=g), lengths),
+        rollout_logprobs=torch.zeros(n),
+        old_logprobs=torch.zeros(n),
+        cu_seqlens=cu,
+    )
+
+
+def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max_tokens: int, loss: PolicyLoss) -> None:
+    """One rank: fill from the checkpoint, set old log-probs by the learner itself, train, write what it saw."""
+    torch.set_num_threads(1)
+    from rl_megatron.learner.megatron import MegatronLearner
+    from rl_megatron.weights.layout import Layout
+    from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+
+    shape = ModelShape.from_folder(model)
+    rendezvous = f"file://{folder}/rendezvous"
+    megatron = MegatronLearner(shape, learner, rank=rank, rendezvous=rendezvous, temperature=0.7, seed=1)
+    layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
+    hf = Layout(table=HF_QWEN3_MOE, shape=shape)
+    read_boxes(Checkpoint(model), hf, layout, rank, dict(megatron.tensors))
+    megatron.adopt()
+    dp = learner.dims.dp_rank(rank)
+    batch = pack(make_samples(), dims=learner.dims, max_tokens=max_tokens)
+    logprobs = megatron.compute_logprobs(batch.micro_batches[dp])
+    seen: dict[str, Any] = {"steps": []}
+    if logprobs is not None:
+        seen["logprobs"] = [x.tolist() for x in logprobs]
+        seen["ids"] = [m.input_ids.tolist() for m in batch.micro_batches[dp]]
+    for _ in range(STEPS):
+        result = megatron.train_step(
+            batch.micro_batches[dp], loss, 1e-3, num_tokens=batch.num_tokens, num_sequences=batch.num_sequences
+        )
+        if result is not None:
+            seen["steps"].append((result.loss, result.grad_norm))
+            seen["metrics"] = dict(result.metrics)
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+    megatron.close()
+
+
+def run(folder: Path, model: Path, learner: LearnerSection, max_tokens: int = 4096, loss: PolicyLoss = CISPO) -> Any:
+    """Spawn a layout's ranks; what the last-stage ranks saw, in rank order."""
+    folder.mkdir()
+    context = multiprocessing.get_context("spawn")
+    count = learner.dims.world_size
+    arguments = (learner, folder, model, max_tokens, loss)
+    ranks = [context.Process(target=rank_main, args=(rank, *arguments)) for rank in range(count)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    assert codes == [0] * count
+    seen = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
+    return [s for s in seen if s["steps"]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(TINY, tmp_path_factory.mktemp("models"), seed=3)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process, one micro-batch, for each loss."""
+    root = tmp_path_factory.mktemp("alone")
+    return {
+        name: run(root / name, model, LearnerSection(), loss=loss)[0] for name, loss in (("cispo", CISPO), ("gspo", GSPO))
+    }
+
+
+def assert_same(seen: Any, alone: Any) -> None:
+    assert seen
+    for rank in seen:
+        for (loss, norm), (wanted_loss, wanted_norm) in zip(rank["steps"], alone["steps"], strict=True):
+            assert loss == pytest.approx(wanted_loss, rel=1e-5, abs=1e-7)
+            assert norm == pytest.approx(wanted_norm, rel=1e-4)
+        for name in ("clip_fraction", "ratio/mean", "ratio/min", "ratio/max", "kl/old_policy", "entropy"):
+            assert rank["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-4, abs=1e-6), name
+
+
+LAYOUTS = {
+    "dp2": {"dp": 2},
+    "ep2": {"ep": 2},
+    "pp2": {"pp": 2},
+    "pp2-vpp2": {"pp": 2, "vpp": 2},
+    "tp2": {"tp": 2},
+    "tp2-ep2": {"tp": 2, "ep": 2},
+    "cp2": {"cp": 2},
+    "tp2-pp2-ep2": {"tp": 2, "pp": 2, "ep": 2},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_changes_neither_loss_nor_gradient(
+    name: str, model: Path, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    learner = LearnerSection.model_validate(LAYOUTS[name])
+    seen = run(tmp_path / "cispo", model, learner, max_tokens=200)
+    assert_same(seen, alone["cispo"])
+
+
+@pytest.mark.parametrize("name", ["cp2", "ep2"])
+def test_sequence_ratios_do_not_depend_on_the_layout(
+    name: str, model: Path, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    seen = run(tmp_path / "gspo", model, LearnerSection.model_validate(LAYOUTS[name]), max_tokens=200, loss=GSPO)
+    assert_same(seen, alone["gspo"])
+
+
+@pytest.mark.parametrize("max_tokens", [64, 300])
+def test_number_of_micro_batches_changes_nothing(
+    max_tokens: int, model: Path, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_same(run(tmp_path / "m", model, LearnerSection(), max_tokens=max_tokens), alone["cispo"])
+
+
+def test_log_probs_are_those_of_transformers(model: Path, alone: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    batch: Batch = pack(make_samples(), dims=LearnerSection().dims, max_tokens=4096)
+    (samples,) = batch.micro_batches[0]
+    assert alone["cispo"]["ids"] == [samples.input_ids.tolist()]
+    (found,) = alone["cispo"]["logprobs"]
+    for i in range(samples.num_sequences):
+        one = select(samples, torch.tensor([i]))
+        with torch.no_grad():
+            logits = reference(one.input_ids[None]).logits[0] / 0.7
+        wanted = logits.log_softmax(-1).gather(1, one.targets[:, None]).squeeze(1)
+        start, stop = samples.cu_seqlens[i : i + 2].tolist()
+        assert torch.tensor(found[start:stop]).sub(wanted).abs().max() < 1e-4
+
+
