@@ -58,7 +58,7 @@ class _TokenLogprobs(torch.autograd.Function):
         here = (local >= 0) & (local < valid)
         sums = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.device)  # sum e^x, sum x e^x, x[target]
         for a in range(0, len(logits) if valid else 0, chunk):
-            x = real[a : a + chunk].float().mul_(scale).sub_(peak[a : a + chunk, None])
+            x = real[a : a + chunk].to(torch.float32, copy=True).mul_(scale).sub_(peak[a : a + chunk, None])
             index = local[a : a + chunk, None].clamp(0, valid - 1)
             sums[2, a : a + chunk] = x.gather(1, index).squeeze(1) * here[a : a + chunk]
             weight = x.exp()
@@ -82,7 +82,7 @@ class _TokenLogprobs(torch.autograd.Function):
         out[:, valid:] = 0
         for a in range(0, len(logits) if valid else 0, chunk):
             cut = slice(a, a + chunk)
-            p = logits[cut, :valid].float().mul_(ctx.scale).sub_(log_norm[cut, None]).exp_()
+            p = logits[cut, :valid].to(torch.float32, copy=True).mul_(ctx.scale).sub_(log_norm[cut, None]).exp_()
             p.mul_(-grad[cut, None])
             p.scatter_add_(1, local[cut, None].clamp(0, valid - 1), (grad[cut] * here[cut])[:, None])
             out[cut, :valid] = p.mul_(ctx.scale)
