@@ -1,7 +1,8 @@
 """Rewards [n] of completions to advantages [n]: a baseline and a scale, each over a group or over the whole batch.
 
 GRPO is mean group, std group; Dr. GRPO mean group, std none; RLOO mean group, leave-one-out, std none; LitePPO mean
-group, std batch; REINFORCE mean none or batch, std none. Groups may be ragged and in any order.
+group, std batch; REINFORCE mean none or batch, std none. Groups may be ragged and in any order. What needs rewards or
+values a token is in returns.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.choices import choose
+from rl_megatron.algorithms.segments import dense, differ, segment_mean, segment_sum, segment_variance
 
 LEVELS: Mapping[str, Callable[[Tensor], Tensor] | None] = {
     "none": None,
@@ -40,53 +42,40 @@ def group_advantages(
     mean_of, std_of = choose(LEVELS, mean, key="mean"), choose(LEVELS, std, key="std")
     if leave_one_out and mean_of is None:
         raise ValueError("leave_one_out=True needs a mean to leave one out of; set mean='group' or mean='batch'")
-    if not bool(torch.isfinite(rewards).all()):
-        where = torch.nonzero(~torch.isfinite(rewards)).flatten().tolist()
-        raise ValueError(f"rewards must be finite; those at {where} are {rewards[where].tolist()}")
-    raw = rewards.double()
+    raw = _finite(rewards).double()
     advantages = raw
     if mean_of is not None:
-        ids = _dense(mean_of(group_ids))
-        count = _segment_sum(torch.ones_like(raw), ids)
-        advantages = raw - _segment_mean(raw, ids)[ids]
+        ids = dense(mean_of(group_ids))
+        advantages = raw - segment_mean(raw, ids)[ids]
         if leave_one_out:
+            count = segment_sum(torch.ones_like(raw), ids)
             advantages = advantages * (count / (count - 1))[ids]
-        advantages = torch.where(_differ(raw, ids)[ids], advantages, 0.0)
+        advantages = torch.where(differ(raw, ids)[ids], advantages, 0.0)
     if std_of is not None:
-        ids = _dense(std_of(group_ids))
-        variance = _segment_variance(raw, ids, unbiased=unbiased)
-        scale = torch.where(_differ(raw, ids), 1 / (variance.sqrt() + eps), 0.0)
-        advantages = advantages * scale[ids]
+        ids = dense(std_of(group_ids))
+        scale = 1 / (segment_variance(raw, ids, unbiased=unbiased).sqrt() + eps)
+        advantages = advantages * torch.where(differ(raw, ids), scale, 0.0)[ids]
     return advantages.float()
 
 
-def _dense(ids: Tensor) -> Tensor:
-    """The same segments numbered 0, 1, 2, ..."""
-    dense: Tensor = torch.unique(ids, return_inverse=True)[1]
-    return dense
+def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
+    """Reward less that of the greedy completion of the same prompt, [n] float32 (arXiv:2310.10505)."""
+    return (_finite(rewards).double() - _finite(greedy_rewards).double()).float()
 
 
-def _num_segments(ids: Tensor) -> int:
-    return int(ids.max()) + 1 if len(ids) else 0
+def moving_baseline(baseline: float, rewards: Tensor, *, decay: float) -> float:
+    """The next baseline of REINFORCE: an exponential moving mean of the batches' mean rewards."""
+    return decay * baseline + (1 - decay) * float(_finite(rewards).double().mean())
 
 
-def _segment_sum(values: Tensor, ids: Tensor) -> Tensor:
-    return values.new_zeros(_num_segments(ids)).index_add_(0, ids, values)
+def informative(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Which completions are in a group whose rewards differ, [n] bool: what dynamic sampling keeps (DAPO)."""
+    ids = dense(group_ids)
+    return differ(_finite(rewards).double(), ids)[ids]
 
 
-def _segment_mean(values: Tensor, ids: Tensor) -> Tensor:
-    return _segment_sum(values, ids) / _segment_sum(torch.ones_like(values), ids)
-
-
-def _segment_variance(values: Tensor, ids: Tensor, *, unbiased: bool) -> Tensor:
-    count = _segment_sum(torch.ones_like(values), ids)
-    squares = _segment_sum((values - _segment_mean(values, ids)[ids]).square(), ids)
-    return squares / (count - int(unbiased))
-
-
-def _differ(values: Tensor, ids: Tensor) -> Tensor:
-    """Whether a segment has two different values; exact, where a variance would leave rounding noise."""
-    segments = values.new_zeros(_num_segments(ids))
-    low = segments.scatter_reduce(0, ids, values, "amin", include_self=False)
-    high = segments.scatter_reduce(0, ids, values, "amax", include_self=False)
-    return high > low
+def _finite(rewards: Tensor) -> Tensor:
+    bad = torch.nonzero(~torch.isfinite(rewards)).flatten().tolist()
+    if bad:
+        raise ValueError(f"rewards must be finite; those at {bad} are {rewards[bad].tolist()}")
+    return rewards

@@ -1,0 +1,158 @@
+"""GAE, returns and whitening against a backward loop over the tokens of each sequence."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_megatron.algorithms.advantages import group_advantages, informative, moving_baseline, remax_advantages
+from rl_megatron.algorithms.returns import discounted_returns, gae, last_token_rewards, length_adaptive_lambda, whiten
+
+seeds = st.integers(0, 2**32)
+ragged = st.lists(st.integers(0, 9), min_size=1, max_size=5)
+rates = st.sampled_from([0.0, 0.5, 0.99, 1.0])
+quick = settings(max_examples=100, deadline=None, derandomize=True)
+
+
+def boundaries(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def draw(seed: int, num: int) -> tuple[list[float], list[float], list[bool]]:
+    """Rewards, values and mask; NaN where masked out."""
+    rng = random.Random(seed)
+    mask = [rng.random() < 0.75 for _ in range(num)]
+    rewards = [rng.gauss(0, 1) if kept else math.nan for kept in mask]
+    values = [rng.gauss(0, 1) if kept else math.nan for kept in mask]
+    return rewards, values, mask
+
+
+@quick
+@given(seeds, ragged, rates, rates, st.booleans())
+def test_gae_equals_the_backward_loop(
+    seed: int, lengths: list[int], gamma: float, lam: float, lam_per_sequence: bool
+) -> None:
+    rewards, values, mask = draw(seed, sum(lengths))
+    rng = random.Random(seed + 1)
+    truncated = [rng.random() < 0.5 for _ in lengths]
+    next_values = [rng.gauss(0, 1) if cut else math.nan for cut in truncated]
+    lams = [rng.random() if lam_per_sequence else lam for _ in lengths]
+    expected, start = [0.0] * sum(lengths), 0
+    for s, length in enumerate(lengths):
+        following, advantage = (next_values[s] if truncated[s] else 0.0), 0.0
+        for t in reversed(range(start, start + length)):
+            if mask[t]:
+                advantage = rewards[t] + gamma * following - values[t] + gamma * lams[s] * advantage
+                expected[t], following = advantage, values[t]
+        start += length
+    actual = gae(
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor(values, dtype=torch.float64),
+        torch.tensor(mask, dtype=torch.bool),
+        boundaries(lengths),
+        next_values=torch.tensor(next_values, dtype=torch.float64),
+        truncated=torch.tensor(truncated),
+        gamma=gamma,
+        lam=torch.tensor(lams, dtype=torch.float64) if lam_per_sequence else lam,
+    )
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float32), rtol=1e-6, atol=1e-6)
+
+
+def test_gae_worked_values() -> None:
+    advantages = gae(
+        torch.tensor([0.0, 0, 0, 1]),
+        torch.tensor([0.1, 0.2, 0.3, 0.4]),
+        torch.ones(4, dtype=torch.bool),
+        torch.tensor([0, 4]),
+        next_values=torch.tensor([5.0]),
+        truncated=torch.tensor([False]),
+        gamma=1.0,
+        lam=0.95,
+    )
+    assert advantages.tolist() == pytest.approx([0.799675, 0.7365, 0.67, 0.6])
+
+
+@quick
+@given(seeds, ragged, rates)
+def test_discounted_returns_equal_the_backward_loop(seed: int, lengths: list[int], gamma: float) -> None:
+    rewards, _, mask = draw(seed, sum(lengths))
+    expected, start = [0.0] * sum(lengths), 0
+    for length in lengths:
+        total = 0.0
+        for t in reversed(range(start, start + length)):
+            if mask[t]:
+                total = rewards[t] + gamma * total
+                expected[t] = total
+        start += length
+    actual = discounted_returns(
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor(mask, dtype=torch.bool),
+        boundaries(lengths),
+        gamma=gamma,
+    )
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float32), rtol=1e-6, atol=1e-6)
+
+
+def test_a_reward_lands_on_the_last_trained_token() -> None:
+    mask = torch.tensor([1, 1, 0, 0, 0, 1, 1], dtype=torch.bool)
+    out = last_token_rewards(torch.tensor([3.0, 7.0, 5.0]), mask, torch.tensor([0, 3, 5, 7]))
+    assert out.tolist() == [0, 3, 0, 0, 0, 0, 5]
+
+
+def test_length_adaptive_lambda() -> None:
+    mask = torch.ones(140, dtype=torch.bool)
+    mask[:30] = False
+    lam = length_adaptive_lambda(mask, torch.tensor([0, 40, 140]))
+    assert lam.tolist() == pytest.approx([0.0, 0.8])
+
+
+@quick
+@given(seeds, st.integers(0, 12), st.booleans(), st.booleans())
+def test_whitening_equals_plain_statistics(seed: int, num: int, shift_mean: bool, unbiased: bool) -> None:
+    values, _, mask = draw(seed, num)
+    kept = [v for v, m in zip(values, mask, strict=True) if m]
+    actual = whiten(
+        torch.tensor(values, dtype=torch.float64),
+        torch.tensor(mask, dtype=torch.bool),
+        shift_mean=shift_mean,
+        unbiased=unbiased,
+    )
+    expected = [0.0] * num
+    if len(kept) > 1:
+        centre = statistics.fmean(kept) if shift_mean else 0.0
+        std = statistics.stdev(kept) if unbiased else statistics.pstdev(kept)
+        expected = [(v - centre) / (std + 1e-8) if m else 0.0 for v, m in zip(values, mask, strict=True)]
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float32), rtol=1e-5, atol=1e-6)
+
+
+def test_reinforce_plus_plus_baseline_whitens_group_centred_rewards() -> None:
+    rewards, groups = torch.tensor([1.0, 0, 0, 0, 2, 2]), torch.tensor([0, 0, 0, 0, 1, 1])
+    centred = group_advantages(rewards, groups, mean="group", std="none", leave_one_out=False)
+    by_hand = [0.75, -0.25, -0.25, -0.25, 0.0, 0.0]
+    assert centred.tolist() == pytest.approx(by_hand)
+    std = statistics.stdev(by_hand)
+    assert whiten(centred, torch.ones(6, dtype=torch.bool)).tolist() == pytest.approx([v / std for v in by_hand])
+
+
+def test_lite_ppo_takes_the_std_of_all_rewards() -> None:
+    rewards, groups = torch.tensor([1.0, 0, 5, 3]), torch.tensor([0, 0, 1, 1])
+    out = group_advantages(rewards, groups, mean="group", std="batch", leave_one_out=False, eps=0.0)
+    std = statistics.stdev([1.0, 0, 5, 3])
+    assert out.tolist() == pytest.approx([0.5 / std, -0.5 / std, 1 / std, -1 / std])
+
+
+def test_baselines_of_remax_and_of_a_moving_mean() -> None:
+    assert remax_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 1.0])).tolist() == [0.75, -1.0]
+    assert moving_baseline(0.5, torch.tensor([1.0, 0.0, 1.0, 1.0]), decay=0.9) == pytest.approx(0.525)
+
+
+def test_dynamic_sampling_keeps_groups_whose_rewards_differ() -> None:
+    kept = informative(torch.tensor([1.0, 0.1, 0, 0.1, 0.1]), torch.tensor([7, 3, 7, 3, 5]))
+    assert kept.tolist() == [True, False, True, False, False]
