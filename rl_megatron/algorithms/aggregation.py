@@ -1,7 +1,8 @@
 """From per-token losses [T] to one number: each choice is the weight [T] of every token in the global sum.
 
 The weights of a whole (mini)batch already hold the global denominators, so shares of micro-batches, data-parallel and
-context-parallel ranks add up to the loss, however the batch was cut.
+context-parallel ranks add up to the loss, however the batch was cut. ``lengths`` [S] count each sequence's tokens;
+``max_length`` is the fixed length that one of the choices divides by.
 """
 
 from __future__ import annotations
@@ -12,26 +13,32 @@ from torch import Tensor
 
 from rl_megatron.types import LossInputs
 
-Aggregation = Callable[[LossInputs, Tensor], Tensor]
+Aggregation = Callable[[LossInputs, Tensor, int], Tensor]
 
 
-def token_mean(inputs: LossInputs, lengths: Tensor) -> Tensor:
+def token_mean(inputs: LossInputs, lengths: Tensor, max_length: int = 0) -> Tensor:
     """Every token of the batch weighs the same."""
     return inputs.mask.to(inputs.logprobs.dtype) / max(inputs.num_tokens, 1)
 
 
-def seq_mean_token_mean(inputs: LossInputs, lengths: Tensor) -> Tensor:
+def seq_mean_token_mean(inputs: LossInputs, lengths: Tensor, max_length: int = 0) -> Tensor:
     """Every sequence weighs the same, and its tokens share that weight."""
     return seq_mean_token_sum(inputs, lengths) / lengths.clamp(min=1)[inputs.segment_ids]
 
 
-def seq_mean_token_sum(inputs: LossInputs, lengths: Tensor) -> Tensor:
+def seq_mean_token_sum(inputs: LossInputs, lengths: Tensor, max_length: int = 0) -> Tensor:
     """Mean over sequences of the sum over their tokens."""
     return inputs.mask.to(inputs.logprobs.dtype) / max(inputs.num_sequences, 1)
+
+
+def seq_mean_token_sum_norm(inputs: LossInputs, lengths: Tensor, max_length: int = 0) -> Tensor:
+    """Mean over sequences of the sum over their tokens, over a fixed length (Dr. GRPO, arXiv:2503.20783)."""
+    return seq_mean_token_sum(inputs, lengths) / max_length
 
 
 AGGREGATIONS: Mapping[str, Aggregation] = {
     "token_mean": token_mean,
     "seq_mean_token_mean": seq_mean_token_mean,
     "seq_mean_token_sum": seq_mean_token_sum,
+    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
 }

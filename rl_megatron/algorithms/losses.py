@@ -11,14 +11,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.aggregation import AGGREGATIONS, seq_mean_token_mean, token_mean
+from rl_megatron.algorithms.aggregation import AGGREGATIONS, seq_mean_token_mean, seq_mean_token_sum_norm, token_mean
 from rl_megatron.algorithms.choices import choose
+from rl_megatron.algorithms.corrections import Correction
 from rl_megatron.algorithms.divergence import k3
-from rl_megatron.algorithms.objectives import OBJECTIVES, Limits, clip, reinforce
-from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, masked, sequence_log_ratio
+from rl_megatron.algorithms.objectives import OBJECTIVES, Limits, clip, importance, reinforce, sapo
+from rl_megatron.algorithms.ratios import (
+    LOG_RATIO_BOUND,
+    RATIO_LEVELS,
+    masked,
+    sequence_log_ratio,
+    sequence_sum_log_ratio,
+    token_log_ratio,
+)
 from rl_megatron.types import LossInputs, LossOutput
 
-_RATIO_MEANS = {"token": token_mean, "sequence": seq_mean_token_mean}
+_RATIO_MEANS = {"token": token_mean, "sequence": seq_mean_token_mean, "sequence_sum": seq_mean_token_mean}
+_THROUGH_RATIO = (clip, importance, sapo)  # objectives whose gradient goes through the ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +37,16 @@ class PolicyLoss(Limits):
     Means: ``entropy``, ``kl/old_policy`` (k3 of KL(old‖current), from tokens the old policy sampled), ``kl/rollout``
     (k3 of KL(rollout‖old)) and ``mismatch/logprob_abs_mean`` (|old - rollout|) over tokens; ``ratio/mean``,
     ``ratio/clamped_fraction`` (log-ratio beyond ±``LOG_RATIO_BOUND``) and ``clip_fraction`` over tokens at token
-    level, over sequences at sequence level.
+    level, over sequences at sequence level; with a correction, ``correction/weight_mean`` and
+    ``correction/dropped_fraction`` over tokens.
     Minima ``ratio/min`` and maxima ``ratio/max``, ``mismatch/logprob_abs_max`` are ±inf where a micro-batch is empty.
     """
 
     ratio_level: str = "token"
     objective: str = "clip"
     aggregation: str = "token_mean"
+    max_length: int = 0
+    correction: Correction | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError that names every problem of the row."""
@@ -52,7 +64,10 @@ class PolicyLoss(Limits):
         raw = RATIO_LEVELS[self.ratio_level](inputs, lengths)
         log_ratio = raw.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         per_token, limited = OBJECTIVES[self.objective](log_ratio, inputs.logprobs, inputs.advantages, self)
-        loss = (per_token * AGGREGATIONS[self.aggregation](inputs, lengths)).sum()
+        correction = None if self.correction is None else self.correction(inputs, lengths)
+        if correction is not None:
+            per_token = per_token * correction
+        loss = (per_token * AGGREGATIONS[self.aggregation](inputs, lengths, self.max_length)).sum()
 
         with torch.no_grad():
             ratio = log_ratio.exp()
@@ -68,6 +83,9 @@ class PolicyLoss(Limits):
                 "kl/rollout": (k3(inputs.rollout_logprobs, inputs.old_logprobs) * over_tokens).sum(),
                 "mismatch/logprob_abs_mean": (mismatch * over_tokens).sum(),
             }
+            if correction is not None:
+                means["correction/weight_mean"] = (correction * over_tokens).sum()
+                means["correction/dropped_fraction"] = ((correction == 0) * over_tokens).sum()
             return LossOutput(
                 loss=loss,
                 means=means,
@@ -102,20 +120,37 @@ def _masked_max(values: Tensor, mask: Tensor) -> Tensor:
 def _unsound(loss: PolicyLoss) -> list[str]:
     """Why this row of choices cannot be meant, one reason each."""
     out = []
-    sequence = RATIO_LEVELS[loss.ratio_level] is sequence_log_ratio
-    objective, aggregation = OBJECTIVES[loss.objective], AGGREGATIONS[loss.aggregation]
-    if sequence and objective is reinforce:
+    level, objective = RATIO_LEVELS[loss.ratio_level], OBJECTIVES[loss.objective]
+    aggregation = AGGREGATIONS[loss.aggregation]
+    if objective is reinforce and level is not token_log_ratio:
         out.append(
             f"objective={loss.objective!r} has no ratio, ratio_level={loss.ratio_level!r} would do nothing; "
             "set ratio_level='token'"
         )
-    if sequence and objective is clip and aggregation is not seq_mean_token_mean:
+    if objective in _THROUGH_RATIO and level is sequence_sum_log_ratio:
         out.append(
-            f"aggregation={loss.aggregation!r} lets the clipped ratio of a long sequence weigh more than that of a "
-            f"short one under ratio_level={loss.ratio_level!r}; set aggregation='seq_mean_token_mean'"
+            f"ratio_level={loss.ratio_level!r} gives a detached weight, but objective={loss.objective!r} needs a ratio "
+            "with a gradient; set ratio_level='sequence'"
         )
+    if objective in _THROUGH_RATIO and level is sequence_log_ratio and aggregation is not seq_mean_token_mean:
+        out.append(
+            f"aggregation={loss.aggregation!r} lets the ratio of a long sequence weigh more than that of a short one "
+            f"under ratio_level={loss.ratio_level!r}; set aggregation='seq_mean_token_mean'"
+        )
+    if aggregation is seq_mean_token_sum_norm and loss.max_length < 1:
+        out.append(f"aggregation={loss.aggregation!r} divides by max_length={loss.max_length}; set max_length >= 1")
+    return out + _bad_numbers(loss)
+
+
+def _bad_numbers(loss: Limits) -> list[str]:
+    """Written so that NaN is refused too."""
+    out = []
     if not (loss.clip_low >= 0 and loss.clip_high >= 0):
         out.append(f"clip_low={loss.clip_low}, clip_high={loss.clip_high} are distances from 1; set both to 0 or more")
+    if not loss.dual_clip > 1:
+        out.append(f"dual_clip={loss.dual_clip} would clip at ratio 1 already; set it above 1 (inf is off)")
     if not 0 <= loss.cap_low <= loss.cap_high:
         out.append(f"cap_low={loss.cap_low}, cap_high={loss.cap_high} are ratios; set 0 <= cap_low <= cap_high")
+    if not (loss.tau_positive > 0 and loss.tau_negative > 0):
+        out.append(f"tau_positive={loss.tau_positive}, tau_negative={loss.tau_negative} divide; set both above 0")
     return out

@@ -36,6 +36,11 @@ def masked(inputs: LossInputs) -> LossInputs:
     )
 
 
+def mean_per_sequence(values: Tensor, inputs: LossInputs, lengths: Tensor) -> Tensor:
+    """Mean of ``values`` [T] over the masked-in tokens of each token's sequence, [T], detached."""
+    return (inputs.segment_sum(values.detach()) / lengths.clamp(min=1))[inputs.segment_ids]
+
+
 def token_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
     """log pi - log pi_old of each token, [T]."""
     return inputs.logprobs - inputs.old_logprobs
@@ -47,8 +52,17 @@ def sequence_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
     The token form of GSPO (arXiv:2507.18071, eq. 14): the mean is detached, so no autograd crosses context-parallel
     ranks. With one advantage per sequence, the mean over tokens has the value and the gradient of the sequence form.
     """
-    mean = inputs.segment_sum((inputs.logprobs - inputs.old_logprobs).detach()) / lengths.clamp(min=1)
-    return mean[inputs.segment_ids] + (inputs.logprobs - inputs.logprobs.detach())
+    mean = mean_per_sequence(inputs.logprobs - inputs.old_logprobs, inputs, lengths)
+    return mean + (inputs.logprobs - inputs.logprobs.detach())
 
 
-RATIO_LEVELS: Mapping[str, LogRatio] = {"token": token_log_ratio, "sequence": sequence_log_ratio}
+def sequence_sum_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
+    """Log-ratio of the whole sequence, not length-normalised, [T], detached: TOPR's weight of a trajectory."""
+    return inputs.segment_sum((inputs.logprobs - inputs.old_logprobs).detach())[inputs.segment_ids]
+
+
+RATIO_LEVELS: Mapping[str, LogRatio] = {
+    "token": token_log_ratio,
+    "sequence": sequence_log_ratio,
+    "sequence_sum": sequence_sum_log_ratio,
+}

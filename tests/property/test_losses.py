@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rl_megatron.algorithms.corrections import Correction
 from rl_megatron.algorithms.losses import CrossEntropy, PolicyLoss
 from rl_megatron.types import LossInputs, LossOutput
 
@@ -28,7 +29,15 @@ PPO = PolicyLoss(ratio_level="token", objective="clip", aggregation="token_mean"
 SUMS = PolicyLoss(ratio_level="token", objective="clip", aggregation="seq_mean_token_sum")
 CISPO = PolicyLoss(ratio_level="token", objective="cispo", aggregation="token_mean", cap_low=0.5, cap_high=2.0)
 REINFORCE = PolicyLoss(objective="reinforce", aggregation="token_mean")
-ROWS = [GSPO, GRPO, PPO, SUMS, CISPO, REINFORCE]
+DUAL = PolicyLoss(aggregation="seq_mean_token_sum_norm", max_length=7, dual_clip=3.0)
+UNCLIPPED = PolicyLoss(objective="importance", aggregation="token_mean")
+SAPO = PolicyLoss(objective="sapo", aggregation="seq_mean_token_mean", tau_negative=1.5)
+TOPR = PolicyLoss(objective="topr", ratio_level="sequence_sum", aggregation="seq_mean_token_sum", cap_high=1.0)
+CISPO_BY_SEQUENCE = PolicyLoss(objective="cispo", ratio_level="sequence", aggregation="token_mean", cap_high=1.1)
+ROWS = [DUAL, UNCLIPPED, SAPO, TOPR, CISPO_BY_SEQUENCE, GSPO, GRPO, PPO, SUMS, CISPO, REINFORCE]
+CORRECTED = replace(
+    GSPO, correction=Correction(level="sequence", mode="mask", high=1.0, veto=0.98, off_policy_delta=0.5)
+)
 pytestmark = pytest.mark.filterwarnings("error")
 
 
@@ -112,45 +121,58 @@ def token_term(row: PolicyLoss, logprob: float, delta: float, advantage: float) 
     ratio = math.exp(clamp(delta, -20, 20))
     if row.objective == "reinforce":
         return -advantage * logprob, -advantage, False
-    if row.objective == "cispo":
+    slope = ratio if abs(delta) <= 20 else 0.0
+    if row.objective == "importance":
+        return -ratio * advantage, -slope * advantage, False
+    if row.objective == "sapo":
+        tau = row.tau_positive if advantage > 0 else row.tau_negative
+        gate = (1 + math.tanh(tau * (ratio - 1) / 2)) / 2  # the logistic function
+        return -4 / tau * gate * advantage, -4 * gate * (1 - gate) * slope * advantage, False
+    if row.objective == "topr" and advantage >= 0:
+        return -advantage * logprob, -advantage, False
+    if row.objective in ("cispo", "topr"):
         capped = clamp(ratio, row.cap_low, row.cap_high)
         return -capped * advantage * logprob, -capped * advantage, capped != ratio
     clipped = clamp(ratio, 1 - row.clip_low, 1 + row.clip_high)
     if clipped * advantage < ratio * advantage:
         return -clipped * advantage, 0.0, True
-    return -ratio * advantage, -ratio * advantage if abs(delta) <= 20 else 0.0, False
+    if advantage < 0 and -ratio * advantage > -row.dual_clip * advantage:
+        return -row.dual_clip * advantage, 0.0, True
+    return -ratio * advantage, -slope * advantage, False
 
 
 def reference(row: PolicyLoss, sequences: Sequences) -> tuple[float, list[float], dict[str, float]]:
-    """Loss, gradient of every position (0 where masked out) and clip fraction, one sequence after the other."""
+    """Loss, gradient of every position (0 where masked out), clip fraction and mean ratio, one sequence at a time."""
     num_tokens = max(sum(token.kept for tokens in sequences for token in tokens), 1)
     loss, clipped, ratio_sum = 0.0, 0.0, 0.0
     gradient: list[float] = []
     for tokens in sequences:
         kept = [token for token in tokens if token.kept]
-        if row.ratio_level == "sequence":
-            value, slope, limited = 0.0, 0.0, False
-            if kept:
-                delta = sum(token.logprob - token.old for token in kept) / len(kept)
-                value, slope, limited = token_term(row, math.nan, delta, kept[0].advantage)
-                ratio_sum += math.exp(clamp(delta, -20, 20)) / len(sequences)
+        total = sum(token.logprob - token.old for token in kept)
+        delta = {"token": math.nan, "sequence": total / max(len(kept), 1), "sequence_sum": total}[row.ratio_level]
+        of_ratio = 1 / num_tokens if row.ratio_level == "token" else 1 / max(len(kept), 1) / len(sequences)
+        if row is GSPO:  # its paper's form: one term a sequence, whose derivative each token shares
+            value, slope, limited = token_term(row, math.nan, delta, kept[0].advantage) if kept else (0.0, 0.0, False)
             loss += value / len(sequences)
-            clipped += limited / len(sequences)
             gradient += [slope / len(kept) / len(sequences) if token.kept else 0.0 for token in tokens]
+            clipped += limited / len(sequences)
+            ratio_sum += bool(kept) * math.exp(clamp(delta, -20, 20)) / len(sequences)
             continue
         weight = {
             "token_mean": 1 / num_tokens,
             "seq_mean_token_mean": 1 / max(len(kept), 1) / len(sequences),
             "seq_mean_token_sum": 1 / len(sequences),
+            "seq_mean_token_sum_norm": 1 / len(sequences) / max(row.max_length, 1),
         }[row.aggregation]
         for token in tokens:
             if not token.kept:
                 gradient.append(0.0)
                 continue
-            value, slope, limited = token_term(row, token.logprob, token.logprob - token.old, token.advantage)
+            own = token.logprob - token.old if row.ratio_level == "token" else delta
+            value, slope, limited = token_term(row, token.logprob, own, token.advantage)
             loss += weight * value
-            clipped += limited / num_tokens
-            ratio_sum += math.exp(clamp(token.logprob - token.old, -20, 20)) / num_tokens
+            clipped += limited * of_ratio
+            ratio_sum += math.exp(clamp(own, -20, 20)) * of_ratio
             gradient.append(weight * slope)
     return loss, gradient, {"clip_fraction": clipped, "ratio/mean": ratio_sum}
 
@@ -163,12 +185,14 @@ def close(actual: Tensor, expected: object, *, tolerance: float = 1e-9) -> None:
 seeds = st.integers(0, 2**32)
 ragged = st.lists(st.integers(0, 7), min_size=1, max_size=6)
 scales = st.sampled_from([0.0, 0.05, 1.0, 1e4])
-rows = st.sampled_from(ROWS)
-quick = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.ratio_level}-{row.objective}-{row.aggregation}")
+every_row_and_a_correction = pytest.mark.parametrize("row", [*ROWS, CORRECTED])
+quick = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
+@every_row
 @quick
-@given(rows, seeds, ragged, scales)
+@given(seed=seeds, lengths=ragged, scale=scales)
 def test_value_gradient_and_fractions_equal_the_written_out_reference(
     row: PolicyLoss, seed: int, lengths: list[int], scale: float
 ) -> None:
@@ -182,8 +206,9 @@ def test_value_gradient_and_fractions_equal_the_written_out_reference(
         close(output.means[name], value)
 
 
+@every_row
 @quick
-@given(rows, seeds, ragged, scales)
+@given(seed=seeds, lengths=ragged, scale=scales)
 def test_metrics_equal_plain_means_and_extremes(row: PolicyLoss, seed: int, lengths: list[int], scale: float) -> None:
     sequences = draw(seed, lengths, scale)
     kept = [token for tokens in sequences for token in tokens if token.kept]
@@ -204,8 +229,9 @@ def test_metrics_equal_plain_means_and_extremes(row: PolicyLoss, seed: int, leng
         assert not any(value.requires_grad for value in metrics.values())
 
 
+@every_row_and_a_correction
 @quick
-@given(rows, seeds, ragged, scales)
+@given(seed=seeds, lengths=ragged, scale=scales)
 def test_order_of_sequences_does_not_matter(row: PolicyLoss, seed: int, lengths: list[int], scale: float) -> None:
     sequences = draw(seed, lengths, scale)
     order = list(range(len(sequences)))
@@ -217,8 +243,9 @@ def test_order_of_sequences_does_not_matter(row: PolicyLoss, seed: int, lengths:
     close(moved, torch.cat([parts[s] for s in order]))
 
 
+@every_row_and_a_correction
 @quick
-@given(rows, seeds, ragged, scales, st.integers(2, 4))
+@given(seed=seeds, lengths=ragged, scale=scales, cuts=st.integers(2, 4))
 def test_shares_of_micro_batches_add_up(
     row: PolicyLoss, seed: int, lengths: list[int], scale: float, cuts: int
 ) -> None:
@@ -262,8 +289,9 @@ class TwoRanks:
         return segment_sum
 
 
-@settings(parent=quick, max_examples=30)
-@given(rows, seeds, ragged, scales)
+@every_row_and_a_correction
+@settings(parent=quick, max_examples=10)
+@given(seed=seeds, lengths=ragged, scale=scales)
 def test_a_context_parallel_split_changes_only_segment_sum(
     row: PolicyLoss, seed: int, lengths: list[int], scale: float
 ) -> None:
@@ -304,8 +332,9 @@ def test_a_context_parallel_split_changes_only_segment_sum(
         close(first[0].means[name] + second[0].means[name], value)
 
 
+@pytest.mark.parametrize("loss", [*ROWS, CrossEntropy()])
 @quick
-@given(st.sampled_from([*ROWS, CrossEntropy()]), seeds, ragged)
+@given(seed=seeds, lengths=ragged)
 def test_garbage_outside_the_mask_changes_nothing(
     loss: Callable[[LossInputs], LossOutput], seed: int, lengths: list[int]
 ) -> None:
@@ -317,7 +346,7 @@ def test_garbage_outside_the_mask_changes_nothing(
     assert all(torch.equal(a.means[name], b.means[name]) for name in a.means)
 
 
-@quick
+@settings(parent=quick, max_examples=50)
 @given(seeds, ragged)
 def test_float32_stays_finite_at_extreme_ratios(seed: int, lengths: list[int]) -> None:
     exact = tensors(draw(seed, lengths, 1e4))

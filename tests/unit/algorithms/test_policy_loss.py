@@ -224,3 +224,54 @@ def test_a_loss_survives_pickling(loss: PolicyLoss) -> None:
 def test_a_row_that_cannot_be_meant_is_refused_with_the_reason(choices: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         PolicyLoss(**choices)
+
+
+@pytest.mark.parametrize(
+    ("choices", "reason"),
+    [
+        ({"aggregation": "seq_mean_token_sum_norm"}, "max_length=0; set max_length >= 1"),
+        ({"dual_clip": 1.0}, "dual_clip=1.0"),
+        ({"tau_negative": 0.0}, "tau_negative=0.0"),
+        ({"ratio_level": "sequence_sum"}, "detached weight"),
+        ({"objective": "sapo", "ratio_level": "sequence"}, "seq_mean_token_mean"),
+    ],
+)
+def test_other_rows_that_cannot_be_meant_are_refused(choices: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        PolicyLoss(**choices)
+
+
+@pytest.mark.parametrize("objective", ["clip", "importance", "sapo", "cispo", "topr"])
+def test_at_ratio_one_every_objective_has_the_gradient_of_reinforce(objective: str) -> None:
+    inputs = ragged(spread=0.0)
+    expected = evaluate(PolicyLoss(objective="reinforce"), inputs)[1]
+    torch.testing.assert_close(evaluate(PolicyLoss(objective=objective), inputs)[1], expected)
+
+
+def test_a_fixed_length_norm_is_token_sums_over_it() -> None:
+    """[[1,.],[2,3]] over 2 is 1.5; [1,1,1,1,10] and [1x9,10] over 10 are 1.4 and 1.9."""
+    fixed = PolicyLoss(objective="reinforce", aggregation="seq_mean_token_sum_norm", max_length=2)
+    inputs = batch([[1, NAN], [2, 3]], advantages=[[-1, NAN], [-1, -1]], mask=[[1, 0], [1, 1]])
+    assert evaluate(fixed, inputs)[0].item() == pytest.approx(1.5)
+    ten = replace(fixed, max_length=10)
+    for row, expected in (([1] * 4 + [10], 1.4), ([1] * 9 + [10], 1.9)):
+        assert evaluate(ten, batch([row], advantages=[[-1] * len(row)]))[0].item() == pytest.approx(expected)
+    seven = PolicyLoss(aggregation="seq_mean_token_sum_norm", max_length=7)
+    _, gradient = evaluate(seven, batch([[-1] * 4, [-1] * 7], advantages=[[2] * 4, [2] * 7]))
+    assert gradient.tolist() == pytest.approx([-2 / 14] * 11)
+
+
+def test_dual_clip_bounds_a_bad_token_that_grew() -> None:
+    inputs = batch([[-1 + math.log(10), -1 + math.log(2)]], old=[[-1, -1]], advantages=[[-1, -1]])
+    value, gradient = evaluate(PolicyLoss(dual_clip=3.0), inputs)
+    assert value.item() == pytest.approx((3 + 2) / 2)
+    assert gradient.tolist() == pytest.approx([0.0, 1.0])
+
+
+def test_a_token_advantage_under_a_sequence_ratio_is_gspo_token() -> None:
+    """s_t = sg(s)·pi/sg(pi): every token has its own advantage, min and clip under the same ratio."""
+    inputs = batch([[-1.0, -0.5, -2.0]], old=[[-1.1, -0.6, -2.3]], advantages=[[1.0, -2.0, 0.5]])
+    s = math.exp((0.1 + 0.1 + 0.3) / 3)
+    value, gradient = evaluate(replace(GSPO, clip_low=0.5, clip_high=0.5), inputs)
+    assert value.item() == pytest.approx(-s * (1.0 - 2.0 + 0.5) / 3)
+    assert gradient.tolist() == pytest.approx([-s / 3, 2 * s / 3, -0.5 * s / 3])

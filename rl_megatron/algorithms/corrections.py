@@ -1,0 +1,115 @@
+"""Corrections for the gap between the engine that sampled and the learner that trains: weights pi_old / pi_rollout.
+
+TIS is truncate at 2; IcePop is mask to 0.5 .. 5; the geometric band is band at sequence level, 0.999 .. 1.002;
+decoupled PPO is the clip objective with truncate at 5. Denominators stay those of the whole batch: a token left out
+counts as a loss of 0. Letters: T positions, S sequences, N tokens of the global batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_megatron.algorithms.choices import choose
+from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, mean_per_sequence
+from rl_megatron.types import LossInputs
+
+
+def _by_token(gap: Tensor, inputs: LossInputs, lengths: Tensor) -> Tensor:
+    return gap
+
+
+def _truncate(weight: Tensor, low: float, high: float) -> Tensor:
+    return weight.clamp(low, high)
+
+
+def _mask(weight: Tensor, low: float, high: float) -> Tensor:
+    return torch.where((weight >= low) & (weight <= high), weight, 0.0)
+
+
+def _band(weight: Tensor, low: float, high: float) -> Tensor:
+    return ((weight >= low) & (weight <= high)).to(weight.dtype)
+
+
+def _none(weight: Tensor, low: float, high: float) -> Tensor:
+    return torch.ones_like(weight)
+
+
+LEVELS: Mapping[str, Callable[[Tensor, LossInputs, Tensor], Tensor]] = {
+    "token": _by_token,
+    "sequence": mean_per_sequence,
+}
+MODES: Mapping[str, Callable[[Tensor, float, float], Tensor]] = {
+    "none": _none,
+    "truncate": _truncate,
+    "mask": _mask,
+    "band": _band,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """Weight of each token's loss, without a gradient. Raises ValueError for an unknown choice or an empty band.
+
+    ``level``: token, or sequence (length-normalised: a sum would grow with the length). ``mode``: truncate clamps the
+    weight to low .. high, mask zeroes a weight outside, band also replaces those inside by 1, none gives 1.
+    ``veto`` drops a whole sequence in which a token has pi_old / pi_rollout below it. ``off_policy_delta`` drops
+    sequences of negative advantage with mean(log pi_rollout - log pi) above it, in nats (DeepSeek-V3.2).
+    """
+
+    level: str = "token"
+    mode: str = "truncate"
+    low: float = 0.0
+    high: float = 2.0
+    veto: float = 0.0
+    off_policy_delta: float = math.inf
+
+    def __post_init__(self) -> None:
+        choose(LEVELS, self.level, key="correction.level")
+        choose(MODES, self.mode, key="correction.mode")
+        if not 0 <= self.low <= self.high:
+            raise ValueError(f"correction.low={self.low}, correction.high={self.high}; set 0 <= low <= high")
+
+    def __call__(self, inputs: LossInputs, lengths: Tensor) -> Tensor:
+        """Weights [T] for inputs already ``masked``; ``lengths`` [S]. Every rank that shares a sequence calls it."""
+        gap = inputs.old_logprobs - inputs.rollout_logprobs
+        log_weight = LEVELS[self.level](gap, inputs, lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        weight = MODES[self.mode](log_weight.exp(), self.low, self.high)
+        if self.veto > 0:
+            hits = inputs.segment_sum((gap < math.log(self.veto)).to(gap.dtype))
+            weight = torch.where(hits[inputs.segment_ids] > 0, 0.0, weight)
+        if self.off_policy_delta < math.inf:
+            drift = mean_per_sequence(inputs.rollout_logprobs - inputs.logprobs, inputs, lengths)
+            weight = torch.where((inputs.advantages < 0) & (drift > self.off_policy_delta), 0.0, weight)
+        return weight
+
+
+def second_moment_mask(log_ratios: Tensor, mask: Tensor, *, threshold: float = 0.04) -> Tensor:
+    """Which tokens of the **global** batch M2PO trains on, [N] bool (arXiv:2510.01161).
+
+    Leaves out the tokens of largest squared log-ratio until the mean square of the rest is at most ``threshold``. A
+    choice made on a micro-batch would depend on how the batch was cut, so this runs once, before packing.
+    """
+    squares, order = log_ratios[mask].double().square().sort()
+    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+    kept = torch.zeros_like(order, dtype=torch.bool)
+    kept[order] = means <= threshold  # means of a growing sorted prefix never fall
+    out = torch.zeros_like(mask)
+    out[mask] = kept
+    return out
+
+
+def proximal_logprobs(
+    rollout_logprobs: Tensor, logprobs: Tensor, *, rollout_version: Tensor, proximal_version: int, version: int
+) -> Tensor:
+    """log pi_prox [N] where it was not recomputed: log-linear in the weight version between the two that are known.
+
+    ``rollout_version`` [N] is the version that sampled each token, at most ``proximal_version`` <= ``version``.
+    """
+    distance = (version - rollout_version).to(logprobs.dtype)
+    share = torch.where(distance > 0, (proximal_version - rollout_version) / distance.clamp(min=1), 0.0)
+    return rollout_logprobs + share * (logprobs.detach() - rollout_logprobs)

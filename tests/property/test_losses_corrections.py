@@ -1,0 +1,173 @@
+"""Train-inference corrections against written-out references; they are detached weights of the policy loss."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rl_megatron.algorithms.corrections import Correction, proximal_logprobs, second_moment_mask
+from rl_megatron.algorithms.losses import PolicyLoss
+from rl_megatron.types import LossInputs
+
+CORRECTIONS = [
+    Correction(),
+    Correction(mode="mask", low=0.5, high=5.0),
+    Correction(level="sequence", mode="truncate", high=1.1),
+    Correction(level="sequence", mode="band", low=0.999, high=1.002),
+    Correction(mode="band", low=0.9, high=1.2),
+    Correction(mode="none", veto=0.5),
+    Correction(mode="none", off_policy_delta=0.02),
+    Correction(mode="truncate", low=0.9, high=1.1, veto=0.1, off_policy_delta=0.1),
+]
+seeds = st.integers(0, 2**32)
+ragged = st.lists(st.integers(0, 7), min_size=1, max_size=6)
+quick = settings(max_examples=120, deadline=None, derandomize=True)
+
+
+def draw(seed: int, lengths: list[int], scale: float) -> LossInputs:
+    """Rollout, old and current log-probs that differ by ``scale``; NaN wherever masked out."""
+    g = torch.Generator().manual_seed(seed)
+    num = sum(lengths)
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    mask = torch.rand(num, generator=g) < 0.8
+    rollout = -torch.rand(num, generator=g, dtype=torch.float64)
+    old = rollout + scale * torch.randn(num, generator=g, dtype=torch.float64)
+    new = old + scale * torch.randn(num, generator=g, dtype=torch.float64)
+    advantages = torch.randn(len(lengths), generator=g, dtype=torch.float64)[ids]
+
+    def segment_sum(values: Tensor) -> Tensor:
+        return values.new_zeros(len(lengths)).index_add_(0, ids, values)
+
+    nan = torch.full((num,), math.nan, dtype=torch.float64)
+    return LossInputs(
+        logprobs=torch.where(mask, new, nan).requires_grad_(),
+        entropy=nan,
+        old_logprobs=torch.where(mask, old, nan),
+        rollout_logprobs=torch.where(mask, rollout, nan),
+        advantages=torch.where(mask, advantages, nan),
+        mask=mask,
+        segment_ids=ids,
+        segment_sum=segment_sum,
+        num_tokens=int(mask.sum()),
+        num_sequences=len(lengths),
+    )
+
+
+def clamp(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def reference(c: Correction, x: LossInputs, num_sequences: int) -> list[float]:
+    """Weights of all positions; NaN where masked out."""
+    out, logprobs = [math.nan] * len(x.mask), x.logprobs.detach()
+    for s in range(num_sequences):
+        places = [t for t in range(len(x.mask)) if x.segment_ids[t] == s and x.mask[t]]
+        gaps = {t: float(x.old_logprobs[t] - x.rollout_logprobs[t]) for t in places}
+        drift = sum(float(x.rollout_logprobs[t] - logprobs[t]) for t in places) / max(len(places), 1)
+        for t in places:
+            gap = gaps[t] if c.level == "token" else sum(gaps.values()) / len(places)
+            weight = math.exp(clamp(gap, -20, 20))
+            inside = c.low <= weight <= c.high
+            weight = {
+                "none": 1.0,
+                "truncate": clamp(weight, c.low, c.high),
+                "mask": weight if inside else 0.0,
+                "band": float(inside),
+            }[c.mode]
+            vetoed = any(math.exp(clamp(gap, -700, 700)) < c.veto for gap in gaps.values())
+            if vetoed or (float(x.advantages[t]) < 0 and drift > c.off_policy_delta):
+                weight = 0.0
+            out[t] = weight
+    return out
+
+
+@pytest.mark.parametrize("c", CORRECTIONS, ids=str)
+@settings(parent=quick, max_examples=30)
+@given(seed=seeds, lengths=ragged, scale=st.sampled_from([0.001, 0.1, 1.0, 1e4]))
+def test_weights_scale_the_loss_of_every_token(c: Correction, seed: int, lengths: list[int], scale: float) -> None:
+    """Seen through the gradient of reinforce, which is weight x -A / tokens, and so without the weight's own."""
+    inputs = draw(seed, lengths, scale)
+    output = PolicyLoss(objective="reinforce", correction=c)(inputs)
+    output.loss.backward()
+    weights = torch.tensor(reference(c, inputs, len(lengths)), dtype=torch.float64)
+    num = max(inputs.num_tokens, 1)
+    expected = torch.where(inputs.mask, -weights * inputs.advantages / num, 0.0)
+    assert inputs.logprobs.grad is not None
+    torch.testing.assert_close(inputs.logprobs.grad, expected, rtol=1e-9, atol=1e-9)
+    kept = weights[inputs.mask]
+    assert output.means["correction/weight_mean"].item() == pytest.approx(kept.sum().item() / num)
+    assert output.means["correction/dropped_fraction"].item() == pytest.approx((kept == 0).sum().item() / num)
+
+
+def test_a_sequence_weight_does_not_grow_with_the_length() -> None:
+    """exp of a sum would be e^0.01 and e^2 for the same gap a token."""
+    for length in (1, 200):
+        inputs = draw(0, [length], 0.0)
+        old = torch.full((length,), -0.99, dtype=torch.float64)
+        rollout = torch.full((length,), -1.0, dtype=torch.float64)
+        inputs = replace(inputs, mask=torch.ones(length, dtype=torch.bool), old_logprobs=old, rollout_logprobs=rollout)
+        weights = Correction(level="sequence", high=100.0)(
+            replace(inputs, advantages=old), torch.tensor([float(length)]).double()
+        )
+        torch.testing.assert_close(weights, torch.full_like(old, math.exp(0.01)))
+
+
+def test_decoupled_ppo_is_the_clipped_proximal_ratio_times_the_capped_behaviour_weight() -> None:
+    inputs = draw(3, [4, 6], 0.5)
+    output = PolicyLoss(correction=Correction(high=5.0))(inputs)
+    total, logprobs = 0.0, inputs.logprobs.detach()
+    for t in torch.nonzero(inputs.mask).flatten().tolist():
+        ratio = math.exp(float(logprobs[t] - inputs.old_logprobs[t]))
+        advantage = float(inputs.advantages[t])
+        behaviour = min(math.exp(float(inputs.old_logprobs[t] - inputs.rollout_logprobs[t])), 5.0)
+        total -= behaviour * min(ratio * advantage, clamp(ratio, 0.8, 1.2) * advantage)
+    assert output.loss.item() == pytest.approx(total / inputs.num_tokens)
+
+
+def test_second_moment_mask_drops_the_worst_token_only() -> None:
+    kept = second_moment_mask(torch.tensor([0.0, 0.1, 0.8, 0.0]), torch.ones(4, dtype=torch.bool), threshold=0.04)
+    assert kept.tolist() == [True, True, False, True]
+
+
+@quick
+@given(seeds, st.integers(0, 30), st.sampled_from([0.0, 0.04, 0.5]))
+def test_second_moment_mask_is_the_largest_set_below_the_threshold(seed: int, num: int, threshold: float) -> None:
+    rng = random.Random(seed)
+    values = [rng.choice([0.0, rng.gauss(0, 0.5), 1e4]) for _ in range(num)]
+    mask = [rng.random() < 0.8 for _ in range(num)]
+    tensor = torch.tensor([v if m else math.nan for v, m in zip(values, mask, strict=True)], dtype=torch.float64)
+    kept = second_moment_mask(tensor, torch.tensor(mask, dtype=torch.bool), threshold=threshold).tolist()
+    chosen = [t for t in range(num) if mask[t]]
+    while chosen and sum(values[t] ** 2 for t in chosen) / len(chosen) > threshold + 1e-15:
+        chosen.remove(max(chosen, key=lambda t: values[t] ** 2))
+    assert sum(kept) == len(chosen)
+    assert sorted(values[t] ** 2 for t in range(num) if kept[t]) == sorted(values[t] ** 2 for t in chosen)
+    assert not any(k and not m for k, m in zip(kept, mask, strict=True))
+
+
+def test_proximal_logprobs_are_log_linear_in_the_version() -> None:
+    rollout, now = torch.tensor([-2.0, -2.0, -2.0]), torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    out = proximal_logprobs(rollout, now, rollout_version=torch.tensor([0, 3, 4]), proximal_version=3, version=4)
+    assert out.tolist() == pytest.approx([-1.25, -2.0, -2.0])
+    assert not out.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("choices", "reason"),
+    [
+        ({"level": "word"}, "correction.level='word' is unknown; one of: sequence, token"),
+        ({"mode": "cut"}, "correction.mode='cut' is unknown; one of: band, mask, none, truncate"),
+        ({"low": 3.0}, "low=3.0, correction.high=2.0"),
+        ({"high": math.nan}, "high=nan"),
+    ],
+)
+def test_a_correction_that_cannot_be_meant_is_refused(choices: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Correction(**choices)
