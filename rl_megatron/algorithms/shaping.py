@@ -1,0 +1,63 @@
+"""What is done to rewards before advantages. Letters: n completions, N positions, S sequences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_megatron.algorithms.segments import sequence_ids
+
+
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int = 4096, factor: float = 1.0) -> Tensor:
+    """Penalty [n] float32, 0 or below: -factor·excess/buffer over the last ``buffer`` tokens before ``max_length``.
+
+    DAPO (arXiv:2503.14476), soft overlong punishment; ``lengths`` [n] are of completions.
+    """
+    excess = lengths.double() - (max_length - buffer)
+    return (-excess / buffer * factor).clamp(max=0).float()
+
+
+def drop_truncated(mask: Tensor, truncated: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Mask [N] without the sequences whose ``truncated`` [S] is set (DAPO's overlong filter)."""
+    return mask & ~truncated[sequence_ids(cu_seqlens)]
+
+
+def score_finished(rewards: Tensor, finished: Tensor, *, unfinished_reward: float = 0.0) -> Tensor:
+    """Rewards [n] where the completion ended by itself, ``unfinished_reward`` where it did not."""
+    return torch.where(finished, rewards, unfinished_reward)
+
+
+def scale_and_clip(rewards: Tensor, *, scale: float, low: float, high: float) -> Tensor:
+    """scale·reward within low .. high, [n]."""
+    return (rewards * scale).clamp(low, high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningMoments:
+    """Mean and variance of all rewards seen, merged batch by batch (Chan et al. 1979). Part of a checkpoint."""
+
+    count: int = 0
+    mean: float = 0.0
+    sum_of_squares: float = 0.0  # of differences from the mean
+
+    def update(self, rewards: Tensor) -> RunningMoments:
+        """The moments with rewards [n] added."""
+        values = rewards.double()
+        if len(values) == 0:
+            return self
+        count, batch_mean = self.count + len(values), float(values.mean())
+        shift = batch_mean - self.mean
+        squares = float((values - batch_mean).square().sum()) + shift**2 * self.count * len(values) / count
+        return RunningMoments(
+            count=count,
+            mean=self.mean + shift * len(values) / count,
+            sum_of_squares=self.sum_of_squares + squares,
+        )
+
+    def whiten(self, rewards: Tensor, *, eps: float = 1e-8) -> Tensor:
+        """(reward - mean)/(std + eps), [n] float32, with the unbiased std; mean alone below two rewards."""
+        std = math.sqrt(self.sum_of_squares / (self.count - 1)) if self.count > 1 else 1.0
+        return ((rewards.double() - self.mean) / (std + eps)).float()

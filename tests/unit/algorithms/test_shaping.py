@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+
+from rl_megatron.algorithms.shaping import (
+    RunningMoments,
+    drop_truncated,
+    overlong_penalty,
+    scale_and_clip,
+    score_finished,
+)
+
+
+def test_overlong_penalty_grows_over_the_buffer_before_the_limit() -> None:
+    penalty = overlong_penalty(torch.tensor([100, 16384, 18432, 20480]), max_length=20480, buffer=4096)
+    assert penalty.tolist() == [0.0, 0.0, -0.5, -1.0]
+
+
+def test_truncated_sequences_leave_the_loss() -> None:
+    mask = torch.tensor([False, True, True, True])
+    assert drop_truncated(mask, torch.tensor([False, True]), torch.tensor([0, 2, 4])).tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_scores_of_the_unfinished_scaled_and_clipped() -> None:
+    rewards = score_finished(torch.tensor([2.0, 2.0]), torch.tensor([True, False]), unfinished_reward=-1.0)
+    assert rewards.tolist() == [2.0, -1.0]
+    assert scale_and_clip(rewards, scale=10.0, low=-5.0, high=15.0).tolist() == [15.0, -5.0]
+
+
+def test_running_moments_equal_those_of_all_rewards_at_once() -> None:
+    batches = [[1.0, 2.0, 4.0], [], [1e6], [0.5, 0.25]]
+    moments = RunningMoments()
+    for batch in batches:
+        moments = moments.update(torch.tensor(batch, dtype=torch.float64))
+    everything = [r for batch in batches for r in batch]
+    assert moments.mean == pytest.approx(statistics.fmean(everything))
+    std = statistics.stdev(everything)
+    whitened = moments.whiten(torch.tensor([1e6], dtype=torch.float64), eps=0.0)
+    assert whitened.item() == pytest.approx((1e6 - statistics.fmean(everything)) / std)
+    assert RunningMoments().update(torch.tensor([3.0])).whiten(torch.tensor([3.0])).item() == 0.0
