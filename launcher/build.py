@@ -7,130 +7,122 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.local import LocalLauncher
 from rl_megatron import checkpoints, config_io
-from rl_megatron.config import RunConfig
-from rl_megatron.errors import CheckpointError
-from rl_megatron.interfaces import Launcher, Roles
+from rl_megatron.algorithms.losses import PolicyLoss
+from rl_megatron.config import AlgorithmSection, RunConfig
+from rl_megatron.data.packing import causal_attention_cost
+from rl_megatron.data.prompts import PromptStream, load_prompts
+from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.interfaces import Launcher, RewardFunction, Roles
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
+from rl_megatron.observability.report import write_report
+from rl_megatron.rewards.registry import resolve_reward
+from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.trainer import Trainer
+from rl_megatron.types import Loss, Prompt
+from rl_megatron.warm_start import WarmStart
 from rl_megatron.weights.layout import Layout
 from rl_megatron.weights.tables.qwen3_moe import MEGATRON_QWEN3_MOE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rl_megatron.trainer import Trainer
-    from rl_megatron.types import Prompt
-
 _RESUME_MAY_CHANGE = ("run", "train", "eval", "checkpoint", "log", "learner")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a run needs beside processes and data; making it finds what is wrong before any process starts."""
+
+    config: RunConfig
+    folder: Path
+    policy_loss: Loss
+    reward: RewardFunction
 
 
 async def train(config: RunConfig, *, resume: bool) -> Path:
     """Run to the end (or to a signal, then with a checkpoint); the run's folder. Raises RLMegatronError."""
     assert config.run.name is not None
     folder = config.run.dir / config.run.name
+    parts = Parts(
+        config=config,
+        folder=folder,
+        policy_loss=_policy_loss(config.algorithm),
+        reward=resolve_reward(config.reward.function),
+    )
     if resume:
         _check_same(config, config_io.load(str(folder / "config.yaml"), []))
     folder.mkdir(parents=True, exist_ok=True)
     config_io.save_resolved(config, folder / "config.yaml")
     progress = Progress(config.train.steps, config.log.progress, config.run.name, run_folder=folder)
     with run_log(folder, role="controller"), progress, _stop_signals(progress) as stop:
-        await _train(config, folder, progress, stop, resume=resume)
+        await _train(parts, progress, stop, resume=resume)
+        progress.note(f"report: {write_report([folder], folder / 'report.html')}")
     return folder
 
 
-async def _train(config: RunConfig, folder: Path, progress: Progress, stop: asyncio.Event, *, resume: bool) -> None:
+async def _train(parts: Parts, progress: Progress, stop: asyncio.Event, *, resume: bool) -> None:
+    config = parts.config
     progress.note("preparing the model")
     model_folder = await asyncio.to_thread(_model_folder, config)
     shape = ModelShape.from_folder(model_folder)
     Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=config.learner.dims)  # raises for degrees that do not divide
     progress.note(f"starting {config.learner.dims.world_size} learner processes and loading data")
-    launcher: Launcher = LocalLauncher(model_folder, folder)
+    launcher: Launcher = LocalLauncher(model_folder, parts.folder)
     loading = asyncio.create_task(asyncio.to_thread(_load, config, model_folder))
     async with launcher.start(config) as roles:
-        tokenizer, train_prompts, eval_prompts = await loading
-        recorder = Recorder(folder, config.log, progress)
-        with contextlib.closing(recorder):
-            trainer = _trainer(config, shape, roles, tokenizer, train_prompts, eval_prompts, recorder, stop, folder)
-            await _begin(trainer, tokenizer, train_prompts, resume=resume)
+        data = await loading
+        with contextlib.closing(Recorder(parts.folder, config.log, progress)) as recorder:
+            trainer = _trainer(parts, shape, roles, data, recorder, stop)
+            await _begin(trainer, data, resume=resume)
             progress.phase("reinforcement")
             await trainer.run()
-            await roles.weights.export(folder / f"hf_step_{trainer.step:06d}")
-    from rl_megatron.observability.report import write_report
-
-    progress.note(f"report: {write_report([folder], folder / 'report.html')}")
+            await roles.weights.export(parts.folder / f"hf_step_{trainer.step:06d}")
 
 
 def _model_folder(config: RunConfig) -> Path:
     if config.model.path is not None:
         return config.model.path
-    from rl_megatron.models.tiny import make_tiny_model
-
     return make_tiny_model(config.model.tiny, config.model.cache_dir, config.seed)
 
 
-Loaded = tuple["PreTrainedTokenizerBase", list["Prompt"], list["Prompt"]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """The tokenizer and both splits."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
 
 
-def _load(config: RunConfig, model_folder: Path) -> Loaded:
+def _load(config: RunConfig, model_folder: Path) -> Data:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads would take the learners' cores
     from transformers import AutoTokenizer
 
-    from rl_megatron.data.prompts import load_prompts
-
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    train_prompts, eval_prompts = load_prompts(
+    train, held_out = load_prompts(
         config.data,
         tokenizer,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         on_long_prompt=config.rollout.on_long_prompt,
         seed=config.seed,
     )
-    return tokenizer, train_prompts, eval_prompts
+    return Data(tokenizer=tokenizer, train=train, held_out=held_out)
 
 
-def _trainer(
-    config: RunConfig,
-    shape: ModelShape,
-    roles: Roles,
-    tokenizer: PreTrainedTokenizerBase,
-    train_prompts: Sequence[Prompt],
-    eval_prompts: Sequence[Prompt],
-    recorder: Recorder,
-    stop: asyncio.Event,
-    folder: Path,
-) -> Trainer:
-    from rl_megatron.rollout.sampler import RolloutSampler
-
-    from rl_megatron.algorithms.losses import PolicyLoss
-    from rl_megatron.data.packing import causal_attention_cost
-    from rl_megatron.data.prompts import PromptStream
-    from rl_megatron.rewards.registry import resolve_reward
-    from rl_megatron.trainer import Trainer
-
-    a = config.algorithm
-    return Trainer(
-        config=config,
-        roles=roles,
-        sampler=RolloutSampler(
-            roles.engine,
-            resolve_reward(config.reward.function),
-            partial(tokenizer.decode, skip_special_tokens=True),
-            rollout=config.rollout,
-            reward=config.reward,
-            stop_token_ids=(tokenizer.eos_token_id,),
-            seed=config.seed,
-        ),
-        prompts=PromptStream(train_prompts, seed=config.seed),
-        eval_prompts=eval_prompts,
-        policy_loss=PolicyLoss(
+def _policy_loss(a: AlgorithmSection) -> Loss:
+    try:
+        return PolicyLoss(
             ratio_level=a.ratio_level,
             objective=a.objective,
             clip_low=a.clip_low,
@@ -138,24 +130,42 @@ def _trainer(
             cap_low=a.cap_low,
             cap_high=a.cap_high,
             aggregation=a.aggregation,
+        )
+    except ValueError as error:
+        raise ConfigError(f"algorithm: {error}") from error
+
+
+def _trainer(
+    parts: Parts, shape: ModelShape, roles: Roles, data: Data, recorder: Recorder, stop: asyncio.Event
+) -> Trainer:
+    config = parts.config
+    return Trainer(
+        config=config,
+        roles=roles,
+        sampler=RolloutSampler(
+            engine=roles.engine,
+            reward_function=parts.reward,
+            decode=partial(data.tokenizer.decode, skip_special_tokens=True),
+            rollout=config.rollout,
+            reward=config.reward,
+            stop_token_ids=(data.tokenizer.eos_token_id,),
+            seed=config.seed,
         ),
+        prompts=PromptStream(data.train, seed=config.seed),
+        eval_prompts=data.held_out,
+        policy_loss=parts.policy_loss,
         attention_cost=causal_attention_cost(
             linear_parameters=shape.active_parameters,
             attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
         ),
-        checkpoints=checkpoints.CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep),
+        checkpoints=checkpoints.CheckpointStore(parts.folder / "checkpoints", keep=config.checkpoint.keep),
         recorder=recorder,
         stop=stop,
     )
 
 
-async def _begin(
-    trainer: Trainer, tokenizer: PreTrainedTokenizerBase, train_prompts: Sequence[Prompt], *, resume: bool
-) -> None:
+async def _begin(trainer: Trainer, data: Data, *, resume: bool) -> None:
     """Continue from the last checkpoint, or warm-start. Killed before the first checkpoint, a run starts over."""
-    from rl_megatron.data.prompts import PromptStream
-    from rl_megatron.warm_start import WarmStart
-
     progress = trainer.recorder.progress
     latest = trainer.checkpoints.latest() if resume else None
     trainer.recorder.truncate_after(checkpoints.step_of(latest) if latest else -1)
@@ -165,8 +175,8 @@ async def _begin(
         return
     if trainer.config.warm_start.steps:
         progress.phase("warm start", total=trainer.config.warm_start.steps)
-    prompts = PromptStream(train_prompts, seed=trainer.config.seed + 1)
-    await WarmStart(trainer=trainer, prompts=prompts, tokenizer=tokenizer).run()
+    prompts = PromptStream(data.train, seed=trainer.config.seed + 1)
+    await WarmStart(trainer=trainer, prompts=prompts, tokenizer=data.tokenizer).run()
 
 
 def _check_same(config: RunConfig, before: RunConfig) -> None:

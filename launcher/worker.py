@@ -95,11 +95,10 @@ class Worker:
 
     def _connect(self, config: RunConfig, shape: ModelShape, rank: int) -> None:
         """Fill the learner from the checkpoint and plan the way from every learner rank to every engine replica."""
-        from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
-
         from rl_megatron.types import ParallelDims
         from rl_megatron.weights.layout import Layout
         from rl_megatron.weights.plan import plan
+        from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
         from rl_megatron.weights.tables import qwen3_moe
         from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
-from rl_megatron.types import RolloutGroup
+from rl_megatron.rollout.sampler import RolloutBatch
 
 _NAME = re.compile(r"^step_(\d{6,})$")
 _TEMPORARY = ".writing-"
@@ -32,7 +32,7 @@ class TrainerState:
     step: int  # finished RL steps; 0 is right after the warm start
     batches_sampled: int  # rollout batches taken from the prompts so far
     prompts: dict[str, int]  # PromptStream.state()
-    buffer: tuple[tuple[RolloutGroup, ...], ...]  # sampled, not yet trained on, oldest first
+    buffer: tuple[RolloutBatch, ...]  # sampled, not yet trained on, oldest first
 
 
 _STATE = TypeAdapter(TrainerState)

@@ -23,14 +23,16 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values cannot change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class RunSection(Section):
     """Where a run writes: ``<dir>/<name>/``. Without a name, the config's name and a free number are taken."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    """Folder name of the run."""
     dir: Path = Path("runs")
+    """Where run folders are made."""
 
 
 class TinyModelSection(Section):
@@ -52,8 +54,10 @@ class ModelSection(Section):
     """The model to train: a Hugging Face folder, or a tiny one made on the spot."""
 
     path: Path | None = None
+    """Hugging Face folder of the model to start from; null makes the tiny one."""
     tiny: TinyModelSection = TinyModelSection()
     cache_dir: Path = Path("runs/.cache")
+    """Where the tiny model is kept between runs."""
 
 
 class ArithmeticData(Section):
@@ -61,7 +65,9 @@ class ArithmeticData(Section):
 
     type: Literal["arithmetic"] = "arithmetic"
     digits: Annotated[int, Field(ge=1, le=6)] = 2
+    """Digits of the largest addend."""
     num_eval: Positive = 256
+    """Held-out problems."""
 
 
 class FileData(Section):
@@ -69,82 +75,134 @@ class FileData(Section):
 
     type: Literal["files"]
     train: Path
+    """Problems to train on."""
     eval: Path
+    """Held-out problems."""
     prompt_field: str = "question"
+    """Field that holds the problem, as text."""
     answer_field: str = "answer"
+    """Field that holds the correct answer, as text."""
     prompt_template: str = "{prompt}"
+    """Text around the problem, which replaces {prompt}."""
     chat_template: bool = False
+    """Whether to wrap the prompt as a user turn of the tokenizer's chat template."""
     max_eval: Positive | None = None
+    """Use only the first so many held-out problems; null uses all."""
 
 
 class RewardSection(Section):
     """``function`` is a name of rewards/registry.py or ``package.module:function`` of your own."""
 
     function: str = "exact_match"
+    """exact_match, final_number, math_verify, or a function of your own."""
     on_error: Literal["fail", "drop"] | float = "fail"
+    """When a reward raises, is late or is not finite: end the run, drop the group, or score this."""
     timeout_seconds: PositiveFloat = 60.0
+    """How long one call of the function may take."""
 
 
 class AlgorithmSection(Section):
     """A policy-gradient algorithm is this row of choices (docs/algorithms.md); conf/algorithm/ names the known rows."""
 
     advantage_mean: Literal["none", "group", "batch"] = "group"
+    """What the baseline of an advantage is the mean over."""
     advantage_std: Literal["none", "group", "batch"] = "group"
+    """What the scale of an advantage is the standard deviation over."""
     leave_one_out: bool = False
+    """Whether the baseline leaves the completion itself out (RLOO)."""
     ratio_level: Literal["token", "sequence"] = "token"
+    """Importance ratio of each token, or one of the whole sequence, length-normalised."""
     objective: Literal["clip", "cispo", "reinforce"] = "clip"
+    """How ratio and advantage make a loss."""
     clip_low: NonNegativeFloat = 0.2
+    """objective=clip: the ratio is clipped below at 1 less this."""
     clip_high: NonNegativeFloat = 0.2
+    """objective=clip: the ratio is clipped above at 1 plus this."""
     cap_low: NonNegativeFloat = 0.0
+    """objective=cispo: least weight of a token, as a ratio."""
     cap_high: PositiveFloat = 5.0
+    """objective=cispo: greatest weight of a token, as a ratio."""
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
+    """How losses of tokens make the loss of the batch."""
     old_logprobs: Literal["learner", "rollout"] = "learner"
+    """Who computes the old policy's log-probs: the learner, or the engine while it samples."""
 
 
 class RolloutSection(Section):
     """How a step's completions are sampled."""
 
     engine: Literal["local"] = "local"
+    """What samples: the in-process engine."""
     prompts_per_step: Positive = 32
+    """Prompts of a step."""
     group_size: Positive = 8
+    """Completions of each prompt."""
     temperature: PositiveFloat = 1.0
+    """Of sampling, and of the learner's log-probs."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the fewest tokens whose probabilities reach this."""
     max_prompt_tokens: Positive = 256
+    """Longest prompt."""
     max_new_tokens: Positive = 32
+    """Longest completion."""
     on_long_prompt: Literal["fail", "drop"] = "fail"
+    """What a longer prompt does: end the run at its start, or be left out."""
     slots: Positive = 512
+    """Sequences an engine replica decodes at once."""
 
 
 class OptimizerSection(Section):
     """AdamW, as megatron-core's OptimizerConfig takes it."""
 
     beta1: Fraction = 0.9
+    """Decay of the gradient's mean."""
     beta2: Fraction = 0.95
+    """Decay of the squared gradient's mean."""
     eps: PositiveFloat = 1e-8
+    """Added to the denominator."""
     weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
     clip_grad: NonNegativeFloat = 1.0
+    """Greatest global norm of the gradient; 0 does not clip."""
     distributed: bool = True
+    """Whether data-parallel ranks shard the optimizer's state."""
 
 
 class LearnerSection(Section):
     """The megatron-core learner. ``etp``, ``dp`` and ``threads`` follow from the others when not given."""
 
     device: Literal["cpu", "cuda"] = "cpu"
+    """cpu over gloo, cuda over NCCL."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of parameters and activations; the optimizer keeps float32."""
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"
+    """auto takes TransformerEngine's where it is installed and device=cuda, else torch's."""
     tp: Positive = 1
+    """Tensor-parallel degree, with sequence parallelism where above 1."""
     pp: Positive = 1
+    """Pipeline-parallel degree."""
     vpp: Positive = 1
+    """Model chunks of each pipeline stage (interleaved schedule)."""
     ep: Positive = 1
+    """Expert-parallel degree."""
     etp: Positive | None = None
+    """Tensor-parallel degree inside an expert; null: tp where ep=1, else 1."""
     cp: Positive = 1
+    """Context-parallel degree."""
     dp: Positive | None = None
+    """Data-parallel degree; null: the least that makes room for ep*etp."""
     threads: Positive | None = None
+    """CPU threads of each process; null shares the machine's cores out."""
     max_tokens_per_micro_batch: Positive = 8192
+    """Positions of a packed micro-batch on one data-parallel rank."""
     vocab_multiple: Positive = 8
+    """Vocabulary rows are padded to a multiple of this times tp."""
     logprob_chunk_tokens: Positive = 1024
+    """Positions whose logits are held in float32 at once."""
     recompute_layers: bool = False
+    """Whether to recompute activations of every layer in the backward pass."""
     timeout_seconds: PositiveFloat = 600.0
+    """How long a collective may wait for its ranks."""
     optimizer: OptimizerSection = OptimizerSection()
 
     @property
@@ -160,52 +218,74 @@ class WarmStartSection(Section):
     """Supervised steps on correct answers by the same learner, before RL; ends early at ``stop_at_accuracy``."""
 
     steps: NonNegative = 0
+    """Most supervised steps; 0 leaves the warm start out."""
     batch_size: Positive = 256
+    """Problems of a supervised step."""
     learning_rate: PositiveFloat = 3e-3
+    """Constant rate of the supervised steps."""
     check_every: Positive = 20
+    """Supervised steps between evaluations."""
     stop_at_accuracy: Fraction = 1.0
+    """Held-out accuracy that ends the warm start."""
 
 
 class TrainSection(Section):
     """The RL loop. ``minibatches`` optimizer steps are made on each rollout batch."""
 
     steps: NonNegative = 100
+    """Rollout batches to train on."""
     minibatches: Positive = 2
+    """Optimizer steps on each rollout batch."""
     learning_rate: PositiveFloat = 1e-3
+    """Rate after the warm-up."""
     lr_warmup_steps: NonNegative = 0
+    """Steps of linear warm-up."""
     lr_decay: Literal["none", "linear", "cosine"] = "none"
+    """Shape after the warm-up; linear and cosine fall towards 0."""
     max_staleness: NonNegative = 0
+    """Rollout batches sampled ahead of the one trained on; 0 is synchronous."""
 
 
 class EvalSection(Section):
     """Held-out accuracy: the share of prompts whose reward is at least ``success_reward``."""
 
     every: NonNegative = 10
+    """Steps between evaluations; 0: only before the first step and after the last."""
     temperature: NonNegativeFloat = 0.0
+    """Of evaluation; 0 is greedy."""
     success_reward: float = 1.0
+    """Least reward of a right answer."""
 
 
 class CheckpointSection(Section):
-    """Checkpoints of everything a resume needs. ``every=0``: none but the last (and at Ctrl-C)."""
+    """Checkpoints of everything a resume needs. ``every=0``: none but the first and the last."""
 
     every: NonNegative = 25
+    """Steps between checkpoints."""
     keep: Positive = 2
+    """Newest checkpoints kept."""
 
 
 class LogSection(Section):
     """What a run records beside metrics.jsonl."""
 
     progress: Literal["auto", "live", "plain"] = "auto"
+    """Live panel, plain lines, or whichever suits the terminal."""
     samples_per_step: NonNegative = 4
+    """Completions written to samples.jsonl a step."""
     tensorboard: bool = True
+    """Whether to write TensorBoard files."""
     wandb: Literal["off", "offline", "online"] = "off"
+    """Whether to send metrics to Weights & Biases, or keep them for later."""
     wandb_project: str = "rl_megatron"
+    """Its project."""
 
 
 class RunConfig(Section):
     """One run, whole."""
 
     seed: NonNegative = 0
+    """Of the tiny model, the data, sampling and minibatches."""
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     data: Annotated[ArithmeticData | FileData, Field(discriminator="type")] = ArithmeticData()
@@ -233,13 +313,14 @@ def _layout_problems(learner: LearnerSection) -> list[str]:
     inner = d.tp * d.cp * d.dp
     if inner % (d.ep * d.etp):
         out.append(
-            f"learner: ep*etp = {d.ep}*{d.etp} = {d.ep * d.etp} does not divide tp*cp*dp = {d.tp}*{d.cp}*{d.dp} = {inner}; "
+            f"learner: ep*etp = {d.ep}*{d.etp} = {d.ep * d.etp} does not divide "
+            f"tp*cp*dp = {d.tp}*{d.cp}*{d.dp} = {inner}; "
             f"leave learner.dp out or set it so that {d.ep * d.etp} divides the product"
         )
     if d.ep == 1 and d.etp != d.tp:
         out.append(
-            f"learner.etp={d.etp} with learner.tp={d.tp} and learner.ep=1 lets replicated experts drift apart silently; "
-            f"set learner.etp={d.tp} (or leave it out), or learner.ep > 1"
+            f"learner.etp={d.etp} with learner.tp={d.tp} and learner.ep=1 lets replicated experts drift apart "
+            f"silently; set learner.etp={d.tp} (or leave it out), or learner.ep > 1"
         )
     if d.vpp > 1 and d.pp == 1:
         out.append(f"learner.vpp={d.vpp} needs a pipeline, but learner.pp=1; set learner.vpp=1 or learner.pp >= 2")
@@ -257,7 +338,8 @@ def _batch_problems(c: RunConfig) -> list[str]:
     longest = c.rollout.max_prompt_tokens + c.rollout.max_new_tokens
     if longest > c.learner.max_tokens_per_micro_batch:
         out.append(
-            f"learner.max_tokens_per_micro_batch={c.learner.max_tokens_per_micro_batch} is less than the longest sequence, "
-            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}; raise the first or lower the others"
+            f"learner.max_tokens_per_micro_batch={c.learner.max_tokens_per_micro_batch} is less than the longest "
+            f"sequence, rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}; "
+            "raise the first or lower the others"
         )
     return out

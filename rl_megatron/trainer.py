@@ -20,13 +20,13 @@ import torch
 from rl_megatron.algorithms.advantages import group_advantages
 from rl_megatron.checkpoints import CheckpointStore, TrainerState
 from rl_megatron.config import RunConfig
-from rl_megatron.data.packing import pack
+from rl_megatron.data.packing import pack, packing_metrics
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.data.samples import split_minibatches, to_samples
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Recorder, Stopwatch
-from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.rollout.sampler import RolloutBatch, RolloutSampler
 from rl_megatron.types import Batch, Loss, Prompt, RolloutGroup, StepResult
 
 Row = dict[str, int | float | str | None]
@@ -48,12 +48,12 @@ class Trainer:
     stop: asyncio.Event
     step: int = 0
     batches_sampled: int = 0
-    buffer: deque[tuple[RolloutGroup, ...]] = field(default_factory=deque)
+    buffer: deque[RolloutBatch] = field(default_factory=deque)
 
     async def run(self) -> None:
         """Train from ``self.step`` to ``train.steps``; the last weights are pushed, saved and evaluated."""
         if self.step == 0:
-            self.recorder.write({"step": 0, "phase": "rl", **await self.evaluate(0)})
+            self.recorder.write({"step": 0, "phase": "rl", **await self.evaluate()})
             await self.save()
         watch = Stopwatch()
         while self.step < self.config.train.steps and not self.stop.is_set():
@@ -61,7 +61,7 @@ class Trainer:
             last = self.step == self.config.train.steps or self.stop.is_set()
             if _due(self.step, self.config.eval.every, last):
                 with watch("eval"):
-                    row |= await self.evaluate(self.step)
+                    row |= await self.evaluate()
             self.recorder.write(row | watch.row())  # before the checkpoint: a resume keeps rows up to its step
             watch = Stopwatch()
             if _due(self.step, self.config.checkpoint.every, last):
@@ -75,11 +75,11 @@ class Trainer:
                 self.buffer.append(await self.sample())
         waiting = len(self.buffer) - 1
         ahead = asyncio.ensure_future(self.sample()) if waiting < self.config.train.max_staleness else None
-        groups = self.buffer.popleft()
+        rollouts = self.buffer.popleft()
         self.step += 1
-        row = self.describe(groups)
-        batches = self.make_batches(groups)
-        row |= _packing_metrics(batches)
+        row = self.describe(rollouts)
+        batches = self.make_batches(rollouts.groups)
+        row |= packing_metrics(batches, dims=self.config.learner.dims, attention_cost=self.attention_cost)
         if self.config.algorithm.old_logprobs == "learner":
             with watch("logprobs"):
                 batches = [await self.roles.learner.compute_logprobs(batch) for batch in batches]
@@ -97,14 +97,16 @@ class Trainer:
         watch.count("train", int(row["tokens/train"] or 0))
         return row
 
-    async def sample(self) -> tuple[RolloutGroup, ...]:
+    async def sample(self) -> RolloutBatch:
         """The next rollout batch; seeds depend on its number alone. Raises DataError when nothing was left of it."""
         self.batches_sampled += 1
         number = self.batches_sampled
-        groups = await self.sampler.sample(self.prompts.take(self.config.rollout.prompts_per_step), step=number)
-        if not groups:
-            raise DataError(f"rollout batch {number}: every group was dropped; see reward/errors and log.txt")
-        return tuple(groups)
+        rollouts = await self.sampler.sample(self.prompts.take(self.config.rollout.prompts_per_step), step=number)
+        if not rollouts.groups:
+            raise DataError(
+                f"rollout batch {number}: every group was dropped for its reward; log.txt names the prompts"
+            )
+        return rollouts
 
     def make_batches(self, groups: Sequence[RolloutGroup]) -> list[Batch]:
         """Advantages over the whole rollout batch, then ``train.minibatches`` packed batches in a fresh order."""
@@ -130,8 +132,9 @@ class Trainer:
             for part in parts
         ]
 
-    def describe(self, groups: Sequence[RolloutGroup]) -> Row:
+    def describe(self, rollouts: RolloutBatch) -> Row:
         """What can be said of a rollout batch before training on it; also records sample completions."""
+        groups = rollouts.groups
         self.recorder.write_samples(self.step, groups)
         rewards = np.array([r for g in groups for r in g.rewards])
         completions = [c for g in groups for c in g.completions]
@@ -142,8 +145,8 @@ class Trainer:
             "phase": "rl",
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()),
-            "reward/errors": self.sampler.counters.reward_errors,
-            "groups/dropped": self.sampler.counters.dropped_groups,
+            "reward/errors": rollouts.reward_errors,
+            "groups/dropped": rollouts.dropped_groups,
             "groups/zero_advantage_fraction": float(np.mean([len(set(g.rewards)) == 1 for g in groups])),
             "response/length_mean": float(lengths.mean()),
             "response/length_max": int(lengths.max()),
@@ -153,10 +156,13 @@ class Trainer:
             "tokens/rollout": int(lengths.sum()),
         }
 
-    async def evaluate(self, step: int) -> Row:
+    async def evaluate(self) -> Row:
         """Held-out accuracy of the weights pushed last."""
-        result = await self.sampler.evaluate(self.eval_prompts, step=step)
-        return {"eval/accuracy": result.accuracy}
+        section = self.config.eval
+        accuracy = await self.sampler.evaluate(
+            self.eval_prompts, temperature=section.temperature, success_reward=section.success_reward
+        )
+        return {"eval/accuracy": accuracy}
 
     async def save(self) -> None:
         """A checkpoint of this moment: learner, data position and waiting rollouts."""
@@ -204,11 +210,3 @@ def _mean(values: Sequence[float]) -> float:
 
 def _due(step: int, every: int, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
-
-
-def _packing_metrics(batches: Sequence[Batch]) -> Row:
-    return {
-        "tokens/train": sum(len(m.input_ids) for b in batches for rank in b.micro_batches for m in rank),
-        "packing/imbalance": max(b.imbalance for b in batches),
-        "packing/padding_fraction": _mean([b.padding_fraction for b in batches]),
-    }

@@ -111,6 +111,7 @@ class Samples:
 
     @property
     def num_sequences(self) -> int:
+        """S."""
         return len(self.cu_seqlens) - 1
 
     def with_old_logprobs(self, logprobs: Tensor) -> Samples:
@@ -151,7 +152,9 @@ class LossOutput:
 class Loss(Protocol):
     """A pure, picklable function of one micro-batch; sees no process group and no config."""
 
-    def __call__(self, inputs: LossInputs) -> LossOutput: ...
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """This rank's share of the loss. Every rank that shares a sequence calls it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from rl_megatron.data.packing import pack
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.data.samples import supervised_samples
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.trainer import Trainer
+from rl_megatron.trainer import Row, Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +30,7 @@ class WarmStart:
         await t.roles.weights.push(0)
         if not section.steps:
             return
-        t.recorder.write({"step": 0, "phase": "warm_start", "warm_start/step": 0, **await t.evaluate(0)})
+        t.recorder.write({"step": 0, "phase": "warm_start", "warm_start/step": 0, **await t.evaluate()})
         watch = Stopwatch()
         for step in range(1, section.steps + 1):
             if t.stop.is_set():
@@ -39,9 +39,9 @@ class WarmStart:
             if step % section.check_every and step != section.steps:
                 continue
             await t.roles.weights.push(0)
-            measured = await t.evaluate(0)
-            row = {"step": 0, "phase": "warm_start", "warm_start/step": step, "warm_start/loss": loss}
-            t.recorder.write({**row, **measured, "seconds/step": watch.row()["seconds/step"]})
+            measured = await t.evaluate()
+            row: Row = {"step": 0, "phase": "warm_start", "warm_start/step": step, "warm_start/loss": loss}
+            t.recorder.write(row | measured | {"seconds/step": watch.row()["seconds/step"]})
             watch = Stopwatch()
             if float(measured["eval/accuracy"] or 0) >= section.stop_at_accuracy:
                 return

@@ -10,6 +10,7 @@ Letters: D data-parallel ranks, M micro-batches a rank, S sequences.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
@@ -170,3 +171,28 @@ def _placeholder(samples: Samples) -> Samples:
         old_logprobs=torch.zeros(1),
         cu_seqlens=torch.tensor([0, 1]),
     )
+
+
+def packing_metrics(batches: Sequence[Batch], *, dims: ParallelDims, attention_cost: float) -> dict[str, float]:
+    """Positions trained on, the share of padding among those computed on, and the imbalance of the ranks' work.
+
+    Imbalance is the time of the slowest rank at each micro-batch (ranks wait for one another there), added up, over
+    the mean rank's work; 1 is even.
+    """
+    slowest = mean = 0.0
+    real = computed = 0
+    for batch in batches:
+        work = np.zeros((len(batch.micro_batches), len(batch.micro_batches[0])))
+        for d, row in enumerate(batch.micro_batches):
+            for m, samples in enumerate(row):
+                lengths = samples.cu_seqlens.diff().numpy()
+                work[d, m] = sequence_work(lengths, attention_cost).sum()
+                real += len(samples.input_ids)
+                computed += _round_up(int(padded_lengths(lengths, dims).sum()), _sequence_multiple(dims) * dims.tp)
+        slowest += float(work.max(0).sum())
+        mean += float(work.mean(0).sum())
+    return {
+        "tokens/train": real,
+        "packing/imbalance": slowest / mean,
+        "packing/padding_fraction": 1 - real / computed,
+    }

@@ -45,9 +45,10 @@ class ModelShape:
         raw: dict[str, Any] = json.loads(path.read_text())
         if raw.get("model_type") != "qwen3_moe":
             raise ConfigError(f"{path}: model_type={raw.get('model_type')!r} is not supported; allowed: 'qwen3_moe'")
-        for key, wanted in (("mlp_only_layers", ([], None)), ("decoder_sparse_step", (1, None)), ("use_sliding_window", (False, None))):
-            if raw.get(key) not in wanted:
-                raise ConfigError(f"{path}: {key}={raw[key]!r} is not supported; allowed: {wanted[0]!r}")
+        fixed: dict[str, object] = {"mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False}
+        for key, wanted in fixed.items():
+            if raw.get(key) not in (wanted, None):
+                raise ConfigError(f"{path}: {key}={raw[key]!r} is not supported; allowed: {wanted!r}")
         rope = raw.get("rope_parameters") or {}
         if rope.get("rope_type", "default") != "default" or raw.get("rope_scaling"):
             raise ConfigError(f"{path}: scaled rotary embeddings are not supported; allowed: rope_type='default'")

@@ -72,7 +72,7 @@ METRICS: Mapping[str, Metric] = _rows(
     ("groups/dropped", "groups", "groups left out: over-long prompt or failed reward, where the config says drop"),
     ("groups/zero_advantage_fraction", "", "share of groups whose rewards are all equal and so teach nothing"),
     ("moe/load_imbalance", "", "tokens of the busiest expert over the mean expert, in the worst layer; 1 is balanced"),
-    ("packing/imbalance", "", "work of the fullest rank and micro-batch over the mean, attention's square counted"),
+    ("packing/imbalance", "", "work of the slowest rank at each micro-batch over the mean rank's; 1 is even"),
     ("packing/padding_fraction", "", "share of the packed positions that are padding"),
     ("weights/bytes", "bytes", "weight bytes that crossed a process boundary to the rollout engine"),
     ("tokens/rollout", "tokens", "tokens sampled in the step"),

@@ -103,9 +103,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One process, one micro-batch, for each loss."""
     root = tmp_path_factory.mktemp("alone")
-    return {
-        name: run(root / name, model, LearnerSection(), loss=loss)[0] for name, loss in (("cispo", CISPO), ("gspo", GSPO))
-    }
+    losses = {"cispo": CISPO, "gspo": GSPO}
+    return {name: run(root / name, model, LearnerSection(), loss=loss)[0] for name, loss in losses.items()}
 
 
 def assert_same(seen: Any, alone: Any) -> None:
@@ -169,5 +168,3 @@ def test_log_probs_are_those_of_transformers(model: Path, alone: dict[str, Any])
         wanted = logits.log_softmax(-1).gather(1, one.targets[:, None]).squeeze(1)
         start, stop = samples.cu_seqlens[i : i + 2].tolist()
         assert torch.tensor(found[start:stop]).sub(wanted).abs().max() < 1e-4
-
-
