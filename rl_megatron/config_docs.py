@@ -1,0 +1,104 @@
+"""The page docs/configuration.md out of config.py: ``python -m rl_megatron.config_docs > docs/configuration.md``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rl_megatron.config import RunConfig
+
+Schema = Mapping[str, Any]  # a JSON schema, as pydantic makes it
+Cells = tuple[str, ...]
+
+_HEAD = """\
+# Configuration
+
+Every key with its default, generated from `rl_megatron/config.py` (CONTRIBUTING.md says how).
+
+A run's configuration is a file of `conf/` (`--config tiny_cpu`, or your own `--config my/run.yaml`), which holds only
+what differs from the defaults below, changed by what stands on the command line:
+
+```
+rl-megatron train algorithm=cispo learner.tp=2 train.steps=50
+```
+
+- `section.key=value` sets one key.
+- `group=name` puts `conf/<group>/<name>.yaml` in the place of a whole section, whatever it held before.
+- `defaults: [base, {algorithm: gspo}]` in a YAML file starts from other files.
+- Files are YAML 1.2: `3e-4` is a number, `off` and `no` are text, a key that is given twice is an error.
+- `null` stands for "not given".
+
+Everything that is wrong is said at once, with the key, its value, what is allowed and the nearest key there is. The
+configuration that a run was started with, defaults included, is in `runs/<name>/config.yaml`, which is a valid
+configuration itself.
+"""
+_WORDS = {"integer": "integer", "number": "number", "boolean": "`true` or `false`", "string": "text", "null": "`null`"}
+
+
+def render() -> str:
+    """The page, with a table for each section."""
+    schema = RunConfig.model_json_schema()
+    sections = "".join(_section("", schema, schema["$defs"]))
+    return f"{_HEAD}{sections}"
+
+
+def _section(name: str, section: Schema, definitions: Mapping[str, Schema]) -> Iterator[str]:
+    """A heading, what the section is and its single-valued keys; then the sections inside."""
+    rows: list[Cells] = []
+    inner: list[tuple[str, Schema]] = []
+    for key, field in section["properties"].items():
+        full = f"{name}.{key}" if name else key
+        if "$ref" in field:
+            inner.append((full, definitions[_target(field)]))
+        elif "oneOf" in field:
+            inner += [(full, definitions[_target(choice)]) for choice in field["oneOf"]]
+        else:
+            rows.append(_row(full, field, required=key in section.get("required", ())))
+    tag = section["properties"].get("type", {}).get("const")
+    title = f"`{name}`" + (f" with `type: {tag}`" if tag else "") if name else "The run"
+    yield f"\n## {title}\n\n{' '.join(section['description'].split()).replace('``', '`')}\n"
+    if rows:
+        yield "\n" + _table(("key", "value", "default", "meaning"), rows)
+    for full, section_inside in inner:
+        yield from _section(full, section_inside, definitions)
+
+
+def _table(head: Cells, rows: Sequence[Cells]) -> str:
+    """Without the last column where it says nothing."""
+    width = len(head) if any(row[-1] for row in rows) else len(head) - 1
+    lines = [head[:width], ("---",) * width, *[row[:width] for row in rows]]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines).replace("|  |\n", "| |\n")
+
+
+def _row(key: str, field: Schema, *, required: bool) -> Cells:
+    default = "required" if required else f"`{_plain(field['default'])}`"
+    return f"`{key}`", _kind(field), default, field.get("description", "").replace("``", "`")
+
+
+def _kind(field: Schema) -> str:
+    """What a value may be, in words."""
+    if "anyOf" in field:
+        return " or ".join(_kind(choice) for choice in field["anyOf"])
+    if "const" in field:
+        return f"`{field['const']}`"
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    if field.get("format") == "path":
+        return "path"
+    signs = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"))
+    limits = ", ".join(f"{sign} {field[name]}" for name, sign in signs if name in field)
+    return f"{_WORDS[field['type']]} {limits}".strip()
+
+
+def _plain(value: object) -> str:
+    """A default as it is written on a command line."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _target(reference: Schema) -> str:
+    return str(reference["$ref"]).rsplit("/", 1)[-1]
+
+
+if __name__ == "__main__":
+    print(render(), end="")

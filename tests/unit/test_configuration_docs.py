@@ -1,0 +1,67 @@
+"""docs/configuration.md is the schema's, key by key."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_megatron.config import FileData, RunConfig
+from rl_megatron.config_docs import render
+from rl_megatron.config_io import load
+
+REPO = Path(__file__).resolve().parents[2]
+PAGE = REPO / "docs" / "configuration.md"
+ROW = re.compile(r"^\| `([\w.]+)` \| (.+?) \| (?:`(.*)`|required) \|(?: (.*?) ?\|)?$", re.MULTILINE)
+
+
+def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything in a config."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{above}{key}.")
+        else:
+            yield above + key, value
+
+
+def test_the_page_is_current() -> None:
+    command = "python -m rl_megatron.config_docs > docs/configuration.md"
+    assert PAGE.read_text(encoding="utf-8") == render(), f"run {command}"
+
+
+def test_every_key_is_there_with_its_default(tmp_path: Path) -> None:
+    shown = {key: default for key, _, default, _ in ROW.findall(render()) if not key.startswith("data.")}
+    assert sorted(shown) == sorted(k for k, _ in flat(RunConfig().model_dump()) if not k.startswith("data."))
+    empty = tmp_path / "empty.yaml"
+    empty.touch()
+    for key, default in shown.items():
+        assert load(str(empty), [f"{key}={default}"]) == RunConfig(), key
+
+
+def test_both_kinds_of_data_are_there() -> None:
+    keys = [key for key, *_ in ROW.findall(render()) if key.startswith("data.")]
+    arithmetic = [f"data.{name}" for name in RunConfig().data.model_dump()]
+    assert keys == arithmetic + [f"data.{name}" for name in FileData.model_fields]
+
+
+def test_every_key_whose_name_does_not_say_it_has_a_meaning() -> None:
+    silent = [key for key, _, _, meaning in ROW.findall(render()) if not meaning]
+    assert [key for key in silent if not key.startswith("model.tiny.") and key != "data.type"] == []
+
+
+def test_values_are_said_in_words() -> None:
+    kinds = {key: kind for key, kind, *_ in ROW.findall(render())}
+    assert kinds["data.digits"] == "integer ≥ 1, ≤ 6"
+    assert kinds["rollout.top_p"] == "number > 0, ≤ 1"
+    assert kinds["learner.etp"] == "integer ≥ 1 or `null`"
+    assert kinds["reward.on_error"] == "`fail`, `drop` or number"
+    assert kinds["learner.device"] == "`cpu`, `cuda`"
+    assert kinds["model.path"] == "path or `null`"
+
+
+def test_a_machine_without_torch_can_make_it() -> None:
+    code = "import sys; sys.modules['torch'] = None; import rl_megatron.config_docs as d; d.render()"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)
