@@ -156,7 +156,8 @@ class CausalAttention:
     """Causal attention inside each of P whole sequences, given as one flat list of N tokens without padding.
 
     ``positions`` [N] counts from 0 in each sequence. With ``keep`` (a dtype), every layer's rotated keys and values
-    go to ``kept`` [2 * layers, P, longest, K, D], each sequence at the END of its row, zeros before it.
+    go to ``kept`` [2 * layers, P, longest, K, D]: all keys, then all values; each sequence at the END of its row, zeros
+    before it.
     """
 
     def __init__(
@@ -175,8 +176,8 @@ class CausalAttention:
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """An `Attend` of the N tokens among themselves."""
         if len(self.kept):
-            self.kept[2 * layer].flatten(0, 1).index_copy_(0, self._from_end, key)
-            self.kept[2 * layer + 1].flatten(0, 1).index_copy_(0, self._from_end, value)
+            self.kept[layer].flatten(0, 1).index_copy_(0, self._from_end, key)
+            self.kept[layer + len(self.kept) // 2].flatten(0, 1).index_copy_(0, self._from_end, value)
         # Padding stands behind each sequence, where no earlier query looks: causality is all the mask it needs.
         q, k, v = (self._pad(x).transpose(1, 2) for x in (query, key, value))
         mixed: Tensor = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
