@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -98,9 +99,10 @@ def _model_folder(config: RunConfig) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """The tokenizer and both splits."""
+    """The tokenizer, what ends a completion, and both splits."""
 
     tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
 
@@ -117,7 +119,20 @@ def _load(config: RunConfig, model_folder: Path) -> Data:
         on_long_prompt=config.rollout.on_long_prompt,
         seed=config.seed,
     )
-    return Data(tokenizer=tokenizer, train=train, held_out=held_out)
+    stop_token_ids = _stop_token_ids(model_folder, tokenizer)
+    return Data(tokenizer=tokenizer, stop_token_ids=stop_token_ids, train=train, held_out=held_out)
+
+
+def _stop_token_ids(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """What ends a completion: the generation config's ``eos_token_id`` (one or several), else the tokenizer's."""
+    path = model_folder / "generation_config.json"
+    given = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    ids = tokenizer.eos_token_id if given is None else given
+    if ids is None:
+        raise ConfigError(
+            f"{model_folder}: neither generation_config.json nor the tokenizer names an end-of-sequence token"
+        )
+    return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
 def _policy_loss(a: AlgorithmSection) -> Loss:
@@ -148,7 +163,7 @@ def _trainer(
             decode=partial(data.tokenizer.decode, skip_special_tokens=True),
             rollout=config.rollout,
             reward=config.reward,
-            stop_token_ids=(data.tokenizer.eos_token_id,),
+            stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
             seed=config.seed,
         ),
         prompts=PromptStream(data.train, seed=config.seed),

@@ -147,6 +147,8 @@ class RolloutSection(Section):
     """Longest completion."""
     on_long_prompt: Literal["fail", "drop"] = "fail"
     """What a longer prompt does: end the run at its start, or be left out."""
+    ignore_eos: bool = False
+    """Sample ``max_new_tokens`` whatever is sampled (for measurements)."""
     slots: Positive = 512
     """Sequences an engine replica decodes at once."""
 
