@@ -59,8 +59,13 @@ class RolloutSampler:
     async def _run(
         self, prompts: Sequence[Prompt], purpose: str, count: int, temperature: float, top_p: float
     ) -> list[tuple[RolloutGroup | None, int]]:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._group(prompt, purpose, count, temperature, top_p)) for prompt in prompts]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._group(prompt, purpose, count, temperature, top_p)) for prompt in prompts
+                ]
+        except ExceptionGroup as failed:  # the first is the cause; callers catch it by its type
+            raise failed.exceptions[0] from failed
         return [task.result() for task in running]
 
     async def _group(

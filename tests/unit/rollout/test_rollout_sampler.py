@@ -1,0 +1,153 @@
+"""Sampling and scoring over a real engine: order, seeds, and rewards that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from rl_megatron.config import RewardSection, RolloutSection
+from rl_megatron.errors import EngineError, RewardError
+from rl_megatron.rollout.local import LocalEngine
+from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.types import Completion, GenerationRequest, Prompt
+
+MakeEngine = Callable[[int], LocalEngine]
+Reward = Callable[[Prompt, Sequence[Completion], Sequence[str]], Sequence[float]]
+PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(3 + i, 5), answer="") for i in range(5)]
+
+
+class AsyncEngine:
+    """The in-process engine behind the RolloutEngine Protocol."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
+        self.asked: list[GenerationRequest] = []
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        self.asked.append(request)
+        await asyncio.sleep(0)
+        return self._engine.generate([request])[0]
+
+
+def text(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def length_reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+    return [float(len(t.split())) for t in texts]
+
+
+def sampler(make_engine: MakeEngine, reward: Reward, seed: int = 0, **section: object) -> RolloutSampler:
+    async def scored(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> Sequence[float]:
+        return reward(prompt, completions, texts)
+
+    return RolloutSampler(
+        engine=AsyncEngine(make_engine(8)),
+        reward_function=scored,
+        decode=text,
+        rollout=RolloutSection(group_size=4, max_new_tokens=9),
+        reward=RewardSection(**section),
+        stop_token_ids=(7, 8, 9),
+        seed=seed,
+    )
+
+
+def failing_for(bad: str, outcome: object) -> Reward:
+    def reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> Sequence[float]:
+        if prompt.id != bad:
+            return length_reward(prompt, completions, texts)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return reward
+
+
+def test_groups_come_in_order_with_texts_and_rewards(make_engine: MakeEngine) -> None:
+    batch = asyncio.run(sampler(make_engine, length_reward).sample(PROMPTS, step=3))
+    assert [group.prompt.id for group in batch.groups] == ["p0", "p1", "p2", "p3", "p4"]
+    assert (batch.reward_errors, batch.dropped_groups) == (0, 0)
+    for group in batch.groups:
+        assert len(group.completions) == 4
+        assert group.texts == tuple(text(c.token_ids) for c in group.completions)
+        assert group.rewards == tuple(len(c.token_ids) for c in group.completions)
+
+
+def test_a_step_repeats_exactly_and_no_two_steps_seeds_or_prompts_share_numbers(make_engine: MakeEngine) -> None:
+    seeds = []
+    for run_seed, step in ((0, 1), (0, 2), (1, 1)):
+        ours = sampler(make_engine, length_reward, seed=run_seed)
+        batch = asyncio.run(ours.sample(PROMPTS, step=step))
+        again = asyncio.run(sampler(make_engine, length_reward, seed=run_seed).sample(PROMPTS[::-1], step=step))
+        assert {g.prompt.id: g.texts for g in batch.groups} == {g.prompt.id: g.texts for g in again.groups}
+        seeds += [request.params.seed for request in ours.engine.asked]
+    assert len(set(seeds)) == 15
+
+
+@pytest.mark.parametrize(
+    ("outcome", "errors", "said"),
+    [
+        ([1.0, math.nan, 2.0, math.inf], 2, "completion 1 got nan"),
+        ([1.0], 4, "gave 1 rewards for 4 completions"),
+        (KeyError("answer"), 4, "raised KeyError"),
+    ],
+)
+def test_a_failing_reward_fails_drops_or_gets_the_number(
+    make_engine: MakeEngine, outcome: object, errors: int, said: str
+) -> None:
+    reward = failing_for("p2", outcome)
+    with pytest.raises(RewardError, match=f"prompt 'p2'.*{said}"):
+        asyncio.run(sampler(make_engine, reward).sample(PROMPTS, step=0))
+
+    dropped = asyncio.run(sampler(make_engine, reward, on_error="drop").sample(PROMPTS, step=0))
+    assert [group.prompt.id for group in dropped.groups] == ["p0", "p1", "p3", "p4"]
+    assert (dropped.reward_errors, dropped.dropped_groups) == (errors, 1)
+
+    numbered = asyncio.run(sampler(make_engine, reward, on_error=-1.0).sample(PROMPTS, step=0))
+    expected = (1.0, -1.0, 2.0, -1.0) if errors == 2 else (-1.0,) * 4
+    assert numbered.groups[2].rewards == expected
+    assert (numbered.reward_errors, numbered.dropped_groups) == (errors, 0)
+
+
+def test_a_late_reward_is_named(make_engine: MakeEngine) -> None:
+    async def never(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> Sequence[float]:
+        await asyncio.Event().wait()
+        return []
+
+    slow = sampler(make_engine, length_reward, timeout_seconds=0.01)
+    slow = RolloutSampler(
+        engine=slow.engine,
+        reward_function=never,
+        decode=text,
+        rollout=slow.rollout,
+        reward=slow.reward,
+        stop_token_ids=(),
+        seed=0,
+    )
+    with pytest.raises(RewardError, match=r"prompt 'p0'.*reward.timeout_seconds=0.01"):
+        asyncio.run(slow.sample(PROMPTS[:1], step=0))
+
+
+def test_an_engine_error_reaches_the_caller_as_itself(make_engine: MakeEngine) -> None:
+    empty = Prompt(id="empty", text="", token_ids=(), answer="")
+    with pytest.raises(EngineError, match="empty"):
+        asyncio.run(sampler(make_engine, length_reward).sample([*PROMPTS, empty], step=0))
+
+
+def test_accuracy_is_the_share_of_greedy_successes(make_engine: MakeEngine) -> None:
+    ours = sampler(make_engine, failing_for("p1", [math.nan]), on_error="drop")
+    lengths = {
+        prompt.id: len(ours.engine._engine.generate([request])[0][0].token_ids)
+        for prompt, request in zip(PROMPTS, _greedy_requests(ours), strict=True)
+    }
+    accuracy = asyncio.run(ours.evaluate(PROMPTS, temperature=0.0, success_reward=9.0))
+    assert accuracy == sum(name != "p1" and length >= 9 for name, length in lengths.items()) / 5
+    assert {request.num_completions for request in ours.engine.asked} == {1}
+
+
+def _greedy_requests(ours: RolloutSampler) -> list[GenerationRequest]:
+    asyncio.run(ours.evaluate(PROMPTS, temperature=0.0, success_reward=9.0))
+    return list(ours.engine.asked)
