@@ -56,7 +56,8 @@ class KVCache:
     def insert(self, start: int, clock: int, prefix: Tensor, lengths: Tensor) -> None:
         """Give rows ``start``... their prefixes, as if just decoded in the steps before ``clock``.
 
-        ``prefix`` [2 * layers, rows, longest, K, D] (keys, then values) holds each row's ``lengths`` [rows] tokens at its end.
+        ``prefix`` [2 * layers, rows, longest, K, D], all keys, then all values, holds each row's ``lengths`` [rows]
+        tokens at its end.
         """
         stop, longest = start + prefix.shape[1], prefix.shape[2]
         age = (clock - 1 - torch.arange(self.columns, device=lengths.device)) % self.columns

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rl_megatron.models.experts import mix_experts
+from rl_megatron.models.linear import linear
 from rl_megatron.models.shape import ModelShape
 
 
@@ -85,7 +86,7 @@ class ReferenceModel:
 
     def project(self, hidden: Tensor) -> Tensor:
         """Next-token logits [N, V] float32 of final-normed states [N, H]."""
-        return functional.linear(hidden, self.head).float()
+        return linear(hidden, self.head).float()
 
     @torch.inference_mode()
     def logits(self, input_ids: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ class ReferenceModel:
     ) -> Tensor:
         shape, num = self.shape, len(x)
         heads, head_dim = shape.num_heads + shape.num_kv_heads, shape.head_dim
-        qkv = functional.linear(rms_norm(x, weights.input_norm, shape.norm_eps), weights.qkv)
+        qkv = linear(rms_norm(x, weights.input_norm, shape.norm_eps), weights.qkv)
         qk = qkv[:, : heads * head_dim].view(num, heads, head_dim)
         qk = rms_norm(qk, weights.qk_norm.index_select(0, self._norm_row_of_head), shape.norm_eps)
         # rotate_half: the halves swap places; the minus sign of the first half is in the table of sines.
@@ -108,7 +109,7 @@ class ReferenceModel:
         qk = (qk.view(num, -1) * cos).addcmul_(swapped, sin).view(num, heads, head_dim)
         value = qkv[:, heads * head_dim :].view(num, shape.num_kv_heads, head_dim)
         mixed = attend(index, qk[:, : shape.num_heads], qk[:, shape.num_heads :], value)
-        return torch.addmm(x, mixed, weights.output.t())
+        return linear(mixed, weights.output).add_(x)
 
     def _zeros(self, *size: int) -> Tensor:
         return torch.zeros(size, dtype=self.dtype, device=self.device)

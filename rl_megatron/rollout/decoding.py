@@ -25,6 +25,8 @@ from rl_megatron.types import Completion, GenerationRequest
 # Padded prompt tokens prefilled at once: bounds a block's memory.
 MAX_PREFILL_TOKENS = 16384
 
+ROW_MULTIPLE = 8
+
 # Integer state of a sequence. The first three grow by one in each step.
 _POSITION, _PRODUCED, _OUT, _LIMIT, _KEY, _STOPS, _OLDEST, _TOKEN = range(8)
 
@@ -66,9 +68,12 @@ class Decoding:
 
     def step(self) -> None:
         """One token for every active row; rows that finish give way to waiting sequences."""
+        # A few idle rows are carried along: few batch sizes, few kernels to prepare (see `linear`).
+        padded = min(-(-self._active // ROW_MULTIPLE) * ROW_MULTIPLE, self._cache.rows)
+        self._cache.open_column(self._clock, active=padded, oldest=self._oldest)
+        hidden = self._model.hidden(self._state[_TOKEN, :padded], self._state[_POSITION, :padded], self._cache.attend)
         state = self._state[:, : self._active]
-        self._cache.open_column(self._clock, active=self._active, oldest=self._oldest)
-        hidden = self._model.hidden(state[_TOKEN], state[_POSITION], self._cache.attend)
+        logits = self._model.project(hidden)[: self._active]
         inverse_temperature, top_p, greedy = self._sampling[:, : self._active].unsqueeze(-1)
         rows = RowSampling(
             inverse_temperature=inverse_temperature,
@@ -77,7 +82,7 @@ class Decoding:
             any_greedy=self._any_greedy,
             any_top_p=self._any_top_p,
         )
-        tokens, logprobs = choose_tokens(self._model.project(hidden), uniforms(state[_KEY], state[_PRODUCED]), rows)
+        tokens, logprobs = choose_tokens(logits, uniforms(state[_KEY], state[_PRODUCED]), rows)
         self._out_tokens.scatter_(0, state[_OUT], tokens)
         self._out_logprobs.scatter_(0, state[_OUT], logprobs)
         state[_TOKEN] = tokens
