@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 
 from rl_megatron.config import RunConfig
 from rl_megatron.config_errors import explain, near_miss, not_a_section, shorten
+from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
 
 _CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -67,11 +68,8 @@ def load(name: str, overrides: Sequence[str], root: Path | None = None) -> RunCo
 
 def save_resolved(config: RunConfig, path: Path) -> None:
     """Write every key, defaults too, so that ``load(str(path), [])`` gives an equal config. Atomic."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(
-        yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8"
-    )
-    partial.replace(path)
+    text = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    write_atomically(path, text.encode("utf-8"))
 
 
 class _Composer:

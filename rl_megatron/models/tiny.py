@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_megatron.durable import publish_folder
 from rl_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ def make_tiny_model(spec: TinyModelSection, folder: Path, seed: int, *, vocab_si
     try:
         _save_model(spec, work, seed, vocab_size)
         byte_tokenizer().save_pretrained(work)
-        _sync(work)
         _publish(work, target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -114,21 +113,11 @@ def _save_model(spec: TinyModelSection, folder: Path, seed: int, vocab_size: int
             logging.enable_progress_bar()
 
 
-def _sync(folder: Path) -> None:
-    """Make every file of ``folder`` and its name list durable."""
-    for path in (*folder.iterdir(), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def _publish(work: Path, target: Path) -> None:
     """Rename ``work`` to ``target``; where another process was first, its folder stands."""
     work.chmod(0o755)
     try:
-        work.rename(target)
+        publish_folder(work, target)
     except OSError:
         if not target.is_dir():
             raise

@@ -1,4 +1,4 @@
-"""Durable files of a run: append-only JSON lines that survive kill -9, and whole-file replacement.
+"""A run's append-only JSON lines, which survive kill -9.
 
 A line counts once its newline is on disk. A last line without one was torn by a kill: readers leave it out and
 `truncate_after` removes it, so a resumed run never glues a new row to half of an old one.
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
+from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError
 
 JsonValue = str | int | float | None
@@ -60,21 +61,6 @@ class JsonlFile:
 def read_jsonl(path: Path) -> list[dict[str, JsonValue]]:
     """All rows but a torn last one, in file order. Raises DataError that names the file and the line."""
     return [_parse(path, number, line) for number, line in enumerate(_whole_lines(path), 1)]
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace ``path``: a reader, or a resume after a kill, sees the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _whole_lines(path: Path) -> list[bytes]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from rl_megatron.durable import write_atomically
 from rl_megatron.observability.charts import FRAME, Chart, Point, Series, line_chart, show, stacked_bars
-from rl_megatron.observability.files import JsonRow, write_atomically
+from rl_megatron.observability.files import JsonRow
 from rl_megatron.observability.history import Run, load_runs, number
 from rl_megatron.observability.metrics import METRICS, PHASE_SECONDS
 from rl_megatron.observability.samples import SampleRow

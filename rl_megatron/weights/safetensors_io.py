@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rl_megatron.durable import publish_folder
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.weights.layout import Box, Layout, Shape
 from rl_megatron.weights.plan import plan
@@ -110,10 +110,7 @@ def write_folder(
         (partial / "config.json").write_text(_config(source_folder, {t.dtype for t in tensors.values()}))
         for path in {path for pattern in _COMPANIONS for path in source_folder.glob(pattern) if path.is_file()}:
             shutil.copyfile(path, partial / path.name)
-        for path in (*partial.iterdir(), partial):
-            _fsync(path)
-        partial.rename(out)
-        _fsync(out.parent)
+        publish_folder(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -156,14 +153,6 @@ def _open(path: Path) -> Any:  # safetensors' class has no types
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise CheckpointError(f"{path} is torn or no safetensors file ({error}); fetch or export it again") from error
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _raise_misfits(where: str, given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:

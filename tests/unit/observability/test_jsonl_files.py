@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.errors import DataError
-from rl_megatron.observability.files import JsonlFile, read_jsonl, write_atomically
+from rl_megatron.observability.files import JsonlFile, read_jsonl
 
 
 def test_rows_are_read_back_in_order_and_floats_to_the_bit(tmp_path: Path) -> None:
@@ -84,11 +83,3 @@ def test_nan_never_reaches_a_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
         file.append([{"step": 1, "loss": float("nan")}])
     assert not file.path.exists()
-
-
-def test_a_replaced_file_is_whole_json_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    for n in (3, 1):
-        write_atomically(path, json.dumps(list(range(n))).encode())
-        assert json.loads(path.read_text()) == list(range(n))
-    assert os.listdir(tmp_path) == ["x.json"]

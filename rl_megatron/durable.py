@@ -1,0 +1,54 @@
+"""Files and folders that are there whole or not at all, whenever a process or the machine stops.
+
+What is new is written under a hidden name, made durable (fsync) and renamed; what is old is renamed before it goes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Make a file's bytes, or a folder's list of names, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Make ``folder`` and everything in it durable."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace the file ``path``: a reader, or a resume after a kill, sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def publish_folder(work: Path, final: Path) -> None:
+    """Make ``work`` durable under the name ``final`` beside it. Raises OSError where a folder with files is there."""
+    sync_tree(work)
+    work.rename(final)
+    sync(final.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove the folder, if it is there; killed half-way it leaves a hidden ``.removing-<name>``, never a part."""
+    doomed = path.with_name(f".removing-{path.name}")
+    if doomed.is_dir():
+        shutil.rmtree(doomed)
+    if path.is_dir():
+        path.rename(doomed)
+        sync(path.parent)
+        shutil.rmtree(doomed)

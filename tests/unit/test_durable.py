@@ -1,0 +1,57 @@
+"""Whole or not at all: files replaced, folders published and removed, and what a kill in between leaves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_megatron.durable import publish_folder, remove_folder, write_atomically
+
+
+def folder_with(path: Path, *names: str) -> Path:
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(name)
+    return path
+
+
+def test_a_replaced_file_is_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    for content in (b"long" * 9, b"short"):
+        write_atomically(path, content)
+        assert path.read_bytes() == content
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_published_folder_is_all_there_and_never_mixes_with_another(tmp_path: Path) -> None:
+    publish_folder(folder_with(tmp_path / ".work", "a", "deep/b"), tmp_path / "final")
+    assert (tmp_path / "final/deep/b").read_text() == "deep/b"
+    with pytest.raises(OSError, match="final"):
+        publish_folder(folder_with(tmp_path / ".work", "c"), tmp_path / "final")
+    assert sorted(os.listdir(tmp_path / "final")) == ["a", "deep"]
+
+
+def test_a_removed_folder_is_gone_and_so_is_what_a_kill_left(tmp_path: Path) -> None:
+    remove_folder(tmp_path / "not there")
+    folder_with(tmp_path / ".removing-x", "left")
+    remove_folder(folder_with(tmp_path / "x", "a", "deep/b"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_whose_removal_is_killed_is_no_longer_there_in_part(tmp_path: Path) -> None:
+    folder_with(tmp_path / "x", *(f"d{i}/f" for i in range(5)))
+    code = (
+        "import os, shutil, signal, sys; from pathlib import Path; from rl_megatron import durable;"
+        "shutil.rmtree = lambda p: (os.remove(p / 'd0/f'), os.kill(os.getpid(), signal.SIGKILL));"
+        "durable.remove_folder(Path(sys.argv[1]))"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], check=False)
+    assert run.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == [".removing-x"]
+    shutil.rmtree(tmp_path / ".removing-x")
