@@ -61,7 +61,7 @@ class ModelSection(Section):
 
 
 class ArithmeticData(Section):
-    """Made on the spot: sums ``37+08=`` with answer ``045`` of two numbers below ``10**digits``, split by problem."""
+    """Made on the spot: sums ``37+08=`` with the answer ``540``, lowest digit first, split by problem."""
 
     type: Literal["arithmetic"] = "arithmetic"
     digits: Annotated[int, Field(ge=1, le=6)] = 2

@@ -57,7 +57,7 @@ def load_prompts(
 def _arithmetic_problems(data: ArithmeticData, seed: int) -> tuple[list[_Problem], list[_Problem]]:
     def problem(a: int, b: int) -> _Problem:
         text = f"{a:0{data.digits}}+{b:0{data.digits}}"  # digits stand in the same columns in every problem
-        return _Problem(id=text, place=text, text=f"{text}=", answer=f"{a + b:0{data.digits + 1}}")
+        return _Problem(id=text, place=text, text=f"{text}=", answer=f"{a + b:0{data.digits + 1}}"[::-1])
 
     train, held_out = split_sums(digits=data.digits, num_eval=data.num_eval, seed=seed)
     return [problem(a, b) for a, b in train], [problem(a, b) for a, b in held_out]

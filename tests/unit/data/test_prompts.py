@@ -54,7 +54,7 @@ def test_all_sums_are_there_and_no_held_out_sum_is_trained_on_in_either_order(di
     limit = 10**digits
     assert trained | withheld | swapped == {(a, b) for a in range(limit) for b in range(limit)}
     for prompt in train + held_out:
-        assert int(prompt.answer) == sum(addends(prompt))
+        assert int(prompt.answer[::-1]) == sum(addends(prompt))
         assert bytes(prompt.token_ids).decode() == prompt.text
     assert len({p.id for p in train + held_out}) == len(train) + len(held_out)
 

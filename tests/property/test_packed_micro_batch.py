@@ -1,0 +1,62 @@
+"""A rank's share of a micro-batch: every position once over the CP ranks, megatron's zig-zag, padded for TP."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_megatron.learner.packed import pack_micro_batch
+from rl_megatron.types import Samples
+
+CPU = torch.device("cpu")
+
+
+def make_samples(lengths: list[int]) -> Samples:
+    total = sum(lengths)
+    return Samples(
+        input_ids=torch.arange(total),
+        targets=torch.arange(total) + 1,
+        mask=torch.ones(total, dtype=torch.bool),
+        advantages=torch.arange(total).float(),
+        rollout_logprobs=-torch.arange(total).float(),
+        old_logprobs=torch.zeros(total),
+        cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]),
+    )
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    tp=st.sampled_from([1, 2, 4]),
+    cp=st.sampled_from([1, 2, 3]),
+)
+def test_every_position_lies_on_one_rank_where_zigzag_puts_it(lengths: list[int], tp: int, cp: int) -> None:
+    samples = make_samples(lengths)
+    shares = [pack_micro_batch(samples, tp=tp, cp=cp, cp_rank=r, device=CPU) for r in range(cp)]
+    assert len({len(s.input_ids) for s in shares}) == 1
+    assert len(shares[0].input_ids) % tp == 0
+    sources = torch.cat([s.source for s in shares])
+    assert sorted(sources[sources >= 0].tolist()) == list(range(sum(lengths)))
+    for rank, share in enumerate(shares):
+        real = share.source >= 0
+        assert torch.equal(share.input_ids[real], samples.input_ids[share.source[real]])
+        assert torch.equal(share.rollout_logprobs[real], samples.rollout_logprobs[share.source[real]])
+        assert not share.mask[~real].any()
+        cu = share.attention.cu_seqlens_q.tolist()
+        for i, length in enumerate(lengths):
+            chunk = (cu[i + 1] - cu[i]) // (2 * cp)
+            wanted = [*range(rank * chunk, (rank + 1) * chunk)] if cp > 1 else [*range(cu[i + 1] - cu[i])]
+            if cp > 1:
+                wanted += range((2 * cp - 1 - rank) * chunk, (2 * cp - rank) * chunk)
+            assert share.attention.positions[share.segment_ids == i].tolist() == wanted
+            assert cu[i + 1] - cu[i] - length < 2 * cp
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8))
+def test_length_classes_waste_little_and_return_every_position(lengths: list[int]) -> None:
+    share = pack_micro_batch(make_samples(lengths), tp=1, cp=1, cp_rank=0, device=CPU)
+    rows = torch.cat([c.query_index.flatten() for c in share.attention.classes])
+    assert torch.equal(rows[share.attention.inverse], torch.arange(sum(lengths)))
+    for part in share.attention.classes:
+        members = torch.bincount(share.segment_ids)[share.segment_ids[part.query_index[:, 0]]]
+        assert part.query_index.shape[1] == members.max() <= max(1.2 * members.min(), members.min() + 1)
