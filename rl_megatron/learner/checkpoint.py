@@ -5,13 +5,18 @@ Every rank calls both functions; the caller owns the folder's atomicity (learner
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
@@ -25,6 +30,30 @@ _METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+
+# Megatron's queue lives in a process of its own, which outlives a killed rank.
+filesystem_async._results_queue = queue.SimpleQueue()
+
+
+class _SaveInProcess(TorchDistSaveShardedStrategy):
+    """Writes in this process; megatron's own forks writers, beside the threads of gloo and CUDA, for each save."""
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+        return request._replace(async_fn=partial(_write, writer) if writer.write_buckets else None)
+
+
+def _write(writer: Any, rank: int, buckets: list[Any], results: queue.SimpleQueue[Any]) -> None:
+    """Stands for ``FileSystemWriterAsync.write_preloaded_data_multiproc``: a file for each bucket, synced."""
+    transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+    done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    left: queue.Queue[int] = queue.Queue()
+    for i, bucket in enumerate(buckets):
+        left.put(i)
+        writer.write_preloaded_data(transforms, i, bucket, done, left, use_fsync=True)
+    written = dict(done.get() for _ in buckets)
+    failed = [outcome for outcome in written.values() if isinstance(outcome, Exception)]
+    results.put(failed[0] if failed else written)
 
 
 def _sharded_state(
@@ -54,7 +83,10 @@ def _inner(chunk: Any) -> Any:
 def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Write this rank's shards into ``folder`` (which exists)."""
     dist_checkpointing.save(
-        _sharded_state(chunks, optimizer, loading=False), str(folder), content_metadata=dict(_METADATA)
+        _sharded_state(chunks, optimizer, loading=False),
+        str(folder),
+        sharded_strategy=_SaveInProcess("torch_dist", 1, thread_count=1),
+        content_metadata=dict(_METADATA),
     )
 
 
