@@ -23,15 +23,23 @@ def train(
     config: Annotated[str, typer.Option(help="a name under conf/, or a YAML file")] = "tiny_cpu",
     resume: Annotated[bool, typer.Option("--resume", help="continue the run from its last checkpoint")] = False,
 ) -> None:
-    """Train a policy by reinforcement; everything goes to runs/<name>/."""
+    """Train a policy by reinforcement; everything goes to runs/<name>/.
+
+    Ctrl-C (or SIGTERM) finishes the step in hand, saves and exits with status 0; a second Ctrl-C exits at once, 130.
+    """
     from launcher import run_name
 
     loaded = config_io.load(config, overrides or [])
     named = run_name.choose(loaded, Path(config).stem, resume=resume)
     print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds
-    from launcher import build
+    sys.path.append(str(Path.cwd()))  # where a reward function of the user's may be
+    try:
+        from launcher import build
 
-    asyncio.run(build.train(named, resume=resume))
+        asyncio.run(build.train(named, resume=resume))
+    except KeyboardInterrupt:
+        print("interrupted; the last checkpoint stands, and --resume continues from it", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 @app.command()

@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher import resuming
 from launcher.local import LocalLauncher
-from rl_megatron import checkpoints, config_io
+from launcher.run_name import claim
+from launcher.stop import stop_signals
+from rl_megatron import config_io
 from rl_megatron.algorithms.losses import PolicyLoss
+from rl_megatron.checkpoints import CheckpointStore
 from rl_megatron.config import AlgorithmSection, RunConfig
 from rl_megatron.data.packing import causal_attention_cost
 from rl_megatron.data.prompts import PromptStream, load_prompts
-from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.durable import remove_folder
+from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
@@ -38,7 +43,7 @@ from rl_megatron.weights.tables.qwen3_moe import MEGATRON_QWEN3_MOE
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_RESUME_MAY_CHANGE = ("run", "train", "eval", "checkpoint", "log", "learner")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,34 +66,66 @@ async def train(config: RunConfig, *, resume: bool) -> Path:
         policy_loss=_policy_loss(config.algorithm),
         reward=resolve_reward(config.reward.function),
     )
-    if resume:
-        _check_same(config, config_io.load(str(folder / "config.yaml"), []))
-    folder.mkdir(parents=True, exist_ok=True)
-    config_io.save_resolved(config, folder / "config.yaml")
-    progress = Progress(config.train.steps, config.log.progress, config.run.name, run_folder=folder)
-    with run_log(folder, role="controller"), progress, _stop_signals(progress) as stop:
-        await _train(parts, progress, stop, resume=resume)
-        progress.note(f"report: {write_report([folder], folder / 'report.html')}")
+    with claim(folder, resume=resume):
+        start = resuming.find(config, folder) if resume else None
+        config_io.save_resolved(config, folder / "config.yaml")
+        progress = Progress(config.train.steps, config.log.progress, config.run.name, run_folder=folder)
+        with run_log(folder, role="controller"), progress, stop_signals(progress) as stop:
+            try:
+                await _train(parts, progress, stop, start)
+            except RLMegatronError as error:
+                logger.info("the run ends: %s", error)  # main shows it
+                raise
+            progress.note(f"report: {write_report([folder], folder / 'report.html')}")
+            if stop.is_set():
+                progress.note(f"stopped and saved; rl-megatron train --config {folder}/config.yaml --resume goes on")
     return folder
 
 
-async def _train(parts: Parts, progress: Progress, stop: asyncio.Event, *, resume: bool) -> None:
+async def _train(parts: Parts, progress: Progress, stop: asyncio.Event, start: resuming.Start | None) -> None:
     config = parts.config
     progress.note("preparing the model")
     model_folder = await asyncio.to_thread(_model_folder, config)
     shape = ModelShape.from_folder(model_folder)
-    Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=config.learner.dims)  # raises for degrees that do not divide
+    _check_fits(config, shape)
     progress.note(f"starting {config.learner.dims.world_size} learner processes and loading data")
     launcher: Launcher = LocalLauncher(model_folder, parts.folder)
-    loading = asyncio.create_task(asyncio.to_thread(_load, config, model_folder))
-    async with launcher.start(config) as roles:
-        data = await loading
+    async with contextlib.AsyncExitStack() as stack:
+        starting = asyncio.create_task(stack.enter_async_context(launcher.start(config)))
+        try:
+            data = await asyncio.to_thread(_load, config, model_folder)
+        except BaseException:  # what is wrong with the data is told before all processes are up
+            starting.cancel()
+            await asyncio.wait([starting])
+            raise
+        roles = await starting
         with contextlib.closing(Recorder(parts.folder, config.log, progress)) as recorder:
             trainer = _trainer(parts, shape, roles, data, recorder, stop)
-            await _begin(trainer, data, resume=resume)
-            progress.phase("reinforcement")
-            await trainer.run()
-            await roles.weights.export(parts.folder / f"hf_step_{trainer.step:06d}")
+            if await _begin(trainer, data, start):
+                progress.phase("reinforcement")
+                await trainer.run()
+                exported = parts.folder / f"hf_step_{trainer.step:06d}"
+                remove_folder(exported)  # where a finished run is resumed
+                await roles.weights.export(exported)
+
+
+def _check_fits(config: RunConfig, shape: ModelShape) -> None:
+    """Raises ConfigError naming every size of the model that the configuration does not fit."""
+    problems = []
+    try:
+        Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=config.learner.dims)
+    except ConfigError as error:
+        problems.append(str(error))
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    if longest > shape.max_positions:
+        problems.append(
+            f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} + rollout.max_new_tokens="
+            f"{config.rollout.max_new_tokens} = {longest} is more than the model's max_position_embeddings="
+            f"{shape.max_positions}; lower them"
+            + ("" if config.model.path else f" or set model.tiny.max_position_embeddings={longest}")
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _model_folder(config: RunConfig) -> Path:
@@ -173,61 +210,31 @@ def _trainer(
             linear_parameters=shape.active_parameters,
             attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
         ),
-        checkpoints=checkpoints.CheckpointStore(parts.folder / "checkpoints", keep=config.checkpoint.keep),
+        checkpoints=CheckpointStore(parts.folder / "checkpoints", keep=config.checkpoint.keep),
         recorder=recorder,
         stop=stop,
     )
 
 
-async def _begin(trainer: Trainer, data: Data, *, resume: bool) -> None:
-    """Continue from the last checkpoint, or warm-start. Killed before the first checkpoint, a run starts over."""
-    progress = trainer.recorder.progress
-    latest = trainer.checkpoints.latest() if resume else None
-    trainer.recorder.truncate_after(checkpoints.step_of(latest) if latest else -1)
-    if latest is not None:
-        progress.note(f"resuming from {latest}")
-        await trainer.restore(checkpoints.read(latest), latest)
-        return
-    if trainer.config.warm_start.steps:
-        progress.phase("warm start", total=trainer.config.warm_start.steps)
+async def _begin(trainer: Trainer, data: Data, start: resuming.Start | None) -> bool:
+    """Continue from a checkpoint, or warm-start; False where the warm start was stopped.
+
+    Killed before its first checkpoint, a run starts over.
+    """
+    progress, section = trainer.recorder.progress, trainer.config.warm_start
     prompts = PromptStream(data.train, seed=trainer.config.seed + 1)
-    await WarmStart(trainer=trainer, prompts=prompts, tokenizer=data.tokenizer).run()
-
-
-def _check_same(config: RunConfig, before: RunConfig) -> None:
-    """A resume may change lengths, logging and the layout; anything else would be another run under the same name."""
-    now, then = config.model_dump(mode="json"), before.model_dump(mode="json")
-    changed = [
-        f"{section}: {then[section]} then, {now[section]} now"
-        for section in now
-        if section not in _RESUME_MAY_CHANGE and now[section] != then[section]
-    ]
-    if config.learner.dims.ep != before.learner.dims.ep:
-        changed.append(
-            f"learner.ep={before.learner.dims.ep} then, {config.learner.dims.ep} now: megatron-core 0.16.1 cannot "
-            "reshard the optimizer's state over another expert-parallel degree"
-        )
-    if changed:
-        raise CheckpointError("--resume with another configuration:\n" + "\n".join(changed))
-
-
-@contextlib.contextmanager
-def _stop_signals(progress: Progress) -> Iterator[asyncio.Event]:
-    """Ctrl-C and SIGTERM ask for an end after the step in hand; a second Ctrl-C interrupts at once."""
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def ask(name: str) -> Callable[[], None]:
-        def handle() -> None:
-            progress.note(f"{name}: finishing this step and saving; press Ctrl-C again to stop at once")
-            stop.set()
-            loop.remove_signal_handler(signal.SIGINT)
-
-        return handle
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, ask(signal.Signals(signum).name))
-    try:
-        yield stop
-    finally:
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(signum)
+    warm_start = WarmStart(trainer=trainer, prompts=prompts, tokenizer=data.tokenizer)
+    done = None
+    if start is None:
+        trainer.recorder.truncate_after(-1)
+    else:
+        progress.note(f"resuming from {start.folder}")
+        done = start.state.warm_start_step
+        trainer.recorder.truncate_after(start.state.step, warm_start_step=done)
+        if done is None:
+            await trainer.restore(start.state, start.folder)
+            return True
+        await warm_start.restore(start.state, start.folder)
+    if section.steps:
+        progress.phase("warm start", total=section.steps)
+    return await warm_start.run(done)

@@ -6,15 +6,18 @@ The proxies here make many ranks look like one Learner, one RolloutEngine and on
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -23,22 +26,60 @@ from launcher import worker
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import RLMegatronError, WorkerDied
 from rl_megatron.interfaces import Roles
-from rl_megatron.types import Batch, Completion, GenerationRequest, Loss, ParallelDims, StepResult, WeightUpdate
+from rl_megatron.types import (
+    Batch,
+    Completion,
+    GenerationRequest,
+    Loss,
+    ParallelDims,
+    Samples,
+    StepResult,
+    WeightUpdate,
+)
 
-STOP_SECONDS = 10.0
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 30.0
+GRACE_SECONDS = 1.0
+
+
+class Failure:
+    """Why the run cannot go on: the first error of any rank, but a killed rank before what others say of it.
+
+    A rank that dies breaks its peers' collectives, and their complaints may arrive before the news of its end.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.known: asyncio.Future[None] = self._loop.create_future()
+        self.known.add_done_callback(_seen)
+        self._waits = False
+
+    def report(self, error: RLMegatronError, *, at_once: bool) -> None:
+        """Make ``error`` known, at once or unless another overtakes it within ``GRACE_SECONDS``."""
+        if at_once:
+            self._settle(error)
+        elif not self._waits:
+            self._waits = True
+            self._loop.call_later(GRACE_SECONDS, self._settle, error)
+
+    def _settle(self, error: RLMegatronError) -> None:
+        if not self.known.done():
+            self.known.set_exception(error)
 
 
 class WorkerHandle:
     """The controller's end of one worker. Calls are answered in the order they were made."""
 
-    def __init__(self, rank: int, rendezvous: str, failed: asyncio.Future[None]) -> None:
+    def __init__(self, rank: int, rendezvous: str, failure: Failure) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self.rank, self._failed = rank, failed
+        self.rank, self._failure, self._closing = rank, failure, False
         self.process: BaseProcess = context.Process(
             target=worker.main, args=(theirs, rank, rendezvous), name=f"rank {rank}", daemon=False
         )
-        self.process.start()
+        with _signals_held_back():
+            self.process.start()
         theirs.close()
         self._loop = asyncio.get_running_loop()
         self._waiting: list[asyncio.Future[Any]] = []
@@ -51,7 +92,8 @@ class WorkerHandle:
         return self._send(setup)
 
     def call(self, name: str, *arguments: Any) -> asyncio.Future[Any]:
-        """Ask the worker; the future raises WorkerDied, or the RLMegatronError that the worker raised."""
+        """Ask the worker; of a worker that failed no answer comes, but ``Failure`` knows it."""
+        self._closing = name == "close"
         return self._send((name, arguments))
 
     def _send(self, message: Any) -> asyncio.Future[Any]:
@@ -62,28 +104,21 @@ class WorkerHandle:
         return answer
 
     def _write(self, data: bytes) -> None:
-        try:
+        with contextlib.suppress(OSError):  # _watch says how the process ended
             self._connection.send_bytes(data)
-        except OSError as error:
-            self._tell(self._fail, WorkerDied(f"rank {self.rank} does not read its pipe any more: {error}"))
 
     def _read(self) -> None:
-        try:
+        with contextlib.suppress(EOFError, OSError):  # likewise
             while True:
                 self._tell(self._answer, *pickle.loads(self._connection.recv_bytes()))
-        except (EOFError, OSError):
-            return  # _watch says how the process ended
 
     def _watch(self) -> None:
         self.process.join()
-        ending = _ending(self.process.exitcode)
-        self._tell(self._fail, WorkerDied(f"rank {self.rank} (pid {self.process.pid}) {ending}"))
+        self._tell(self._ended)
 
     def _tell(self, function: Any, *arguments: Any) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop is closed: nobody listens any more
-            return
 
     def _answer(self, status: str, value: Any) -> None:
         if status == "ok":
@@ -91,54 +126,82 @@ class WorkerHandle:
             if not answer.done():
                 answer.set_result(value)
         elif status == "refused":
-            self._fail(value)
+            self._failure.report(value, at_once=True)
         else:
-            self._fail(WorkerDied(f"rank {self.rank} (pid {self.process.pid}) raised:\n{value}"))
+            error = WorkerDied(f"rank {self.rank} (pid {self.process.pid}) raised:\n{value}")
+            self._failure.report(error, at_once=False)
 
-    def _fail(self, error: RLMegatronError) -> None:
-        if not self._failed.done():
-            self._failed.set_exception(error)
-        for answer in self._waiting:
-            if not answer.done():
-                answer.set_exception(error)
-                answer.exception()  # the caller may be gone already
-        self._waiting.clear()
+    def _ended(self) -> None:
+        code = self.process.exitcode
+        if code == 0 and self._closing:
+            return
+        killed = code is not None and code < 0
+        how = f"was killed by signal {-(code or 0)}" if killed else f"ended with exit code {code}"
+        error = WorkerDied(f"rank {self.rank} (pid {self.process.pid}) {how}; log.txt has what it said")
+        self._failure.report(error, at_once=killed)
 
     def stop(self) -> None:
-        """End the process by its id: let it finish, then SIGTERM, then SIGKILL, each with a limit."""
+        """End the process by its id: let it finish, then SIGKILL, each with a limit."""
         self.process.join(STOP_SECONDS)
-        for end in (self.process.terminate, self.process.kill):
-            if self.process.is_alive():
-                end()
-                self.process.join(STOP_SECONDS)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(STOP_SECONDS)
         self._sender.shutdown(wait=False, cancel_futures=True)
 
 
-def _ending(exitcode: int | None) -> str:
-    if exitcode is not None and exitcode < 0:
-        return f"was killed by signal {-exitcode}; see log.txt in the run's folder (and dmesg, if memory ran out)"
-    return f"ended with exit code {exitcode}; see log.txt in the run's folder"
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """What starts here never sees SIGINT and SIGTERM, which a terminal or Slurm sends to every process of a run."""
+    resource_tracker.ensure_running()  # else starting it would lift the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class WorkerGroup:
-    """All ranks. A collective call ends with the first failure of any rank, so none waits for a dead one."""
+    """All ranks. Waiting ends with the first failure of any rank, so nobody waits for a dead one."""
 
-    def __init__(self, workers: Sequence[WorkerHandle], failed: asyncio.Future[None]) -> None:
-        self.workers, self._failed = workers, failed
+    def __init__(self, workers: Sequence[WorkerHandle], failure: Failure, patience: float) -> None:
+        self.workers, self._failure, self._patience = workers, failure, patience
 
     async def each(self, name: str, *arguments: Any) -> list[Any]:
         """Ask every rank the same; answers in rank order."""
-        return await self.gather([w.call(name, *arguments) for w in self.workers])
+        return await self.ask(name, {w.rank: arguments for w in self.workers})
 
-    async def gather(self, answers: Sequence[asyncio.Future[Any]]) -> list[Any]:
-        """Await answers. Raises as soon as any worker fails, asked or not."""
-        everything: asyncio.Future[list[Any]] = asyncio.gather(*answers)
-        either: set[asyncio.Future[Any]] = {everything, self._failed}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if self._failed.done():
+    async def ask(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
+        """Ask the ranks in ``arguments``, each with its own; answers in that order. Raises as `gather` does."""
+        return await self.gather(name, {rank: self.workers[rank].call(name, *a) for rank, a in arguments.items()})
+
+    async def gather(self, what: str, answers: Mapping[int, asyncio.Future[Any]]) -> list[Any]:
+        """Await answers by rank. Raises WorkerDied, or what the worker refused, once any worker failed, asked or not.
+
+        The wait itself has no limit, as a step may be long; the collectives in it have ``learner.timeout_seconds``.
+        After each such time the log names the ranks that are waited for.
+        """
+        everything: asyncio.Future[list[Any]] = asyncio.gather(*answers.values())
+        everything.add_done_callback(_seen)
+        either: set[asyncio.Future[Any]] = {everything, self._failure.known}
+        while not any(f.done() for f in either):
+            done, _ = await asyncio.wait(either, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                logger.warning("waiting for %s of %s for %g s and more", what, late(answers), self._patience)
+        if self._failure.known.done():
             everything.cancel()
-            self._failed.result()
+            self._failure.known.result()
         return await everything
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Look at what a future raised, so that asyncio does not complain of nobody having done so."""
+    if not future.cancelled():
+        future.exception()
+
+
+def late(answers: Mapping[int, asyncio.Future[Any]]) -> str:
+    """The ranks that have not answered yet, in words."""
+    return "rank " + ", ".join(str(rank) for rank, answer in answers.items() if not answer.done())
 
 
 class LearnerGroup:
@@ -149,9 +212,7 @@ class LearnerGroup:
 
     async def compute_logprobs(self, batch: Batch) -> Batch:
         """See interfaces.Learner."""
-        answers = await self._group.gather(
-            [w.call("compute_logprobs", batch.micro_batches[self._dims.dp_rank(w.rank)]) for w in self._group.workers]
-        )
+        answers = await self._group.ask("compute_logprobs", {rank: (m,) for rank, m in self._shares(batch).items()})
         rows = {self._dims.dp_rank(rank): answer for rank, answer in enumerate(answers) if answer is not None}
         micro_batches = tuple(
             tuple(m.with_old_logprobs(x) for m, x in zip(row, rows[d], strict=True))
@@ -162,10 +223,12 @@ class LearnerGroup:
     async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult:
         """See interfaces.Learner."""
         common = (loss, learning_rate, batch.num_tokens, batch.num_sequences)
-        share = {w.rank: batch.micro_batches[self._dims.dp_rank(w.rank)] for w in self._group.workers}
-        answers = await self._group.gather([w.call("train_step", share[w.rank], *common) for w in self._group.workers])
+        answers = await self._group.ask("train_step", {rank: (m, *common) for rank, m in self._shares(batch).items()})
         result: StepResult = next(a for a in answers if a is not None)
         return result
+
+    def _shares(self, batch: Batch) -> dict[int, tuple[Samples, ...]]:
+        return {w.rank: batch.micro_batches[self._dims.dp_rank(w.rank)] for w in self._group.workers}
 
     async def save(self, folder: Path) -> None:
         """See interfaces.Learner."""
@@ -206,8 +269,8 @@ class EngineGroup:
         self, handle: WorkerHandle, share: list[tuple[GenerationRequest, asyncio.Future[Sequence[Completion]]]]
     ) -> None:
         try:
-            (results,) = await self._group.gather([handle.call("generate", [request for request, _ in share])])
-        except RLMegatronError as error:
+            (results,) = await self._group.ask("generate", {handle.rank: ([request for request, _ in share],)})
+        except Exception as error:  # noqa: BLE001  whatever it is, those who asked hear it
             for _, answer in share:
                 if not answer.done():
                     answer.set_exception(error)
@@ -234,7 +297,7 @@ class WeightGroup:
 
     async def export(self, folder: Path) -> None:
         """See interfaces.WeightSync. Writes what was pushed last."""
-        await self._group.gather([self._group.workers[0].call("export", folder)])
+        await self._group.ask("export", {0: (folder,)})
 
 
 class LocalLauncher:
@@ -243,23 +306,22 @@ class LocalLauncher:
     def __init__(self, model_folder: Path, run_folder: Path) -> None:
         self._model_folder, self._run_folder = model_folder, run_folder
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
         """See interfaces.Launcher."""
         dims = config.learner.dims
-        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        failed.add_done_callback(lambda f: f.cancelled() or f.exception())  # seen, even if nobody awaits it
+        failure = Failure()
         with tempfile.TemporaryDirectory(prefix="rl_megatron-") as folder:
             os.environ["OMP_NUM_THREADS"] = str(threads_per_worker(config))
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing here leaves this machine
             rendezvous = f"file://{folder}/rendezvous"
-            workers = [WorkerHandle(rank, rendezvous, failed) for rank in range(dims.world_size)]
-            group = WorkerGroup(workers, failed)
+            workers: list[WorkerHandle] = []
             try:
-                setup = (config, self._model_folder.resolve(), self._run_folder.resolve())
-                await group.gather([w.prepare(*setup) for w in workers])
+                workers += (WorkerHandle(rank, rendezvous, failure) for rank in range(dims.world_size))
+                group = WorkerGroup(workers, failure, config.learner.timeout_seconds)
+                await self._prepare(group, config)
                 yield Roles(learner=LearnerGroup(group, dims), engine=EngineGroup(group), weights=WeightGroup(group))
-                await asyncio.wait_for(group.each("close"), STOP_SECONDS)
+                await _close(group)
             except BaseException:
                 for handle in workers:
                     handle.process.kill()
@@ -267,6 +329,29 @@ class LocalLauncher:
             finally:
                 for handle in workers:
                     handle.stop()
+
+    async def _prepare(self, group: WorkerGroup, config: RunConfig) -> None:
+        setup = (config, self._model_folder.resolve(), self._run_folder.resolve())
+        answers = {w.rank: w.prepare(*setup) for w in group.workers}
+        limit = config.learner.timeout_seconds
+        try:
+            async with asyncio.timeout(limit):
+                await group.gather("start", answers)
+        except TimeoutError as error:
+            raise WorkerDied(
+                f"{late(answers)}: not ready after learner.timeout_seconds={limit:g}; raise it if loading takes longer"
+            ) from error
+
+
+async def _close(group: WorkerGroup) -> None:
+    """Ask all to end; the work is done and saved, so one that does not is ended by `WorkerHandle.stop`."""
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            await group.each("close")
+    except TimeoutError:
+        logger.warning("not all learner processes left their process groups in %g s; they are killed", STOP_SECONDS)
+        for handle in group.workers:
+            handle.process.kill()
 
 
 def threads_per_worker(config: RunConfig) -> int:

@@ -1,6 +1,11 @@
-"""Which folder a run writes to."""
+"""Which folder a run writes to, and that no other process writes there."""
 
 from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
 
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError
@@ -23,3 +28,22 @@ def choose(config: RunConfig, config_name: str, *, resume: bool) -> RunConfig:
     elif not resume and (root / name).exists():
         raise ConfigError(f"run.name={name}: {root / name} exists; add --resume to continue it, or take another name")
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+@contextlib.contextmanager
+def claim(folder: Path, *, resume: bool) -> Iterator[None]:
+    """Make the run's folder (a resume: find it) and keep other runs out of it while the context is open.
+
+    Raises ConfigError where another process has it. The claim ends with the process, whatever ends that.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(exist_ok=resume)
+    except FileExistsError as error:
+        raise ConfigError(f"{folder}: another run was quicker to take this name; start again") from error
+    with (folder / "log.txt").open("ab") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"{folder}: a process is running there; wait for its end, or end it") from error
+        yield

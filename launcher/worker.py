@@ -6,9 +6,12 @@ A worker serves one call at a time, in the order sent. It dies with its parent, 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
+import os
 import pickle
 import signal
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -30,7 +33,10 @@ _PR_SET_PDEATHSIG = 1
 def main(connection: Connection, rank: int, rendezvous: str) -> None:
     """Entry of a spawned worker: import, wait for ``(config, model folder, run folder)``, then serve calls."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # Linux: no orphan outlives a killed controller
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid != os.getppid():  # killed before that call
+        return
+    warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")  # doctor tells
     try:
         import rl_megatron.learner.megatron  # noqa: F401  heavy: done while the controller still prepares
 

@@ -1,14 +1,14 @@
 """Checkpoint folders: written under a temporary name, listed in a manifest, made durable, then renamed.
 
 ``checkpoints/step_000010/`` holds ``learner/`` (the learner's shards), ``trainer.json`` (all that the controller must
-remember) and ``manifest.json`` (size and SHA-256 of every file). A folder with its final name is whole.
+remember) and ``manifest.json`` (size and SHA-256 of every file). ``warm_start_000040/`` is the same, of a warm start
+that was stopped. A folder with its final name is whole.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -17,11 +17,12 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from rl_megatron.durable import publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
 from rl_megatron.rollout.sampler import RolloutBatch
 
-_NAME = re.compile(r"^step_(\d{6,})$")
+_NAME = re.compile(r"(warm_start|step)_(\d{6,})")
 _TEMPORARY = ".writing-"
 
 
@@ -33,9 +34,17 @@ class TrainerState:
     batches_sampled: int  # rollout batches taken from the prompts so far
     prompts: dict[str, int]  # PromptStream.state()
     buffer: tuple[RolloutBatch, ...]  # sampled, not yet trained on, oldest first
+    warm_start_step: int | None = None  # supervised steps done where they were stopped; ``prompts`` is then of theirs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    bytes: int
+    sha256: str
 
 
 _STATE = TypeAdapter(TrainerState)
+_MANIFEST = TypeAdapter(dict[str, _File])
 
 
 class CheckpointStore:
@@ -47,21 +56,19 @@ class CheckpointStore:
     async def save(self, state: TrainerState, learner: Learner) -> Path:
         """Write a checkpoint and drop the oldest beyond ``keep``. Killed at any moment, the last whole one stays."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for left in self._folder.glob(f"{_TEMPORARY}*"):
+        for left in self._folder.glob(".*"):  # of a save that was killed
             shutil.rmtree(left)
-        final = self._folder / f"step_{state.step:06d}"
+        warm = state.warm_start_step
+        final = self._folder / (f"step_{state.step:06d}" if warm is None else f"warm_start_{warm:06d}")
         temporary = self._folder / f"{_TEMPORARY}{final.name}"
         (temporary / "learner").mkdir(parents=True)
         await learner.save(temporary / "learner")
         (temporary / "trainer.json").write_bytes(_STATE.dump_json(state))
         (temporary / "manifest.json").write_text(json.dumps(_manifest(temporary), indent=1))
-        _make_durable(temporary)
-        if final.exists():
-            shutil.rmtree(final)  # the same step again, after a resume: the new one is whole and durable
-        temporary.rename(final)
-        _fsync(self._folder)
+        remove_folder(final)  # the same step again, after a resume: both are whole, and hold the same
+        publish_folder(temporary, final)
         for old in self._all()[: -self._keep]:
-            shutil.rmtree(old)
+            remove_folder(old)
         return final
 
     def latest(self) -> Path | None:
@@ -70,13 +77,10 @@ class CheckpointStore:
         return found[-1] if found else None
 
     def _all(self) -> list[Path]:
-        found = [p for p in self._folder.glob("step_*") if _NAME.match(p.name)] if self._folder.is_dir() else []
-        return sorted(found, key=step_of)
-
-
-def step_of(folder: Path) -> int:
-    """The RL step after which a checkpoint folder was written."""
-    return int(folder.name.removeprefix("step_"))
+        """Oldest first; a warm start comes before the steps."""
+        found = self._folder.iterdir() if self._folder.is_dir() else ()
+        named = [(match[1] == "step", int(match[2]), p) for p in found if (match := _NAME.fullmatch(p.name))]
+        return [path for _, _, path in sorted(named)]
 
 
 def read(folder: Path) -> TrainerState:
@@ -85,9 +89,9 @@ def read(folder: Path) -> TrainerState:
     Raises CheckpointError naming each missing or changed file.
     """
     try:
-        listed: dict[str, dict[str, str | int]] = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}/manifest.json cannot be read ({error}); {_advice(folder)}") from error
+        listed = _MANIFEST.validate_json((folder / "manifest.json").read_bytes())
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(f"{folder}/manifest.json is missing or torn: {error}\n{_advice(folder)}") from error
     problems = [p for name, entry in listed.items() for p in _compare(folder / name, entry)]
     if problems:
         raise CheckpointError("\n".join([*problems, _advice(folder)]))
@@ -101,12 +105,12 @@ def _advice(folder: Path) -> str:
     return f"remove {folder} to resume from the checkpoint before it"
 
 
-def _compare(path: Path, entry: dict[str, str | int]) -> Iterator[str]:
+def _compare(path: Path, entry: _File) -> Iterator[str]:
     if not path.is_file():
-        yield f"{path} is missing ({entry['bytes']} bytes when it was written)"
-    elif path.stat().st_size != entry["bytes"]:
-        yield f"{path} is torn: {path.stat().st_size} bytes of {entry['bytes']}"
-    elif _digest(path) != entry["sha256"]:
+        yield f"{path} is missing ({entry.bytes} bytes when it was written)"
+    elif path.stat().st_size != entry.bytes:
+        yield f"{path} is torn: {path.stat().st_size} bytes of {entry.bytes}"
+    elif _digest(path) != entry.sha256:
         yield f"{path} changed since it was written: its SHA-256 differs"
 
 
@@ -118,16 +122,3 @@ def _manifest(folder: Path) -> dict[str, dict[str, str | int]]:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _make_durable(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _fsync(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -34,7 +34,7 @@ Row = dict[str, int | float | str | None]
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """One run's loop. ``stop`` set (Ctrl-C, a time limit) ends it after the step in hand, with a checkpoint."""
+    """One run's loop. ``stop`` set (Ctrl-C, SIGTERM) ends it after the step in hand, with a checkpoint."""
 
     config: RunConfig
     roles: Roles
@@ -49,53 +49,66 @@ class Trainer:
     step: int = 0
     batches_sampled: int = 0
     buffer: deque[RolloutBatch] = field(default_factory=deque)
+    saved: int | None = None  # step of the checkpoint that was written or restored last
 
     async def run(self) -> None:
-        """Train from ``self.step`` to ``train.steps``; the last weights are pushed, saved and evaluated."""
-        if self.step == 0:
+        """Train from ``self.step`` to ``train.steps``, or to a stop; the last step is saved, the end is evaluated."""
+        if self.saved is None:
             self.recorder.write({"step": 0, "phase": "rl", **await self.evaluate()})
             await self.save()
         watch = Stopwatch()
         while self.step < self.config.train.steps and not self.stop.is_set():
             row = await self.train_once(watch)
-            last = self.step == self.config.train.steps or self.stop.is_set()
-            if _due(self.step, self.config.eval.every, last):
+            if self._due(self.config.eval.every):
                 with watch("eval"):
                     row |= await self.evaluate()
             self.recorder.write(row | watch.row())  # before the checkpoint: a resume keeps rows up to its step
             watch = Stopwatch()
-            if _due(self.step, self.config.checkpoint.every, last):
+            if self._due(self.config.checkpoint.every):
                 with watch("checkpoint"):
                     await self.save()
+        if self.saved != self.step:  # stopped between checkpoints
+            await self.save()
+
+    def _due(self, every: int) -> bool:
+        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
     async def train_once(self, watch: Stopwatch) -> Row:
         """One step: the metrics row of a rollout batch sampled, trained on and pushed."""
-        if not self.buffer:
+        staleness = self.config.train.max_staleness
+        while len(self.buffer) < max(1, staleness):
             with watch("rollout"):
                 self.buffer.append(await self.sample())
-        waiting = len(self.buffer) - 1
-        ahead = asyncio.ensure_future(self.sample()) if waiting < self.config.train.max_staleness else None
         rollouts = self.buffer.popleft()
         self.step += 1
-        row = self.describe(rollouts)
+        ahead = asyncio.ensure_future(self.sample()) if len(self.buffer) < staleness else None
+        try:
+            row = self.describe(rollouts) | await self.update(rollouts, watch)
+            if ahead is not None:
+                with watch("rollout"):
+                    self.buffer.append(await ahead)
+        except BaseException:
+            if ahead is not None:
+                ahead.cancel()
+                await asyncio.wait([ahead])
+            raise
+        with watch("weights"):
+            pushed = await self.roles.weights.push(self.step)
+        watch.count("rollout", int(row["tokens/rollout"] or 0))
+        watch.count("train", int(row["tokens/train"] or 0))
+        return row | {"weights/bytes": pushed.num_bytes}
+
+    async def update(self, rollouts: RolloutBatch, watch: Stopwatch) -> Row:
+        """The optimizer steps on a rollout batch, and their metrics."""
         batches = self.make_batches(rollouts.groups)
-        row |= packing_metrics(batches, dims=self.config.learner.dims, attention_cost=self.attention_cost)
+        row: Row = {**packing_metrics(batches, dims=self.config.learner.dims, attention_cost=self.attention_cost)}
         if self.config.algorithm.old_logprobs == "learner":
             with watch("logprobs"):
                 batches = [await self.roles.learner.compute_logprobs(batch) for batch in batches]
         rate = learning_rate(self.config, self.step)
         with watch("train"):
             results = [await self.roles.learner.train_step(b, self.policy_loss, rate) for b in batches]
-        if ahead is not None:
-            with watch("rollout"):
-                self.buffer.append(await ahead)
-        with watch("weights"):
-            update = await self.roles.weights.push(self.step)
-        row |= {"weights/bytes": update.num_bytes, "learning_rate": rate}
-        row |= combine(results)
-        watch.count("rollout", int(row["tokens/rollout"] or 0))
-        watch.count("train", int(row["tokens/train"] or 0))
-        return row
+        return row | {"learning_rate": rate} | combine(results)
 
     async def sample(self) -> RolloutBatch:
         """The next rollout batch; seeds depend on its number alone. Raises DataError when nothing was left of it."""
@@ -173,6 +186,7 @@ class Trainer:
             buffer=tuple(self.buffer),
         )
         await self.checkpoints.save(state, self.roles.learner)
+        self.saved = self.step
 
     async def restore(self, state: TrainerState, folder: Path) -> None:
         """Continue from a checkpoint: the learner's shards, the position in the data, and its weights pushed."""
@@ -180,6 +194,7 @@ class Trainer:
         self.step, self.batches_sampled = state.step, state.batches_sampled
         self.prompts.restore(state.prompts)
         self.buffer = deque(state.buffer)
+        self.saved = self.step
         await self.roles.weights.push(self.step)
 
 
@@ -206,7 +221,3 @@ def combine(results: Sequence[StepResult]) -> Row:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def _due(step: int, every: int, last: bool) -> bool:
-    return last or (every > 0 and step % every == 0)

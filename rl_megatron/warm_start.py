@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_megatron.algorithms.losses import CrossEntropy
+from rl_megatron.checkpoints import TrainerState
 from rl_megatron.data.packing import pack
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.data.samples import supervised_samples
@@ -24,17 +26,22 @@ class WarmStart:
     prompts: PromptStream
     tokenizer: PreTrainedTokenizerBase
 
-    async def run(self) -> None:
-        """Up to ``warm_start.steps`` steps; ends when held-out accuracy reaches ``warm_start.stop_at_accuracy``."""
+    async def run(self, done: int | None = None) -> bool:
+        """Up to ``warm_start.steps`` steps; ends when held-out accuracy reaches ``warm_start.stop_at_accuracy``.
+
+        ``done`` steps were made before a resume, and their weights pushed. False where a stop came first: then a
+        checkpoint was written.
+        """
         t, section = self.trainer, self.trainer.config.warm_start
-        await t.roles.weights.push(0)
-        if not section.steps:
-            return
-        t.recorder.write({"step": 0, "phase": "warm_start", "warm_start/step": 0, **await t.evaluate()})
+        if done is None:
+            await t.roles.weights.push(0)
+            if section.steps:
+                t.recorder.write({"step": 0, "phase": "warm_start", "warm_start/step": 0, **await t.evaluate()})
         watch = Stopwatch()
-        for step in range(1, section.steps + 1):
+        for step in range((done or 0) + 1, section.steps + 1):
             if t.stop.is_set():
-                return
+                await self._save(step - 1)
+                return False
             loss = await self._step()
             if step % section.check_every and step != section.steps:
                 continue
@@ -44,7 +51,18 @@ class WarmStart:
             t.recorder.write(row | measured | {"seconds/step": watch.row()["seconds/step"]})
             watch = Stopwatch()
             if float(measured["eval/accuracy"] or 0) >= section.stop_at_accuracy:
-                return
+                break
+        return True
+
+    async def restore(self, state: TrainerState, folder: Path) -> None:
+        """Continue from the checkpoint of a warm start that was stopped."""
+        await self.trainer.roles.learner.load(folder / "learner")
+        self.prompts.restore(state.prompts)
+        await self.trainer.roles.weights.push(0)
+
+    async def _save(self, done: int) -> None:
+        state = TrainerState(step=0, batches_sampled=0, prompts=self.prompts.state(), buffer=(), warm_start_step=done)
+        await self.trainer.checkpoints.save(state, self.trainer.roles.learner)
 
     async def _step(self) -> float:
         t, c = self.trainer, self.trainer.config

@@ -37,17 +37,17 @@ class JsonlFile:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def truncate_after(self, step: int) -> int:
-        """Remove rows of later steps and a torn last line, atomically; how many full rows went.
+    def truncate_after(self, last: int, field: str = "step") -> int:
+        """Remove rows whose ``field`` is above ``last`` or missing, and a torn last line; how many full rows went.
 
-        ``step=-1`` removes every row. Raises DataError for a line that no kill explains.
+        Atomic. ``last=-1`` removes every row. Raises DataError for a line that no kill explains.
         """
         self.close()
         if not self.path.exists():
             return 0
         lines = _whole_lines(self.path)
         rows = [_parse(self.path, number, line) for number, line in enumerate(lines, 1)]
-        kept = [line for line, row in zip(lines, rows, strict=True) if int(row["step"] or 0) <= step]
+        kept = [line for line, row in zip(lines, rows, strict=True) if int(row.get(field, last + 1) or 0) <= last]
         write_atomically(self.path, b"".join(line + b"\n" for line in kept))
         return len(lines) - len(kept)
 

@@ -178,11 +178,14 @@ class MetricsWriter:
             self._wandb.log(tags)
         return out
 
-    def truncate_after(self, step: int) -> int:
+    def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> int:
         """For a resume from the checkpoint of ``step``: remove later rows and a torn last line; how many rows went.
 
-        ``step=-1`` starts the file over. TensorBoard hides its later points by itself, from the next row on.
+        ``step=-1`` starts the file over; ``warm_start_step`` is given for a checkpoint inside the warm start.
+        TensorBoard hides its later points by itself, from the next row on.
         """
+        if warm_start_step is not None:
+            return self._file.truncate_after(warm_start_step, "warm_start/step")
         return self._file.truncate_after(step)
 
     def close(self) -> None:

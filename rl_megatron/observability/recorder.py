@@ -42,9 +42,9 @@ class Recorder:
             for g in groups[: self._per_step]
         )
 
-    def truncate_after(self, step: int) -> None:
-        """For a resume from the checkpoint of ``step``: what was recorded later goes."""
-        self._metrics.truncate_after(step)
+    def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> None:
+        """For a resume from the checkpoint of ``step``: what was recorded later goes (see MetricsWriter)."""
+        self._metrics.truncate_after(step, warm_start_step=warm_start_step)
         self._samples.truncate_after(step)
 
     def close(self) -> None:

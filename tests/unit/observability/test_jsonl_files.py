@@ -61,6 +61,13 @@ def test_truncation_keeps_the_checkpoints_step_and_the_bytes_before_it(tmp_path:
     assert os.listdir(tmp_path) == ["m.jsonl"]
 
 
+def test_truncation_by_another_field_removes_rows_without_it(tmp_path: Path) -> None:
+    file = JsonlFile(tmp_path / "m.jsonl")
+    file.append([*({"step": 0, "warm_start/step": k} for k in range(4)), {"step": 0, "phase": "rl"}, {"step": 1}])
+    assert file.truncate_after(1, "warm_start/step") == 4
+    assert [row["warm_start/step"] for row in read_jsonl(file.path)] == [0, 1]
+
+
 def test_truncating_a_file_that_is_not_there_removes_nothing(tmp_path: Path) -> None:
     assert JsonlFile(tmp_path / "m.jsonl").truncate_after(3) == 0
     assert not os.listdir(tmp_path)
