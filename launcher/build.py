@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from launcher.local import LocalLauncher
 from launcher.run_name import claim
 from launcher.stop import stop_signals
 from rl_megatron import config_io
+from rl_megatron.algorithms.corrections import Correction
 from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.checkpoints import CheckpointStore
-from rl_megatron.config import AlgorithmSection, RunConfig
+from rl_megatron.config import CorrectionSection, RunConfig
 from rl_megatron.data.packing import causal_attention_cost
 from rl_megatron.data.prompts import PromptStream, load_prompts
 from rl_megatron.durable import remove_folder
@@ -32,7 +34,6 @@ from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.report import write_report
-from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.trainer import Trainer
 from rl_megatron.types import Loss, Prompt
@@ -56,15 +57,15 @@ class Parts:
     reward: RewardFunction
 
 
-async def train(config: RunConfig, *, resume: bool) -> Path:
+async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> Path:
     """Run to the end (or to a signal, then with a checkpoint); the run's folder. Raises RLMegatronError."""
     assert config.run.name is not None
     folder = config.run.dir / config.run.name
     parts = Parts(
         config=config,
         folder=folder,
-        policy_loss=_policy_loss(config.algorithm),
-        reward=resolve_reward(config.reward.function),
+        policy_loss=_policy_loss(config),
+        reward=reward,
     )
     with claim(folder, resume=resume):
         start = resuming.find(config, folder) if resume else None
@@ -172,7 +173,8 @@ def _stop_token_ids(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> t
     return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
-def _policy_loss(a: AlgorithmSection) -> Loss:
+def _policy_loss(config: RunConfig) -> Loss:
+    a = config.algorithm
     try:
         return PolicyLoss(
             ratio_level=a.ratio_level,
@@ -181,10 +183,22 @@ def _policy_loss(a: AlgorithmSection) -> Loss:
             clip_high=a.clip_high,
             cap_low=a.cap_low,
             cap_high=a.cap_high,
+            dual_clip=math.inf if a.dual_clip is None else a.dual_clip,
+            tau_positive=a.tau_positive,
+            tau_negative=a.tau_negative,
             aggregation=a.aggregation,
+            max_length=a.max_length or config.rollout.max_new_tokens,
+            correction=_correction(a.correction),
         )
     except ValueError as error:
         raise ConfigError(f"algorithm: {error}") from error
+
+
+def _correction(c: CorrectionSection) -> Correction | None:
+    """None where nothing is corrected, which costs nothing."""
+    delta = math.inf if c.off_policy_delta is None else c.off_policy_delta
+    made = Correction(level=c.level, mode=c.mode, low=c.low, high=c.high, veto=c.veto, off_policy_delta=delta)
+    return None if made.neutral else made
 
 
 def _trainer(
@@ -202,6 +216,7 @@ def _trainer(
             reward=config.reward,
             stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
             seed=config.seed,
+            greedy_baseline=config.algorithm.advantage_mean == "greedy",
         ),
         prompts=PromptStream(data.train, seed=config.seed),
         eval_prompts=data.held_out,

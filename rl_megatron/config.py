@@ -101,29 +101,73 @@ class RewardSection(Section):
     """How long one call of the function may take."""
 
 
+class CorrectionSection(Section):
+    """Weights pi_old / pi_rollout against the gap between engine and learner; ``mode=none`` leaves it alone."""
+
+    mode: Literal["none", "truncate", "mask", "band"] = "none"
+    """Clamp the weight (TIS), zero it outside the band (IcePop), or keep only what is inside, at weight 1."""
+    level: Literal["token", "sequence"] = "token"
+    """A weight for each token, or one a sequence, length-normalised."""
+    low: NonNegativeFloat = 0.0
+    """Least weight, as a ratio."""
+    high: PositiveFloat = 2.0
+    """Greatest weight, as a ratio."""
+    veto: NonNegativeFloat = 0.0
+    """Sequences with a token of weight below this are dropped; 0 is off."""
+    off_policy_delta: PositiveFloat | None = None
+    """Sequences of negative advantage are dropped above this mean(log pi_rollout - log pi), in nats."""
+
+
 class AlgorithmSection(Section):
     """A policy-gradient algorithm is this row of choices (docs/algorithms.md); conf/algorithm/ names the known rows."""
 
-    advantage_mean: Literal["none", "group", "batch"] = "group"
-    """What the baseline of an advantage is the mean over."""
+    advantage_mean: Literal["none", "group", "batch", "greedy"] = "group"
+    """What the baseline of an advantage is the mean over; greedy: the reward of a greedy completion (ReMax)."""
     advantage_std: Literal["none", "group", "batch"] = "group"
     """What the scale of an advantage is the standard deviation over."""
     leave_one_out: bool = False
     """Whether the baseline leaves the completion itself out (RLOO)."""
-    ratio_level: Literal["token", "sequence"] = "token"
-    """Importance ratio of each token, or one of the whole sequence, length-normalised."""
-    objective: Literal["clip", "cispo", "reinforce"] = "clip"
+    credit: Literal["completion", "discounted"] = "completion"
+    """Every token gets its completion's advantage, or the discounted return from it on (REINFORCE++)."""
+    gamma: Fraction = 1.0
+    """credit=discounted: discount of a token."""
+    whiten: bool = False
+    """Whether advantages of tokens are whitened over the whole batch."""
+    ratio_level: Literal["token", "sequence", "sequence_sum"] = "token"
+    """Importance ratio of each token, one of the whole sequence (length-normalised), or the product over it."""
+    objective: Literal["clip", "cispo", "reinforce", "importance", "sapo", "topr"] = "clip"
     """How ratio and advantage make a loss."""
     clip_low: NonNegativeFloat = 0.2
     """objective=clip: the ratio is clipped below at 1 less this."""
     clip_high: NonNegativeFloat = 0.2
     """objective=clip: the ratio is clipped above at 1 plus this."""
+    dual_clip: PositiveFloat | None = None
+    """objective=clip: a bad token's loss is at most this times its |advantage|."""
     cap_low: NonNegativeFloat = 0.0
-    """objective=cispo: least weight of a token, as a ratio."""
+    """objective=cispo, topr: least weight, as a ratio."""
     cap_high: PositiveFloat = 5.0
-    """objective=cispo: greatest weight of a token, as a ratio."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
+    """objective=cispo, topr: greatest weight, as a ratio."""
+    tau_positive: PositiveFloat = 1.0
+    """objective=sapo: temperature of the gate where the advantage is positive."""
+    tau_negative: PositiveFloat = 1.05
+    """objective=sapo: temperature of the gate where it is not."""
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
+        "token_mean"
+    )
     """How losses of tokens make the loss of the batch."""
+    max_length: Positive | None = None
+    """aggregation=seq_mean_token_sum_norm: what token sums are divided by; rollout.max_new_tokens when not given."""
+    second_moment_limit: PositiveFloat | None = None
+    """Leave out the batch's tokens of largest squared log-ratio until the rest's mean is at most this (M2PO)."""
+    correction: CorrectionSection = CorrectionSection()
+    overlong_buffer: NonNegative = 0
+    """Completions are penalised over this many tokens before rollout.max_new_tokens; 0 is off (DAPO)."""
+    overlong_factor: NonNegativeFloat = 1.0
+    """The penalty of a completion of full length."""
+    drop_truncated: bool = False
+    """Whether completions cut at rollout.max_new_tokens are left out of the loss."""
+    unfinished_reward: float | None = None
+    """What a completion cut at rollout.max_new_tokens gets in place of its reward, when given."""
     old_logprobs: Literal["learner", "rollout"] = "learner"
     """Who computes the old policy's log-probs: the learner, or the engine while it samples."""
 
@@ -149,6 +193,10 @@ class RolloutSection(Section):
     """What a longer prompt does: end the run at its start, or be left out."""
     ignore_eos: bool = False
     """Sample ``max_new_tokens`` whatever is sampled (for measurements)."""
+    dynamic_sampling: Literal["off", "refill", "drop"] = "off"
+    """Groups of equal rewards teach nothing: keep them, sample on until the batch is full, or train on the rest."""
+    max_refills: Positive = 8
+    """dynamic_sampling=refill: batches sampled for one step at most."""
     slots: Positive = 512
     """Sequences an engine replica decodes at once."""
 

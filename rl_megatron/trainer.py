@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from rl_megatron.algorithms.advantages import group_advantages
 from rl_megatron.checkpoints import CheckpointStore, TrainerState
 from rl_megatron.config import RunConfig
+from rl_megatron.credit import limit_second_moment, make_samples, masked_in
 from rl_megatron.data.packing import pack, packing_metrics
 from rl_megatron.data.prompts import PromptStream
-from rl_megatron.data.samples import split_minibatches, to_samples
+from rl_megatron.data.samples import split_minibatches
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Recorder, Stopwatch
@@ -102,38 +101,47 @@ class Trainer:
         """The optimizer steps on a rollout batch, and their metrics."""
         batches = self.make_batches(rollouts.groups)
         row: Row = {**packing_metrics(batches, dims=self.config.learner.dims, attention_cost=self.attention_cost)}
-        if self.config.algorithm.old_logprobs == "learner":
+        section = self.config.algorithm
+        if section.old_logprobs == "learner" or section.second_moment_limit is not None:
             with watch("logprobs"):
-                batches = [await self.roles.learner.compute_logprobs(batch) for batch in batches]
+                current = [await self.roles.learner.compute_logprobs(batch) for batch in batches]
+            if section.second_moment_limit is not None:
+                batches = limit_second_moment(batches, current, section.second_moment_limit)
+                row["correction/dropped_fraction"] = 1 - masked_in(batches) / masked_in(current)
+            else:
+                batches = current
         rate = learning_rate(self.config, self.step)
         with watch("train"):
             results = [await self.roles.learner.train_step(b, self.policy_loss, rate) for b in batches]
         return row | {"learning_rate": rate} | combine(results)
 
     async def sample(self) -> RolloutBatch:
-        """The next rollout batch; seeds depend on its number alone. Raises DataError when nothing was left of it."""
-        self.batches_sampled += 1
-        number = self.batches_sampled
-        rollouts = await self.sampler.sample(self.prompts.take(self.config.rollout.prompts_per_step), step=number)
-        if not rollouts.groups:
-            raise DataError(
-                f"rollout batch {number}: every group was dropped for its reward; log.txt names the prompts"
-            )
-        return rollouts
+        """The next rollout batch to train on, dynamic sampling done. Raises DataError when too little is left of it."""
+        section = self.config.rollout
+        tries, wanted, informative = {
+            "off": (1, 1, False),
+            "drop": (section.max_refills, 1, True),
+            "refill": (section.max_refills, section.prompts_per_step, True),
+        }[section.dynamic_sampling]
+        batch = RolloutBatch()
+        for _ in range(tries):
+            self.batches_sampled += 1
+            prompts = self.prompts.take(section.prompts_per_step)
+            sampled = await self.sampler.sample(prompts, step=self.batches_sampled)
+            batch = batch.joined(sampled.informative() if informative else sampled)
+            if len(batch.groups) >= wanted:
+                return batch.cut(section.prompts_per_step)
+        raise DataError(
+            f"rollout batch {self.batches_sampled}: {tries} x {section.prompts_per_step} prompts left "
+            f"{len(batch.groups)} groups to train on, {wanted} needed: {batch.dropped_groups} were dropped for their "
+            f"reward (log.txt names them), {batch.filtered_groups} had equal rewards. Mend the reward or the data, or "
+            "set rollout.dynamic_sampling=off"
+        )
 
     def make_batches(self, groups: Sequence[RolloutGroup]) -> list[Batch]:
         """Advantages over the whole rollout batch, then ``train.minibatches`` packed batches in a fresh order."""
         c = self.config
-        rewards = torch.tensor([r for g in groups for r in g.rewards], dtype=torch.float64)
-        sizes = torch.tensor([len(g.rewards) for g in groups])
-        advantages = group_advantages(
-            rewards,
-            torch.repeat_interleave(torch.arange(len(groups)), sizes),
-            mean=c.algorithm.advantage_mean,
-            std=c.algorithm.advantage_std,
-            leave_one_out=c.algorithm.leave_one_out,
-        )
-        samples = to_samples(groups, advantages)
+        samples = make_samples(groups, c.algorithm, max_new_tokens=c.rollout.max_new_tokens)
         parts = split_minibatches(samples, min(c.train.minibatches, samples.num_sequences), seed_of(c.seed, self.step))
         return [
             pack(
@@ -159,7 +167,9 @@ class Trainer:
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()),
             "reward/errors": rollouts.reward_errors,
+            "reward/sampled_mean": rollouts.reward_sum / max(1, rollouts.num_completions),
             "groups/dropped": rollouts.dropped_groups,
+            "groups/filtered": rollouts.filtered_groups,
             "groups/zero_advantage_fraction": float(np.mean([len(set(g.rewards)) == 1 for g in groups])),
             "response/length_mean": float(lengths.mean()),
             "response/length_max": int(lengths.max()),

@@ -74,6 +74,11 @@ class Correction:
         if not 0 <= self.low <= self.high:
             raise ValueError(f"correction.low={self.low}, correction.high={self.high}; set 0 <= low <= high")
 
+    @property
+    def neutral(self) -> bool:
+        """Whether every weight would be 1."""
+        return self.mode == "none" and not self.veto and self.off_policy_delta == math.inf
+
     def __call__(self, inputs: LossInputs, lengths: Tensor) -> Tensor:
         """Weights [T] for inputs already ``masked``; ``lengths`` [S]. Every rank that shares a sequence calls it."""
         gap = inputs.old_logprobs - inputs.rollout_logprobs

@@ -1,4 +1,4 @@
-"""Additions made on the spot: ``37+08=`` with answer ``540`` (lowest digit first), split so that no held-out sum is trained on."""
+"""Additions made on the spot: ``37+08=`` with answer ``540``, lowest digit first; no held-out sum is trained on."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from rl_megatron.config import RewardSection, RolloutSection
 from rl_megatron.errors import RewardError
@@ -21,9 +21,26 @@ logger = logging.getLogger(__name__)
 class RolloutBatch:
     """The groups of one ``sample`` and what went wrong on the way."""
 
-    groups: tuple[RolloutGroup, ...]
+    groups: tuple[RolloutGroup, ...] = ()
+    num_completions: int = 0  # scored, those of groups left out later among them
+    reward_sum: float = 0.0  # of these
     reward_errors: int = 0  # completions whose reward raised, was late or was not finite
     dropped_groups: int = 0  # groups left out for it
+    filtered_groups: int = 0  # groups left out because their rewards were equal
+
+    def informative(self) -> RolloutBatch:
+        """Without the groups whose rewards are all equal: their advantages are zero (DAPO, arXiv:2503.14476)."""
+        kept = tuple(group for group in self.groups if len(set(group.rewards)) > 1)
+        return replace(self, groups=kept, filtered_groups=self.filtered_groups + len(self.groups) - len(kept))
+
+    def joined(self, other: RolloutBatch) -> RolloutBatch:
+        """Both, this one's groups first."""
+        names = (field.name for field in fields(self))
+        return RolloutBatch(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def cut(self, num_groups: int) -> RolloutBatch:
+        """The first ``num_groups`` groups."""
+        return replace(self, groups=self.groups[:num_groups])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +54,7 @@ class RolloutSampler:
     reward: RewardSection
     stop_token_ids: tuple[int, ...]
     seed: int
+    greedy_baseline: bool = False  # whether each group also gets the reward of a greedy completion
 
     async def sample(self, prompts: Sequence[Prompt], *, step: int) -> RolloutBatch:
         """``group_size`` completions of each prompt, scored; groups in the order of ``prompts``.
@@ -45,8 +63,15 @@ class RolloutSampler:
         """
         section = self.rollout
         groups = await self._run(prompts, f"step {step}", section.group_size, section.temperature, section.top_p)
+        if self.greedy_baseline:
+            greedy = await self._run(prompts, f"step {step}, greedy", 1, 0.0, 1.0)
+            groups = [_with_greedy(*pair) for pair in zip(groups, greedy, strict=True)]
+        kept = tuple(group for group, _ in groups if group is not None)
+        rewards = [reward for group in kept for reward in group.rewards]
         return RolloutBatch(
-            groups=tuple(group for group, _ in groups if group is not None),
+            groups=kept,
+            num_completions=len(rewards),
+            reward_sum=math.fsum(rewards),
             reward_errors=sum(errors for _, errors in groups),
             dropped_groups=sum(group is None for group, _ in groups),
         )
@@ -119,3 +144,13 @@ class RolloutSampler:
             f"completion {i} got {r}, which is not finite" for i, r in enumerate(rewards) if not math.isfinite(r)
         ]
         return tuple(r if math.isfinite(r) else math.nan for r in rewards), problems
+
+
+def _with_greedy(
+    sampled: tuple[RolloutGroup | None, int], greedy: tuple[RolloutGroup | None, int]
+) -> tuple[RolloutGroup | None, int]:
+    """The sampled group with the greedy completion's reward; None where either was dropped."""
+    (group, errors), (baseline, more) = sampled, greedy
+    if group is None or baseline is None:
+        return None, errors + more
+    return replace(group, greedy_reward=baseline.rewards[0]), errors + more
