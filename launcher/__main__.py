@@ -13,6 +13,7 @@ import typer
 from launcher import doctor as doctor_room
 from rl_megatron import config_io
 from rl_megatron.errors import RLMegatronError
+from rl_megatron.rewards.registry import resolve_reward
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -31,12 +32,13 @@ def train(
 
     loaded = config_io.load(config, overrides or [])
     named = run_name.choose(loaded, Path(config).stem, resume=resume)
-    print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds
     sys.path.append(str(Path.cwd()))  # where a reward function of the user's may be
+    reward = resolve_reward(named.reward.function)
+    print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds
     try:
         from launcher import build
 
-        asyncio.run(build.train(named, resume=resume))
+        asyncio.run(build.train(named, reward, resume=resume))
     except KeyboardInterrupt:
         print("interrupted; the last checkpoint stands, and --resume continues from it", file=sys.stderr)
         raise typer.Exit(130) from None
