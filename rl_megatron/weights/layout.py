@@ -199,6 +199,8 @@ class Layout:
             )
         if shape.num_layers % (d.pp * d.vpp):
             yield f"pp*vpp = {d.pp}*{d.vpp} = {d.pp * d.vpp} does not divide {shape.num_layers} layers; lower pp or vpp"
+        if shape.num_kv_heads % d.tp:
+            yield f"tp = {d.tp} does not divide {shape.num_kv_heads} key/value heads; lower tp"
         if shape.num_experts % d.ep:
             yield f"ep = {d.ep} does not divide {shape.num_experts} experts; lower ep"
         for spec in self._rows():

@@ -37,7 +37,7 @@ def mesh() -> st.SearchStrategy[ParallelDims]:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> ModelShape:
-    num_kv_heads = draw(st.sampled_from([1, 2, 4]))
+    num_kv_heads = draw(st.sampled_from([2, 4]))
     return ModelShape(
         num_layers=4,
         hidden_size=draw(st.sampled_from([3, 8])),
