@@ -82,6 +82,7 @@ class WorkerHandle:
             self.process.start()
         theirs.close()
         self._loop = asyncio.get_running_loop()
+        self._quiet = 0  # seconds since the worker said anything
         self._waiting: list[asyncio.Future[Any]] = []
         self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"send {rank}")  # a full pipe must not stop the loop
         for target in (self._read, self._watch):
@@ -121,6 +122,9 @@ class WorkerHandle:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _answer(self, status: str, value: Any) -> None:
+        self._quiet = 0
+        if status == "alive":
+            return
         if status == "ok":
             answer = self._waiting.pop(0)
             if not answer.done():
@@ -139,6 +143,17 @@ class WorkerHandle:
         how = f"was killed by signal {-(code or 0)}" if killed else f"ended with exit code {code}"
         error = WorkerDied(f"rank {self.rank} (pid {self.process.pid}) {how}; log.txt has what it said")
         self._failure.report(error, at_once=killed)
+
+    async def listen(self, limit: float) -> None:
+        """Report the worker as dead after ``limit`` seconds without a word; a living one says each second that it is.
+
+        Seconds in which this process stood still, as when a whole job is suspended, do not count.
+        """
+        while self._quiet <= limit:
+            await asyncio.sleep(1.0)
+            self._quiet += 1
+        silent = f"has said nothing for {limit:g} s, half of learner.timeout_seconds: it hangs or was stopped"
+        self._failure.report(WorkerDied(f"rank {self.rank} (pid {self.process.pid}) {silent}"), at_once=True)
 
     def stop(self) -> None:
         """End the process by its id: let it finish, then SIGKILL, each with a limit."""
@@ -163,8 +178,8 @@ def _signals_held_back() -> Iterator[None]:
 class WorkerGroup:
     """All ranks. Waiting ends with the first failure of any rank, so nobody waits for a dead one."""
 
-    def __init__(self, workers: Sequence[WorkerHandle], failure: Failure, patience: float) -> None:
-        self.workers, self._failure, self._patience = workers, failure, patience
+    def __init__(self, workers: Sequence[WorkerHandle], failure: Failure) -> None:
+        self.workers, self._failure = workers, failure
 
     async def each(self, name: str, *arguments: Any) -> list[Any]:
         """Ask every rank the same; answers in rank order."""
@@ -172,21 +187,17 @@ class WorkerGroup:
 
     async def ask(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         """Ask the ranks in ``arguments``, each with its own; answers in that order. Raises as `gather` does."""
-        return await self.gather(name, {rank: self.workers[rank].call(name, *a) for rank, a in arguments.items()})
+        return await self.gather([self.workers[rank].call(name, *a) for rank, a in arguments.items()])
 
-    async def gather(self, what: str, answers: Mapping[int, asyncio.Future[Any]]) -> list[Any]:
-        """Await answers by rank. Raises WorkerDied, or what the worker refused, once any worker failed, asked or not.
+    async def gather(self, answers: Sequence[asyncio.Future[Any]]) -> list[Any]:
+        """Await answers. Raises WorkerDied, or what a worker refused, once any worker failed, asked or not.
 
-        The wait itself has no limit, as a step may be long; the collectives in it have ``learner.timeout_seconds``.
-        After each such time the log names the ranks that are waited for.
+        A step may take as long as it needs, while its collectives end in time and every worker says that it is alive.
         """
-        everything: asyncio.Future[list[Any]] = asyncio.gather(*answers.values())
+        everything: asyncio.Future[list[Any]] = asyncio.gather(*answers)
         everything.add_done_callback(_seen)
         either: set[asyncio.Future[Any]] = {everything, self._failure.known}
-        while not any(f.done() for f in either):
-            done, _ = await asyncio.wait(either, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                logger.warning("waiting for %s of %s for %g s and more", what, late(answers), self._patience)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._failure.known.done():
             everything.cancel()
             self._failure.known.result()
@@ -197,11 +208,6 @@ def _seen(future: asyncio.Future[Any]) -> None:
     """Look at what a future raised, so that asyncio does not complain of nobody having done so."""
     if not future.cancelled():
         future.exception()
-
-
-def late(answers: Mapping[int, asyncio.Future[Any]]) -> str:
-    """The ranks that have not answered yet, in words."""
-    return "rank " + ", ".join(str(rank) for rank, answer in answers.items() if not answer.done())
 
 
 class LearnerGroup:
@@ -316,9 +322,11 @@ class LocalLauncher:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing here leaves this machine
             rendezvous = f"file://{folder}/rendezvous"
             workers: list[WorkerHandle] = []
+            listening: list[asyncio.Task[None]] = []
             try:
                 workers += (WorkerHandle(rank, rendezvous, failure) for rank in range(dims.world_size))
-                group = WorkerGroup(workers, failure, config.learner.timeout_seconds)
+                listening += (asyncio.create_task(w.listen(config.learner.timeout_seconds / 2)) for w in workers)
+                group = WorkerGroup(workers, failure)
                 await self._prepare(group, config)
                 yield Roles(learner=LearnerGroup(group, dims), engine=EngineGroup(group), weights=WeightGroup(group))
                 await _close(group)
@@ -327,19 +335,23 @@ class LocalLauncher:
                     handle.process.kill()
                 raise
             finally:
+                for task in listening:
+                    task.cancel()
                 for handle in workers:
                     handle.stop()
 
     async def _prepare(self, group: WorkerGroup, config: RunConfig) -> None:
         setup = (config, self._model_folder.resolve(), self._run_folder.resolve())
-        answers = {w.rank: w.prepare(*setup) for w in group.workers}
+        answers = [w.prepare(*setup) for w in group.workers]
         limit = config.learner.timeout_seconds
         try:
             async with asyncio.timeout(limit):
-                await group.gather("start", answers)
+                await group.gather(answers)
         except TimeoutError as error:
+            late = [str(w.rank) for w, answer in zip(group.workers, answers, strict=True) if not answer.done()]
             raise WorkerDied(
-                f"{late(answers)}: not ready after learner.timeout_seconds={limit:g}; raise it if loading takes longer"
+                f"rank {', '.join(late)}: not ready after learner.timeout_seconds={limit:g}; "
+                "raise it if loading takes longer"
             ) from error
 
 

@@ -5,11 +5,14 @@ A worker serves one call at a time, in the order sent. It dies with its parent, 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
 import pickle
 import signal
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
 
 _PR_SET_PDEATHSIG = 1
+_SENDING = threading.Lock()  # one message at a time into the pipe
 
 
 def main(connection: Connection, rank: int, rendezvous: str) -> None:
@@ -37,6 +41,7 @@ def main(connection: Connection, rank: int, rendezvous: str) -> None:
     if parent is None or parent.pid != os.getppid():  # killed before that call
         return
     warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")  # doctor tells
+    threading.Thread(target=_say_alive, args=(connection,), name="alive", daemon=True).start()
     try:
         import rl_megatron.learner.megatron  # noqa: F401  heavy: done while the controller still prepares
 
@@ -66,7 +71,17 @@ def _serve(connection: Connection, worker: Worker) -> None:
 
 
 def _reply(connection: Connection, status: str, value: Any) -> None:
-    connection.send_bytes(pickle.dumps((status, value), protocol=pickle.HIGHEST_PROTOCOL))
+    data = pickle.dumps((status, value), protocol=pickle.HIGHEST_PROTOCOL)
+    with _SENDING:
+        connection.send_bytes(data)
+
+
+def _say_alive(connection: Connection) -> None:
+    """Each second, so that the controller can tell a long step from a process that was stopped."""
+    with contextlib.suppress(OSError):  # the controller is gone, and this process with it
+        while True:
+            _reply(connection, "alive", None)
+            time.sleep(1.0)
 
 
 class Worker:
