@@ -8,8 +8,10 @@ necessary: without it the named megatron code stops or goes wrong.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
+import platform
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h; the largest values it takes are set below
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn")
 
 
@@ -97,25 +100,35 @@ def _make_torch_proxy() -> _Proxy:
     return _Proxy(torch, cuda=cuda, distributed=_Proxy(dist, all_gather=_all_gather_uneven), **factories)
 
 
-class _TypeAsCuda(TorchFunctionMode):
-    """`Tensor.type()` spelled as megatron's optimizers compare it ('torch.cuda.FloatTensor')."""
+class _PretendCuda(TorchFunctionMode):
+    """`Tensor.type()` spelled as megatron's optimizers compare it ('torch.cuda.FloatTensor'); `Tensor.cuda()` stays."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
         out = func(*args, **(kwargs or {}))
         if func is torch.Tensor.type and isinstance(out, str) and not out.startswith("torch.cuda."):
             return out.replace("torch.", "torch.cuda.")
         return out
 
 
-def _typed(function: Callable[..., Any]) -> Callable[..., Any]:
+def _pretending(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _TypeAsCuda():
+        with _PretendCuda():
             return function(*args, **kwargs)
 
     return call
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what is freed: layers' large temporaries else go back and fault in again, 8 % of a tiny step."""
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def install() -> None:
@@ -130,9 +143,11 @@ def install() -> None:
         moe_utils.te_general_gemm = None
     if torch.cuda.is_available():
         return
+    _keep_freed_memory()
     import megatron.core.dist_checkpointing.strategies.fully_parallel
     import megatron.core.dist_checkpointing.strategies.torch
     import megatron.core.distributed
+    import megatron.core.models.common.language_module.language_module as language_module
     import megatron.core.models.gpt
     import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
     import megatron.core.optimizer.optimizer as optimizer
@@ -148,10 +163,12 @@ def install() -> None:
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else to_cpu(tensor, as_numpy, record_stream)
     )
     half = optimizer.Float16OptimizerWithFloat16Params
-    half.__init__ = _typed(half.__init__)
+    half.__init__ = _pretending(half.__init__)
     sharded = distributed_optimizer.DistributedOptimizer
-    sharded.__init__ = _typed(sharded.__init__)
-    optimizer.clip_grad_by_total_norm_fp32 = _typed(optimizer.clip_grad_by_total_norm_fp32)
+    sharded.__init__ = _pretending(sharded.__init__)
+    optimizer.clip_grad_by_total_norm_fp32 = _pretending(optimizer.clip_grad_by_total_norm_fp32)
+    language = language_module.LanguageModule  # copies tied embeddings to the last pipeline stage
+    language.setup_embeddings_and_output_layer = _pretending(language.setup_embeddings_and_output_layer)
     proxy = _make_torch_proxy()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "__dict__", {}).get("torch") is torch:
