@@ -8,7 +8,9 @@ experts.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +29,16 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from rl_megatron.learner.packed import PackedAttentionParams
+from rl_megatron.learner.fused import expert_mlp, from_slots, into_slots, linear, rms_norm, rotate
+from rl_megatron.learner.packed import LengthClass, PackedAttentionParams
 
 
 @dataclass
@@ -58,7 +63,7 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class NormColumnLinear(ColumnParallelLinear):
@@ -72,8 +77,7 @@ class NormColumnLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> ([s, b, out / tp], None)."""
-        weight = self.layer_norm_weight
-        normed = F.rms_norm(x, weight.shape, weight, self.config.layernorm_epsilon)
+        normed = rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon)
         out: tuple[Tensor, Tensor | None] = super().forward(normed, *args, **kwargs)
         return out
 
@@ -103,10 +107,10 @@ class GroupedColumnLinear(torch.nn.Module):
             weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{expert}", weight)
 
-    def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
-        """Tokens sorted by expert, [n, in] -> ([n, out], None). The dispatcher does the ETP communication."""
-        parts = x.split(tokens_per_expert)
-        return torch.cat([F.linear(part, getattr(self, f"weight{e}")) for e, part in enumerate(parts)]), None
+    @property
+    def weights(self) -> list[Tensor]:
+        """In the order of the experts."""
+        return [getattr(self, f"weight{expert}") for expert in range(self.num_gemms)]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -138,6 +142,17 @@ class GroupedRowLinear(GroupedColumnLinear):
     partition_dim = 1
 
 
+class GroupedMLP(TEGroupedMLP):
+    """Megatron's grouped experts over torch: its modules, names and sharding, with the linears and SwiGLU in one pass.
+
+    The dispatcher does the ETP communication.
+    """
+
+    def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Tokens sorted by expert, [n, h] -> ([n, h], None), times ``probs`` [n]."""
+        return expert_mlp(x, probs, tokens_per_expert.tolist(), self.linear_fc1.weights, self.linear_fc2.weights), None
+
+
 class PackedAttention(MegatronModule):
     """Rotary embedding and causal attention of packed sequences over torch SDPA; GQA, TP (heads come cut), CP.
 
@@ -159,29 +174,83 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """query [t, h, d], key and value [t, g, d] -> [t, h * d]."""
         packed = packed_seq_params
-        angle = packed.positions[:, None].float() * self.inverse_frequency
-        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-        query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+        if packed.rotary is None:
+            angle = packed.positions[:, None].float() * self.inverse_frequency
+            packed.rotary = angle.cos()[:, None], angle.sin()[:, None]
+        query, key = rotate(query, *packed.rotary), rotate(key, *packed.rotary)
         if self.cp is not None:
             joined = torch.cat([key, value], -1).contiguous()
             key, value = gather_from_sequence_parallel_region(joined, group=self.cp).split(key.shape[-1], -1)
-        repeat = query.shape[1] // key.shape[1]
+        if packed.queries is not None:
+            query = into_slots(query, packed.queries)
+        if packed.keys is not None:
+            key, value = into_slots(key, packed.keys), into_slots(value, packed.keys)
+        output = self._attend(query, key, value, packed.classes)
+        return output if packed.queries is None else from_slots(output, packed.queries)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, classes: Sequence[LengthClass]) -> Tensor:
+        """Slots of all classes, one call each -> [slots, h * d]."""
+        queries = _split(query, [c.count * c.query_length for c in classes])
+        keys, values = (_split(x, [c.count * c.key_length for c in classes]) for x in (key, value))
         outputs = []
-        for part in packed.classes:
-            q, k, v = query[part.query_index], key[part.key_index], value[part.key_index]
-            k, v = (x.repeat_interleave(repeat, 2) for x in (k, v))
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        for part, *qkv in zip(classes, queries, keys, values, strict=True):
+            q, k, v = (x.unflatten(0, (part.count, -1)).transpose(1, 2) for x in qkv)
+            causal, grouped = part.mask is None, query.shape[1] != key.shape[1]
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=part.mask, is_causal=part.mask is None, scale=self.scale
+                q, k, v, attn_mask=part.mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
             )
-            outputs.append(out.transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs)[packed.inverse].flatten(1)
+            outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [t, n, d], halves convention (Hugging Face's rotate_half)."""
-    a, b = x.float().chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+def _split(x: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    return x.split(sizes) if len(sizes) > 1 else [x]  # one part is no copy in the backward
+
+
+class LocalDispatcher(MoEAlltoAllTokenDispatcher):
+    """The all-to-all dispatcher of a group of one: what is sorted by expert before the exchange is so after it."""
+
+    tokens_per_expert: Tensor | None
+
+    def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows [n, h] and ``probs`` [n] as they are, and each expert's number of rows between them."""
+        counts: Tensor = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
+        counts = self._maybe_dtoh_and_synchronize("before_finish", counts)
+        self.tokens_per_expert = None
+        return hidden, counts, probs
+
+    def combine_preprocess(self, hidden: Tensor) -> Tensor:
+        """As they are."""
+        return hidden
+
+
+def specialise(model: torch.nn.Module) -> None:
+    """Take what is general out of a built model's inner loops: linears and dispatchers without a group."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            module._forward_impl = partial(_multiply, module._forward_impl)
+        if isinstance(module, MoELayer) and module.token_dispatcher.ep_size * module.token_dispatcher.tp_size == 1:
+            experts = module.num_local_experts, module.local_expert_indices
+            module.token_dispatcher = LocalDispatcher(
+                *experts, config=module.config, pg_collection=get_default_pg_collection()
+            )
+
+
+def _multiply(
+    upstream: Callable[..., Tensor],
+    *,
+    input: Tensor,
+    weight: Tensor,
+    bias: None,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    **others: Any,
+) -> Tensor:
+    assert bias is None
+    if not (allreduce_dgrad or sequence_parallel):
+        return linear(input, weight)
+    flags = {"allreduce_dgrad": allreduce_dgrad, "sequence_parallel": sequence_parallel}
+    return upstream(input=input, weight=weight, bias=bias, **flags, **others)
 
 
 def torch_layer_spec() -> ModuleSpec:
@@ -194,7 +263,7 @@ def torch_layer_spec() -> ModuleSpec:
         k_layernorm=RMSNorm,
     )
     experts = ModuleSpec(
-        module=TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedColumnLinear, linear_fc2=GroupedRowLinear)
+        module=GroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedColumnLinear, linear_fc2=GroupedRowLinear)
     )
     return ModuleSpec(
         module=TransformerLayer,

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from rl_megatron.config import LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.layers import DecoderConfig, RMSNorm, torch_layer_spec
+from rl_megatron.learner.layers import DecoderConfig, RMSNorm, specialise, torch_layer_spec
 from rl_megatron.models.shape import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -124,6 +124,8 @@ def _build_chunk(shape: ModelShape, learner: LearnerSection, config: DecoderConf
         vp_stage=vp_stage,
     )
     _mark_tensor_parallel(model)
+    if not fused:
+        specialise(model)
     return model
 
 

@@ -30,7 +30,12 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], learner: LearnerSe
         params_dtype=dtype,
         use_distributed_optimizer=section.distributed,
     )
-    return get_megatron_optimizer(config, list(chunks))
+    optimizer = get_megatron_optimizer(config, list(chunks))
+    for part in parts(optimizer):
+        if isinstance(part.optimizer, torch.optim.AdamW):  # neither apex nor TransformerEngine
+            for group in part.optimizer.param_groups:
+                group["fused"] = True  # one kernel for all parameters
+    return optimizer
 
 
 def parts(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:

@@ -20,11 +20,21 @@ LENGTH_CLASS_RATIO = 1.2  # sequences within this ratio share one padded attenti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthClass:
-    """Sequences attended in one call: [b] of them, padded to the longest. Indices point into the flat tensors."""
+    """Sequences attended in one call: ``count`` of them, padded to the longest. Its slots follow the last class's."""
 
-    query_index: Tensor  # [b, lq] into this rank's t positions
-    key_index: Tensor  # [b, lk] into the cp-gathered T positions
-    mask: Tensor | None  # [b, 1, lq, lk] bool; None means plain causal (no CP)
+    count: int
+    query_length: int  # on this rank
+    key_length: int
+    mask: Tensor | None  # [count, 1, query_length, key_length] bool; None means plain causal (no CP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slots:
+    """Where the rows of a flat tensor lie in the padded classes. A sequence's padding repeats its last row."""
+
+    row: Tensor  # [slots] the row in each slot
+    slot: Tensor  # [rows] each row's own slot
+    padding: Tensor  # [p] the slots of padding
 
 
 @dataclass(kw_only=True)
@@ -32,8 +42,10 @@ class PackedAttentionParams(PackedSeqParams):
     """Megatron's packed-sequence parameters and what our torch attention needs beside them."""
 
     classes: tuple[LengthClass, ...] = ()
-    inverse: Tensor = field(default_factory=lambda: torch.empty(0))  # [t]: each position's row in the class outputs
+    queries: Slots | None = None  # of this rank's t positions; None where every row is its own slot
+    keys: Slots | None = None  # of the cp-gathered T positions
     positions: Tensor = field(default_factory=lambda: torch.empty(0))  # [t] int64, position inside its sequence
+    rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine [t, 1, d / 2]; the first layer leaves them here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,26 +114,21 @@ def _attention_params(
     local = torch.full_like(order, -1)
     local[mine] = torch.arange(len(mine))
     label = torch.ceil(torch.log(lengths.double()) / torch.log(torch.tensor(LENGTH_CLASS_RATIO))).long()
-    classes, inverse, offset = [], torch.empty(len(mine), dtype=torch.int64), 0
+    classes, query_rows, key_rows, query_real, key_real = [], [], [], [], []
     for value in torch.unique(label).tolist():  # a handful of classes, not sequences
         members = torch.nonzero(label == value).squeeze(1)
         start, length = starts[members, None], lengths[members, None]
-        keys = start + torch.minimum(torch.arange(int(length.max())), length - 1)
-        if cp == 1:
-            queries, mask, count = keys, None, length
-        else:
-            queries, count = _local_queries(start, length, cp, rank)
-            mask = (position[queries][:, :, None] >= torch.arange(keys.shape[1])[None, None])[:, None]
-        slot = offset + torch.arange(queries.numel()).view(queries.shape)
-        real = torch.arange(queries.shape[1]) < count  # the padding of a row repeats its last position
-        inverse[local[queries[real]]] = slot[real]
-        offset += queries.numel()
+        step = torch.arange(int(length.max()))
+        keys, mask = start + torch.minimum(step, length - 1), None
+        queries, count = (keys, length) if cp == 1 else _local_queries(start, length, cp, rank)
+        if cp > 1:
+            mask = (position[queries][:, :, None] >= step[None, None])[:, None].to(device)
+        query_rows.append(local[queries].flatten())
+        query_real.append((torch.arange(queries.shape[1]) < count).flatten())
+        key_rows.append(gathered[keys].flatten())
+        key_real.append((step < length).flatten())
         classes.append(
-            LengthClass(
-                query_index=local[queries].to(device),
-                key_index=gathered[keys].to(device),
-                mask=None if mask is None else mask.to(device),
-            )
+            LengthClass(count=len(members), query_length=queries.shape[1], key_length=keys.shape[1], mask=mask)
         )
     cu = starts.to(device=device, dtype=torch.int32)
     longest = int(lengths.max())
@@ -132,9 +139,19 @@ def _attention_params(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         classes=tuple(classes),
-        inverse=inverse.to(device),
+        queries=_slots(torch.cat(query_rows), torch.cat(query_real), device),
+        keys=_slots(torch.cat(key_rows), torch.cat(key_real), device),
         positions=position[mine].to(device),
     )
+
+
+def _slots(row: Tensor, real: Tensor, device: torch.device) -> Slots | None:
+    if bool(real.all()) and torch.equal(row, torch.arange(len(row))):
+        return None
+    slot = torch.empty(int(real.sum()), dtype=torch.int64)
+    slot[row[real]] = torch.nonzero(real).squeeze(1)
+    padding = torch.nonzero(~real).squeeze(1)
+    return Slots(row=row.to(device), slot=slot.to(device), padding=padding.to(device))
 
 
 def _local_queries(start: Tensor, length: Tensor, cp: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_megatron.learner.packed import pack_micro_batch
+from rl_megatron.learner.packed import Slots, pack_micro_batch
 from rl_megatron.types import Samples
 
 CPU = torch.device("cpu")
@@ -55,8 +55,11 @@ def test_every_position_lies_on_one_rank_where_zigzag_puts_it(lengths: list[int]
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8))
 def test_length_classes_waste_little_and_return_every_position(lengths: list[int]) -> None:
     share = pack_micro_batch(make_samples(lengths), tp=1, cp=1, cp_rank=0, device=CPU)
-    rows = torch.cat([c.query_index.flatten() for c in share.attention.classes])
-    assert torch.equal(rows[share.attention.inverse], torch.arange(sum(lengths)))
-    for part in share.attention.classes:
-        members = torch.bincount(share.segment_ids)[share.segment_ids[part.query_index[:, 0]]]
-        assert part.query_index.shape[1] == members.max() <= max(1.2 * members.min(), members.min() + 1)
+    attention, rows = share.attention, torch.arange(sum(lengths))
+    slots = attention.queries or Slots(row=rows, slot=rows, padding=rows[:0])
+    assert torch.equal(slots.row[slots.slot], rows)
+    assert sorted([*slots.slot.tolist(), *slots.padding.tolist()]) == list(range(len(slots.row)))
+    sizes = [part.count * part.query_length for part in attention.classes]
+    for part, inside in zip(attention.classes, slots.row.split(sizes), strict=True):
+        members = torch.bincount(share.segment_ids)[share.segment_ids[inside.view(part.count, -1)[:, 0]]]
+        assert part.query_length == part.key_length == members.max() <= max(1.2 * members.min(), members.min() + 1)

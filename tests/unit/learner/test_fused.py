@@ -1,0 +1,100 @@
+"""The hand-written gradients against autograd of the plain formulas, in value and gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl_megatron.learner import fused
+from rl_megatron.learner.packed import Slots
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def assert_equal_with_gradients(
+    ours: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: Sequence[Tensor]
+) -> None:
+    """Both on the same inputs; ``plain`` in float64."""
+    results = []
+    for function, dtype in ((ours, torch.float32), (plain, torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = function(*leaves)
+        grads = torch.autograd.grad(out, leaves, random(*out.shape, seed=9).to(dtype))
+        results.append([out, *grads])
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def plain_rotate(x: Tensor, angle: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def test_linear() -> None:
+    x, weight = random(fused.WEIGHT_GRAD_ROWS + 37, 1, 24), random(40, 24)
+    assert_equal_with_gradients(fused.linear, F.linear, [x, weight])
+
+
+def test_rms_norm_of_a_strided_input() -> None:
+    def through_slice(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda x, weight: function(x[..., 8:40], weight)
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+    ours = through_slice(lambda x, weight: fused.rms_norm(x, weight, 1e-6))
+    assert_equal_with_gradients(ours, through_slice(plain), [random(9, 3, 64), random(32)])
+
+
+def test_rotate() -> None:
+    angle = random(11, 1, 8)
+    assert_equal_with_gradients(
+        lambda x: fused.rotate(x, angle.cos(), angle.sin()),
+        lambda x: plain_rotate(x, angle.double()),
+        [random(11, 3, 16)],
+    )
+
+
+@pytest.mark.parametrize(
+    "counts", [[200, 0, 37, 64], [0, 0, 0, 5], [1, 130, 2, 300]], ids=["an empty expert", "one expert", "uneven"]
+)
+def test_expert_mlp(counts: list[int]) -> None:
+    experts, hidden, width = len(counts), 24, 16
+    n = sum(counts)
+    weights = [random(2 * width, hidden, seed=e) for e in range(experts)]
+    weights += [random(hidden, width, seed=e) for e in range(experts)]
+
+    def ours(x: Tensor, probs: Tensor, *weights: Tensor) -> Tensor:
+        return fused.expert_mlp(x, probs, counts, list(weights[:experts]), list(weights[experts:]))
+
+    def plain(x: Tensor, probs: Tensor, *weights: Tensor) -> Tensor:
+        out = []
+        for rows, prob, fc1, fc2 in zip(
+            x.split(counts), probs.split(counts), weights[:experts], weights[experts:], strict=True
+        ):
+            gate, up = (rows @ fc1.T).chunk(2, -1)
+            out.append((F.silu(gate) * up * prob[:, None]) @ fc2.T)
+        return torch.cat(out)
+
+    inputs = [random(n, hidden), random(n).sigmoid(), *(w / 4 for w in weights)]
+    assert_equal_with_gradients(ours, plain, inputs)
+
+
+def test_slots_and_back() -> None:
+    slots = Slots(
+        row=torch.tensor([3, 4, 0, 1, 2, 5, 6, 6]),
+        slot=torch.tensor([2, 3, 4, 0, 1, 5, 6]),
+        padding=torch.tensor([7]),
+    )
+    real = torch.tensor([1.0, 1, 1, 1, 1, 1, 1, 0])[:, None]
+    assert_equal_with_gradients(
+        lambda x: fused.into_slots(x, slots) * real, lambda x: x[slots.row] * real, [random(7, 3)]
+    )
+    assert_equal_with_gradients(lambda y: fused.from_slots(y, slots), lambda y: y[slots.slot], [random(8, 3)])
