@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+CPU_CHUNK_BYTES = 4 << 20  # of float32 values: what stays in the processor's cache
+
 
 def token_logprobs(
     logits: Tensor,
@@ -28,8 +30,11 @@ def token_logprobs(
     """Log-probs [T] of ``targets`` [T] (with gradient) and entropy [T] of the whole vocabulary (without); float32 nats.
 
     ``logits`` [T, V] hold rows ``vocab_start ..`` of the vocabulary; rows from ``vocab_size`` on are padding and have
-    probability 0. ``group`` is the TP group; every rank of it calls this.
+    probability 0. ``group`` is the TP group; every rank of it calls this. ``chunk`` is the most positions at once; on
+    CPU fewer where they would not stay in the cache.
     """
+    if logits.is_cpu:
+        chunk = max(1, min(chunk, CPU_CHUNK_BYTES // (4 * logits.shape[1])))
     valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])
     logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         logits, targets, 1.0 / temperature, valid, vocab_start, group, chunk

@@ -1,0 +1,102 @@
+"""Peak extra memory and time of chunked log-probs beside float32 `log_softmax` and `gather`, forward and backward.
+
+    python -m bench.logprobs [--tokens 16384] [--vocab 32768] [--dtype bfloat16] [--threads 2] [--json FILE]
+
+Each is measured in a process of its own: the growth of its peak resident memory over the logits, targets and their
+gradient's seed, that is the gradient of the logits (which both must make) and whatever else. Both give log-probs with
+gradient; ours gives the entropy as well. Time is the fastest of the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rl_megatron.learner.logprobs import token_logprobs
+
+REPEATS = 3
+
+
+def chunked(logits: Tensor, targets: Tensor) -> Tensor:
+    """The learner's own."""
+    return token_logprobs(logits, targets, temperature=1.0, vocab_size=logits.shape[1])[0]
+
+
+def naive(logits: Tensor, targets: Tensor) -> Tensor:
+    """A float32 copy of all logits, and autograd."""
+    return logits.float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+
+
+METHODS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"log_softmax+gather": naive, "chunked": chunked}
+
+
+def peak_bytes() -> int:
+    """Most memory this process ever had resident."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(writer: Connection, name: str, tokens: int, vocab: int, dtype: torch.dtype, threads: int) -> None:
+    """Send (extra peak bytes, seconds) of one method."""
+    torch.set_num_threads(threads)
+    small = torch.zeros(2, 8, dtype=dtype, requires_grad=True)
+    METHODS[name](small, torch.zeros(2, dtype=torch.int64)).sum().backward()  # code is resident before it is counted
+    logits = torch.empty(tokens, vocab, dtype=dtype).normal_(generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(tokens) % vocab
+    logits.requires_grad_()
+    seed = torch.ones(tokens)
+    before, best = peak_bytes(), float("inf")
+    for _ in range(REPEATS):
+        logits.grad = None
+        start = time.perf_counter()
+        METHODS[name](logits, targets).backward(seed)
+        best = min(best, time.perf_counter() - start)
+    writer.send((peak_bytes() - before, best))
+
+
+def main() -> None:
+    """Measure both and print one row each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("tokens", 16384), ("vocab", 32768), ("threads", 2)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    logits = args.tokens * args.vocab * dtype.itemsize
+    print(
+        f"{args.tokens} tokens, vocabulary {args.vocab}, {args.dtype}: logits {logits / 2**20:,.0f} MiB; "
+        f"{args.threads} threads, load average {os.getloadavg()[0]:.1f}"
+    )
+    print(f"{'method':20} {'extra peak MiB':>14} {'over logits':>11} {'seconds':>8}")
+    rows = []
+    for name in METHODS:
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.get_context("spawn").Process(
+            target=measure, args=(writer, name, args.tokens, args.vocab, dtype, args.threads)
+        )
+        process.start()
+        writer.close()
+        extra, seconds = reader.recv()
+        process.join()
+        rows.append({"method": name, "extra_bytes": extra, "logits_bytes": logits, "seconds": seconds})
+        print(f"{name:20} {extra / 2**20:14,.0f} {extra / logits:10.2f}x {seconds:8.2f}", flush=True)
+    print(
+        f"{'naive over chunked':20} {rows[0]['extra_bytes'] / rows[1]['extra_bytes']:13.2f}x "
+        f"{rows[0]['seconds'] / rows[1]['seconds']:20.2f}x"
+    )
+    if args.json:
+        args.json.write_text(json.dumps({"threads": args.threads, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
