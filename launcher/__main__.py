@@ -33,7 +33,7 @@ def train(
     loaded = config_io.load(config, overrides or [])
     named = run_name.choose(loaded, Path(config).stem, resume=resume)
     sys.path.append(str(Path.cwd()))  # where a reward function of the user's may be
-    reward = resolve_reward(named.reward.function)
+    reward = resolve_reward(named.reward)
     print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds
     try:
         from launcher import build

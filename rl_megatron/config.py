@@ -1,4 +1,4 @@
-"""The whole configuration on one page: frozen pydantic, defaults here alone, nothing heavy imported.
+"""The configuration on one page (rewards: config_reward.py): frozen pydantic, defaults, nothing heavy imported.
 
 A key is `section.name`; YAML under conf/ holds only what differs. Cross-field rules are at the bottom and name
 both numbers and the change to make. Reading YAML and `key=value` is config_io.py's work.
@@ -9,21 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from rl_megatron.config_reward import RewardSection
+from rl_megatron.config_types import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 from rl_megatron.types import ParallelDims
-
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values cannot change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class RunSection(Section):
@@ -88,17 +78,6 @@ class FileData(Section):
     """Whether to wrap the prompt as a user turn of the tokenizer's chat template."""
     max_eval: Positive | None = None
     """Use only the first so many held-out problems; null uses all."""
-
-
-class RewardSection(Section):
-    """``function`` is a name of rewards/registry.py or ``package.module:function`` of your own."""
-
-    function: str = "exact_match"
-    """exact_match, final_number, math_verify, or a function of your own."""
-    on_error: Literal["fail", "drop"] | float = "fail"
-    """When a reward raises, is late or is not finite: end the run, drop the group, or score this."""
-    timeout_seconds: PositiveFloat = 60.0
-    """How long one call of the function may take."""
 
 
 class CorrectionSection(Section):

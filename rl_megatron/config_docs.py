@@ -51,6 +51,8 @@ def _section(name: str, section: Schema, definitions: Mapping[str, Schema]) -> I
         full = f"{name}.{key}" if name else key
         if "$ref" in field:
             inner.append((full, definitions[_target(field)]))
+        elif "patternProperties" in field:  # a mapping from names of the user's to sections
+            inner += [(f"{full}.<name>", definitions[_target(s)]) for s in field["patternProperties"].values()]
         elif "oneOf" in field:
             inner += [(full, definitions[_target(choice)]) for choice in field["oneOf"]]
         else:

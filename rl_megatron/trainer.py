@@ -168,6 +168,7 @@ class Trainer:
             "reward/std": float(rewards.std()),
             "reward/errors": rollouts.reward_errors,
             "reward/sampled_mean": rollouts.reward_sum / max(1, rollouts.num_completions),
+            **rollouts.part_means(),
             "groups/dropped": rollouts.dropped_groups,
             "groups/filtered": rollouts.filtered_groups,
             "groups/zero_advantage_fraction": float(np.mean([len(set(g.rewards)) == 1 for g in groups])),

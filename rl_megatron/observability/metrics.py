@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One documented number. ``unit`` is "" for a ratio, count or identifier without one."""
+    """One documented number, or one for each ``<name>`` of the config's. ``unit`` is "" for a ratio or count."""
 
     name: str
     unit: str
@@ -48,6 +49,7 @@ METRICS: Mapping[str, Metric] = _rows(
     ("reward/mean", "", "mean reward of the step's completions"),
     ("reward/std", "", "standard deviation of the step's rewards, over all completions"),
     ("reward/sampled_mean", "", "mean reward of all completions, those of groups left out later among them"),
+    ("reward/part/<name>", "", "mean of that part of reward.parts, unweighted, over the same as reward/sampled_mean"),
     ("reward/errors", "completions", "completions whose reward raised, was late or was not finite"),
     ("eval/accuracy", "", "share of held-out prompts whose reward is at least eval.success_reward"),
     ("loss", "", "policy loss under the algorithm's aggregation, mean over the step's minibatches"),
@@ -95,13 +97,26 @@ METRICS: Mapping[str, Metric] = _rows(
     ("metrics/non_finite", "", "values of this row that were NaN or infinite and are null; only where there are any"),
 )
 
+_FAMILIES = [
+    (re.compile(re.escape(name).replace("<name>", "[a-z][a-z0-9_]*")), metric)
+    for name, metric in METRICS.items()
+    if "<name>" in name
+]
+
 PHASE_SECONDS = ("rollout", "logprobs", "train", "weights", "eval", "checkpoint")
 """The parts of ``seconds/step``, in the order in which a step runs them."""
 
 
+def documented(name: str) -> Metric | None:
+    """The row of the table for a number of this name, as ``reward/part/<name>`` is of ``reward/part/style``."""
+    if "<" in name:
+        return None
+    return METRICS.get(name) or next((metric for family, metric in _FAMILIES if family.fullmatch(name)), None)
+
+
 def deterministic(row: JsonRow) -> dict[str, JsonValue]:
     """The row without what depends on the clock: equal runs give equal rows, to the bit."""
-    return {name: value for name, value in row.items() if not METRICS[name].is_timing}
+    return {name: value for name, value in row.items() if not _row_of(name).is_timing}
 
 
 def render_docs() -> str:
@@ -128,10 +143,7 @@ def checked(row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     out: dict[str, JsonValue] = {}
     bad = []
     for name, value in row.items():
-        if name not in METRICS:
-            near = difflib.get_close_matches(name, METRICS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"metric {name!r} is not documented{hint} A new one is a row of observability/metrics.py")
+        _row_of(name)
         if isinstance(value, float) and not math.isfinite(value):
             bad.append(f"{name}={value}")
             out[name] = None
@@ -143,6 +155,15 @@ def checked(row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         logger.warning("step %s (%s): not finite: %s", out["step"], out["phase"], ", ".join(bad))
         out["metrics/non_finite"] = len(bad)
     return out
+
+
+def _row_of(name: str) -> Metric:
+    metric = documented(name)
+    if metric is None:
+        near = difflib.get_close_matches(name, METRICS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"metric {name!r} is not documented{hint} A new one is a row of observability/metrics.py")
+    return metric
 
 
 class MetricsWriter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -12,7 +12,7 @@ from rl_megatron.durable import write_atomically
 from rl_megatron.observability.charts import FRAME, Chart, Point, Series, line_chart, show, stacked_bars
 from rl_megatron.observability.files import JsonRow
 from rl_megatron.observability.history import Run, load_runs, number
-from rl_megatron.observability.metrics import METRICS, PHASE_SECONDS
+from rl_megatron.observability.metrics import PHASE_SECONDS, documented
 from rl_megatron.observability.samples import SampleRow
 
 MAX_BANDS = 3  # more runs than this and shaded bands hide the lines
@@ -21,7 +21,10 @@ SAMPLES_PER_STEP = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """What one chart shows: a metric, beside it a band (+- ``spread``, or ``low`` to ``high``) or a peak."""
+    """What one chart shows: a metric, beside it a band (+- ``spread``, or ``low`` to ``high``) or a peak.
+
+    A metric with ``<name>`` in it makes a chart for each name that a run has recorded.
+    """
 
     title: str
     metric: str
@@ -43,6 +46,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
     (
         "Policy",
         (
+            Curve(title="Reward part <name>", metric="reward/part/<name>"),
             Curve(title="Entropy", metric="entropy"),
             Curve(title="KL from the old policy", metric="kl/old_policy"),
             Curve(title="Importance ratio: mean, min to max", metric="ratio/mean", low="ratio/min", high="ratio/max"),
@@ -50,7 +54,9 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Response length", metric="response/length_mean", peak="response/length_max"),
             Curve(title="Truncated responses", metric="response/truncated_fraction"),
             Curve(title="Ratios beyond float32's range", metric="ratio/clamped_fraction", hide_constant=True),
+            Curve(title="Reward of all that was sampled", metric="reward/sampled_mean"),
             Curve(title="Groups dropped", metric="groups/dropped", hide_constant=True),
+            Curve(title="Groups of equal rewards left out", metric="groups/filtered", hide_constant=True),
             Curve(title="Rewards that failed", metric="reward/errors", hide_constant=True),
         ),
     ),
@@ -123,15 +129,25 @@ def _sections(runs: Sequence[Run]) -> list[tuple[str, list[Chart]]]:
 
 def _charts(curves: Sequence[Curve], runs: Sequence[Run]) -> list[Chart]:
     charts = []
-    for curve in curves:
+    for curve in [each for given in curves for each in _named(given, runs)]:
         if curve.compared and len(runs) == 1:
             continue
         lines = [line for color, run in enumerate(runs) for line in _lines(curve, run, color, len(runs))]
         values = [p.y for line in lines for p in line.points if p.y is not None]
         if values and not (curve.hide_constant and len(set(values)) == 1):
             title = curve.title + (" (dotted: greatest)" if any(line.dashed for line in lines) else "")
-            charts.append(line_chart(title, METRICS[curve.metric].unit, lines, curve.limits))
+            metric = documented(curve.metric)
+            charts.append(line_chart(title, metric.unit if metric else "", lines, curve.limits))
     return charts
+
+
+def _named(curve: Curve, runs: Sequence[Run]) -> list[Curve]:
+    """The curve, or one for each name that takes the place of its ``<name>``."""
+    if "<name>" not in curve.metric:
+        return [curve]
+    recorded = dict.fromkeys(metric for run in runs for row in run.rl for metric in row)
+    names = [m for m in recorded if (metric := documented(m)) and metric.name == curve.metric]
+    return [replace(curve, metric=m, title=curve.title.replace("<name>", m.rpartition("/")[2])) for m in names]
 
 
 def _lines(curve: Curve, run: Run, color: int, num_runs: int) -> list[Series]:

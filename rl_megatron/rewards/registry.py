@@ -1,4 +1,4 @@
-"""The names that ``reward.function`` may have, and functions of the user's own."""
+"""The names that ``reward.function`` may have, functions of the user's own, servers, models, and sums of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import cast
 
+from rl_megatron.config_reward import RewardSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import RewardFunction
+from rl_megatron.rewards.classifier import ClassifierReward
 from rl_megatron.rewards.exact_match import exact_match
 from rl_megatron.rewards.final_number import final_number
+from rl_megatron.rewards.format import format_reward
+from rl_megatron.rewards.http import HttpReward
+from rl_megatron.rewards.length import length_reward
 from rl_megatron.rewards.math_verify import math_verify
 from rl_megatron.rewards.threads import in_daemon_thread
+from rl_megatron.rewards.weighted_sum import WeightedSum
 from rl_megatron.types import Completion, Prompt
 
 REWARDS: dict[str, RewardFunction] = {
@@ -22,46 +29,71 @@ REWARDS: dict[str, RewardFunction] = {
     "final_number": final_number,
     "math_verify": math_verify,
 }
+CONFIGURED: dict[str, Callable[[RewardSection], RewardFunction]] = {
+    "format": format_reward,
+    "length": length_reward,
+}
 
 
-def resolve_reward(name: str) -> RewardFunction:
-    """The reward function of a registered name or of ``package.module:function``.
+def resolve_reward(reward: RewardSection | str) -> RewardFunction:
+    """The reward of the section, or of ``reward.function`` alone with default options.
 
-    Your own takes (prompt, completions, texts) and returns one float per completion; it may be ``async``. One that is
-    not runs in a thread, so it may block. Raises ConfigError that names what is not there and what is near it.
+    A function is a registered name, an http:// or https:// URL, ``hf:<folder>`` of a sequence classifier (loaded here),
+    or ``package.module:function``. Your own takes (prompt, completions, texts) and returns one float per completion;
+    it may be ``async``. One that is not runs in a thread, so it may block. A section with parts gives their weighted
+    sum. Raises ConfigError that names what is not there and what is near it.
     """
+    section = RewardSection(function=reward) if isinstance(reward, str) else reward
+    if not section.parts:
+        return _function(section.function, section, "reward.function")
+    return WeightedSum(
+        {
+            name: (part.weight, _function(part.function or name, section, f"reward.parts.{name}.function"))
+            for name, part in section.parts.items()
+        }
+    )
+
+
+def _function(name: str, section: RewardSection, key: str) -> RewardFunction:
+    if name.startswith(("http://", "https://")):
+        return HttpReward(name, section.http, key=key)
+    if name.startswith("hf:"):
+        return ClassifierReward(Path(name.removeprefix("hf:")).expanduser(), section.model, key=key)
     if ":" in name:
-        return _load(name)
+        return _load(name, key)
+    if name in CONFIGURED:
+        return CONFIGURED[name](section)
     if name not in REWARDS:
-        near = difflib.get_close_matches(name, REWARDS, 1)
+        known = [*REWARDS, *CONFIGURED]
+        near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"reward.function={name!r} is unknown; {hint}allowed: {', '.join(REWARDS)}, "
-            "or package.module:function of your own"
+            f"{key}={name!r} is unknown; {hint}allowed: {', '.join(known)}, package.module:function of your own, "
+            "an http:// or https:// URL, or hf:<folder of a sequence classifier>"
         )
     return REWARDS[name]
 
 
-def _load(path: str) -> RewardFunction:
+def _load(path: str, key: str) -> RewardFunction:
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute.isidentifier():
-        raise ConfigError(f"reward.function={path!r}: write it as package.module:function")
+        raise ConfigError(f"{key}={path!r}: write it as package.module:function")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"reward.function={path!r}: importing {module_name} failed: {error}") from error
+            raise ConfigError(f"{key}={path!r}: importing {module_name} failed: {error}") from error
         raise ConfigError(
-            f"reward.function={path!r}: no module {error.name!r}; install it or put its folder on PYTHONPATH"
+            f"{key}={path!r}: no module {error.name!r}; install it or put its folder on PYTHONPATH"
         ) from error
     except Exception as error:  # a user's module may raise anything
-        raise ConfigError(f"reward.function={path!r}: importing {module_name} raised {error!r}") from error
+        raise ConfigError(f"{key}={path!r}: importing {module_name} raised {error!r}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         what = "is not a function" if hasattr(module, attribute) else "is not there"
         near = difflib.get_close_matches(attribute, [n for n, v in vars(module).items() if callable(v)], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"reward.function={path!r}: {attribute!r} of {module_name} {what}{hint}")
+        raise ConfigError(f"{key}={path!r}: {attribute!r} of {module_name} {what}{hint}")
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return cast(RewardFunction, function)
     return _Blocking(function)

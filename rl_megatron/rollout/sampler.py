@@ -6,12 +6,14 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
-from rl_megatron.config import RewardSection, RolloutSection
+from rl_megatron.config import RolloutSection
+from rl_megatron.config_reward import RewardSection
 from rl_megatron.errors import RewardError
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
+from rl_megatron.rewards.weighted_sum import PartedRewards
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ class RolloutBatch:
     reward_errors: int = 0  # completions whose reward raised, was late or was not finite
     dropped_groups: int = 0  # groups left out for it
     filtered_groups: int = 0  # groups left out because their rewards were equal
+    part_sums: Mapping[str, float] = field(default_factory=dict)  # of each part of a weighted reward, unweighted
+    part_completions: int = 0  # completions in these: those of num_completions whose every part was finite
 
     def informative(self) -> RolloutBatch:
         """Without the groups whose rewards are all equal: their advantages are zero (DAPO, arXiv:2503.14476)."""
@@ -35,12 +39,29 @@ class RolloutBatch:
 
     def joined(self, other: RolloutBatch) -> RolloutBatch:
         """Both, this one's groups first."""
-        names = (field.name for field in fields(self))
-        return RolloutBatch(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        names = {f.name for f in fields(self)} - {"part_sums"}
+        parts = {**self.part_sums, **other.part_sums}
+        return RolloutBatch(
+            part_sums={name: self.part_sums.get(name, 0.0) + other.part_sums.get(name, 0.0) for name in parts},
+            **{name: getattr(self, name) + getattr(other, name) for name in names},
+        )
 
     def cut(self, num_groups: int) -> RolloutBatch:
         """The first ``num_groups`` groups."""
         return replace(self, groups=self.groups[:num_groups])
+
+    def part_means(self) -> dict[str, float]:
+        """``reward/part/<name>`` of each part, over the same completions as ``reward/sampled_mean``."""
+        return {f"reward/part/{name}": total / self.part_completions for name, total in self.part_sums.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
+    """One prompt's group, None where it was dropped, with what its reward said beside the rewards."""
+
+    group: RolloutGroup | None
+    errors: int
+    parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # of completions without an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,28 +83,31 @@ class RolloutSampler:
         Raises RewardError naming the prompt where a reward fails and ``reward.on_error`` is ``fail``.
         """
         section = self.rollout
-        groups = await self._run(prompts, f"step {step}", section.group_size, section.temperature, section.top_p)
+        scored = await self._run(prompts, f"step {step}", section.group_size, section.temperature, section.top_p)
         if self.greedy_baseline:
             greedy = await self._run(prompts, f"step {step}, greedy", 1, 0.0, 1.0)
-            groups = [_with_greedy(*pair) for pair in zip(groups, greedy, strict=True)]
-        kept = tuple(group for group, _ in groups if group is not None)
+            scored = [_with_greedy(*pair) for pair in zip(scored, greedy, strict=True)]
+        kept = tuple(s.group for s in scored if s.group is not None)
         rewards = [reward for group in kept for reward in group.rewards]
+        parts = _joined_parts([s.parts for s in scored if s.group is not None])
         return RolloutBatch(
             groups=kept,
             num_completions=len(rewards),
             reward_sum=math.fsum(rewards),
-            reward_errors=sum(errors for _, errors in groups),
-            dropped_groups=sum(group is None for group, _ in groups),
+            reward_errors=sum(s.errors for s in scored),
+            dropped_groups=len(scored) - len(kept),
+            part_sums={name: math.fsum(values) for name, values in parts.items()},
+            part_completions=max(map(len, parts.values()), default=0),
         )
 
     async def evaluate(self, prompts: Sequence[Prompt], *, temperature: float, success_reward: float) -> float:
         """Share of ``prompts`` whose one completion gets at least ``success_reward``; a failed reward is no success."""
-        groups = await self._run(prompts, "evaluation", 1, temperature, 1.0)
-        return sum(group is not None and group.rewards[0] >= success_reward for group, _ in groups) / len(groups)
+        scored = await self._run(prompts, "evaluation", 1, temperature, 1.0)
+        return sum(s.group is not None and s.group.rewards[0] >= success_reward for s in scored) / len(scored)
 
     async def _run(
         self, prompts: Sequence[Prompt], purpose: str, count: int, temperature: float, top_p: float
-    ) -> list[tuple[RolloutGroup | None, int]]:
+    ) -> list[_Scored]:
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
@@ -93,10 +117,7 @@ class RolloutSampler:
             raise failed.exceptions[0] from failed
         return [task.result() for task in running]
 
-    async def _group(
-        self, prompt: Prompt, purpose: str, count: int, temperature: float, top_p: float
-    ) -> tuple[RolloutGroup | None, int]:
-        """One prompt's group and its number of reward errors; None where it is dropped for them."""
+    async def _group(self, prompt: Prompt, purpose: str, count: int, temperature: float, top_p: float) -> _Scored:
         digest = hashlib.sha256(f"{self.seed}\n{purpose}\n{prompt.id}".encode()).digest()
         request = GenerationRequest(
             id=f"{purpose}: {prompt.id}",
@@ -112,22 +133,25 @@ class RolloutSampler:
         )
         completions = tuple(await self.engine.generate(request))
         texts = tuple(self.decode(c.token_ids) for c in completions)
-        rewards, problems = await self._score(prompt, completions, texts)
+        rewards, problems, parts = await self._score(prompt, completions, texts)
         if problems:
             on_error = self.reward.on_error
-            message = f"reward {self.reward.function!r} of prompt {prompt.id!r}: {'; '.join(problems)}"
+            function = ", ".join(self.reward.functions.values())
+            message = f"reward {function!r} of prompt {prompt.id!r}: {'; '.join(problems)}"
             if on_error == "fail":
                 raise RewardError(f"{message}; mend it, or set reward.on_error to drop or to a number")
             logger.warning("%s", message)
             if on_error == "drop":
-                return None, len(problems)
+                return _Scored(group=None, errors=len(problems))
+            parts = {name: tuple(v for v, r in zip(p, rewards, strict=True) if r == r) for name, p in parts.items()}
             rewards = tuple(float(on_error) if math.isnan(r) else r for r in rewards)
-        return RolloutGroup(prompt=prompt, completions=completions, texts=texts, rewards=rewards), len(problems)
+        group = RolloutGroup(prompt=prompt, completions=completions, texts=texts, rewards=rewards)
+        return _Scored(group=group, errors=len(problems), parts=parts)
 
     async def _score(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
-    ) -> tuple[tuple[float, ...], list[str]]:
-        """Rewards, NaN where one failed, and a line for each that did."""
+    ) -> tuple[tuple[float, ...], list[str], Mapping[str, tuple[float, ...]]]:
+        """Rewards, NaN where one failed, a line for each that did, and what the parts of a weighted reward gave."""
         failed = (math.nan,) * len(completions)
         limit = self.reward.timeout_seconds
         try:
@@ -135,22 +159,36 @@ class RolloutSampler:
                 given = await self.reward_function(prompt, completions, texts)
             rewards = tuple(float(r) for r in given)
         except TimeoutError:
-            return failed, [f"no answer in reward.timeout_seconds={limit}"] * len(completions)
+            return failed, [f"no answer in reward.timeout_seconds={limit}"] * len(completions), {}
         except Exception as error:  # noqa: BLE001  the user's code: whatever it raises is named and counted
-            return failed, [f"raised {type(error).__name__}: {error}"] * len(completions)
+            return failed, [f"raised {type(error).__name__}: {error}"] * len(completions), {}
         if len(rewards) != len(completions):
-            return failed, [f"gave {len(rewards)} rewards for {len(completions)} completions"] * len(completions)
+            return failed, [f"gave {len(rewards)} rewards for {len(completions)} completions"] * len(completions), {}
+        parts = given.parts if isinstance(given, PartedRewards) else {}
         problems = [
-            f"completion {i} got {r}, which is not finite" for i, r in enumerate(rewards) if not math.isfinite(r)
+            f"completion {i} got {r}, which is not finite{_culprits(parts, i)}"
+            for i, r in enumerate(rewards)
+            if not math.isfinite(r)
         ]
-        return tuple(r if math.isfinite(r) else math.nan for r in rewards), problems
+        return tuple(r if math.isfinite(r) else math.nan for r in rewards), problems, parts
 
 
-def _with_greedy(
-    sampled: tuple[RolloutGroup | None, int], greedy: tuple[RolloutGroup | None, int]
-) -> tuple[RolloutGroup | None, int]:
+def _culprits(parts: Mapping[str, tuple[float, ...]], index: int) -> str:
+    """The parts that gave completion ``index`` no finite number, in brackets."""
+    named = [f"{name}: {values[index]}" for name, values in parts.items() if not math.isfinite(values[index])]
+    return f" ({', '.join(named)})" if named else ""
+
+
+def _joined_parts(groups: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, list[float]]:
+    """The values of each part over all groups; none for a part without a value."""
+    names = dict.fromkeys(name for parts in groups for name, values in parts.items() if values)
+    return {name: [value for parts in groups for value in parts.get(name, ())] for name in names}
+
+
+def _with_greedy(sampled: _Scored, greedy: _Scored) -> _Scored:
     """The sampled group with the greedy completion's reward; None where either was dropped."""
-    (group, errors), (baseline, more) = sampled, greedy
-    if group is None or baseline is None:
-        return None, errors + more
-    return replace(group, greedy_reward=baseline.rewards[0]), errors + more
+    errors = sampled.errors + greedy.errors
+    if sampled.group is None or greedy.group is None:
+        return _Scored(group=None, errors=errors)
+    group = replace(sampled.group, greedy_reward=greedy.group.rewards[0])
+    return replace(sampled, group=group, errors=errors)

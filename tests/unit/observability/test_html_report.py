@@ -98,6 +98,17 @@ def test_runs_compared_share_axes_and_show_what_differs(tmp_path: Path) -> None:
     assert sum(name.startswith("Where the time goes") for name in charts) == 3
 
 
+def test_each_reward_part_has_a_chart_of_its_own(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "a", steps=1)
+    assert not [title for title in Page(write_report([folder], tmp_path / "r.html")).charts() if "part" in title]
+    row = {"step": 2, "phase": "rl", "reward/part/right": 0.25, "reward/part/style": 1.0}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f"{json.dumps(row)}\n")
+    charts = Page(write_report([folder], tmp_path / "r.html")).charts()
+    assert [title for title in charts if "part" in title] == ["Reward part right", "Reward part style"]
+    assert charts["Reward part right"]["points"][0][2][0][2] == "0.25"
+
+
 def test_samples_are_of_the_first_middle_and_last_step_and_marked(tmp_path: Path) -> None:
     text = Page(write_report([_run(tmp_path / "a", steps=9)], tmp_path / "r.html")).text
     assert [s for s in range(1, 10) if f"said-{s};" in text] == [1, 5, 9]

@@ -62,6 +62,21 @@ def test_an_undocumented_name_is_refused_with_a_near_miss_and_writes_nothing(
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_a_family_of_names_is_documented_once_and_taken_by_each_name() -> None:
+    row = {**ROW, "reward/part/style_2": 0.5}
+    assert checked(row) == row
+    assert deterministic(row)["reward/part/style_2"] == 0.5
+    assert "| `reward/part/<name>` |" in render_docs()
+
+
+@pytest.mark.parametrize(
+    "name", ["reward/part/", "reward/part/<name>", "reward/part/A", "reward/part/a/b", "reward/parts/a"]
+)
+def test_a_name_outside_the_family_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="is not documented"):
+        checked({**ROW, name: 1.0})
+
+
 @pytest.mark.parametrize(
     "row", [{"phase": "rl"}, {"step": 1}, {"step": 1.0, "phase": "rl"}, {"step": 1, "phase": "sft"}]
 )

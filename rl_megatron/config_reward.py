@@ -1,0 +1,126 @@
+"""The ``reward`` section: which function, or which weighted parts, and the options of those that have any."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from rl_megatron.config_types import Finite, NonNegative, Positive, PositiveFloat, Section
+
+PartName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+_DEFAULT = "exact_match"
+
+
+class RewardPart(Section):
+    """One part of a weighted sum, by a name of yours; a number alone is the weight of the function of that name."""
+
+    function: str | None = None
+    """As reward.function; null: the function whose name the part has."""
+    weight: Finite = 1.0
+    """What the part counts in the sum; 0 records it alone."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _number_is_weight(cls, given: object) -> object:
+        return {"weight": given} if isinstance(given, int | float) and not isinstance(given, bool) else given
+
+
+class FormatSection(Section):
+    """Options of ``format``: 1 where the whole completion matches the pattern, else 0."""
+
+    pattern: str | None = None
+    """Python regular expression; (?s) in front lets a dot match line ends too."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(f"reward.format.pattern={pattern!r}: not a regular expression: {error}") from error
+        return pattern
+
+
+class LengthSection(Section):
+    """Options of ``length``: 1 from ``min_tokens`` to ``max_tokens``, falling to 0 over ``falloff_tokens`` outside."""
+
+    min_tokens: NonNegative = 0
+    """Shortest completion that gets 1, stop token included."""
+    max_tokens: Positive | None = None
+    """Longest completion that gets 1; null: any."""
+    falloff_tokens: NonNegative = 0
+    """Tokens beyond either end over which the reward falls linearly to 0; 0: at once."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"reward.length.min_tokens={self.min_tokens} is more than reward.length.max_tokens={self.max_tokens}; "
+                "raise the second or lower the first"
+            )
+        return self
+
+
+class HttpSection(Section):
+    """Options of a reward served at a URL (docs/rewards.md); ``reward.timeout_seconds`` bounds all its attempts."""
+
+    timeout_seconds: PositiveFloat = 10.0
+    """How long one attempt may take."""
+    retries: NonNegative = 3
+    """Attempts after the first, where there is no connection, no answer in time, or status 408, 429 or 5xx."""
+    backoff_seconds: PositiveFloat = 0.5
+    """Wait before the first retry; it doubles each time."""
+    concurrency: Positive = 16
+    """Requests in flight at most."""
+
+
+class RewardModelSection(Section):
+    """Options of a Hugging Face sequence classifier (``hf:<folder>``) as a reward (docs/rewards.md)."""
+
+    label: str | None = None
+    """Label whose probability is the reward; null: the logit of the only label."""
+    chat_template: bool = False
+    """Whether prompt and completion are put into the classifier's chat template, as user and assistant."""
+    max_tokens: Positive | None = None
+    """Only the last so many tokens are read; null: as many as the classifier has positions for."""
+    batch_size: Positive = 32
+    """Completions of a group in one forward pass."""
+    device: str = "cpu"
+    """Where it runs, as torch names it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of its parameters."""
+
+
+class RewardSection(Section):
+    """What a completion is worth (docs/rewards.md): one ``function``, or the weighted sum of ``parts``."""
+
+    function: str = _DEFAULT
+    """exact_match, final_number, math_verify, format, length, an http(s) URL, hf:<folder>, or module:function."""
+    parts: Mapping[PartName, RewardPart] = Field(default_factory=dict)
+    on_error: Literal["fail", "drop"] | float = "fail"
+    """When a reward raises, is late or is not finite: end the run, drop the group, or score this."""
+    timeout_seconds: PositiveFloat = 60.0
+    """How long one call of the function may take."""
+    format: FormatSection = FormatSection()
+    length: LengthSection = LengthSection()
+    http: HttpSection = HttpSection()
+    model: RewardModelSection = RewardModelSection()
+
+    @model_validator(mode="after")
+    def _one_or_parts(self) -> Self:
+        if self.parts and self.function != _DEFAULT:
+            raise ValueError(
+                f"reward.function={self.function!r} and reward.parts ({', '.join(self.parts)}) are both given; "
+                "make the function one of the parts, or leave one of the two out"
+            )
+        if self.parts and all(part.weight == 0 for part in self.parts.values()):
+            raise ValueError(f"reward.parts: the weights of {', '.join(self.parts)} are all 0; give one a weight")
+        return self
+
+    @property
+    def functions(self) -> Mapping[str, str]:
+        """Function of each part by the part's name; without parts, ``function`` under its own name."""
+        return {name: part.function or name for name, part in self.parts.items()} or {self.function: self.function}

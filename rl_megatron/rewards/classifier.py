@@ -1,0 +1,121 @@
+"""A reward model: a Hugging Face sequence classifier, loaded once, run in batches in the controller process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_megatron.config_reward import RewardModelSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.rewards.threads import in_daemon_thread
+from rl_megatron.types import Completion, Prompt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ClassifierReward:
+    """The logit of a classifier's only label, or the probability of ``label``, for prompt and completion as one text.
+
+    A group is cut into batches by itself, so that its rewards do not depend on what else is scored; one group is
+    scored at a time. Raises ConfigError for a folder that is no such classifier.
+    """
+
+    def __init__(self, folder: Path, section: RewardModelSection, *, key: str) -> None:
+        where = f"{key}=hf:{folder}"
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{where}: no config.json there; give the folder of a Hugging Face sequence classifier")
+        self._section = section
+        self._model, self._tokenizer = _load(folder, section, where)
+        self._label = _label(self._model.config, section.label, where)
+        if section.chat_template and not self._tokenizer.chat_template:
+            raise ConfigError(
+                f"reward.model.chat_template=true, but the tokenizer of {folder} has no chat template; set it to false"
+            )
+        self._max_tokens = _max_tokens(self._model.config, self._tokenizer, section.max_tokens, where)
+        self._turn = asyncio.Semaphore(1)
+
+    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+        """The time waiting for other groups counts towards ``reward.timeout_seconds``."""
+        async with self._turn:
+            return await in_daemon_thread(partial(self._score, prompt.text, list(texts)))
+
+    def _score(self, prompt: str, texts: Sequence[str]) -> list[float]:
+        import torch
+
+        size = self._section.batch_size
+        with torch.inference_mode():
+            parts = [self._forward(prompt, texts[i : i + size]) for i in range(0, len(texts), size)]
+        return [float(reward) for part in parts for reward in part]
+
+    def _forward(self, prompt: str, texts: Sequence[str]) -> Tensor:
+        """[len(texts)] float32."""
+        encoded = self._tokenizer(
+            [self._whole(prompt, text) for text in texts],
+            add_special_tokens=not self._section.chat_template,  # the template writes its own
+            truncation=True,
+            max_length=self._max_tokens,
+            padding=True,
+            return_tensors="pt",
+        ).to(self._section.device)
+        logits: Tensor = self._model(**encoded).logits.float()
+        return (logits[:, 0] if self._section.label is None else logits.softmax(-1)[:, self._label]).cpu()
+
+    def _whole(self, prompt: str, text: str) -> str:
+        if not self._section.chat_template:
+            return prompt + text
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
+        return str(self._tokenizer.apply_chat_template(turns, tokenize=False))
+
+
+def _load(folder: Path, section: RewardModelSection, where: str) -> tuple[Any, Any]:
+    """The classifier in evaluation mode on its device, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    try:
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=getattr(torch, section.dtype), output_loading_info=True, local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, truncation_side="left", padding_side="right", local_files_only=True
+        )
+        model = model.to(section.device).eval()
+    except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: a device that is not there
+        raise ConfigError(f"{where} on reward.model.device={section.device}: {error}") from error
+    if loading["missing_keys"]:
+        raise ConfigError(
+            f"{where}: its files hold no {', '.join(sorted(loading['missing_keys']))}, which would be random; "
+            "give a folder that was saved as a sequence classifier"
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise ConfigError(f"{where}: its tokenizer has neither a padding token nor an end token; name one in its files")
+    model.config.pad_token_id = tokenizer.pad_token_id  # where a decoder's classifier reads: the last that is not it
+    return model, tokenizer
+
+
+def _label(config: Any, wanted: str | None, where: str) -> int:
+    """Index of the label that is read. Raises ConfigError with the labels there are."""
+    labels = {str(name): int(index) for index, name in sorted(config.id2label.items())}
+    if wanted is None:
+        if config.num_labels == 1:
+            return 0
+        raise ConfigError(
+            f"{where}: it has {config.num_labels} labels; set reward.model.label to one of {', '.join(labels)}"
+        )
+    if wanted not in labels:
+        raise ConfigError(f"reward.model.label={wanted!r}: {where} has the labels {', '.join(labels)}")
+    return labels[wanted]
+
+
+def _max_tokens(config: Any, tokenizer: Any, wanted: int | None, where: str) -> int:
+    known = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]  # either may be the less
+    most = min(int(limit) for limit in known if limit is not None)
+    if wanted is not None and wanted > most:
+        raise ConfigError(f"reward.model.max_tokens={wanted}: {where} reads at most {most}; set that, or null")
+    return wanted or most

@@ -1,0 +1,34 @@
+"""1 where the whole completion matches a regular expression."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from rl_megatron.config_reward import RewardSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.types import Completion, Prompt
+
+
+class FormatReward:
+    """1.0 where ``pattern`` matches a text from its first character to its last, else 0.0.
+
+    Matching holds the interpreter, so no time limit ends a pattern that backtracks without end.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = re.compile(pattern)
+
+    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+        """See the class."""
+        return [float(self._pattern.fullmatch(text) is not None) for text in texts]
+
+
+def format_reward(section: RewardSection) -> FormatReward:
+    """The reward of ``reward.format``. Raises ConfigError where it has no pattern."""
+    if section.format.pattern is None:
+        raise ConfigError(
+            "the reward function format needs reward.format.pattern, a regular expression for the whole completion, "
+            r"as in reward.format.pattern='(?s)<think>.*</think>\s*\S.*'"
+        )
+    return FormatReward(section.format.pattern)

@@ -1,0 +1,93 @@
+"""The reward model: a tiny random classifier against its own forward, one text at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from rl_megatron.config_reward import RewardSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.rewards.registry import resolve_reward
+from rl_megatron.types import Completion, Prompt
+
+DONE = Completion(token_ids=(1,), logprobs=(0.0,), finish_reason="stop", versions=(0, 0))
+PROMPT = Prompt(id="p", text="a b ", token_ids=(1,), answer="")
+WORDS = ["[pad]", "[unk]", "a", "b", "c", "d", "e", "U"]
+TEXTS = ["c", "a b c d e", "", "d d d d d d d d d d d d d d", "e a"]
+
+
+def make(folder: Path, kind: type = LlamaForSequenceClassification, chat: bool = False, **options: Any) -> Path:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    kind(LlamaConfig(vocab_size=8, max_position_embeddings=12, **sizes, **options)).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, "[unk]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[pad]", unk_token="[unk]")
+    if chat:
+        tokenizer.chat_template = "{% for m in messages %}U {{ m.content }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def score(folder: Path, **model: Any) -> list[float]:
+    section = RewardSection(function=f"hf:{folder}", model=model)
+    return list(asyncio.run(resolve_reward(section)(PROMPT, [DONE] * len(TEXTS), TEXTS)))
+
+
+def expected(folder: Path, ids: list[list[int]]) -> torch.Tensor:
+    model = LlamaForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return torch.cat([model(torch.tensor([row])).logits for row in ids])
+
+
+def ids_of(text: str, last: int = 12) -> list[int]:
+    return [WORDS.index(word) for word in text.split()][-last:]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 32])
+def test_batches_give_what_each_text_alone_gives(tmp_path: Path, batch_size: int) -> None:
+    folder = make(tmp_path, num_labels=1, pad_token_id=0)
+    wanted = expected(folder, [ids_of(PROMPT.text + text) for text in TEXTS])[:, 0]
+    torch.testing.assert_close(torch.tensor(score(folder, batch_size=batch_size)), wanted)
+    assert len(set(wanted.tolist())) == len(TEXTS)
+
+
+def test_a_label_is_read_as_its_probability_and_the_end_of_a_long_text_counts(tmp_path: Path) -> None:
+    folder = make(
+        tmp_path, id2label={0: "bad", 1: "ok", 2: "good"}, label2id={"bad": 0, "ok": 1, "good": 2}, pad_token_id=0
+    )
+    wanted = expected(folder, [ids_of(PROMPT.text + text, last=3) for text in TEXTS]).softmax(-1)[:, 2]
+    torch.testing.assert_close(torch.tensor(score(folder, label="good", max_tokens=3)), wanted)
+    for label, message in (
+        (None, "it has 3 labels; set reward.model.label to one of bad, ok, good"),
+        ("fine", "has the labels bad"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            score(folder, label=label)
+
+
+def test_a_chat_template_wraps_both_turns(tmp_path: Path) -> None:
+    folder = make(tmp_path, chat=True, num_labels=1, pad_token_id=0)
+    wanted = expected(folder, [ids_of(f"U {PROMPT.text} U {text} ") for text in TEXTS])[:, 0]
+    torch.testing.assert_close(torch.tensor(score(folder, chat_template=True)), wanted)
+
+
+def test_what_is_no_reward_model_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.function=hf:.*nothing: no config\.json there"):
+        resolve_reward(f"hf:{tmp_path / 'nothing'}")
+    headless = make(tmp_path / "language", LlamaForCausalLM, num_labels=1)
+    with pytest.raises(ConfigError, match=r"hold no score\.weight, which would be random"):
+        resolve_reward(f"hf:{headless}")
+    folder = make(tmp_path / "good", num_labels=1)
+    with pytest.raises(ConfigError, match=r"has no chat template; set it to false"):
+        score(folder, chat_template=True)
+    with pytest.raises(ConfigError, match=r"reward\.model\.max_tokens=13: .* reads at most 12"):
+        score(folder, max_tokens=13)
+    with pytest.raises(ConfigError, match=r"reward\.model\.device=nowhere"):
+        score(folder, device="nowhere")

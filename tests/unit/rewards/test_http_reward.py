@@ -1,0 +1,182 @@
+"""The HTTP reward against a real server on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from rl_megatron.config_reward import RewardSection
+from rl_megatron.errors import ConfigError, RewardError
+from rl_megatron.rewards.registry import resolve_reward
+from rl_megatron.types import Completion, Prompt
+
+Answer = tuple[int, bytes]
+PROMPT = Prompt(id="train:7", text="2+2=", token_ids=(1,), answer="4", meta={"level": "easy"})
+DONE = Completion(token_ids=(1, 2, 3), logprobs=(0.0,) * 3, finish_reason="length", versions=(0, 0))
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with ``answer(body, number)``; ``number`` counts requests from 0."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.lock, self.asked = threading.Lock(), list[tuple[str, dict[str, Any]]]()
+        self.answer: Callable[[dict[str, Any], int], Answer] = lambda body, number: (
+            200,
+            json.dumps({"rewards": [float(len(c["text"])) for c in body["completions"]]}).encode(),
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/score?v=2"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            number = len(self.server.asked)
+            self.server.asked.append((self.path, body))
+        status, answer = self.server.answer(body, number)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    served = Server()
+    thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield served
+    served.shutdown()
+    served.server_close()
+    thread.join(5)
+
+
+def score(url: str, *texts: str, options: Mapping[str, float] | None = None) -> list[float]:
+    section = RewardSection(function=url, http={"backoff_seconds": 0.001, "timeout_seconds": 5.0, **(options or {})})
+    return list(asyncio.run(resolve_reward(section)(PROMPT, [DONE] * len(texts), texts)))
+
+
+def test_the_server_is_asked_as_documented_and_its_numbers_are_the_rewards(server: Server) -> None:
+    assert score(server.url, "four", "", "\ud800é") == [4.0, 0.0, 2.0]
+    path, body = server.asked[0]
+    assert path == "/score?v=2"
+    assert body["completions"][0] == {"text": "four", "num_tokens": 3, "finish_reason": "length"}
+    rest = {key: value for key, value in body.items() if key != "completions"}
+    assert rest == {"prompt_id": "train:7", "prompt": "2+2=", "answer": "4", "meta": {"level": "easy"}}
+
+
+def test_a_null_is_no_reward_of_that_completion_alone(server: Server) -> None:
+    server.answer = lambda body, number: (200, b'{"rewards": [1, null], "model": "m"}')
+    first, second = score(server.url, "a", "b")
+    assert first == 1.0
+    assert math.isnan(second)
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_status_that_may_pass_is_tried_again(server: Server, status: int) -> None:
+    server.answer = lambda body, number: (status, b"busy") if number < 2 else (200, b'{"rewards": [0.5]}')
+    assert score(server.url, "a", options={"retries": 2}) == [0.5]
+    assert len(server.asked) == 3
+    server.answer = lambda body, number: (status, b"busy")
+    with pytest.raises(RewardError, match=f"'train:7': status {status}: 'busy'; attempts made: 2"):
+        score(server.url, "a", options={"retries": 1})
+    assert len(server.asked) == 5
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "message"),
+    [
+        (404, b"nothing here", "status 404: 'nothing here'"),
+        (302, b"", "status 302"),
+        (200, b"<html>", "not JSON: '<html>'"),
+        (200, b"[" * 100_000, "not JSON"),
+        (200, b"[1.0]", "wanted is"),
+        (200, b'{"reward": [1.0]}', "wanted is"),
+        (200, b'{"rewards": [1.0, 2.0]}', "2 rewards answered for 1 completions"),
+        (200, b'{"rewards": ["1"]}', r"rewards\[0\] is '1'; a number or null is wanted"),
+        (200, b'{"rewards": [true]}', r"rewards\[0\] is True"),
+        (200, b'{"rewards": [1' + b"0" * 400 + b"]}", "too large"),
+        (200, b" " * (1 << 20) + b"{}", "longer than 1048576 bytes"),
+    ],
+)
+def test_a_bad_answer_is_named_and_not_asked_for_again(
+    server: Server, status: int, answer: bytes, message: str
+) -> None:
+    server.answer = lambda body, number: (status, answer)
+    with pytest.raises(RewardError, match=f"127.0.0.1.*'train:7'.*{message}"):
+        score(server.url, "a")
+    assert len(server.asked) == 1
+
+
+def test_a_server_that_does_not_answer_in_time_is_left(server: Server) -> None:
+    release = threading.Event()
+    server.answer = lambda body, number: (release.wait(10), (200, b'{"rewards": [1]}'))[1]
+    with pytest.raises(RewardError, match=r"no answer in reward.http.timeout_seconds=0.05; attempts made: 2"):
+        score(server.url, "a", options={"timeout_seconds": 0.05, "retries": 1})
+    release.set()
+
+
+def test_no_server_is_named_after_all_attempts() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and does not listen
+        with pytest.raises(RewardError, match=r"ConnectionRefusedError.*attempts made: 3"):
+            score(f"http://127.0.0.1:{held.getsockname()[1]}", "a", options={"retries": 2})
+
+
+def test_no_more_requests_are_in_flight_than_allowed(server: Server) -> None:
+    together, most, full = 0, 0, threading.Barrier(3)
+
+    def answer(body: dict[str, Any], number: int) -> Answer:
+        nonlocal together, most
+        with server.lock:
+            together += 1
+            most = max(most, together)
+        full.wait(10)  # passes only while three are here
+        with server.lock:
+            together -= 1
+        full.wait(10)
+        return 200, b'{"rewards": [1]}'
+
+    server.answer = answer
+    section = RewardSection(function=server.url, http={"concurrency": 3})
+
+    async def many() -> list[Any]:
+        reward = resolve_reward(section)
+        return await asyncio.gather(*(reward(PROMPT, [DONE], ["a"]) for _ in range(9)))
+
+    assert asyncio.run(many()) == [[1.0]] * 9
+    assert most == 3
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://", "it names no host"),
+        ("http://h:port/", "write it as http://host:port/path"),
+        ("http://a b/", "white space"),
+        ("https://me:secret@h/", "user name or password"),
+    ],
+)
+def test_a_url_that_cannot_be_asked_is_refused_at_the_start(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        resolve_reward(url)
+    assert "secret" not in str(error.value)

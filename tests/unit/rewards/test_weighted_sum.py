@@ -1,0 +1,150 @@
+"""Weighted sums of rewards: their values, their faults, and their way into a step's metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from rl_megatron.config import RolloutSection
+from rl_megatron.config_reward import RewardSection
+from rl_megatron.errors import ConfigError, RewardError
+from rl_megatron.rewards.registry import resolve_reward
+from rl_megatron.rewards.weighted_sum import PartedRewards
+from rl_megatron.rollout.sampler import RolloutBatch, RolloutSampler
+from rl_megatron.types import Completion, GenerationRequest, Prompt
+
+DONE = Completion(token_ids=(1, 2), logprobs=(0.0, 0.0), finish_reason="stop", versions=(0, 0))
+PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(i,), answer=str(i)) for i in range(3)]
+
+
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    module = types.ModuleType("parts_for_test")
+
+    async def never(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+        await asyncio.Event().wait()
+        return []
+
+    module.never = never
+    module.order = lambda prompt, completions, texts: [float(i) for i, _ in enumerate(texts)]
+    module.short = lambda prompt, completions, texts: [1.0]
+    module.broken = lambda prompt, completions, texts: 1 / 0
+    module.gaps = lambda prompt, completions, texts: [math.inf if prompt.id == "p1" and i == 0 else 2.0 for i in (0, 1)]
+    monkeypatch.setitem(__import__("sys").modules, "parts_for_test", module)
+    return module
+
+
+def parts(**given: tuple[str, float]) -> RewardSection:
+    return RewardSection(parts={name: {"function": f, "weight": w} for name, (f, w) in given.items()})
+
+
+def score(section: RewardSection, *texts: str) -> Sequence[float]:
+    return asyncio.run(resolve_reward(section)(PROMPTS[1], [DONE] * len(texts), texts))
+
+
+def test_the_sum_is_weighted_and_each_part_is_kept_unweighted(mine: types.ModuleType) -> None:
+    section = parts(right=("exact_match", 2.0), late=("parts_for_test:order", -0.5), seen=("exact_match", 0.0))
+    rewards = score(section, "1", "x", "1")
+    assert isinstance(rewards, PartedRewards)
+    assert list(rewards) == [2.0, -0.5, 1.0]
+    assert rewards.parts == {"right": (1, 0, 1), "late": (0, 1, 2), "seen": (1, 0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("broken", "part 'bad' raised ZeroDivisionError"), ("short", "part 'bad' gave 1 rewards for 2 completions")],
+)
+def test_a_part_that_fails_is_named_and_the_others_are_not_waited_for(
+    mine: types.ModuleType, function: str, message: str
+) -> None:
+    section = parts(stuck=("parts_for_test:never", 1.0), bad=(f"parts_for_test:{function}", 1.0))
+    with pytest.raises(RewardError, match=message):
+        score(section, "1", "2")
+
+
+def test_infinities_do_not_cancel_to_a_number() -> None:
+    for first, second in ((math.inf, -math.inf), (math.nan, 1.0), (1.7e308, 1.7e308)):
+        (total,) = PartedRewards({"a": 1.0, "b": 1.0}, {"a": (first,), "b": (second,)})
+        assert not math.isfinite(total)
+
+
+def test_an_unknown_part_is_named_by_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.parts\.exact\.function='exact' is unknown; did you mean"):
+        resolve_reward(RewardSection(parts={"exact": 1.0}))
+    with pytest.raises(ConfigError, match=r"reward\.parts\.mine\.function='nowhere_at_all:f': no module"):
+        resolve_reward(parts(mine=("nowhere_at_all:f", 1.0)))
+
+
+class Engine:
+    """Answers each request with its prompt's number, then with x."""
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        return [
+            Completion(token_ids=(token,), logprobs=(0.0,), finish_reason="stop", versions=(0, 0))
+            for token in (request.token_ids[0], 99)[: request.num_completions]
+        ]
+
+
+def sampler(section: RewardSection, decode: Callable[[Sequence[int]], str] = lambda t: str(t[0])) -> RolloutSampler:
+    return RolloutSampler(
+        engine=Engine(),
+        reward_function=resolve_reward(section),
+        decode=decode,
+        rollout=RolloutSection(group_size=2),
+        reward=section,
+        stop_token_ids=(),
+        seed=0,
+    )
+
+
+def test_part_means_are_over_the_scored_completions(mine: types.ModuleType) -> None:
+    section = parts(right=("exact_match", 2.0), order=("parts_for_test:order", 1.0))
+    batch = asyncio.run(sampler(section).sample(PROMPTS, step=1))
+    assert [group.rewards for group in batch.groups] == [(2.0, 1.0)] * 3
+    assert batch.part_means() == {"reward/part/right": 0.5, "reward/part/order": 0.5}
+    assert batch.reward_sum / batch.num_completions == 2 * 0.5 + 0.5
+
+
+@pytest.mark.parametrize(("on_error", "count", "right"), [(-1.0, 5, 2.0), ("drop", 4, 2.0)])
+def test_completions_without_a_finite_part_count_for_no_part(
+    mine: types.ModuleType, on_error: str | float, count: int, right: float
+) -> None:
+    section = parts(right=("exact_match", 1.0), gaps=("parts_for_test:gaps", 1.0))
+    with pytest.raises(
+        RewardError, match=r"'exact_match, parts_for_test:gaps' of prompt 'p1'.*0 got nan.*\(gaps: inf\)"
+    ):
+        asyncio.run(sampler(section).sample(PROMPTS, step=1))
+    ours = sampler(section.model_copy(update={"on_error": on_error}))
+    batch = asyncio.run(ours.sample(PROMPTS, step=1))
+    assert batch.reward_errors == 1
+    assert batch.part_completions == count
+    assert batch.part_means() == {"reward/part/right": right / count, "reward/part/gaps": 2.0}
+
+
+def test_joining_batches_adds_their_parts_and_survives_a_checkpoint() -> None:
+    one = RolloutBatch(num_completions=2, part_sums={"a": -3.0, "b": 1.0}, part_completions=2)
+    both = RolloutBatch().joined(one).joined(one).cut(1).informative()
+    assert both.part_means() == {"reward/part/a": -1.5, "reward/part/b": 0.5}
+    adapter = TypeAdapter(RolloutBatch)
+    assert adapter.validate_json(adapter.dump_json(both)) == both
+    assert RolloutBatch().part_means() == {}
+
+
+def test_a_reward_without_parts_has_none() -> None:
+    section = RewardSection()
+    batch = asyncio.run(sampler(section).sample(PROMPTS, step=1))
+    assert (batch.part_sums, batch.part_completions) == ({}, 0)
+
+
+def test_a_part_may_come_from_a_module_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_part_for_test.py").write_text(
+        "def half(prompt, completions, texts):\n    return [0.5] * len(texts)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert list(score(parts(half=("own_part_for_test:half", 4.0)), "a", "b")) == [2.0, 2.0]
