@@ -64,7 +64,7 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
     parts = Parts(
         config=config,
         folder=folder,
-        policy_loss=_policy_loss(config),
+        policy_loss=policy_loss(config),
         reward=reward,
     )
     with claim(folder, resume=resume):
@@ -173,7 +173,8 @@ def _stop_token_ids(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> t
     return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
-def _policy_loss(config: RunConfig) -> Loss:
+def policy_loss(config: RunConfig) -> Loss:
+    """The loss that the algorithm section makes. Raises ConfigError where its choices are not sound together."""
     a = config.algorithm
     try:
         return PolicyLoss(

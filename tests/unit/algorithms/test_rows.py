@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-from rl_megatron.algorithms.advantages import group_advantages
-from rl_megatron.algorithms.corrections import Correction
-from rl_megatron.algorithms.losses import PolicyLoss
-from rl_megatron.config import AlgorithmSection
+from launcher.build import policy_loss
+from rl_megatron import config_io
+from rl_megatron.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
-ADVANTAGE_KEYS = {"advantage_mean", "advantage_std", "leave_one_out"}
+NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
 
 
 def documented_rows() -> dict[str, dict[str, object]]:
@@ -35,29 +35,26 @@ def _number(text: str) -> str:
     return str(float(text)) if re.fullmatch(r"[0-9.]+e-?[0-9]+", text) else text
 
 
-def loss_of(row: dict[str, object]) -> PolicyLoss:
-    """Raises TypeError for a key that no choice has."""
-    correction = {k.removeprefix("correction."): v for k, v in row.items() if k.startswith("correction.")}
-    own = {k: v for k, v in row.items() if k not in ADVANTAGE_KEYS and not k.startswith("correction.")}
-    return PolicyLoss(**own, correction=Correction(**correction) if correction else None)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_shipped_configuration_is_the_documented_row_and_builds(name: str) -> None:
+    keys = [f"algorithm.{key}={value}" for key, value in documented_rows()[name].items()]
+    by_keys = config_io.load("tiny_cpu", ["algorithm=default_row", *keys], conf_with_an_empty_row())
+    shipped = config_io.load("tiny_cpu", [f"algorithm={name}"])
+    assert by_keys.algorithm == shipped.algorithm
+    assert policy_loss(by_keys) == policy_loss(shipped)
 
 
-@pytest.mark.parametrize("name", list(documented_rows()))
-def test_every_documented_row_builds(name: str) -> None:
-    row = documented_rows()[name]
-    loss = loss_of(row)
-    fields = {f.name: getattr(loss, f.name) for f in dataclasses.fields(loss)}
-    for key, value in row.items():
-        if key in fields:
-            assert fields[key] == value
-    out = group_advantages(
-        torch.tensor([0.0, 1.0]),
-        torch.zeros(2, dtype=torch.int64),
-        mean=row.get("advantage_mean", "group"),
-        std=row.get("advantage_std", "group"),
-        leave_one_out=row.get("leave_one_out", False),
-    )
-    assert (out[0] < out[1]).item()
+@functools.cache
+def conf_with_an_empty_row() -> Path:
+    """A copy of conf/ in which ``algorithm=default_row`` is the schema's defaults."""
+    copy = Path(tempfile.mkdtemp()) / "conf"
+    shutil.copytree(ROOT / "conf", copy)
+    (copy / "algorithm" / "default_row.yaml").write_text("{}\n")
+    return copy
+
+
+def test_every_row_of_the_page_ships() -> None:
+    assert sorted(documented_rows()) == NAMES
 
 
 def test_the_limits_of_the_papers_are_in_the_rows() -> None:
@@ -65,14 +62,18 @@ def test_the_limits_of_the_papers_are_in_the_rows() -> None:
     rows = documented_rows()
     assert (rows["gspo"]["clip_low"], rows["gspo"]["clip_high"]) == (3e-4, 4e-4)
     assert rows["dapo"]["clip_high"] == 0.28
-    assert len(rows) == 21
 
 
-@pytest.mark.parametrize("name", ["gspo", "cispo", "grpo"])
-def test_the_shipped_configuration_is_the_documented_row(name: str) -> None:
-    text = (ROOT / "conf" / "algorithm" / f"{name}.yaml").read_text()
-    section = AlgorithmSection.model_validate(yaml.safe_load(text))
-    loss = loss_of(documented_rows()[name])
-    shared = [f.name for f in dataclasses.fields(loss) if f.name in AlgorithmSection.model_fields]
-    assert {"ratio_level", "objective", "aggregation", "clip_low", "cap_high"} <= set(shared)
-    assert {key: getattr(section, key) for key in shared} == {key: getattr(loss, key) for key in shared}
+def test_a_sequence_ratio_makes_grpo_gspo() -> None:
+    clips = ["algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"]
+    changed = config_io.load("tiny_cpu", ["algorithm=grpo", "algorithm.ratio_level=sequence", *clips])
+    assert policy_loss(changed) == policy_loss(config_io.load("tiny_cpu", ["algorithm=gspo"]))
+
+
+@pytest.mark.parametrize(
+    "keys", [["objective=reinforce", "ratio_level=sequence"], ["ratio_level=sequence", "aggregation=token_mean"]]
+)
+def test_an_unsound_row_is_refused_with_its_reason(keys: list[str]) -> None:
+    config = config_io.load("tiny_cpu", ["algorithm=grpo", *(f"algorithm.{key}" for key in keys)])
+    with pytest.raises(ConfigError, match="algorithm:"):
+        policy_loss(config)

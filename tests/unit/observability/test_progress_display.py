@@ -62,7 +62,7 @@ def test_the_live_panel_shows_the_state_of_the_run() -> None:
     assert "a note [with brackets]" in text
     last = text[text.rindex("╭") :]
     shown = ["gspo [tiny]", "step 5/10", "50 %", "10s left", "done", "1.000  ▁█", "0.250  at warm_start 20/40"]
-    for part in [*shown, "500  (2 s a step)", "step 4", "runs/a", "-0.00123"]:
+    for part in [*shown, "500  (2 s a step)", "step 3", "runs/a", "-0.00123"]:
         assert part in last, part
 
 
