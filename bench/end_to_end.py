@@ -130,15 +130,19 @@ def main() -> None:
 
 
 def trl_environment(folder: Path) -> Path:
-    """The Python of TRL's environment, made on first use. torch goes first and by itself, as in the Makefile."""
-    python = folder / "bin" / "python"
-    done = folder / ".installed"
-    if not done.is_file():
+    """The Python of TRL's environment, made on first use and when the pins change.
+
+    torch goes first and by itself, as in the Makefile.
+    """
+    requirements, constraints = ROOT / "bench" / "requirements-trl.txt", ROOT / "constraints.txt"
+    python, installed = folder / "bin" / "python", folder / "installed.txt"
+    pins = requirements.read_text() + constraints.read_text()
+    if not installed.is_file() or installed.read_text() != pins:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        install = [str(python), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
+        install = [str(python), "-m", "pip", "install", "-q", "-c", str(constraints)]
         subprocess.run([*install, "torch"], check=True)
-        subprocess.run([*install, "-r", str(ROOT / "bench" / "requirements-trl.txt")], check=True)
-        done.touch()
+        subprocess.run([*install, "-r", str(requirements)], check=True)
+        installed.write_text(pins)
     return python
 
 
@@ -177,6 +181,8 @@ def measure(task: Task, layouts: Sequence[str], repeats: int, trl_python: Path, 
                     taken, busy = run_ours(task, LAYOUTS[side], Path(work))
             steps[side] += taken[WARM_UP_STEPS:]
             others[side].append(busy)
+            seconds = [round(step.seconds, 2) for step in taken]
+            print(f"{task.size} {task.workload} {side}: seconds of steps {seconds}", file=sys.stderr, flush=True)
     return [row_of(task, side, steps[side], statistics.median(others[side])) for side in steps]
 
 
