@@ -1,0 +1,182 @@
+"""Real runs of the command line in processes of their own, which tests watch, kill and continue."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rl_megatron.observability.files import read_jsonl
+from rl_megatron.observability.metrics import deterministic
+
+LIMIT = 300.0  # seconds any wait may take; an idle machine needs a few
+PROGRAM = Path(sys.executable).with_name("rl-megatron")
+TINY = (
+    "learner.threads=1",
+    "log.tensorboard=false",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "warm_start.steps=4",
+    "warm_start.check_every=2",
+    "warm_start.batch_size=16",
+    "warm_start.stop_at_accuracy=1",
+    "train.steps=6",
+    "checkpoint.every=2",
+    "eval.every=2",
+)
+REWARDS = '''
+import math
+
+def even(prompt, completions, texts):
+    """Half of what a random model samples gets 1: groups differ, so there is a gradient."""
+    return [float(sum(c.token_ids) % 2 == 0) for c in completions]
+
+def raising(prompt, completions, texts):
+    raise KeyError("price list")
+
+def sometimes_nan(prompt, completions, texts):
+    rewards = even(prompt, completions, texts)
+    return [math.nan] * len(rewards) if len(rewards) > 1 and sum(prompt.token_ids) % 4 == 0 else rewards
+'''
+
+
+def eventually(true: Callable[[], object], what: str, limit: float = LIMIT) -> None:
+    """Look again and again until it is true. Fails, and says for what it waited, after ``limit`` seconds."""
+    end = time.monotonic() + limit
+    while not true():
+        assert time.monotonic() < end, f"waited {limit} s for {what}"
+        time.sleep(0.002)
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether it runs; a zombie does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One process of the command line, leader of a session of its own."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+    output: Path
+    seen: set[psutil.Process] = field(default_factory=set)
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def workers(self) -> list[psutil.Process]:
+        """Its learner processes, in the order of their ranks."""
+        found = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self.seen.add(child)
+                    if "spawn_main" in " ".join(child.cmdline()):
+                        found.append(child)
+        return sorted(found, key=lambda p: p.pid)
+
+    def until(self, true: Callable[[], object], what: str) -> None:
+        """Wait for something that the run does; fails where it ends before."""
+
+        def now() -> object:
+            return true() or self.process.poll() is not None
+
+        eventually(now, what)
+        assert true(), f"the run ended ({self.process.returncode}) before {what}:\n{self.text()}"
+
+    def until_row(self, **wanted: object) -> None:
+        """Wait for a row of metrics; ``warm_start_step`` is the metric warm_start/step."""
+        names = {"warm_start_step": "warm_start/step"}
+
+        def there() -> bool:
+            return any(all(row.get(names.get(k, k)) == v for k, v in wanted.items()) for row in self.rows())
+
+        self.until(there, f"row {wanted}")
+
+    def until_file(self, pattern: str) -> None:
+        """Wait for something under the run's folder."""
+        self.until(lambda: next(self.folder.glob(pattern), None), pattern)
+
+    def kill(self) -> None:
+        """SIGKILL to the controller alone; checks that everything that it started ends with it."""
+        self.workers()
+        self.process.kill()
+        assert self.process.wait(LIMIT) == -signal.SIGKILL, "the run ended before it was killed"
+        eventually(lambda: not any(alive(p) for p in self.seen), "orphans to end", 30)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Its metrics so far."""
+        path = self.folder / "metrics.jsonl"
+        return list(read_jsonl(path)) if path.exists() else []
+
+    def record(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """All that a finished run recorded but times: two equal runs give equal records, to the bit."""
+        samples = [json.loads(line) for line in (self.folder / "samples.jsonl").read_text().splitlines()]
+        return [deterministic(row) for row in self.rows()], samples
+
+    def end(self, limit: float = LIMIT) -> int:
+        """Wait for its end; the exit status."""
+        return self.process.wait(limit)
+
+    def finish(self) -> None:
+        """Wait for an end without an error."""
+        assert self.end() == 0, self.text()
+        assert "Traceback" not in self.text()
+
+
+@dataclass(kw_only=True)
+class Place:
+    """A folder to work in: it holds the user's reward module and the runs."""
+
+    folder: Path
+    cache: Path
+    runs: list[Run] = field(default_factory=list)
+
+    def start(self, name: str, *arguments: str, resume: bool = False) -> Run:
+        """Start ``rl-megatron train`` on a tiny run; later arguments overrule earlier ones."""
+        data = () if "data=gsm8k" in arguments else ("data.num_eval=16",)
+        keys = (*TINY, *data, f"model.cache_dir={self.cache}", f"run.name={name}", *arguments)
+        return self._start(name, ["train", *keys, *(["--resume"] if resume else [])])
+
+    def call(self, *arguments: str) -> Run:
+        """The command line as given, to its end."""
+        run = self._start("none", list(arguments))
+        run.end()
+        return run
+
+    def _start(self, name: str, arguments: list[str]) -> Run:
+        output = self.folder / f"output-{len(self.runs)}.txt"
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                [str(PROGRAM), *arguments],
+                cwd=self.folder,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                text=True,
+            )
+        self.runs.append(Run(folder=self.folder / "runs" / name, process=process, output=output))
+        return self.runs[-1]
+
+    def clear(self) -> None:
+        """End what a failed test left running."""
+        for run in self.runs:
+            if run.process.poll() is None:
+                run.process.kill()
+                run.process.wait(LIMIT)

@@ -1,0 +1,167 @@
+"""Runs killed at any moment, or stopped, and continued, equal to the bit a run that never was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rl_megatron import checkpoints
+from tests.e2e.processes import Place, Run, alive
+
+ONE = ("learner.ep=1", "reward.function=my_rewards:even")
+PIPELINE = (*ONE, "learner.pp=2", "train.max_staleness=1", "eval.every=1", "train.lr_decay=none")
+
+
+@pytest.fixture(scope="module")
+def reference(place: Place) -> Run:
+    """A run that is left alone."""
+    run = place.start("reference", *ONE)
+    run.finish()
+    return run
+
+
+def test_the_reference_learns_from_a_gradient(reference: Run) -> None:
+    recorded = reference.rows()
+    assert [(r["phase"], r.get("warm_start/step", r["step"])) for r in recorded] == [
+        *(("warm_start", k) for k in (0, 2, 4)),
+        *(("rl", k) for k in range(7)),
+    ]
+    assert all(r["grad_norm"] > 0 for r in recorded if r["step"])
+    assert [r["step"] for r in recorded if "eval/accuracy" in r and r["phase"] == "rl"] == [0, 2, 4, 6]
+
+
+def test_the_learner_agrees_with_the_engine_at_every_step(reference: Run) -> None:
+    differences = [r["mismatch/logprob_abs_max"] for r in reference.rows() if r["step"]]
+    assert len(differences) == 6
+    assert 0 <= max(differences) < 1e-4
+
+
+def test_killed_at_every_kind_of_moment(place: Place, reference: Run) -> None:
+    run = place.start("killed", *ONE)
+    run.until_row(warm_start_step=2)
+    run.kill()
+    assert not list(run.folder.glob("checkpoints/*"))
+
+    run = place.start("killed", *ONE, resume=True)  # nothing is saved yet: it starts over
+    run.until_file("checkpoints/.writing-step_000000")
+    run.kill()
+    assert not list(run.folder.glob("checkpoints/step_*"))
+
+    run = place.start("killed", *ONE, resume=True)
+    run.until_file("checkpoints/step_000000")  # right after the first checkpoint
+    run.kill()
+
+    run = place.start("killed", *ONE, resume=True)
+    run.until_file("checkpoints/.writing-step_000002/learner/*")
+    run.kill()
+    assert not (run.folder / "checkpoints/step_000002").exists()
+
+    run = place.start("killed", *ONE, resume=True)
+    run.until_row(step=3)  # between two checkpoints
+    run.kill()
+
+    run = place.start("killed", *ONE, resume=True)
+    run.until_row(step=5)
+    (worker,) = run.workers()
+    worker.kill()
+    assert run.end() == 1
+    assert f"rank 0 (pid {worker.pid}) was killed by signal 9" in run.text()
+
+    run = place.start("killed", *ONE, resume=True)
+    run.finish()
+    assert run.record() == reference.record()
+    assert sorted(p.name for p in run.folder.glob("checkpoints/*")) == ["step_000004", "step_000006"]
+    assert (run.folder / "hf_step_000006").is_dir()
+
+
+def test_stopped_by_ctrl_c_in_the_warm_start_and_between_checkpoints(place: Place, reference: Run) -> None:
+    run = place.start("stopped", *ONE)
+    run.until_row(warm_start_step=2)
+    run.process.send_signal(signal.SIGINT)
+    run.finish()
+    (saved,) = run.folder.glob("checkpoints/*")
+    assert saved.name in ("warm_start_000002", "warm_start_000003", "warm_start_000004")
+    assert "--resume goes on" in run.text()
+
+    run = place.start("stopped", *ONE, resume=True)
+    run.until_row(step=3)
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to the workers too
+    run.finish()
+    last = max(int(p.name[-6:]) for p in run.folder.glob("checkpoints/step_*"))
+    assert 3 <= last < 6
+
+    run = place.start("stopped", *ONE, resume=True)
+    run.finish()
+    assert f"resuming from runs/stopped/checkpoints/step_{last:06d}" in run.text()
+    assert run.record() == reference.record()
+
+
+def test_a_second_ctrl_c_ends_at_once(place: Place) -> None:
+    run = place.start("impatient", *ONE, "train.steps=100000")
+    run.until_row(step=1)
+    children = run.workers()
+    run.process.send_signal(signal.SIGINT)
+    run.until(lambda: "press Ctrl-C again" in run.text(), "the first Ctrl-C to be seen")
+    run.process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert run.end() == 130
+    assert time.monotonic() - began < 30
+    assert not any(map(alive, children))
+    assert "interrupted" in run.text()
+
+
+def test_a_pipeline_with_rollouts_ahead_resumes_its_buffer_and_exports_what_sampled(place: Place) -> None:
+    reference = place.start("ahead", *PIPELINE, "train.steps=4")
+    reference.finish()
+    run = place.start("ahead-killed", *PIPELINE, "train.steps=3")
+    run.until_row(step=2)
+    assert len(run.workers()) == 2
+    run.kill()
+    run = place.start("ahead-killed", *PIPELINE, "train.steps=3", resume=True)
+    run.finish()
+    run = place.start("ahead-killed", *PIPELINE, "train.steps=4", resume=True)
+    run.finish()
+    rows, _ = run.record()
+    assert [row["staleness/max"] for row in rows if row["step"]] == [0, 1, 1, 1]
+    assert run.record() == reference.record()
+
+    (sampled,) = checkpoints.read(run.folder / "checkpoints/step_000004").buffer
+    completions = [(g.prompt.token_ids, c) for g in sampled.groups for c in g.completions]
+    assert {c.versions for _, c in completions} == {(3, 3)}  # the weights that this folder holds
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "hf_step_000003", dtype=torch.float32)
+    for prompt, completion in completions:
+        tokens = torch.tensor([[*prompt, *completion.token_ids]])
+        with torch.no_grad():
+            logprobs = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        theirs = logprobs.gather(1, tokens[0, len(prompt) :, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), theirs, rtol=0, atol=1e-4)
+
+
+def test_every_torn_changed_or_missing_file_is_named_before_a_process_starts(place: Place, reference: Run) -> None:
+    checkpoint = reference.folder / "checkpoints/step_000006"
+    trainer, shard = checkpoint / "trainer.json", checkpoint / "learner/__0_0.distcp"
+    common = checkpoint / "learner/common.pt"
+    before = trainer.read_bytes(), shard.read_bytes(), common.read_bytes()
+    flipped = bytearray(before[1])
+    flipped[len(flipped) // 2] ^= 1
+    trainer.write_bytes(before[0][:-7])
+    shard.write_bytes(flipped)
+    common.unlink()
+    try:
+        run = place.start("reference", *ONE, resume=True)
+        assert run.end() == 1
+    finally:
+        for path, content in zip((trainer, shard, common), before, strict=True):
+            path.write_bytes(content)
+    error = run.text()
+    assert "trainer.json is torn" in error
+    assert "__0_0.distcp changed since it was written" in error
+    assert "common.pt is missing" in error
+    assert f"remove {checkpoint.relative_to(place.folder)} to resume from the checkpoint before it" in error
+    assert "Traceback" not in error
+    assert "starting" not in error
