@@ -1,20 +1,26 @@
-"""Tokens per second of the in-process rollout engine beside transformers' `generate`, same weights, in one process.
+"""Tokens per second of the in-process rollout engine beside transformers' `generate`: same weights, same cores.
 
-    python -m bench.sampler [--size tiny mid] [--threads 2] [--repeats 5] [--json FILE]
+    python -m bench.sampler [--size tiny mid] [--threads 2] [--replicas 2] [--repeats 5] [--json FILE]
+
+transformers has all threads in one process. The engine runs as it does beside the learner's ranks: a replica a
+process, with its share of the threads and of the prompts; a figure ends when the last replica does.
 
 *equal*: every completion has the full length, one completion a prompt. *group*: 8 completions a prompt. *long tail*:
 lengths are geometric with a mean of a quarter of the limit, where finished sequences must leave the batch; tokens
-behind a stop are not counted. Each figure is the fastest
-of the repeats, after one warm-up, the two engines taking turns so that both see the same machine.
+behind a stop are not counted. Figures are tokens/s, the fastest of the repeats after one warm-up, the two engines
+taking turns so that both see the same machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -34,9 +40,9 @@ SIZES = {
 PROMPT_TOKENS = 16
 
 
-def build(size: str, max_length: int) -> tuple[Qwen3MoeForCausalLM, LocalEngine, int, float]:
-    """transformers' model, our engine with its weights, the batch and the bar."""
-    hidden, layers, heads, kv_heads, head_dim, experts, width, vocabulary, batch, bar = SIZES[size]
+def build(size: str, max_length: int) -> tuple[Qwen3MoeForCausalLM, LocalEngine]:
+    """transformers' model and our engine with its weights, the same in every process."""
+    hidden, layers, heads, kv_heads, head_dim, experts, width, vocabulary, batch, _ = SIZES[size]
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         hidden_size=hidden,
@@ -58,33 +64,69 @@ def build(size: str, max_length: int) -> tuple[Qwen3MoeForCausalLM, LocalEngine,
     ours = LocalEngine(shape, slots=batch, dtype=torch.float32, device="cpu", max_length=max_length)
     for name, tensor in ours.tensors.items():
         tensor.copy_(checkpoint[name])
-    return theirs, ours, batch, bar
+    return theirs, ours
 
 
 def main() -> None:
     """Measure the chosen sizes and print one row each per workload."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES))
-    for name, value in (("threads", 2), ("repeats", 5), ("new-tokens", 128)):
+    for name, value in (("threads", 2), ("replicas", 2), ("repeats", 5), ("new-tokens", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     logging.disable_progress_bar()
-    rows = [row for size in args.size for row in measure(size, args.new_tokens, args.repeats)]
-    print(f"{args.threads} threads, {PROMPT_TOKENS} prompt + up to {args.new_tokens} new tokens, tokens/s")
+    rows = []
+    for size in args.size:
+        with replicas_of(size, args.new_tokens, args.replicas, args.threads // args.replicas) as replicas:
+            rows += measure(size, args.new_tokens, args.repeats, replicas)
+    print(f"{args.threads} threads, {args.replicas} replicas; {PROMPT_TOKENS} prompt and {args.new_tokens} new tokens")
     print(f"{'size':5} {'workload':10} {'batch':>5} {'transformers':>13} {'ours':>9} {'ratio':>6}  bar")
     for row in rows:
         print("{size:5} {workload:10} {batch:5} {transformers:13,.0f} {ours:9,.0f} {ratio:6.2f}  {bar}".format(**row))
     if args.json:
         args.json.write_text(
-            json.dumps({"threads": args.threads, "new_tokens": args.new_tokens, "rows": rows}, indent=1)
+            json.dumps({k: v for k, v in vars(args).items() if isinstance(v, int)} | {"rows": rows}, indent=1)
         )
 
 
-def measure(size: str, new_tokens: int, repeats: int) -> list[dict[str, str | int | float]]:
+@contextmanager
+def replicas_of(size: str, new_tokens: int, count: int, threads: int) -> Iterator[list[Connection]]:
+    """Pipes to ``count`` engine processes of ``threads`` threads each."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for _ in range(count):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=serve, args=(theirs, size, PROMPT_TOKENS + new_tokens, threads)))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    try:
+        yield pipes
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            process.join()
+
+
+def serve(pipe: Connection, size: str, max_length: int, threads: int) -> None:
+    """A replica's process: lists of requests in, numbers of sampled tokens out, until the pipe closes."""
+    torch.set_num_threads(threads)
+    _, engine = build(size, max_length)
+    with suppress(EOFError):
+        while True:
+            answers = engine.generate(pipe.recv())
+            pipe.send(sum(len(got.token_ids) for answer in answers for got in answer))
+
+
+def measure(
+    size: str, new_tokens: int, repeats: int, replicas: Sequence[Connection]
+) -> list[dict[str, str | int | float]]:
     """One row per workload."""
-    theirs, ours, batch, bar = build(size, PROMPT_TOKENS + new_tokens)
+    theirs, _ = build(size, PROMPT_TOKENS + new_tokens)
+    *_, batch, bar = SIZES[size]
     rows: list[dict[str, str | int | float]] = []
     for workload, group, mean in (("equal", 1, None), ("group", 8, None), ("long tail", 8, new_tokens / 4)):
         prompts = torch.randint(0, 256, (batch // group, PROMPT_TOKENS))
@@ -92,7 +134,7 @@ def measure(size: str, new_tokens: int, repeats: int) -> list[dict[str, str | in
         vocabulary = theirs.config.vocab_size
         stops = tuple(range(vocabulary - round(vocabulary / mean), vocabulary)) if mean else ()
         slow = transformers_run(theirs, prompts.repeat_interleave(group, 0), new_tokens, stops)
-        fast = our_run(ours, prompts, group, new_tokens, stops)
+        fast = our_run(replicas, prompts, group, new_tokens, stops)
         for run in (slow, fast):
             run(0)
         rates = [(slow(turn), fast(turn)) for turn in range(1, repeats + 1)]
@@ -129,9 +171,9 @@ def transformers_run(
 
 
 def our_run(
-    engine: LocalEngine, prompts: torch.Tensor, group: int, new_tokens: int, stops: tuple[int, ...]
+    replicas: Sequence[Connection], prompts: torch.Tensor, group: int, new_tokens: int, stops: tuple[int, ...]
 ) -> Callable[[int], float]:
-    """The engine on ``group`` completions of each prompt: seed -> completion tokens per second."""
+    """The engines on ``group`` completions of each prompt: seed -> completion tokens per second."""
 
     def run(seed: int) -> float:
         params = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": new_tokens, "stop_token_ids": stops}
@@ -145,9 +187,10 @@ def our_run(
             for row, prompt in enumerate(prompts.tolist())
         ]
         start = time.perf_counter()
-        answers = engine.generate(requests)
-        seconds = time.perf_counter() - start
-        return sum(len(got.token_ids) for answer in answers for got in answer) / seconds
+        for number, pipe in enumerate(replicas):
+            pipe.send(requests[number :: len(replicas)])
+        tokens: int = sum(pipe.recv() for pipe in replicas)
+        return tokens / (time.perf_counter() - start)
 
     return run
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 # cross over at 4 to 7 MFLOP, for hidden 64 to 512 and 8 to 32 experts.
 MAX_DENSE_WASTE_FLOPS = 5e6
 # Padded rows over real rows up to which two batched products beat a loop over experts.
-MAX_PADDING = 2.5
+MAX_PADDING = 1.5
 
 
 def mix_experts(
