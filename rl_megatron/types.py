@@ -7,8 +7,8 @@ A *position* is one (input token, target token) pair: a sequence of L tokens has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ class RolloutGroup:
 class Samples:
     """A ragged batch of S sequences, concatenated: what packing cuts and a micro-batch holds. CPU tensors.
 
-    ``old_logprobs`` is of the policy at the start of the update, ``rollout_logprobs`` what the engine reported.
+    ``old_logprobs`` is of the policy at the start of the update, ``rollout_logprobs`` what the engine reported. What is
+    None is not needed by the run's losses.
     """
 
     input_ids: Tensor  # [N] int64
@@ -108,6 +109,11 @@ class Samples:
     advantages: Tensor  # [N] float32
     rollout_logprobs: Tensor  # [N] float32
     old_logprobs: Tensor  # [N] float32
+    ref_logprobs: Tensor | None = None  # [N] float32, of the frozen reference
+    old_values: Tensor | None = None  # [N] float32, of the critic at the start of the update
+    returns: Tensor | None = None  # [N] float32, what the critic learns
+    proximal_share: Tensor | None = None  # [N] float32, how far the old policy is from the rollout's to the current
+    nll_weights: Tensor | None = None  # [N] float32, weight of -log pi beside the policy loss, over its denominator
     cu_seqlens: Tensor  # [S + 1] int64, starts at 0, ends at N
 
     @property
@@ -115,25 +121,35 @@ class Samples:
         """S."""
         return len(self.cu_seqlens) - 1
 
-    def with_old_logprobs(self, logprobs: Tensor) -> Samples:
-        """Same samples with ``old_logprobs`` [N] float32 replaced."""
-        return replace(self, old_logprobs=logprobs)
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """Every [N] field that is there, by name."""
+        every = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "cu_seqlens")
+        return {name: column for name, column in every if column is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
     """One micro-batch on one rank, as a loss sees it. T positions, S sequences (some only in part, under CP).
 
-    ``segment_sum`` maps a detached [T] tensor to [S]: sums over each sequence, over all ranks that share it.
-    ``num_tokens`` and ``num_sequences`` are the **global** denominators of the whole (mini)batch.
+    A policy's loss has a gradient through ``logprobs`` and ``entropy``; a critic's through ``values`` alone, and its
+    ``logprobs`` and ``entropy`` are zeros. ``segment_sum`` maps a detached [T] tensor to [S]: sums over each sequence,
+    over all ranks that share it. ``num_tokens`` and ``num_sequences`` are the **global** denominators of the whole
+    (mini)batch.
     """
 
-    logprobs: Tensor  # [T] float32, the only field with a gradient
-    entropy: Tensor  # [T] float32, over the whole vocabulary; no gradient
+    logprobs: Tensor  # [T] float32
+    entropy: Tensor  # [T] float32, over the whole vocabulary
     old_logprobs: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
     advantages: Tensor  # [T] float32
     mask: Tensor  # [T] bool
+    values: Tensor | None = None  # [T] float32
+    ref_logprobs: Tensor | None = None  # [T] float32; this and the rest as in Samples
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+    proximal_share: Tensor | None = None
+    nll_weights: Tensor | None = None
     segment_ids: Tensor  # [T] int64 in [0, S)
     segment_sum: Callable[[Tensor], Tensor]
     num_tokens: int
@@ -148,6 +164,7 @@ class LossOutput:
     means: Mapping[str, Tensor]  # [] each; shares like `loss`: they add up to the global mean
     minima: Mapping[str, Tensor] = field(default_factory=dict)  # [] each; the global value is the least
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
+    histograms: Mapping[str, Tensor] = field(default_factory=dict)  # [bins] counts each; they add up
 
 
 class Loss(Protocol):
@@ -163,8 +180,13 @@ class Batch:
     """What one optimizer step trains on. M is the same on every data-parallel rank (pipelines and EP need it)."""
 
     micro_batches: tuple[tuple[Samples, ...], ...]  # [D][M]
+    sequences: tuple[tuple[Tensor, ...], ...]  # [D][M], int64 each: which sequences of the packed samples they hold
     num_tokens: int  # masked-in targets of the whole batch
     num_sequences: int  # real sequences of the whole batch (padding sequences have no masked-in target)
+
+
+Scores = Sequence[Sequence["Tensor"]]
+"""[D][M] of a batch's micro-batches, each [N] float32: one number a position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +196,7 @@ class StepResult:
     loss: float
     grad_norm: float
     metrics: Mapping[str, float]
+    histograms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # global counts of a LossOutput's bins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,43 +1,84 @@
-"""Loss terms beside the policy's: the critic's value loss, VAPO's positive-example NLL, DPO on pairs.
-
-Each gives a rank's share over a global denominator, as policy losses do.
-"""
+"""Losses beside the policy gradient: a critic's value loss, and DPO on pairs. T positions, S sequences."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from rl_megatron.algorithms.ratios import masked, required
+from rl_megatron.types import LossInputs, LossOutput
 
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float, num_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """½·max((V - R)², (V_clip - R)²) and the share of tokens where the clipped one is larger; both [], token means.
 
-    All [T]; V_clip is V within ``clip`` of V_old (``clip=inf``: no clipping). Nothing outside ``mask`` matters.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLoss:
+    """½·max((V - R)², (V_clip - R)²), mean over tokens; V_clip is V within ``clip`` of V_old (inf: no clipping).
+
+    Means over tokens: ``critic/value_mean`` and ``critic/clip_fraction``, where the clipped one is larger.
     """
-    values, old_values, returns = (x.where(mask, 0.0) for x in (values, old_values, returns))
-    free = (values - returns).square()
-    clipped = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
-    limited = (clipped > free).to(values.dtype)
-    return torch.maximum(free, clipped).sum() / 2 / max(num_tokens, 1), limited.sum() / max(num_tokens, 1)
+
+    clip: float = math.inf
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """This rank's share of the loss; its gradient goes through ``inputs.values``."""
+        inputs = masked(inputs)
+        values, returns = required(inputs.values, "values"), required(inputs.returns, "returns")
+        old = required(inputs.old_values, "old_values")
+        free = (values - returns).square()
+        clipped = (torch.clamp(values, old - self.clip, old + self.clip) - returns).square()
+        num_tokens = max(inputs.num_tokens, 1)
+        return LossOutput(
+            loss=torch.maximum(free, clipped).sum() / 2 / num_tokens,
+            means={
+                "critic/value_mean": values.detach().sum() / num_tokens,
+                "critic/clip_fraction": (clipped > free).to(values.dtype).sum() / num_tokens,
+            },
+        )
 
 
-def positive_nll(logprobs: Tensor, positive: Tensor, *, num_positive_tokens: int) -> Tensor:
-    """Mean -log pi over tokens of correct completions, [] (VAPO, arXiv:2504.05118: added with weight 0.1).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceLoss:
+    """DPO: mean over pairs of -log σ(beta·(Δlog pi - Δlog ref)) (arXiv:2305.18290).
 
-    ``positive`` [T] bool marks trained tokens of correct completions; ``num_positive_tokens`` counts the global ones.
+    Sequences 2i and 2i + 1 of a micro-batch are the chosen and the rejected one of a pair; an odd one, or one without a
+    trained token, is padding. Log-probs are summed over the trained tokens. Means over pairs:
+    ``preference/accuracy`` (margin above 0) and ``preference/margin``, in nats times beta; over tokens ``entropy``.
     """
-    return -logprobs.where(positive, 0.0).sum() / max(num_positive_tokens, 1)
 
+    beta: float = 0.1
 
-def dpo(
-    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1, num_pairs: int
-) -> Tensor:
-    """Mean over pairs of -log σ(beta·(Δlog pi - Δlog ref)), [] (arXiv:2305.18290).
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """This rank's share of the loss. Every rank that shares a sequence calls it.
 
-    Each argument [P] is the summed log-prob of one answer of a pair.
-    """
-    margin = (chosen - rejected) - (ref_chosen - ref_rejected)
-    return -logsigmoid(beta * margin).sum() / max(num_pairs, 1)
+        Each token carries its pair's loss, spread over the pair's tokens, and the gradient of its own log-prob, so
+        shares of context-parallel ranks add up without autograd between them.
+        """
+        inputs = masked(inputs)
+        logprobs = inputs.logprobs
+        difference = logprobs.detach() - required(inputs.ref_logprobs, "ref_logprobs")
+        sums, lengths = inputs.segment_sum(difference), inputs.segment_sum(inputs.mask.to(logprobs.dtype))
+        count = len(sums) // 2 * 2
+        chosen, rejected = sums[:count:2], sums[1:count:2]
+        real = (lengths[:count:2] > 0) & (lengths[1:count:2] > 0)
+        margin = self.beta * (chosen - rejected)
+        per_pair = torch.where(real, 1.0 / max(inputs.num_sequences // 2, 1), 0.0).to(logprobs.dtype)
+        tokens = lengths[:count].reshape(-1, 2).sum(1).clamp(min=1)
+
+        def spread(of_pair: Tensor) -> Tensor:
+            """[pairs] -> [T]"""
+            by_sequence = torch.cat([of_pair.repeat_interleave(2), of_pair.new_zeros(len(sums) - count)])
+            return by_sequence[inputs.segment_ids]
+
+        weight = torch.where(inputs.mask, spread(per_pair / tokens), 0.0)
+        slope = spread(self.beta * torch.sigmoid(-margin) * per_pair)
+        sign = torch.where(inputs.segment_ids % 2 == 0, -1.0, 1.0).to(logprobs.dtype)
+        loss = (spread(-logsigmoid(margin)) * weight + slope * sign * (logprobs - logprobs.detach())).sum()
+        means = {
+            "preference/accuracy": (spread((margin > 0).to(logprobs.dtype)) * weight).sum(),
+            "preference/margin": (spread(margin) * weight).sum(),
+            "entropy": inputs.entropy.detach().sum() / max(inputs.num_tokens, 1),
+        }
+        return LossOutput(loss=loss, means=means)

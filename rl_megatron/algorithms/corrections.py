@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -108,13 +108,21 @@ def second_moment_mask(log_ratios: Tensor, mask: Tensor, *, threshold: float = 0
     return out
 
 
-def proximal_logprobs(
-    rollout_logprobs: Tensor, logprobs: Tensor, *, rollout_version: Tensor, proximal_version: int, version: int
-) -> Tensor:
-    """log pi_prox [N] where it was not recomputed: log-linear in the weight version between the two that are known.
+def proximal_share(rollout_version: Tensor, *, proximal_version: int, version: int) -> Tensor:
+    """How far, in weight versions, the old policy is from the one that sampled to the one in training, [N] in 0 .. 1.
 
     ``rollout_version`` [N] is the version that sampled each token, at most ``proximal_version`` <= ``version``.
     """
-    distance = (version - rollout_version).to(logprobs.dtype)
-    share = torch.where(distance > 0, (proximal_version - rollout_version) / distance.clamp(min=1), 0.0)
-    return rollout_logprobs + share * (logprobs.detach() - rollout_logprobs)
+    distance = (version - rollout_version).float()
+    return torch.where(distance > 0, (proximal_version - rollout_version) / distance.clamp(min=1), 0.0)
+
+
+def with_proximal(inputs: LossInputs) -> LossInputs:
+    """Where the samples hold a ``proximal_share``: old log-probs log-linear between the rollout's and the current ones.
+
+    This stands for a pass of the old policy over stale samples (arXiv:2505.24298's decoupled objective).
+    """
+    if inputs.proximal_share is None:
+        return inputs
+    current, rollout = inputs.logprobs.detach(), inputs.rollout_logprobs
+    return replace(inputs, old_logprobs=rollout + inputs.proximal_share * (current - rollout))

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rl_megatron.algorithms.aggregation import AGGREGATIONS
 from rl_megatron.algorithms.choices import choose
 from rl_megatron.algorithms.divergence import ESTIMATORS
-from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, masked, token_log_ratio
+from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, required
 from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.types import LossInputs
 
@@ -31,27 +30,18 @@ def kl_in_sequence_rewards(rewards: Tensor, kl: Tensor, cu_seqlens: Tensor, *, b
     return rewards - beta * segment_sum(kl.detach(), sequence_ids(cu_seqlens), len(rewards))
 
 
-def kl_loss(
-    inputs: LossInputs,
-    ref_logprobs: Tensor,
-    *,
-    estimator: str,
-    aggregation: str,
-    importance_weighted: bool,
-    max_length: int = 0,
-) -> Tensor:
-    """This rank's share of the KL term, [], to be scaled by beta and added to the policy loss.
+def kl_term(inputs: LossInputs, *, estimator: str, importance_weighted: bool) -> Tensor:
+    """Estimate of KL(pi‖ref) at each position, [T], of inputs already ``masked``; aggregated, a term of the loss.
 
     ``importance_weighted`` multiplies each token by pi / pi_old with its gradient, which makes the estimate and its
     gradient unbiased for tokens that pi_old sampled (DeepSeek-V3.2).
     """
-    per_token = kl_per_token(inputs.logprobs, ref_logprobs, inputs.mask, estimator=estimator)
-    inputs = masked(inputs)
-    lengths = inputs.segment_sum(inputs.mask.to(per_token.dtype))
+    estimate = choose(ESTIMATORS, estimator, key="kl_estimator")
+    per_token = estimate(inputs.logprobs, required(inputs.ref_logprobs, "ref_logprobs"))
     if importance_weighted:
-        per_token = per_token * token_log_ratio(inputs, lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    weights = choose(AGGREGATIONS, aggregation, key="aggregation")(inputs, lengths, max_length)
-    return (per_token * weights).sum()
+        log_ratio = inputs.logprobs - inputs.old_logprobs
+        per_token = per_token * log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    return per_token
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:

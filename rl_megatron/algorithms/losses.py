@@ -6,16 +6,18 @@ ratios.py, objectives.py and aggregation.py. T positions, S sequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.aggregation import AGGREGATIONS, seq_mean_token_mean, seq_mean_token_sum_norm, token_mean
 from rl_megatron.algorithms.choices import choose
-from rl_megatron.algorithms.corrections import Correction
-from rl_megatron.algorithms.divergence import k3
+from rl_megatron.algorithms.corrections import Correction, with_proximal
+from rl_megatron.algorithms.divergence import ESTIMATORS, k3
+from rl_megatron.algorithms.kl import kl_term
 from rl_megatron.algorithms.objectives import OBJECTIVES, Limits, clip, importance, reinforce, sapo
+from rl_megatron.algorithms.quantiles import histogram
 from rl_megatron.algorithms.ratios import (
     LOG_RATIO_BOUND,
     RATIO_LEVELS,
@@ -34,12 +36,18 @@ _THROUGH_RATIO = (clip, importance, sapo)  # objectives whose gradient goes thro
 class PolicyLoss(Limits):
     """A policy-gradient loss. Raises ValueError for an unknown choice or a combination that is not sound.
 
+    Beside the objective, under the same aggregation: ``kl_coefficient`` times KL(pi‖ref) and less
+    ``entropy_coefficient`` times the entropy; and the samples' ``nll_weights`` times -log pi. Where the samples hold a
+    ``proximal_share``, the old log-probs lie so far from the rollout's to the current ones.
+
     Means: ``entropy``, ``kl/old_policy`` (k3 of KL(old‖current), from tokens the old policy sampled), ``kl/rollout``
     (k3 of KL(rollout‖old)) and ``mismatch/logprob_abs_mean`` (|old - rollout|) over tokens; ``ratio/mean``,
-    ``ratio/clamped_fraction`` (log-ratio beyond ±``LOG_RATIO_BOUND``) and ``clip_fraction`` over tokens at token
-    level, over sequences at sequence level; with a correction, ``correction/weight_mean`` and
-    ``correction/dropped_fraction`` over tokens.
+    ``ratio/second_moment``, ``ratio/clamped_fraction`` (log-ratio beyond ±``LOG_RATIO_BOUND``), ``clip_fraction`` and
+    its two sides over tokens at token level, over sequences at sequence level; with a correction,
+    ``correction/weight_mean`` and ``correction/dropped_fraction`` over tokens; with a KL or an NLL term, ``loss/kl``
+    and ``loss/nll``, their parts of the loss.
     Minima ``ratio/min`` and maxima ``ratio/max``, ``mismatch/logprob_abs_max`` are ±inf where a micro-batch is empty.
+    The histogram ``ratio`` counts the log-ratios of tokens.
     """
 
     ratio_level: str = "token"
@@ -47,19 +55,24 @@ class PolicyLoss(Limits):
     aggregation: str = "token_mean"
     max_length: int = 0
     correction: Correction | None = None
+    kl_coefficient: float = 0.0
+    kl_estimator: str = "k3"
+    kl_importance_weighted: bool = False
+    entropy_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
         """Raises ValueError that names every problem of the row."""
         choose(RATIO_LEVELS, self.ratio_level, key="ratio_level")
         choose(OBJECTIVES, self.objective, key="objective")
         choose(AGGREGATIONS, self.aggregation, key="aggregation")
+        choose(ESTIMATORS, self.kl_estimator, key="kl_estimator")
         problems = _unsound(self)
         if problems:
             raise ValueError("; ".join(problems))
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """This rank's share of the loss; every rank that shares a sequence calls it (``segment_sum`` may wait)."""
-        inputs = masked(inputs)
+        inputs = with_proximal(masked(inputs))
         lengths = inputs.segment_sum(inputs.mask.to(inputs.logprobs.dtype))
         raw = RATIO_LEVELS[self.ratio_level](inputs, lengths)
         log_ratio = raw.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -67,34 +80,59 @@ class PolicyLoss(Limits):
         correction = None if self.correction is None else self.correction(inputs, lengths)
         if correction is not None:
             per_token = per_token * correction
-        loss = (per_token * AGGREGATIONS[self.aggregation](inputs, lengths, self.max_length)).sum()
+        if self.entropy_coefficient:
+            per_token = per_token - self.entropy_coefficient * inputs.entropy
+        weights = AGGREGATIONS[self.aggregation](inputs, lengths, self.max_length)
+        parts = self._extra_terms(inputs, weights)
+        output = self._describe(inputs, lengths, raw, limited, correction)
+        means = {**output.means, **{f"loss/{name}": part.detach() for name, part in parts.items()}}
+        return replace(output, loss=(per_token * weights).sum() + sum(parts.values()), means=means)
 
-        with torch.no_grad():
-            ratio = log_ratio.exp()
-            mismatch = (inputs.old_logprobs - inputs.rollout_logprobs).abs()
-            over_tokens = token_mean(inputs, lengths)
-            over_ratios = _RATIO_MEANS[self.ratio_level](inputs, lengths)
-            means = {
-                "entropy": (inputs.entropy * over_tokens).sum(),
-                "kl/old_policy": (k3(inputs.old_logprobs, inputs.logprobs) * over_tokens).sum(),
-                "clip_fraction": (limited * over_ratios).sum(),
-                "ratio/mean": (ratio * over_ratios).sum(),
-                "ratio/clamped_fraction": ((raw.abs() > LOG_RATIO_BOUND) * over_ratios).sum(),
-                "kl/rollout": (k3(inputs.rollout_logprobs, inputs.old_logprobs) * over_tokens).sum(),
-                "mismatch/logprob_abs_mean": (mismatch * over_tokens).sum(),
-            }
-            if correction is not None:
-                means["correction/weight_mean"] = (correction * over_tokens).sum()
-                means["correction/dropped_fraction"] = ((correction == 0) * over_tokens).sum()
-            return LossOutput(
-                loss=loss,
-                means=means,
-                minima={"ratio/min": -_masked_max(-ratio, inputs.mask)},
-                maxima={
-                    "ratio/max": _masked_max(ratio, inputs.mask),
-                    "mismatch/logprob_abs_max": _masked_max(mismatch, inputs.mask),
-                },
-            )
+    def _extra_terms(self, inputs: LossInputs, weights: Tensor) -> dict[str, Tensor]:
+        """Terms of the loss, [] each, that stand beside the objective."""
+        out = {}
+        if self.kl_coefficient:
+            kl = kl_term(inputs, estimator=self.kl_estimator, importance_weighted=self.kl_importance_weighted)
+            out["kl"] = self.kl_coefficient * (kl * weights).sum()
+        if inputs.nll_weights is not None:
+            out["nll"] = -(inputs.logprobs * inputs.nll_weights).sum()
+        return out
+
+    @torch.no_grad()
+    def _describe(
+        self, inputs: LossInputs, lengths: Tensor, raw: Tensor, limited: Tensor, correction: Tensor | None
+    ) -> LossOutput:
+        """The metrics, with a loss of 0."""
+        log_ratio = raw.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        ratio = log_ratio.exp()
+        mismatch = (inputs.old_logprobs - inputs.rollout_logprobs).abs()
+        over_tokens = token_mean(inputs, lengths)
+        over_ratios = _RATIO_MEANS[self.ratio_level](inputs, lengths)
+        means = {
+            "entropy": (inputs.entropy * over_tokens).sum(),
+            "kl/old_policy": (k3(inputs.old_logprobs, inputs.logprobs) * over_tokens).sum(),
+            "clip_fraction": (limited * over_ratios).sum(),
+            "clip_fraction/low": ((limited & (ratio < 1)) * over_ratios).sum(),
+            "clip_fraction/high": ((limited & (ratio >= 1)) * over_ratios).sum(),
+            "ratio/mean": (ratio * over_ratios).sum(),
+            "ratio/second_moment": (ratio.square() * over_ratios).sum(),
+            "ratio/clamped_fraction": ((raw.abs() > LOG_RATIO_BOUND) * over_ratios).sum(),
+            "kl/rollout": (k3(inputs.rollout_logprobs, inputs.old_logprobs) * over_tokens).sum(),
+            "mismatch/logprob_abs_mean": (mismatch * over_tokens).sum(),
+        }
+        if correction is not None:
+            means["correction/weight_mean"] = (correction * over_tokens).sum()
+            means["correction/dropped_fraction"] = ((correction == 0) * over_tokens).sum()
+        return LossOutput(
+            loss=ratio.new_zeros(()),
+            means=means,
+            minima={"ratio/min": -_masked_max(-ratio, inputs.mask)},
+            maxima={
+                "ratio/max": _masked_max(ratio, inputs.mask),
+                "mismatch/logprob_abs_max": _masked_max(mismatch, inputs.mask),
+            },
+            histograms={"ratio": histogram(log_ratio, inputs.mask)},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +21,37 @@ it has no gradient through its ratio."""
 LogRatio = Callable[[LossInputs, Tensor], Tensor]
 
 
+_VALUES = (
+    "logprobs",
+    "entropy",
+    "old_logprobs",
+    "rollout_logprobs",
+    "advantages",
+    "values",
+    "ref_logprobs",
+    "old_values",
+    "returns",
+    "proximal_share",
+    "nll_weights",
+)
+
+
 def masked(inputs: LossInputs) -> LossInputs:
     """The same micro-batch with zeros at every position outside the mask, so that inf or NaN there change nothing.
 
     ``torch.where`` selects before any arithmetic: a product with 0 would keep NaN, in value and in gradient.
     """
     zero = inputs.logprobs.new_zeros(())
-    return replace(
-        inputs,
-        logprobs=torch.where(inputs.mask, inputs.logprobs, zero),
-        entropy=torch.where(inputs.mask, inputs.entropy, zero),
-        old_logprobs=torch.where(inputs.mask, inputs.old_logprobs, zero),
-        rollout_logprobs=torch.where(inputs.mask, inputs.rollout_logprobs, zero),
-        advantages=torch.where(inputs.mask, inputs.advantages, zero),
-    )
+    given = {name: x for name in _VALUES if (x := getattr(inputs, name)) is not None}
+    cut: dict[str, Any] = {name: torch.where(inputs.mask, x, zero) for name, x in given.items()}
+    return replace(inputs, **cut)
+
+
+def required(column: Tensor | None, name: str) -> Tensor:
+    """The column. Raises ValueError where the batch was made without it."""
+    if column is None:
+        raise ValueError(f"this loss needs the samples' {name}, and the batch was made without them")
+    return column
 
 
 def mean_per_sequence(values: Tensor, inputs: LossInputs, lengths: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ from heapq import heapify, heappop, heappush, heapreplace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from rl_megatron.data.samples import select
+from rl_megatron.data.samples import members_of, rows_of, select
 from rl_megatron.errors import DataError
 from rl_megatron.types import Batch, ParallelDims, Samples
 
@@ -35,48 +36,53 @@ def causal_attention_cost(*, linear_parameters: float, attention_width: float) -
     return attention_width / linear_parameters
 
 
-def pack(samples: Samples, *, dims: ParallelDims, max_tokens: int, attention_cost: float = 0.0) -> Batch:
+def pack(samples: Samples, *, dims: ParallelDims, max_tokens: int, attention_cost: float = 0.0, unit: int = 1) -> Batch:
     """Every sequence once, in D x M micro-batches of at most ``max_tokens`` positions; the same input, the same batch.
 
-    The learner pads sequences and micro-batches for TP and CP; no padding is added here, but counted: the padded
-    micro-batch has at most ``max_tokens`` positions too, rounded up to the padding's multiple. With fewer sequences
-    than micro-batches the rest get one position with nothing masked in, since every rank must join the collectives.
-    Raises DataError for an empty batch and for a sequence longer than ``max_tokens``.
+    ``unit`` neighbouring sequences (2 for the pairs of a preference) stay together. The learner pads sequences and
+    micro-batches for TP and CP; no padding is added here, but counted: the padded micro-batch has at most
+    ``max_tokens`` positions too, rounded up to the padding's multiple. With fewer sequences than micro-batches the rest
+    get one position with nothing masked in, since every rank must join the collectives. Raises DataError for an empty
+    batch and for a sequence (a unit) longer than ``max_tokens``.
     """
     lengths = samples.cu_seqlens.diff().numpy()
-    plan = plan_packing(lengths, dims=dims, max_tokens=max_tokens, attention_cost=attention_cost)
+    plan = plan_packing(lengths, dims=dims, max_tokens=max_tokens, attention_cost=attention_cost, unit=unit)
+    sequences = tuple(tuple(torch.from_numpy(ids) for ids in row) for row in plan)
     return Batch(
         micro_batches=tuple(
-            tuple(select(samples, torch.from_numpy(ids)) if len(ids) else _placeholder(samples) for ids in row)
-            for row in plan
+            tuple(select(samples, ids) if len(ids) else _placeholder(samples) for ids in row) for row in sequences
         ),
+        sequences=sequences,
         num_tokens=int(samples.mask.sum()),
         num_sequences=samples.num_sequences,
     )
 
 
 def plan_packing(
-    lengths: NDArray[np.int64], *, dims: ParallelDims, max_tokens: int, attention_cost: float = 0.0
+    lengths: NDArray[np.int64], *, dims: ParallelDims, max_tokens: int, attention_cost: float = 0.0, unit: int = 1
 ) -> list[list[NDArray[np.int64]]]:
     """The sequence numbers of each micro-batch [D][M], for sequences of ``lengths`` [S] positions."""
     if not len(lengths):
         raise DataError("nothing to pack: the batch has no sequences")
-    if lengths.max() > max_tokens:
+    whole = lengths.reshape(-1, unit).sum(1)
+    if whole.max() > max_tokens:
+        number = int(whole.argmax()) * unit
+        name = f"sequence {number} has" if unit == 1 else f"sequences {number} to {number + unit - 1} together have"
         raise DataError(
-            f"sequence {int(lengths.argmax())} has {int(lengths.max())} positions but a micro-batch holds at most "
-            f"{max_tokens}; raise learner.max_tokens_per_micro_batch or lower rollout.max_new_tokens"
+            f"{name} {int(whole.max())} positions but a micro-batch holds at most {max_tokens}; "
+            "raise learner.max_tokens_per_micro_batch or lower rollout.max_new_tokens"
         )
-    order = np.argsort(-lengths, kind="stable")
-    longest_first = lengths[order]
-    work = sequence_work(longest_first, attention_cost)
+    sizes = padded_lengths(lengths, dims).reshape(-1, unit).sum(1)
+    order = np.argsort(-sizes, kind="stable")
+    work = sequence_work(lengths, attention_cost).reshape(-1, unit).sum(1)[order]
     budget = _round_up(max_tokens, _sequence_multiple(dims) * dims.tp)
-    bins, num_bins = _fill(padded_lengths(longest_first, dims), work, dp=dims.dp, budget=budget)
+    bins, num_bins = _fill(sizes[order], work, dp=dims.dp, budget=budget)
     totals = np.bincount(bins, work, num_bins).astype(np.float64)
     place = np.empty(num_bins, np.int64)  # of a bin, rank by rank
     place[_deal(totals, dims.dp).reshape(-1)] = np.arange(num_bins)
     places = place[bins]
     cuts = np.cumsum(np.bincount(places, minlength=num_bins))[:-1]
-    parts = np.split(order[np.lexsort((order, places))], cuts)
+    parts = [members_of(units, unit) for units in np.split(order[np.lexsort((order, places))], cuts)]
     num_micro = num_bins // dims.dp
     return [parts[rank * num_micro : (rank + 1) * num_micro] for rank in range(dims.dp)]
 
@@ -162,15 +168,19 @@ def _deal(totals: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
 
 def _placeholder(samples: Samples) -> Samples:
     """One position of the first sequence, nothing masked in: a rank with no work joins the collectives with it."""
-    return Samples(
-        input_ids=samples.input_ids[:1].clone(),
-        targets=samples.targets[:1].clone(),
-        mask=torch.zeros(1, dtype=torch.bool),
-        advantages=torch.zeros(1),
-        rollout_logprobs=torch.zeros(1),
-        old_logprobs=torch.zeros(1),
-        cu_seqlens=torch.tensor([0, 1]),
-    )
+    columns = {name: torch.zeros_like(column[:1]) for name, column in samples.columns.items()}
+    tokens = {"input_ids": samples.input_ids[:1].clone(), "targets": samples.targets[:1].clone()}
+    return Samples(**{**columns, **tokens}, cu_seqlens=torch.tensor([0, 1]))
+
+
+def unpack(batch: Batch, scores: Sequence[Sequence[Tensor]], samples: Samples) -> Tensor:
+    """Scores [D][M] of each position of ``batch`` -> [N] at the positions of the ``samples`` it was packed from."""
+    out = torch.zeros(len(samples.input_ids), dtype=torch.float32)
+    for numbers, row in zip(batch.sequences, scores, strict=True):
+        for sequences, values in zip(numbers, row, strict=True):
+            rows, _ = rows_of(samples.cu_seqlens, sequences)
+            out[rows] = values[: len(rows)]  # a placeholder has a value and no rows
+    return out
 
 
 def packing_metrics(batches: Sequence[Batch], *, dims: ParallelDims, attention_cost: float) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_megatron.errors import DataError
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 TokenIds = Sequence[int]
 
 
-def to_samples(groups: Sequence[RolloutGroup], advantages: Tensor) -> Samples:
+def to_samples(groups: Sequence[RolloutGroup]) -> Samples:
     """Every completion behind its prompt, in the order of ``groups``; only completion tokens are masked in.
 
-    ``advantages`` [total completions] float32 holds one number a completion. ``old_logprobs`` starts as what the
-    engine reported; a learner's own values replace it. Raises DataError for a sequence without a sampled token.
+    Advantages are 0, and ``old_logprobs`` what the engine reported, until somebody knows better. Raises DataError for a
+    sequence without a sampled token.
     """
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     return _join(
@@ -36,7 +37,7 @@ def to_samples(groups: Sequence[RolloutGroup], advantages: Tensor) -> Samples:
         [prompt.token_ids for prompt, _ in pairs],
         [completion.token_ids for _, completion in pairs],
         chain.from_iterable(completion.logprobs for _, completion in pairs),
-        advantages,
+        torch.zeros(len(pairs)),
     )
 
 
@@ -53,32 +54,59 @@ def supervised_samples(
     return _join([p.id for p in prompts], [p.token_ids for p in prompts], targets, zeros, torch.ones(len(targets)))
 
 
+def rows_of(cu_seqlens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the sequences ``indices`` [K] one after the other, and the boundaries [K + 1] between them there."""
+    starts, lengths = cu_seqlens[:-1][indices], cu_seqlens.diff()[indices]
+    bounds = torch.zeros(len(indices) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=bounds[1:])
+    total = int(bounds[-1])
+    return torch.repeat_interleave(starts - bounds[:-1], lengths, output_size=total) + torch.arange(total), bounds
+
+
 def select(samples: Samples, indices: Tensor) -> Samples:
     """The sequences ``indices`` [K] int64 of ``samples``, in that order, in memory of their own."""
-    starts, lengths = samples.cu_seqlens[:-1][indices], samples.cu_seqlens.diff()[indices]
-    cu_seqlens = torch.zeros(len(indices) + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=cu_seqlens[1:])
-    total = int(cu_seqlens[-1])
-    rows = torch.repeat_interleave(starts - cu_seqlens[:-1], lengths, output_size=total) + torch.arange(total)
-    return Samples(
-        input_ids=samples.input_ids.index_select(0, rows),
-        targets=samples.targets.index_select(0, rows),
-        mask=samples.mask.index_select(0, rows),
-        advantages=samples.advantages.index_select(0, rows),
-        rollout_logprobs=samples.rollout_logprobs.index_select(0, rows),
-        old_logprobs=samples.old_logprobs.index_select(0, rows),
+    rows, cu_seqlens = rows_of(samples.cu_seqlens, indices)
+    columns = {name: column.index_select(0, rows) for name, column in samples.columns.items()}
+    return Samples(**columns, cu_seqlens=cu_seqlens)
+
+
+def with_last_tokens(samples: Samples) -> tuple[Samples, Tensor]:
+    """Each sequence with its last target as one more input, and which positions those are, [N + S] bool.
+
+    A critic's value there is that of the whole sequence. Nothing is masked in, and targets are 0.
+    """
+    cu_seqlens = samples.cu_seqlens + torch.arange(len(samples.cu_seqlens))
+    is_last = torch.zeros(int(cu_seqlens[-1]), dtype=torch.bool)
+    is_last[cu_seqlens[1:] - 1] = True
+    input_ids = torch.empty(len(is_last), dtype=torch.int64)
+    input_ids[~is_last] = samples.input_ids
+    input_ids[is_last] = samples.targets[samples.cu_seqlens[1:] - 1]
+    zeros = torch.zeros(len(is_last))
+    longer = Samples(
+        input_ids=input_ids,
+        targets=torch.zeros_like(input_ids),
+        mask=torch.zeros_like(is_last),
+        advantages=zeros,
+        rollout_logprobs=zeros,
+        old_logprobs=zeros,
         cu_seqlens=cu_seqlens,
     )
+    return longer, is_last
 
 
-def split_minibatches(samples: Samples, num: int, seed: int) -> list[Samples]:
-    """``num`` shuffled parts that hold every sequence once; their sequence counts differ by at most one."""
-    if not 1 <= num <= samples.num_sequences:
-        raise DataError(
-            f"cannot split {samples.num_sequences} sequences into {num} minibatches; train.minibatches is 1 to that"
-        )
-    order = torch.from_numpy(np.random.default_rng(seed).permutation(samples.num_sequences))
-    return [select(samples, part) for part in order.tensor_split(num)]
+def members_of(units: NDArray[np.int64], unit: int) -> NDArray[np.int64]:
+    """The sequences, [K * unit], of units [K] of ``unit`` neighbouring sequences each."""
+    return (units[:, None] * unit + np.arange(unit)).reshape(-1)
+
+
+def split_minibatches(samples: Samples, num: int, seed: int, *, unit: int = 1) -> list[Samples]:
+    """``num`` shuffled parts that hold every sequence once; their counts of units differ by at most one."""
+    count = samples.num_sequences // unit
+    if not 1 <= num <= count:
+        what = "sequences" if unit == 1 else "pairs"
+        raise DataError(f"cannot split {count} {what} into {num} minibatches; train.minibatches is 1 to that")
+    order = np.random.default_rng(seed).permutation(count)
+    return [select(samples, torch.from_numpy(members_of(part, unit))) for part in np.array_split(order, num)]
 
 
 def _join(

@@ -141,7 +141,7 @@ def test_reinforce_plus_plus_baseline_whitens_group_centred_rewards() -> None:
     assert whiten(centred, torch.ones(6, dtype=torch.bool)).tolist() == pytest.approx([v / std for v in by_hand])
 
 
-def test_lite_ppo_takes_the_std_of_all_rewards() -> None:
+def test_liteppo_takes_the_std_of_all_rewards() -> None:
     rewards, groups = torch.tensor([1.0, 0, 5, 3]), torch.tensor([0, 0, 1, 1])
     out = group_advantages(rewards, groups, mean="group", std="batch", leave_one_out=False, eps=0.0)
     std = statistics.stdev([1.0, 0, 5, 3])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_megatron.algorithms.corrections import Correction, proximal_logprobs, second_moment_mask
+from rl_megatron.algorithms.corrections import Correction, proximal_share, second_moment_mask
 from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.types import LossInputs
 
@@ -153,10 +153,32 @@ def test_second_moment_mask_is_the_largest_set_below_the_threshold(seed: int, nu
 
 
 def test_proximal_logprobs_are_log_linear_in_the_version() -> None:
-    rollout, now = torch.tensor([-2.0, -2.0, -2.0]), torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
-    out = proximal_logprobs(rollout, now, rollout_version=torch.tensor([0, 3, 4]), proximal_version=3, version=4)
-    assert out.tolist() == pytest.approx([-1.25, -2.0, -2.0])
-    assert not out.requires_grad
+    """Rollout -2, current -1: three quarters of the way, the rollout's own, and the same version throughout."""
+    share = proximal_share(torch.tensor([0, 3, 4]), proximal_version=3, version=4)
+    assert share.tolist() == [0.75, 0.0, 0.0]
+    now = torch.full((3,), -1.0, dtype=torch.float64, requires_grad=True)
+    zeros = torch.zeros(3, dtype=torch.float64)
+    ids = torch.zeros(3, dtype=torch.int64)
+    inputs = LossInputs(
+        logprobs=now,
+        entropy=zeros,
+        old_logprobs=torch.full_like(zeros, math.nan),  # nobody computed them
+        rollout_logprobs=zeros - 2,
+        advantages=zeros + 1,
+        proximal_share=share.double(),
+        mask=torch.ones(3, dtype=torch.bool),
+        segment_ids=ids,
+        segment_sum=lambda values: values.sum()[None],
+        num_tokens=3,
+        num_sequences=1,
+    )
+    correction = Correction(mode="truncate", high=5.0)
+    output = PolicyLoss(correction=correction, clip_high=9.0)(inputs)
+    output.loss.backward()
+    wanted = [math.exp(-1 + 1.25) * math.exp(-1.25 + 2), math.exp(-1 + 2), math.exp(-1 + 2)]  # ratio x behaviour weight
+    assert output.loss.item() == pytest.approx(-sum(wanted) / 3)
+    assert now.grad is not None
+    assert now.grad.tolist() == pytest.approx([-w / 3 for w in wanted])
 
 
 @pytest.mark.parametrize(

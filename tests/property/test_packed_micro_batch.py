@@ -40,8 +40,8 @@ def test_every_position_lies_on_one_rank_where_zigzag_puts_it(lengths: list[int]
     for rank, share in enumerate(shares):
         real = share.source >= 0
         assert torch.equal(share.input_ids[real], samples.input_ids[share.source[real]])
-        assert torch.equal(share.rollout_logprobs[real], samples.rollout_logprobs[share.source[real]])
-        assert not share.mask[~real].any()
+        assert torch.equal(share.columns["rollout_logprobs"][real], samples.rollout_logprobs[share.source[real]])
+        assert not share.columns["mask"][~real].any()
         cu = share.attention.cu_seqlens_q.tolist()
         for i, length in enumerate(lengths):
             chunk = (cu[i + 1] - cu[i]) // (2 * cp)

@@ -1,46 +1,103 @@
+"""The critic's loss and DPO against numbers worked out by hand."""
+
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from rl_megatron.algorithms.auxiliary import dpo, positive_nll, value_loss
+from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
+from rl_megatron.types import LossInputs
+
+
+def inputs(mask: list[bool], lengths: list[int], **columns: Tensor) -> LossInputs:
+    """Sequences of ``lengths``, one after the other; columns that are not given are zeros."""
+    kept, zeros = torch.tensor(mask), torch.zeros(len(mask))
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    given = dict.fromkeys(("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "advantages"), zeros) | columns
+
+    def segment_sum(values: Tensor) -> Tensor:
+        assert not values.requires_grad
+        return values.new_zeros(len(lengths)).index_add_(0, ids, values)
+
+    return LossInputs(
+        **given,
+        mask=kept,
+        segment_ids=ids,
+        segment_sum=segment_sum,
+        num_tokens=int(kept.sum()),
+        num_sequences=len(lengths),
+    )
 
 
 def test_value_loss_is_the_worse_of_the_free_and_the_clipped() -> None:
     values = torch.tensor([1.0, 1.0, math.nan], requires_grad=True)
     old, returns = torch.tensor([0.5, 0.5, math.inf]), torch.tensor([0.0, 2.0, math.nan])
-    loss, clipped = value_loss(values, old, returns, torch.tensor([True, True, False]), clip=0.2, num_tokens=2)
-    loss.backward()
+    batch = inputs([True, True, False], [3], values=values, old_values=old, returns=returns)
+    output = ValueLoss(clip=0.2)(batch)
+    output.loss.backward()
     # token 0: (1-0)² = 1 > (0.7-0)²; token 1: (1-2)² = 1 < (0.7-2)² = 1.69, whose gradient the clip removes
-    assert loss.item() == pytest.approx((1 + 1.69) / 2 / 2)
-    assert clipped.item() == pytest.approx(0.5)
+    assert output.loss.item() == pytest.approx((1 + 1.69) / 2 / 2)
+    assert output.means["critic/clip_fraction"].item() == pytest.approx(0.5)
+    assert output.means["critic/value_mean"].item() == pytest.approx(1.0)
     assert values.grad is not None
     assert values.grad.tolist() == pytest.approx([0.5, 0.0, 0.0])
 
 
 def test_value_loss_without_clipping_is_half_the_squared_error() -> None:
-    values, returns = torch.tensor([3.0]), torch.tensor([1.0])
-    loss, clipped = value_loss(values, torch.zeros(1), returns, torch.ones(1).bool(), clip=math.inf, num_tokens=1)
-    assert (loss.item(), clipped.item()) == (2.0, 0.0)
+    batch = inputs([True], [1], values=torch.tensor([3.0]), old_values=torch.zeros(1), returns=torch.ones(1))
+    output = ValueLoss()(batch)
+    assert (output.loss.item(), output.means["critic/clip_fraction"].item()) == (2.0, 0.0)
 
 
-def test_positive_nll_is_the_mean_over_tokens_of_correct_completions() -> None:
-    logprobs = torch.tensor([-1.0, math.nan, -3.0], requires_grad=True)
-    loss = positive_nll(logprobs, torch.tensor([True, False, True]), num_positive_tokens=4)
-    loss.backward()
-    assert loss.item() == 1.0
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [-0.25, 0.0, -0.25]
+def test_a_column_that_the_batch_lacks_is_named() -> None:
+    with pytest.raises(ValueError, match="returns"):
+        ValueLoss()(inputs([True], [1], values=torch.ones(1)))
+    with pytest.raises(ValueError, match="ref_logprobs"):
+        PreferenceLoss()(inputs([True, True], [1, 1]))
+
+
+def pairs() -> tuple[Tensor, LossInputs]:
+    """Two pairs, chosen first, and an odd sequence of padding; garbage outside the mask."""
+    logprobs = torch.tensor([math.nan, -0.5, -0.5, -2.0, -5.0, -1.0, -3.0, math.inf], requires_grad=True)
+    ref = torch.tensor([math.inf, -1.0, -0.5, -1.0, -5.0, -3.0, -4.0, math.nan])
+    mask = [False, True, True, True, True, True, True, False]
+    return logprobs, inputs(mask, [3, 1, 1, 2, 1], logprobs=logprobs, ref_logprobs=ref)
 
 
 def test_dpo_of_two_pairs() -> None:
-    chosen = torch.tensor([-1.0, -5.0], requires_grad=True)
-    loss = dpo(chosen, torch.tensor([-2.0, -4.0]), torch.tensor([-1.5, -5.0]), torch.tensor([-1.0, -7.0]), num_pairs=2)
-    loss.backward()
-    margins = [0.1 * (1.0 + 0.5), 0.1 * (-1.0 - 2.0)]
-    expected = sum(math.log(1 + math.exp(-m)) for m in margins) / 2
-    assert loss.item() == pytest.approx(expected)
-    assert chosen.grad is not None
-    assert chosen.grad.tolist() == pytest.approx([-0.1 / (1 + math.exp(m)) / 2 for m in margins])
+    logprobs, batch = pairs()
+    batch = replace(batch, num_sequences=4)  # the global number leaves padding out
+    output = PreferenceLoss(beta=0.1)(batch)
+    output.loss.backward()
+    margins = [0.1 * ((-1.0 + 2.0) - (-1.5 + 1.0)), 0.1 * ((-5.0 + 4.0) - (-5.0 + 7.0))]
+    assert output.loss.item() == pytest.approx(sum(math.log(1 + math.exp(-m)) for m in margins) / 2)
+    slopes = [0.1 / (1 + math.exp(m)) / 2 for m in margins]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx(
+        [0, -slopes[0], -slopes[0], slopes[0], -slopes[1], slopes[1], slopes[1], 0]
+    )
+    assert output.means["preference/accuracy"].item() == pytest.approx(0.5)
+    assert output.means["preference/margin"].item() == pytest.approx(sum(margins) / 2)
+
+
+def test_dpo_is_torchs_logsigmoid_of_the_margin() -> None:
+    """Value and gradient by autograd through plain sums, in float64."""
+    g = torch.Generator().manual_seed(2)
+    lengths = [3, 5, 2, 2]
+    logprobs = -torch.rand(12, generator=g, dtype=torch.float64)
+    ref = -torch.rand(12, generator=g, dtype=torch.float64)
+    ours, plain = logprobs.clone().requires_grad_(), logprobs.clone().requires_grad_()
+    batch = inputs([True] * 12, lengths, logprobs=ours, ref_logprobs=ref)
+    output = PreferenceLoss(beta=0.7)(batch)
+    output.loss.backward()
+    sums = torch.stack([part.sum() for part in (plain - ref).split(lengths)])
+    wanted = -torch.nn.functional.logsigmoid(0.7 * (sums[::2] - sums[1::2])).mean()
+    wanted.backward()
+    assert abs(output.loss.item() - wanted.item()) < 1e-9
+    assert ours.grad is not None
+    assert plain.grad is not None
+    assert (ours.grad - plain.grad).abs().max() < 1e-9

@@ -10,14 +10,16 @@ from rl_megatron.algorithms.kl import (
     full_kl,
     kl_in_sequence_rewards,
     kl_in_token_rewards,
-    kl_loss,
     kl_per_token,
+    kl_term,
 )
+from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.types import LossInputs
 
 
-def inputs(logprobs: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> LossInputs:
+def inputs(logprobs: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, ref: torch.Tensor) -> LossInputs:
     return LossInputs(
+        ref_logprobs=ref,
         logprobs=logprobs,
         entropy=torch.zeros_like(old),
         old_logprobs=old,
@@ -53,24 +55,24 @@ def test_importance_weighted_k3_has_the_gradient_of_the_divergence() -> None:
     exact = (logp.exp() * (logp - ref)).sum()
     torch.testing.assert_close(full_kl(logits, ref), exact)
     (expected,) = torch.autograd.grad(exact, logits)
-    x = inputs(logits.log_softmax(0)[drawn], old.log()[drawn], torch.ones(4, dtype=torch.bool))
-    term = kl_loss(x, ref[drawn], estimator="k3", aggregation="token_mean", importance_weighted=True)
+    x = inputs(logits.log_softmax(0)[drawn], old.log()[drawn], torch.ones(4, dtype=torch.bool), ref[drawn])
+    term = kl_term(x, estimator="k3", importance_weighted=True).mean()
     torch.testing.assert_close(term, exact)
     (gradient,) = torch.autograd.grad(term, logits)
     torch.testing.assert_close(gradient, expected)
 
 
-def test_kl_loss_ignores_garbage_outside_the_mask() -> None:
+def test_kl_in_the_loss_is_a_term_under_its_coefficient_and_ignores_garbage_outside_the_mask() -> None:
     mask = torch.tensor([True, False])
     logprobs = torch.tensor([-1.0, math.nan], requires_grad=True)
-    x = inputs(logprobs, torch.tensor([-1.0, math.inf]), mask)
-    term = kl_loss(
-        x, torch.tensor([-1.5, math.nan]), estimator="k3", aggregation="seq_mean_token_mean", importance_weighted=False
-    )
-    term.backward()
-    assert term.item() == pytest.approx(0.106531, abs=1e-6)
+    x = inputs(logprobs, torch.tensor([-1.0, math.inf]), mask, torch.tensor([-1.5, math.nan]))
+    loss = PolicyLoss(aggregation="seq_mean_token_mean", kl_coefficient=0.5, kl_estimator="k3")
+    output = loss(x)  # advantages are 0: nothing but the KL is left
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(0.5 * 0.106531, abs=1e-6)
+    assert output.means["loss/kl"].item() == pytest.approx(output.loss.item())
     assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx([1 - math.exp(-0.5), 0.0])
+    assert logprobs.grad.tolist() == pytest.approx([0.5 * (1 - math.exp(-0.5)), 0.0])
 
 
 @pytest.mark.parametrize(

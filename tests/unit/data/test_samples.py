@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_megatron.data.samples import select, split_minibatches, supervised_samples, to_samples
+from rl_megatron.data.samples import select, split_minibatches, supervised_samples, to_samples, with_last_tokens
 from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Samples
@@ -33,7 +33,7 @@ def samples() -> Samples:
         group("a", (1, 2, 3), completion(4, 5, logprobs=(-0.5, -0.25)), completion(6, logprobs=(-1.0,))),
         group("b", (7,), completion(8, 9, logprobs=(-2.0, -4.0))),
     ]
-    return to_samples(groups, torch.tensor([1.0, -1.0, 3.0]))
+    return to_samples(groups)
 
 
 def test_tokens_are_shifted_by_one_and_only_completion_tokens_are_masked_in(samples: Samples) -> None:
@@ -41,7 +41,7 @@ def test_tokens_are_shifted_by_one_and_only_completion_tokens_are_masked_in(samp
     assert samples.input_ids.tolist() == [1, 2, 3, 4, 1, 2, 3, 7, 8]
     assert samples.targets.tolist() == [2, 3, 4, 5, 2, 3, 6, 8, 9]
     assert samples.mask.tolist() == [False, False, True, True, False, False, True, True, True]
-    assert samples.advantages.tolist() == [0, 0, 1, 1, 0, 0, -1, 3, 3]
+    assert not samples.advantages.any()
     assert samples.rollout_logprobs.tolist() == [0, 0, -0.5, -0.25, 0, 0, -1, -2, -4]
     assert torch.equal(samples.old_logprobs, samples.rollout_logprobs)
 
@@ -59,12 +59,7 @@ def test_old_logprobs_share_no_memory_with_the_rollouts(samples: Samples) -> Non
 
 def test_a_sequence_without_a_sampled_token_is_named() -> None:
     with pytest.raises(DataError, match="'late'"):
-        to_samples([group("late", (1, 2), completion(logprobs=()))], torch.ones(1))
-
-
-def test_one_advantage_a_completion_is_demanded() -> None:
-    with pytest.raises(ValueError, match="1 prompts, 1 continuations, 2 advantages"):
-        to_samples([group("a", (1,), completion(2, logprobs=(0.0,)))], torch.ones(2))
+        to_samples([group("late", (1, 2), completion(logprobs=()))])
 
 
 def test_supervised_targets_end_with_eos() -> None:
@@ -92,7 +87,7 @@ def test_select_of_nothing_is_an_empty_batch(samples: Samples) -> None:
 
 def test_minibatches_hold_every_sequence_once_and_depend_on_the_seed_alone() -> None:
     groups = [group(str(i), (i,), completion(100 + i, logprobs=(0.0,))) for i in range(11)]
-    samples = to_samples(groups, torch.arange(11.0))
+    samples = to_samples(groups)
     parts = split_minibatches(samples, 3, seed=1)
     assert [part.num_sequences for part in parts] == [4, 4, 3]
     order = torch.cat([part.input_ids for part in parts]).tolist()
@@ -119,9 +114,29 @@ def test_many_sequences_agree_with_a_loop() -> None:
         groups.append(group(str(i), tuple(tokens[:cut]), new))
         inputs += tokens[:-1]
         targets += tokens[1:]
-    samples = to_samples(groups, torch.ones(50))
+    samples = to_samples(groups)
     assert samples.input_ids.tolist() == inputs
     assert samples.targets.tolist() == targets
     masked_in = samples.mask
     assert torch.equal(samples.rollout_logprobs[masked_in], samples.targets[masked_in].float())
     assert not samples.rollout_logprobs[~masked_in].any()
+
+
+def test_the_last_token_becomes_an_input_for_the_critic(samples: Samples) -> None:
+    longer, is_last = with_last_tokens(samples)
+    assert longer.input_ids.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 8, 9]
+    assert is_last.nonzero().flatten().tolist() == [4, 8, 11]
+    assert longer.cu_seqlens.tolist() == [0, 5, 9, 12]
+    assert torch.equal(longer.input_ids[~is_last], samples.input_ids)
+    assert not longer.mask.any()
+
+
+def test_pairs_stay_together_in_minibatches(samples: Samples) -> None:
+    groups = [group(str(i), (i,), completion(100 + i, logprobs=(0.0,))) for i in range(10)]
+    parts = split_minibatches(to_samples(groups), 2, seed=3, unit=2)
+    for part in parts:
+        first = part.input_ids.reshape(-1, 2)
+        assert (first[:, 0] % 2 == 0).all()
+        assert torch.equal(first[:, 1], first[:, 0] + 1)
+    with pytest.raises(DataError, match="5 pairs into 6"):
+        split_minibatches(to_samples(groups), 6, seed=0, unit=2)
