@@ -83,11 +83,13 @@ def make_samples(tokens: int, length: int, *, long_tail: bool) -> Samples:
 def our_step(folder: Path, samples: Samples, learner: LearnerSection, rank: int, rendezvous: str) -> Callable[[], None]:
     """Fill a learner from the checkpoint; the returned function makes one train step. Every rank calls both."""
     warnings.simplefilter("ignore")  # megatron's imports tell of what is not installed
-    from rl_megatron.learner.megatron import MegatronLearner
+    from rl_megatron.learner import world
+    from rl_megatron.learner.megatron import make_policy
 
     torch.set_num_threads(learner.threads or 1)
     shape = ModelShape.from_folder(folder)
-    megatron = MegatronLearner(shape, learner, rank=rank, rendezvous=rendezvous, temperature=1.0, seed=0)
+    device = world.join(learner, rank=rank, rendezvous=rendezvous, seed=0)
+    megatron = make_policy(shape, learner, device, temperature=1.0)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
     hf = Layout(table=HF_QWEN3_MOE, shape=shape)
     read_boxes(Checkpoint(folder), hf, layout, rank, dict(megatron.tensors))

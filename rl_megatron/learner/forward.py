@@ -1,4 +1,4 @@
-"""One packed (mini)batch through megatron's pipeline schedule: log-probs, or the loss and its gradients.
+"""One packed (mini)batch through megatron's pipeline schedule: its scores, or the loss and its gradients.
 
 The loss closure hands megatron this rank's additive share of the loss, already over the global denominators, with a
 token count of 0: with ``calculate_per_token_loss`` megatron then only adds (over micro-batches, DP and CP), so the
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,37 +26,63 @@ from rl_megatron.types import Loss, LossInputs, LossOutput
 LossClosure = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
 
 
+class Head(Protocol):
+    """What the last pipeline stage's output means. Every TP rank calls it."""
+
+    @property
+    def score(self) -> str:
+        """Which of the tensors is the learner's score of a position."""
+        ...
+
+    def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
+        """``logprobs``, ``entropy`` (and ``values``) [t] float32 of LossInputs, from an output [1, t, ...]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabHead:
-    """How logits become log-probs on this rank."""
+    """A policy: logits [1, t, V / tp] become log-probs of the targets and the entropy."""
 
     temperature: float
     vocab_size: int
     chunk: int
+    score: str = "logprobs"
 
-    def __call__(self, logits: Tensor, micro_batch: PackedMicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs [t] with gradient and entropy [t] of a [1, t, V / tp] output. Last stage, every TP rank."""
+    def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
+        """See Head."""
         tp = parallel_state.get_tensor_model_parallel_group()
-        rows = logits.shape[-1]
-        return token_logprobs(
-            logits.squeeze(0),
+        logprobs, entropy = token_logprobs(
+            output.squeeze(0),
             micro_batch.targets,
             temperature=self.temperature,
             vocab_size=self.vocab_size,
-            vocab_start=rows * parallel_state.get_tensor_model_parallel_rank(),
+            vocab_start=output.shape[-1] * parallel_state.get_tensor_model_parallel_rank(),
             group=tp if tp.size() > 1 else None,
             chunk=self.chunk,
         )
+        return {"logprobs": logprobs, "entropy": entropy}
 
 
-def run_logprobs(
-    chunks: Sequence[DistributedDataParallel], micro_batches: Sequence[PackedMicroBatch], head: VocabHead
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueHead:
+    """A critic: the output [1, t, 1] is the value after each position's input token."""
+
+    score: str = "values"
+
+    def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
+        """See Head."""
+        values = output.flatten().float()
+        return {"values": values, "logprobs": torch.zeros_like(values), "entropy": torch.zeros_like(values)}
+
+
+def run_scores(
+    chunks: Sequence[DistributedDataParallel], micro_batches: Sequence[PackedMicroBatch], head: Head
 ) -> list[Tensor]:
-    """Log-probs [t] per micro-batch on the last pipeline stage, nothing elsewhere. Every rank calls it."""
+    """Scores [t] per micro-batch on the last pipeline stage, nothing elsewhere. Every rank calls it."""
 
-    def closure(micro_batch: PackedMicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logprobs, _ = head(logits, micro_batch)
-        return logprobs.sum(), _zero_tokens(logits), logprobs
+    def closure(micro_batch: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = head(output, micro_batch)[head.score]
+        return scores.sum(), _zero_tokens(output), scores
 
     with torch.no_grad():
         results: list[Tensor] = _schedule(chunks, micro_batches, closure, forward_only=True)
@@ -66,7 +92,7 @@ def run_logprobs(
 def run_loss(
     chunks: Sequence[DistributedDataParallel],
     micro_batches: Sequence[PackedMicroBatch],
-    head: VocabHead,
+    head: Head,
     loss: Loss,
     *,
     num_tokens: int,
@@ -74,23 +100,18 @@ def run_loss(
 ) -> list[LossOutput]:
     """Gradients into the chunks' buffers, reduced over DP and CP; loss shares on the last stage. All ranks call it."""
 
-    def closure(micro_batch: PackedMicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
-        logprobs, entropy = head(logits, micro_batch)
-        output = loss(
+    def closure(micro_batch: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
+        share = loss(
             LossInputs(
-                logprobs=logprobs,
-                entropy=entropy,
-                old_logprobs=micro_batch.old_logprobs,
-                rollout_logprobs=micro_batch.rollout_logprobs,
-                advantages=micro_batch.advantages,
-                mask=micro_batch.mask,
+                **head(output, micro_batch),
+                **micro_batch.columns,
                 segment_ids=micro_batch.segment_ids,
                 segment_sum=partial(_segment_sum, micro_batch),
                 num_tokens=num_tokens,
                 num_sequences=num_sequences,
             )
         )
-        return output.loss, _zero_tokens(logits), output
+        return share.loss, _zero_tokens(output), share
 
     results: list[LossOutput] = _schedule(chunks, micro_batches, closure, forward_only=False)
     return results
@@ -140,14 +161,28 @@ def _segment_sum(micro_batch: PackedMicroBatch, values: Tensor) -> Tensor:
     return out
 
 
-def reduce_outputs(outputs: Sequence[LossOutput]) -> tuple[float, dict[str, float]]:
-    """The global loss and metrics from the shares of this rank's micro-batches. Last-stage ranks call it together."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduced:
+    """The global loss, metrics and histograms of a (mini)batch."""
+
+    loss: float
+    metrics: dict[str, float]
+    histograms: dict[str, tuple[float, ...]]
+
+
+def reduce_outputs(outputs: Sequence[LossOutput]) -> Reduced:
+    """Shares of this rank's micro-batches to global values. Last-stage ranks call it together."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metrics: dict[str, float] = {}
-    names = ["loss", *outputs[0].means]
-    total = torch.stack([torch.stack([o.loss.detach(), *o.means.values()]) for o in outputs]).double().sum(0)
+    names, bins = ["loss", *outputs[0].means], {name: len(x) for name, x in outputs[0].histograms.items()}
+    sums = [
+        torch.cat([torch.stack([o.loss.detach(), *o.means.values()]).double(), *map(_doubles, o.histograms.values())])
+        for o in outputs
+    ]
+    total = torch.stack(sums).sum(0)
     dist.all_reduce(total, group=group)
-    metrics.update(zip(names, total.tolist(), strict=True))
+    counts = total[len(names) :].split(list(bins.values()))
+    metrics.update(zip(names, total[: len(names)].tolist(), strict=True))
     for field, sign in (("minima", -1.0), ("maxima", 1.0)):
         rows = [getattr(o, field) for o in outputs]
         if rows[0]:
@@ -155,4 +190,12 @@ def reduce_outputs(outputs: Sequence[LossOutput]) -> tuple[float, dict[str, floa
             most = most.amax(0)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
             metrics.update(zip(rows[0], (sign * most).tolist(), strict=True))
-    return metrics.pop("loss"), metrics
+    return Reduced(
+        loss=metrics.pop("loss"),
+        metrics=metrics,
+        histograms={name: tuple(x.tolist()) for name, x in zip(bins, counts, strict=True)},
+    )
+
+
+def _doubles(values: Tensor) -> Tensor:
+    return values.double()

@@ -26,9 +26,13 @@ class ExpertLoadMeter:
 
         return count
 
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self._counts.zero_()
+
     def read(self) -> float:
         """Most over mean tokens of an expert, in the worst layer (1 is even); resets. Every rank calls it."""
         dist.all_reduce(self._counts)
         worst = (self._counts.amax(1) / self._counts.mean(1).clamp(min=1)).max().item()
-        self._counts.zero_()
+        self.reset()
         return worst

@@ -27,7 +27,7 @@ def token_logprobs(
     group: dist.ProcessGroup | None = None,
     chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [T] of ``targets`` [T] (with gradient) and entropy [T] of the whole vocabulary (without); float32 nats.
+    """Log-probs [T] of ``targets`` [T] and entropy [T] of the whole vocabulary, with gradients; float32 nats.
 
     ``logits`` [T, V] hold rows ``vocab_start ..`` of the vocabulary; rows from ``vocab_size`` on are padding and have
     probability 0. ``group`` is the TP group; every rank of it calls this. ``chunk`` is the most positions at once; on
@@ -73,22 +73,28 @@ class _TokenLogprobs(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
         log_z = sums[0].log()
         logprobs, entropy = sums[2] - log_z, log_z - sums[1] / sums[0]
-        ctx.save_for_backward(logits, local, here, peak + log_z)
+        ctx.save_for_backward(logits, local, here, peak + log_z, entropy)
         ctx.scale, ctx.valid, ctx.chunk = scale, valid, chunk
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # most losses leave the entropy alone
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        logits, local, here, log_norm = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, local, here, log_norm, entropy = ctx.saved_tensors
         valid, chunk = ctx.valid, ctx.chunk
+        if grad is None:
+            grad = torch.zeros_like(log_norm)
         out = torch.empty_like(logits)
         out[:, valid:] = 0
         for a in range(0, len(logits) if valid else 0, chunk):
             cut = slice(a, a + chunk)
-            p = logits[cut, :valid].to(torch.float32, copy=True).mul_(ctx.scale).sub_(log_norm[cut, None]).exp_()
-            p.mul_(-grad[cut, None])
+            p = logits[cut, :valid].to(torch.float32, copy=True).mul_(ctx.scale).sub_(log_norm[cut, None])
+            if entropy_grad is None:
+                p.exp_().mul_(-grad[cut, None])
+            else:  # dH/dx = -p (log p + H)
+                factor = (p + entropy[cut, None]).mul_(entropy_grad[cut, None]).add_(grad[cut, None])
+                p.exp_().mul_(factor.neg_())
             p.scatter_add_(1, local[cut, None].clamp(0, valid - 1), (grad[cut] * here[cut])[:, None])
             out[cut, :valid] = p.mul_(ctx.scale)
         return out, None, None, None, None, None, None

@@ -1,9 +1,10 @@
-"""MegatronLearner: what one process of the learner does. Every method is collective: all ranks call it together."""
+"""MegatronLearner: what one process does for a policy or a critic. Every method is collective: all ranks call it."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,59 +26,84 @@ from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
-from rl_megatron.learner import checkpoint, world  # noqa: E402
-from rl_megatron.learner.forward import VocabHead, reduce_outputs, run_logprobs, run_loss  # noqa: E402
+from rl_megatron.learner import checkpoint  # noqa: E402
+from rl_megatron.learner.forward import Head, ValueHead, VocabHead, reduce_outputs, run_loss, run_scores  # noqa: E402
+from rl_megatron.learner.layers import DecoderConfig  # noqa: E402
 from rl_megatron.learner.load_meter import ExpertLoadMeter  # noqa: E402
 from rl_megatron.learner.model import build_chunks, make_config  # noqa: E402
 from rl_megatron.learner.naming import global_parameters  # noqa: E402
 from rl_megatron.learner.optimizer import make_optimizer  # noqa: E402
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch  # noqa: E402
+from rl_megatron.learner.value import ValueParameter, put_value_layer  # noqa: E402
+
+
+def make_policy(
+    shape: ModelShape, learner: LearnerSection, device: torch.device, *, temperature: float
+) -> MegatronLearner:
+    """The learner of a policy on this rank of the world that `world.join` entered. Every rank calls it."""
+    config = make_config(shape, learner)
+    head = VocabHead(temperature=temperature, vocab_size=shape.vocab_size, chunk=learner.logprob_chunk_tokens)
+    return MegatronLearner(shape, learner, device, config, build_chunks(shape, learner, config), head)
+
+
+def make_critic(shape: ModelShape, learner: LearnerSection, device: torch.device) -> MegatronLearner:
+    """As `make_policy`, with a value in the place of the logits; the value layer starts at 0."""
+    untied = replace(shape, tie_embeddings=False)
+    config = make_config(untied, learner)
+    chunks = build_chunks(untied, learner, config)
+    put_value_layer(chunks, config)
+    return MegatronLearner(untied, learner, device, config, chunks, ValueHead())
 
 
 class MegatronLearner:
     """Model, optimizer and schedule of one rank. Weights are undefined until ``tensors`` are filled and adopted."""
 
     def __init__(
-        self, shape: ModelShape, learner: LearnerSection, *, rank: int, rendezvous: str, temperature: float, seed: int
+        self,
+        shape: ModelShape,
+        learner: LearnerSection,
+        device: torch.device,
+        config: DecoderConfig,
+        models: Sequence[GPTModel],
+        head: Head,
     ) -> None:
-        self._device = world.join(learner, rank=rank, rendezvous=rendezvous, seed=seed)
-        self._dims = learner.dims
-        config = make_config(shape, learner)
-        self._models = build_chunks(shape, learner, config)
-        modules = [Float16Module(config, m) for m in self._models] if config.bf16 else self._models
+        self._device, self._dims, self._models, self._head = device, learner.dims, models, head
+        modules = [Float16Module(config, m) for m in models] if config.bf16 else models
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=learner.optimizer.distributed, grad_reduce_in_fp32=True, bucket_size=None
         )
         self._chunks = [
-            DistributedDataParallel(config, ddp, m.to(self._device), disable_bucketing=i > 0)
-            for i, m in enumerate(modules)
+            DistributedDataParallel(config, ddp, m.to(device), disable_bucketing=i > 0) for i, m in enumerate(modules)
         ]
         self._optimizer = make_optimizer(self._chunks, learner)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self._optimizer.scale_loss
-        self._head = VocabHead(temperature=temperature, vocab_size=shape.vocab_size, chunk=learner.logprob_chunk_tokens)
-        self._load_meter = ExpertLoadMeter(self._models, shape.num_layers, shape.num_experts, self._device)
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._device
+        self._load_meter = ExpertLoadMeter(models, shape.num_layers, shape.num_experts, device)
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """This rank's parameters under global names; writing into them changes the model (then call ``adopt``)."""
-        return {name: parameter.data for name, parameter in global_parameters(self._models)}
+        """This rank's parameters under global names, but for a critic's value layer; writing into them changes the
+        model (then call ``adopt``)."""
+        return {name: p.data for name, p in global_parameters(self._models) if not isinstance(p, ValueParameter)}
 
     def adopt(self) -> None:
         """Take over parameters that were written from outside (the optimizer keeps its own float32 copies)."""
         self._optimizer.reload_model_params()
 
-    def compute_logprobs(self, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
-        """Log-probs [N] float32 per micro-batch of this DP rank; None off the last stage and off TP/CP rank 0."""
+    def score(
+        self, micro_batches: Sequence[Samples], weights: Mapping[str, Tensor] | None = None
+    ) -> list[Tensor] | None:
+        """Log-probs of the targets, or a critic's values, [N] float32 per micro-batch of this DP rank.
+
+        None off the last stage and off TP/CP rank 0. ``weights`` stand for the model's own ``tensors`` during the pass.
+        """
         packed = self._pack(micro_batches)
-        results = run_logprobs(self._chunks, packed, self._head)
+        with self._swapped(weights or {}):
+            results = run_scores(self._chunks, packed, self._head)
+        self._load_meter.reset()
         if not parallel_state.is_pipeline_last_stage():
             return None
         restored = [
@@ -85,6 +111,18 @@ class MegatronLearner:
         ]
         first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
         return restored if first else None
+
+    @contextlib.contextmanager
+    def _swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """The parameters point to other memory meanwhile: nothing is copied."""
+        own = [(p, p.data, weights[name]) for name, p in global_parameters(self._models) if name in weights]
+        try:
+            for parameter, _, other in own:
+                parameter.data = other
+            yield
+        finally:
+            for parameter, mine, _ in own:
+                parameter.data = mine
 
     def train_step(
         self, micro_batches: Sequence[Samples], loss: Loss, learning_rate: float, *, num_tokens: int, num_sequences: int
@@ -106,8 +144,9 @@ class MegatronLearner:
             )
         if not parallel_state.is_pipeline_last_stage():
             return None
-        value, metrics = reduce_outputs(outputs)
-        return StepResult(loss=value, grad_norm=grad_norm, metrics={**metrics, "moe/load_imbalance": imbalance})
+        total = reduce_outputs(outputs)
+        metrics = {**total.metrics, "moe/load_imbalance": imbalance}
+        return StepResult(loss=total.loss, grad_norm=grad_norm, metrics=metrics, histograms=total.histograms)
 
     def save(self, folder: Path) -> None:
         """Write this rank's shards into ``folder``."""
@@ -116,10 +155,6 @@ class MegatronLearner:
     def load(self, folder: Path) -> None:
         """Continue from ``save``. Raises CheckpointError."""
         checkpoint.load(folder, self._chunks, self._optimizer)
-
-    def close(self) -> None:
-        """Leave the world of process groups."""
-        world.leave()
 
     def _pack(self, micro_batches: Sequence[Samples]) -> list[PackedMicroBatch]:
         """This rank's share of each; interleaved pipelines want a multiple of pp: masked copies of the last fill up."""

@@ -54,10 +54,7 @@ class PackedMicroBatch:
 
     input_ids: Tensor
     targets: Tensor
-    mask: Tensor
-    advantages: Tensor
-    rollout_logprobs: Tensor
-    old_logprobs: Tensor
+    columns: dict[str, Tensor]  # the samples' other columns, which LossInputs takes under the same names
     segment_ids: Tensor
     source: Tensor
     num_segments: int
@@ -83,12 +80,13 @@ def pack_micro_batch(samples: Samples, *, tp: int, cp: int, cp_rank: int, device
     source, segment_ids = source[mine], segment[mine]
     take, real = source.clamp(min=0), source >= 0
     columns = {
-        name: torch.where(real, getattr(samples, name)[take], 0).to(device)
-        for name in ("input_ids", "targets", "mask", "advantages", "rollout_logprobs", "old_logprobs")
+        name: torch.where(real, column[take], torch.zeros((), dtype=column.dtype)).to(device)
+        for name, column in samples.columns.items()
     }
-    columns["mask"] = columns["mask"].bool()
     return PackedMicroBatch(
-        **columns,
+        input_ids=columns.pop("input_ids"),
+        targets=columns.pop("targets"),
+        columns=columns,
         segment_ids=segment_ids.to(device),
         source=source,
         num_segments=len(padded),

@@ -46,14 +46,16 @@ def make_samples() -> Samples:
 def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> None:
     """One rank: fill from the checkpoint, train, write loss and gradient norm of each step."""
     torch.set_num_threads(1)
-    from rl_megatron.learner.megatron import MegatronLearner
+    from rl_megatron.learner import world
+    from rl_megatron.learner.megatron import make_policy
     from rl_megatron.weights.layout import Layout
     from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
     from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
     shape = ModelShape.from_folder(model)
     rendezvous = f"file://{folder}/rendezvous"
-    megatron = MegatronLearner(shape, learner, rank=rank, rendezvous=rendezvous, temperature=1.0, seed=0)
+    device = world.join(learner, rank=rank, rendezvous=rendezvous, seed=0)
+    megatron = make_policy(shape, learner, device, temperature=1.0)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
     read_boxes(Checkpoint(model), Layout(table=HF_QWEN3_MOE, shape=shape), layout, rank, dict(megatron.tensors))
     megatron.adopt()
@@ -63,7 +65,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> 
     results = [megatron.train_step(mine, CrossEntropy(), LEARNING_RATE, **counts) for _ in range(STEPS)]
     seen = [(result.loss, result.grad_norm) for result in results if result is not None]
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
-    megatron.close()
+    world.leave()
 
 
 def transformers_steps(model: Path) -> list[tuple[float, float]]:

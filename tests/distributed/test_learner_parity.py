@@ -45,21 +45,23 @@ def make_samples() -> Samples:
 def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max_tokens: int, loss: PolicyLoss) -> None:
     """One rank: fill from the checkpoint, set old log-probs by the learner itself, train, write what it saw."""
     torch.set_num_threads(1)
-    from rl_megatron.learner.megatron import MegatronLearner
+    from rl_megatron.learner import world
+    from rl_megatron.learner.megatron import make_policy
     from rl_megatron.weights.layout import Layout
     from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
     from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
     shape = ModelShape.from_folder(model)
     rendezvous = f"file://{folder}/rendezvous"
-    megatron = MegatronLearner(shape, learner, rank=rank, rendezvous=rendezvous, temperature=0.7, seed=1)
+    device = world.join(learner, rank=rank, rendezvous=rendezvous, seed=1)
+    megatron = make_policy(shape, learner, device, temperature=0.7)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
     hf = Layout(table=HF_QWEN3_MOE, shape=shape)
     read_boxes(Checkpoint(model), hf, layout, rank, dict(megatron.tensors))
     megatron.adopt()
     dp = learner.dims.dp_rank(rank)
     batch = pack(make_samples(), dims=learner.dims, max_tokens=max_tokens)
-    logprobs = megatron.compute_logprobs(batch.micro_batches[dp])
+    logprobs = megatron.score(batch.micro_batches[dp])
     seen: dict[str, Any] = {"steps": []}
     if logprobs is not None:
         seen["logprobs"] = [x.tolist() for x in logprobs]
@@ -72,7 +74,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
             seen["steps"].append((result.loss, result.grad_norm))
             seen["metrics"] = dict(result.metrics)
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
-    megatron.close()
+    world.leave()
 
 
 def run(folder: Path, model: Path, learner: LearnerSection, max_tokens: int = 4096, loss: PolicyLoss = CISPO) -> Any:

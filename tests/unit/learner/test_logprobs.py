@@ -18,25 +18,29 @@ def test_value_entropy_and_gradient_are_those_of_log_softmax(
     g = torch.Generator().manual_seed(0)
     logits = (torch.randn(10, rows, generator=g) * 4).to(dtype).requires_grad_()
     targets = torch.randint(0, vocab, (10,), generator=g)
-    weight = torch.randn(10, generator=g)
+    weight, entropy_weight = torch.randn(2, 10, generator=g)
     before = logits.detach().clone()
 
     logprobs, entropy = token_logprobs(logits, targets, temperature=temperature, vocab_size=vocab, chunk=chunk)
-    (logprobs * weight).sum().backward()
+    (logprobs * weight).sum().backward(retain_graph=True)
+    assert logits.grad is not None
+    of_logprobs, logits.grad = logits.grad, None
+    (logprobs * weight + entropy * entropy_weight).sum().backward()
 
     exact = logits.detach().double()[:, :vocab].requires_grad_()
     log_p = (exact / temperature).log_softmax(-1)
     wanted = log_p.gather(1, targets[:, None]).squeeze(1)
-    (wanted * weight.double()).sum().backward()
-    assert logits.grad is not None
+    wanted_entropy = -(log_p.exp() * log_p).sum(-1)
+    (alone,) = torch.autograd.grad((wanted * weight.double()).sum(), exact, retain_graph=True)
+    (wanted * weight.double() + wanted_entropy * entropy_weight.double()).sum().backward()
     assert exact.grad is not None
     rounding = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(logprobs.double(), wanted, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), wanted_entropy, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_logprobs[:, :vocab].double(), alone, rtol=rounding, atol=rounding)
     torch.testing.assert_close(logits.grad[:, :vocab].double(), exact.grad, rtol=rounding, atol=rounding)
     assert not logits.grad[:, vocab:].any()
     assert torch.equal(logits.detach(), before)
-    assert not entropy.requires_grad
 
 
 def test_extreme_logits_stay_finite() -> None:

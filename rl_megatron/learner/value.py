@@ -1,0 +1,44 @@
+"""A critic's output layer: one number a position in the place of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class ValueParameter(torch.nn.Parameter):
+    """A parameter that no policy checkpoint holds."""
+
+
+class ValueLayer(torch.nn.Module):
+    """Hidden states to values, in float32; replicated over TP. Starts at 0, so that the first values are 0."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = self._parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = self._parameter(torch.zeros(1, dtype=config.params_dtype))
+
+    def _parameter(self, data: Tensor) -> ValueParameter:
+        parameter = ValueParameter(data)
+        parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]  # megatron adds up its gradient over TP
+        return parameter
+
+    def forward(self, hidden: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+        """[s, b, h] ([s / tp, b, h] under sequence parallelism) -> ([s, b, 1], None), as megatron's output layer."""
+        values = torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
+        if self.sequence_parallel:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def put_value_layer(chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
+    """Replace the output layer of the chunk that has one."""
+    for chunk in chunks:
+        if chunk.post_process:
+            chunk.output_layer = ValueLayer(config)
