@@ -19,10 +19,12 @@ from launcher.local import LocalLauncher
 from launcher.run_name import claim
 from launcher.stop import stop_signals
 from rl_megatron import config_io
+from rl_megatron.algorithms.auxiliary import PreferenceLoss
 from rl_megatron.algorithms.corrections import Correction
 from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.checkpoints import CheckpointStore
-from rl_megatron.config import CorrectionSection, RunConfig
+from rl_megatron.config import RunConfig
+from rl_megatron.config_algorithm import CorrectionSection
 from rl_megatron.data.packing import causal_attention_cost
 from rl_megatron.data.prompts import PromptStream, load_prompts
 from rl_megatron.durable import remove_folder
@@ -37,6 +39,7 @@ from rl_megatron.observability.report import write_report
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.trainer import Trainer
 from rl_megatron.types import Loss, Prompt
+from rl_megatron.update import Update
 from rl_megatron.warm_start import WarmStart
 from rl_megatron.weights.layout import Layout
 from rl_megatron.weights.tables.qwen3_moe import MEGATRON_QWEN3_MOE
@@ -53,7 +56,6 @@ class Parts:
 
     config: RunConfig
     folder: Path
-    policy_loss: Loss
     reward: RewardFunction
 
 
@@ -61,12 +63,8 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
     """Run to the end (or to a signal, then with a checkpoint); the run's folder. Raises RLMegatronError."""
     assert config.run.name is not None
     folder = config.run.dir / config.run.name
-    parts = Parts(
-        config=config,
-        folder=folder,
-        policy_loss=policy_loss(config),
-        reward=reward,
-    )
+    policy_loss(config, config.algorithm.kl.coefficient)  # what is not sound in it is told first
+    parts = Parts(config=config, folder=folder, reward=reward)
     with claim(folder, resume=resume):
         start = resuming.find(config, folder) if resume else None
         config_io.save_resolved(config, folder / "config.yaml")
@@ -173,9 +171,11 @@ def _stop_token_ids(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> t
     return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
-def policy_loss(config: RunConfig) -> Loss:
+def policy_loss(config: RunConfig, kl_coefficient: float) -> Loss:
     """The loss that the algorithm section makes. Raises ConfigError where its choices are not sound together."""
     a = config.algorithm
+    if a.preference_beta is not None:
+        return PreferenceLoss(beta=a.preference_beta)
     try:
         return PolicyLoss(
             ratio_level=a.ratio_level,
@@ -190,6 +190,10 @@ def policy_loss(config: RunConfig) -> Loss:
             aggregation=a.aggregation,
             max_length=a.max_length or config.rollout.max_new_tokens,
             correction=_correction(a.correction),
+            kl_coefficient=kl_coefficient if a.kl.placement == "loss" else 0.0,
+            kl_estimator=a.kl.estimator,
+            kl_importance_weighted=a.kl.importance_weighted,
+            entropy_coefficient=a.entropy_coefficient,
         )
     except ValueError as error:
         raise ConfigError(f"algorithm: {error}") from error
@@ -221,11 +225,16 @@ def _trainer(
         ),
         prompts=PromptStream(data.train, seed=config.seed),
         eval_prompts=data.held_out,
-        policy_loss=parts.policy_loss,
-        attention_cost=causal_attention_cost(
-            linear_parameters=shape.active_parameters,
-            attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
+        update=Update(
+            config=config,
+            roles=roles,
+            make_loss=partial(policy_loss, config),
+            attention_cost=causal_attention_cost(
+                linear_parameters=shape.active_parameters,
+                attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
+            ),
         ),
+        start_folder=parts.folder / "hf_start",
         checkpoints=CheckpointStore(parts.folder / "checkpoints", keep=config.checkpoint.keep),
         recorder=recorder,
         stop=stop,

@@ -16,7 +16,6 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,6 +32,7 @@ from rl_megatron.types import (
     Loss,
     ParallelDims,
     Samples,
+    Scores,
     StepResult,
     WeightUpdate,
 )
@@ -211,25 +211,27 @@ def _seen(future: asyncio.Future[Any]) -> None:
 
 
 class LearnerGroup:
-    """A Learner over all ranks (see interfaces.Learner)."""
+    """A Learner, Critic or Reference over all ranks, by its ``role`` in the workers (see interfaces)."""
 
-    def __init__(self, group: WorkerGroup, dims: ParallelDims) -> None:
-        self._group, self._dims = group, dims
+    def __init__(self, group: WorkerGroup, dims: ParallelDims, role: str) -> None:
+        self._group, self._dims, self._role = group, dims, role
 
-    async def compute_logprobs(self, batch: Batch) -> Batch:
-        """See interfaces.Learner."""
-        answers = await self._group.ask("compute_logprobs", {rank: (m,) for rank, m in self._shares(batch).items()})
+    async def start_from(self, folder: Path) -> None:
+        """See interfaces.Critic."""
+        await self._group.each("start_from", self._role, folder.resolve())
+
+    async def score(self, batch: Batch) -> Scores:
+        """See interfaces.Scorer."""
+        shares = {rank: (self._role, m) for rank, m in self._shares(batch).items()}
+        answers = await self._group.ask("score", shares)
         rows = {self._dims.dp_rank(rank): answer for rank, answer in enumerate(answers) if answer is not None}
-        micro_batches = tuple(
-            tuple(m.with_old_logprobs(x) for m, x in zip(row, rows[d], strict=True))
-            for d, row in enumerate(batch.micro_batches)
-        )
-        return replace(batch, micro_batches=micro_batches)
+        return [rows[d] for d in range(self._dims.dp)]
 
     async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult:
         """See interfaces.Learner."""
         common = (loss, learning_rate, batch.num_tokens, batch.num_sequences)
-        answers = await self._group.ask("train_step", {rank: (m, *common) for rank, m in self._shares(batch).items()})
+        shares = {rank: (self._role, m, *common) for rank, m in self._shares(batch).items()}
+        answers = await self._group.ask("train_step", shares)
         result: StepResult = next(a for a in answers if a is not None)
         return result
 
@@ -238,11 +240,11 @@ class LearnerGroup:
 
     async def save(self, folder: Path) -> None:
         """See interfaces.Learner."""
-        await self._group.each("save", folder)
+        await self._group.each("save", self._role, folder)
 
     async def load(self, folder: Path) -> None:
         """See interfaces.Learner."""
-        await self._group.each("load", folder)
+        await self._group.each("load", self._role, folder)
 
 
 class EngineGroup:
@@ -328,7 +330,13 @@ class LocalLauncher:
                 listening += (asyncio.create_task(w.listen(config.learner.timeout_seconds / 2)) for w in workers)
                 group = WorkerGroup(workers, failure)
                 await self._prepare(group, config)
-                yield Roles(learner=LearnerGroup(group, dims), engine=EngineGroup(group), weights=WeightGroup(group))
+                yield Roles(
+                    learner=LearnerGroup(group, dims, "policy"),
+                    critic=LearnerGroup(group, dims, "critic") if config.algorithm.needs_critic else None,
+                    reference=LearnerGroup(group, dims, "reference") if config.algorithm.needs_reference else None,
+                    engine=EngineGroup(group),
+                    weights=WeightGroup(group),
+                )
                 await _close(group)
             except BaseException:
                 for handle in workers:

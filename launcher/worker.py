@@ -28,8 +28,6 @@ from rl_megatron.types import Completion, GenerationRequest, Loss, Samples, Step
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_megatron.models.shape import ModelShape
-
 _PR_SET_PDEATHSIG = 1
 _SENDING = threading.Lock()  # one message at a time into the pipe
 
@@ -85,56 +83,75 @@ def _say_alive(connection: Connection) -> None:
 
 
 class Worker:
-    """What one rank can be asked. All but ``generate`` and ``export`` are collective: every rank is asked together."""
+    """What one rank can be asked. All but ``generate`` and ``export`` are collective: every rank is asked together.
 
-    CALLS = ("generate", "push", "export", "compute_logprobs", "train_step", "save", "load", "close")
+    The models of a role: "policy", "critic", and "reference", which is the policy with other weights.
+    """
+
+    CALLS = ("generate", "push", "export", "start_from", "score", "train_step", "save", "load", "close")
 
     def __init__(self, config: RunConfig, model_folder: Path, rank: int, rendezvous: str) -> None:
-        from rl_megatron.learner.megatron import MegatronLearner
+        from rl_megatron.learner import world
+        from rl_megatron.learner.megatron import make_critic, make_policy
         from rl_megatron.learner.model import DTYPES
         from rl_megatron.models.shape import ModelShape
         from rl_megatron.rollout.local import LocalEngine
+        from rl_megatron.weights.layout import Layout
+        from rl_megatron.weights.tables import qwen3_moe
 
-        shape = ModelShape.from_folder(model_folder)
-        self._learner = MegatronLearner(
-            shape,
-            config.learner,
-            rank=rank,
-            rendezvous=rendezvous,
-            temperature=config.rollout.temperature,
-            seed=config.seed,
-        )
+        self._rank, self._model_folder, self._leave = rank, model_folder, world.leave
+        self._shape = ModelShape.from_folder(model_folder)
+        device = world.join(config.learner, rank=rank, rendezvous=rendezvous, seed=config.seed)
+        policy = make_policy(self._shape, config.learner, device, temperature=config.rollout.temperature)
+        self._learners = {"policy": policy}
+        if config.algorithm.needs_critic:
+            section = config.algorithm.critic
+            learner = config.learner.model_copy(update={"optimizer": section.optimizer})
+            self._learners["critic"] = make_critic(self._shape, learner, device)
+        self._reference: dict[str, Tensor] = {}
         self._engine = LocalEngine(
-            shape,
+            self._shape,
             slots=config.rollout.slots,
             dtype=DTYPES[config.learner.dtype],
-            device=self._learner.device,
+            device=device,
             max_length=config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
         )
-        self._model_folder = model_folder
-        self._connect(config, shape, rank)
-
-    def _connect(self, config: RunConfig, shape: ModelShape, rank: int) -> None:
-        """Fill the learner from the checkpoint and plan the way from every learner rank to every engine replica."""
-        from rl_megatron.types import ParallelDims
-        from rl_megatron.weights.layout import Layout
-        from rl_megatron.weights.plan import plan
-        from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
-        from rl_megatron.weights.tables import qwen3_moe
-        from rl_megatron.weights.transports.process_group import ProcessGroupTransport
-
-        learner = Layout(
+        self._hf = Layout(table=qwen3_moe.HF_QWEN3_MOE, shape=self._shape)
+        self._layout = Layout(
             table=qwen3_moe.MEGATRON_QWEN3_MOE,
-            shape=shape,
+            shape=self._shape,
             dims=config.learner.dims,
             vocab_multiple=config.learner.vocab_multiple,
         )
-        hf = Layout(table=qwen3_moe.HF_QWEN3_MOE, shape=shape)
-        replicas = replace(hf, dims=ParallelDims(dp=config.learner.dims.world_size))
-        tensors = dict(self._learner.tensors)
-        read_boxes(Checkpoint(self._model_folder), hf, learner, rank, tensors)
-        self._learner.adopt()
-        self._transport = ProcessGroupTransport(plan(learner, replicas), src=tensors, dst=self._engine.tensors)
+        self.start_from("policy", model_folder)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Plan the way from every learner rank to every engine replica."""
+        from rl_megatron.types import ParallelDims
+        from rl_megatron.weights.plan import plan
+        from rl_megatron.weights.transports.process_group import ProcessGroupTransport
+
+        replicas = replace(self._hf, dims=ParallelDims(dp=self._layout.dims.world_size))
+        transfers = plan(self._layout, replicas)
+        tensors = dict(self._learners["policy"].tensors)
+        self._transport = ProcessGroupTransport(transfers, src=tensors, dst=self._engine.tensors)
+
+    def start_from(self, role: str, folder: Path) -> None:
+        """Fill this rank's part of a model from a Hugging Face folder. Raises as ``read_boxes`` does."""
+        import torch
+
+        from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
+
+        learner = self._learners.get(role, self._learners["policy"])
+        tensors = dict(learner.tensors)
+        if role == "reference":
+            tensors = self._reference = {name: torch.empty_like(t) for name, t in tensors.items()}
+        like = next(iter(tensors.values()))
+        shapes = self._layout.local_shapes(self._rank).items()  # a critic has no output layer: what is read goes
+        unused = {name: like.new_empty(shape) for name, shape in shapes if name not in tensors}
+        read_boxes(Checkpoint(folder), self._hf, self._layout, self._rank, tensors | unused)
+        learner.adopt()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Completions of each request, by this rank's engine replica."""
@@ -152,26 +169,34 @@ class Worker:
 
         write_folder(self._engine.tensors, self._model_folder, folder)
 
-    def compute_logprobs(self, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
-        """See MegatronLearner.compute_logprobs."""
-        return self._learner.compute_logprobs(micro_batches)
+    def score(self, role: str, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
+        """See MegatronLearner.score."""
+        if role == "reference":
+            return self._learners["policy"].score(micro_batches, self._reference)
+        return self._learners[role].score(micro_batches)
 
     def train_step(
-        self, micro_batches: Sequence[Samples], loss: Loss, learning_rate: float, num_tokens: int, num_sequences: int
+        self,
+        role: str,
+        micro_batches: Sequence[Samples],
+        loss: Loss,
+        learning_rate: float,
+        num_tokens: int,
+        num_sequences: int,
     ) -> StepResult | None:
         """See MegatronLearner.train_step."""
-        return self._learner.train_step(
+        return self._learners[role].train_step(
             micro_batches, loss, learning_rate, num_tokens=num_tokens, num_sequences=num_sequences
         )
 
-    def save(self, folder: Path) -> None:
+    def save(self, role: str, folder: Path) -> None:
         """See MegatronLearner.save."""
-        self._learner.save(folder)
+        self._learners[role].save(folder)
 
-    def load(self, folder: Path) -> None:
+    def load(self, role: str, folder: Path) -> None:
         """See MegatronLearner.load."""
-        self._learner.load(folder)
+        self._learners[role].load(folder)
 
     def close(self) -> None:
         """Leave the process groups, after every rank arrived."""
-        self._learner.close()
+        self._leave()

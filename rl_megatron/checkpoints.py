@@ -1,8 +1,8 @@
 """Checkpoint folders: written under a temporary name, listed in a manifest, made durable, then renamed.
 
-``checkpoints/step_000010/`` holds ``learner/`` (the learner's shards), ``trainer.json`` (all that the controller must
-remember) and ``manifest.json`` (size and SHA-256 of every file). ``warm_start_000040/`` is the same, of a warm start
-that was stopped. A folder with its final name is whole.
+``checkpoints/step_000010/`` holds ``learner/`` and, where there is one, ``critic/`` (their shards), ``trainer.json``
+(all that the controller must remember) and ``manifest.json`` (size and SHA-256 of every file).
+``warm_start_000040/`` is the same, of a warm start that was stopped. A folder with its final name is whole.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from rl_megatron.credit import Memory
 from rl_megatron.durable import publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
@@ -34,6 +35,7 @@ class TrainerState:
     batches_sampled: int  # rollout batches taken from the prompts so far
     prompts: dict[str, int]  # PromptStream.state()
     buffer: tuple[RolloutBatch, ...]  # sampled, not yet trained on, oldest first
+    memory: Memory | None = None  # the algorithm's; None in a warm start
     warm_start_step: int | None = None  # supervised steps done where they were stopped; ``prompts`` is then of theirs
 
 
@@ -53,16 +55,20 @@ class CheckpointStore:
     def __init__(self, folder: Path, *, keep: int) -> None:
         self._folder, self._keep = folder, keep
 
-    async def save(self, state: TrainerState, learner: Learner) -> Path:
-        """Write a checkpoint and drop the oldest beyond ``keep``. Killed at any moment, the last whole one stays."""
+    async def save(self, state: TrainerState, learners: Mapping[str, Learner]) -> Path:
+        """Write a checkpoint, a folder for each of ``learners``, and drop the oldest beyond ``keep``.
+
+        Killed at any moment, the last whole one stays.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         for left in self._folder.glob(".*"):  # of a save that was killed
             shutil.rmtree(left)
         warm = state.warm_start_step
         final = self._folder / (f"step_{state.step:06d}" if warm is None else f"warm_start_{warm:06d}")
         temporary = self._folder / f"{_TEMPORARY}{final.name}"
-        (temporary / "learner").mkdir(parents=True)
-        await learner.save(temporary / "learner")
+        for name, learner in learners.items():
+            (temporary / name).mkdir(parents=True)
+            await learner.save(temporary / name)
         (temporary / "trainer.json").write_bytes(_STATE.dump_json(state))
         (temporary / "manifest.json").write_text(json.dumps(_manifest(temporary), indent=1))
         remove_folder(final)  # the same step again, after a resume: both are whole, and hold the same

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rl_megatron.config_algorithm import AlgorithmSection, OptimizerSection
 from rl_megatron.config_reward import RewardSection
 from rl_megatron.config_types import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 from rl_megatron.types import ParallelDims
@@ -80,77 +81,6 @@ class FileData(Section):
     """Use only the first so many held-out problems; null uses all."""
 
 
-class CorrectionSection(Section):
-    """Weights pi_old / pi_rollout against the gap between engine and learner; ``mode=none`` leaves it alone."""
-
-    mode: Literal["none", "truncate", "mask", "band"] = "none"
-    """Clamp the weight (TIS), zero it outside the band (IcePop), or keep only what is inside, at weight 1."""
-    level: Literal["token", "sequence"] = "token"
-    """A weight for each token, or one a sequence, length-normalised."""
-    low: NonNegativeFloat = 0.0
-    """Least weight, as a ratio."""
-    high: PositiveFloat = 2.0
-    """Greatest weight, as a ratio."""
-    veto: NonNegativeFloat = 0.0
-    """Sequences with a token of weight below this are dropped; 0 is off."""
-    off_policy_delta: PositiveFloat | None = None
-    """Sequences of negative advantage are dropped above this mean(log pi_rollout - log pi), in nats."""
-
-
-class AlgorithmSection(Section):
-    """A policy-gradient algorithm is this row of choices (docs/algorithms.md); conf/algorithm/ names the known rows."""
-
-    advantage_mean: Literal["none", "group", "batch", "greedy"] = "group"
-    """What the baseline of an advantage is the mean over; greedy: the reward of a greedy completion (ReMax)."""
-    advantage_std: Literal["none", "group", "batch"] = "group"
-    """What the scale of an advantage is the standard deviation over."""
-    leave_one_out: bool = False
-    """Whether the baseline leaves the completion itself out (RLOO)."""
-    credit: Literal["completion", "discounted"] = "completion"
-    """Every token gets its completion's advantage, or the discounted return from it on (REINFORCE++)."""
-    gamma: Fraction = 1.0
-    """credit=discounted: discount of a token."""
-    whiten: bool = False
-    """Whether advantages of tokens are whitened over the whole batch."""
-    ratio_level: Literal["token", "sequence", "sequence_sum"] = "token"
-    """Importance ratio of each token, one of the whole sequence (length-normalised), or the product over it."""
-    objective: Literal["clip", "cispo", "reinforce", "importance", "sapo", "topr"] = "clip"
-    """How ratio and advantage make a loss."""
-    clip_low: NonNegativeFloat = 0.2
-    """objective=clip: the ratio is clipped below at 1 less this."""
-    clip_high: NonNegativeFloat = 0.2
-    """objective=clip: the ratio is clipped above at 1 plus this."""
-    dual_clip: PositiveFloat | None = None
-    """objective=clip: a bad token's loss is at most this times its |advantage|."""
-    cap_low: NonNegativeFloat = 0.0
-    """objective=cispo, topr: least weight, as a ratio."""
-    cap_high: PositiveFloat = 5.0
-    """objective=cispo, topr: greatest weight, as a ratio."""
-    tau_positive: PositiveFloat = 1.0
-    """objective=sapo: temperature of the gate where the advantage is positive."""
-    tau_negative: PositiveFloat = 1.05
-    """objective=sapo: temperature of the gate where it is not."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
-        "token_mean"
-    )
-    """How losses of tokens make the loss of the batch."""
-    max_length: Positive | None = None
-    """aggregation=seq_mean_token_sum_norm: what token sums are divided by; rollout.max_new_tokens when not given."""
-    second_moment_limit: PositiveFloat | None = None
-    """Leave out the batch's tokens of largest squared log-ratio until the rest's mean is at most this (M2PO)."""
-    correction: CorrectionSection = CorrectionSection()
-    overlong_buffer: NonNegative = 0
-    """Completions are penalised over this many tokens before rollout.max_new_tokens; 0 is off (DAPO)."""
-    overlong_factor: NonNegativeFloat = 1.0
-    """The penalty of a completion of full length."""
-    drop_truncated: bool = False
-    """Whether completions cut at rollout.max_new_tokens are left out of the loss."""
-    unfinished_reward: float | None = None
-    """What a completion cut at rollout.max_new_tokens gets in place of its reward, when given."""
-    old_logprobs: Literal["learner", "rollout"] = "learner"
-    """Who computes the old policy's log-probs: the learner, or the engine while it samples."""
-
-
 class RolloutSection(Section):
     """How a step's completions are sampled."""
 
@@ -178,23 +108,6 @@ class RolloutSection(Section):
     """dynamic_sampling=refill: batches sampled for one step at most."""
     slots: Positive = 512
     """Sequences an engine replica decodes at once."""
-
-
-class OptimizerSection(Section):
-    """AdamW, as megatron-core's OptimizerConfig takes it."""
-
-    beta1: Fraction = 0.9
-    """Decay of the gradient's mean."""
-    beta2: Fraction = 0.95
-    """Decay of the squared gradient's mean."""
-    eps: PositiveFloat = 1e-8
-    """Added to the denominator."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay."""
-    clip_grad: NonNegativeFloat = 1.0
-    """Greatest global norm of the gradient; 0 does not clip."""
-    distributed: bool = True
-    """Whether data-parallel ranks shard the optimizer's state."""
 
 
 class LearnerSection(Section):
@@ -259,12 +172,14 @@ class WarmStartSection(Section):
 
 
 class TrainSection(Section):
-    """The RL loop. ``minibatches`` optimizer steps are made on each rollout batch."""
+    """The RL loop. ``epochs`` * ``minibatches`` optimizer steps are made on each rollout batch."""
 
     steps: NonNegative = 100
     """Rollout batches to train on."""
     minibatches: Positive = 2
-    """Optimizer steps on each rollout batch."""
+    """Parts of a rollout batch; an optimizer step is made on each."""
+    epochs: Positive = 1
+    """Passes over a rollout batch, each with minibatches of its own."""
     learning_rate: PositiveFloat = 1e-3
     """Rate after the warm-up."""
     lr_warmup_steps: NonNegative = 0

@@ -75,7 +75,7 @@ def _table(head: Cells, rows: Sequence[Cells]) -> str:
 
 def _row(key: str, field: Schema, *, required: bool) -> Cells:
     default = "required" if required else f"`{_plain(field['default'])}`"
-    return f"`{key}`", _kind(field), default, field.get("description", "").replace("``", "`")
+    return f"`{key}`", _kind(field), default, " ".join(field.get("description", "").split()).replace("``", "`")
 
 
 def _kind(field: Schema) -> str:

@@ -1,88 +1,231 @@
-"""Rollouts -> Samples with an advantage for every trained token: shaping, baseline, credit, whitening, in that order.
+"""Rollouts -> an advantage for every trained token: shaping, KL, baseline, credit, whitening, in that order.
 
 Everything here sees the whole rollout batch, before it is cut into minibatches, so nothing depends on the cut.
+Letters: S completions, N positions of all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.advantages import group_advantages, remax_advantages
-from rl_megatron.algorithms.corrections import second_moment_mask
-from rl_megatron.algorithms.returns import discounted_returns, last_token_rewards, whiten
-from rl_megatron.algorithms.shaping import drop_truncated, overlong_penalty, score_finished
-from rl_megatron.config import AlgorithmSection
-from rl_megatron.data.samples import to_samples
-from rl_megatron.types import Batch, RolloutGroup, Samples
+from rl_megatron.algorithms.advantages import group_advantages, moving_baseline, remax_advantages
+from rl_megatron.algorithms.kl import kl_in_sequence_rewards, kl_in_token_rewards, kl_per_token
+from rl_megatron.algorithms.returns import discounted_returns, gae, last_token_rewards, length_adaptive_lambda, whiten
+from rl_megatron.algorithms.segments import segment_sum, sequence_ids
+from rl_megatron.algorithms.shaping import (
+    RunningMoments,
+    drop_truncated,
+    overlong_penalty,
+    scale_and_clip,
+    score_finished,
+)
+from rl_megatron.config_algorithm import AlgorithmSection
+from rl_megatron.types import RolloutGroup, Samples
 
 
-def make_samples(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> Samples:
-    """All completions of ``groups`` with their advantages [N], in order. Raises DataError as ``to_samples`` does."""
-    completions = [c for g in groups for c in g.completions]
-    lengths = torch.tensor([len(c.token_ids) for c in completions])
-    truncated = torch.tensor([c.finish_reason != "stop" for c in completions])
-    rewards = _shape(torch.tensor([r for g in groups for r in g.rewards]), lengths, truncated, section, max_new_tokens)
-    samples = to_samples(groups, _completion_advantages(groups, rewards, section))
-    advantages, mask = samples.advantages, samples.mask
-    if section.credit == "discounted":
-        at_end = last_token_rewards(_completion_advantages(groups, rewards, section), mask, samples.cu_seqlens)
-        advantages = discounted_returns(at_end, mask, samples.cu_seqlens, gamma=section.gamma)
-    if section.whiten:
-        advantages = whiten(advantages, mask)
-    if section.drop_truncated:
-        mask = drop_truncated(mask, truncated, samples.cu_seqlens)
-    return replace(samples, advantages=advantages, mask=mask)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What an algorithm remembers from step to step. Part of a checkpoint."""
+
+    kl_coefficient: float
+    reward_moments: RunningMoments = field(default_factory=RunningMoments)
+    baseline: float | None = None  # moving mean of the rewards; None before the first batch
 
 
-def limit_second_moment(batches: Sequence[Batch], current: Sequence[Batch], limit: float) -> list[Batch]:
-    """``batches`` with M2PO's mask, chosen over all of them together.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewards:
+    """Rewards [S] float32 as the algorithm takes them, in the order of the completions, and what they left behind."""
 
-    ``current`` are the same batches with the current policy's log-probs. Denominators stay those of all tokens.
-    """
-    rows = [(s, c) for b, n in zip(batches, current, strict=True) for s, c in zip(_flat(b), _flat(n), strict=True)]
-    log_ratios = torch.cat([c.old_logprobs - s.rollout_logprobs for s, c in rows])
-    kept = second_moment_mask(log_ratios, torch.cat([s.mask for s, _ in rows]), threshold=limit)
-    masks = iter(kept.split([len(s.mask) for s, _ in rows]))
-    return [
-        replace(b, micro_batches=tuple(tuple(replace(s, mask=next(masks)) for s in row) for row in b.micro_batches))
-        for b in batches
-    ]
+    values: Tensor
+    memory: Memory
 
 
-def masked_in(batches: Sequence[Batch]) -> int:
-    """Tokens that are trained on."""
-    return sum(int(samples.mask.sum()) for batch in batches for samples in _flat(batch))
-
-
-def _flat(batch: Batch) -> list[Samples]:
-    return [samples for row in batch.micro_batches for samples in row]
-
-
-def _shape(
-    rewards: Tensor, lengths: Tensor, truncated: Tensor, section: AlgorithmSection, max_new_tokens: int
-) -> Tensor:
+def shape_rewards(
+    groups: Sequence[RolloutGroup], section: AlgorithmSection, memory: Memory, *, max_new_tokens: int
+) -> Rewards:
+    """Unfinished, overlong, scale, running whitening and clip, in that order; off unless the section asks."""
+    rewards = torch.tensor([r for g in groups for r in g.rewards])
     if section.unfinished_reward is not None:
-        rewards = score_finished(rewards, ~truncated, unfinished_reward=section.unfinished_reward)
+        rewards = score_finished(rewards, ~truncated(groups), unfinished_reward=section.unfinished_reward)
     if section.overlong_buffer:
+        lengths = torch.tensor([len(c.token_ids) for g in groups for c in g.completions])
         rewards = rewards + overlong_penalty(
             lengths, max_length=max_new_tokens, buffer=section.overlong_buffer, factor=section.overlong_factor
         )
-    return rewards
+    rewards = rewards * section.reward_scale
+    if section.whiten_rewards:
+        memory = replace(memory, reward_moments=memory.reward_moments.update(rewards))
+        rewards = memory.reward_moments.whiten(rewards)
+    if section.reward_clip is not None:
+        rewards = scale_and_clip(rewards, scale=1.0, low=-section.reward_clip, high=section.reward_clip)
+    return Rewards(values=rewards, memory=memory)
 
 
-def _completion_advantages(groups: Sequence[RolloutGroup], rewards: Tensor, section: AlgorithmSection) -> Tensor:
+def truncated(groups: Sequence[RolloutGroup]) -> Tensor:
+    """Which completions did not end by themselves, [S] bool."""
+    return torch.tensor([c.finish_reason != "stop" for g in groups for c in g.completions])
+
+
+def assign_credit(
+    samples: Samples,
+    groups: Sequence[RolloutGroup],
+    rewards: Rewards,
+    section: AlgorithmSection,
+    *,
+    success_reward: float,
+    next_values: Tensor | None = None,
+) -> tuple[Samples, Memory]:
+    """``samples`` of ``groups`` with advantages [N] (and returns, and NLL marks), and what the next step must know.
+
+    ``next_values`` [S] are the critic's after each completion's last token.
+    """
+    memory = rewards.memory
+    penalty = torch.zeros_like(samples.old_logprobs)
+    values = rewards.values
+    if section.kl.coefficient and section.kl.placement != "loss":
+        kl = reference_kl(samples, section)
+        if section.kl.placement == "token_reward":
+            penalty = kl_in_token_rewards(penalty, kl, beta=memory.kl_coefficient)
+        else:
+            values = kl_in_sequence_rewards(values, kl, samples.cu_seqlens, beta=memory.kl_coefficient)
+    advantages = _completion_advantages(groups, values, section, memory)
+    memory = _with_baseline(memory, values, section)
+    samples = _CREDITS[section.credit](samples, _Credit(advantages, penalty, truncated(groups), next_values), section)
+    if section.whiten:
+        samples = replace(samples, advantages=whiten(samples.advantages, samples.mask))
+    if section.drop_truncated:
+        samples = replace(samples, mask=drop_truncated(samples.mask, truncated(groups), samples.cu_seqlens))
+    if section.nll_coefficient:
+        right = torch.tensor([r >= success_reward for g in groups for r in g.rewards])
+        marks = right[sequence_ids(samples.cu_seqlens)] & samples.mask
+        samples = replace(samples, nll_weights=section.nll_coefficient * marks.float())
+    return samples, memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Credit:
+    of_completions: Tensor  # [S] rewards, less their baseline
+    of_tokens: Tensor  # [N] what each token adds by itself
+    truncated: Tensor  # [S] bool
+    next_values: Tensor | None  # [S]
+
+    def per_token(self, samples: Samples) -> Tensor:
+        return last_token_rewards(self.of_completions, samples.mask, samples.cu_seqlens) + self.of_tokens
+
+
+def _by_completion(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
+    everywhere = torch.repeat_interleave(credit.of_completions, samples.cu_seqlens.diff())
+    return replace(samples, advantages=everywhere * samples.mask)
+
+
+def _discounted(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
+    rewards = credit.per_token(samples)
+    return replace(
+        samples, advantages=discounted_returns(rewards, samples.mask, samples.cu_seqlens, gamma=section.gamma)
+    )
+
+
+def _generalised(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
+    """GAE twice: the policy's advantages, and with the critic's lambda the returns it learns (VAPO decouples them)."""
+    values, after = samples.old_values, credit.next_values
+    assert values is not None
+    assert after is not None
+    rewards = credit.per_token(samples)
+
+    def advantages(lam: Tensor | float) -> Tensor:
+        return gae(
+            rewards,
+            values,
+            samples.mask,
+            samples.cu_seqlens,
+            next_values=after,
+            truncated=credit.truncated,
+            gamma=section.gamma,
+            lam=lam,
+        )
+
+    factor = section.lam_length_factor
+    lam = section.lam if factor is None else length_adaptive_lambda(samples.mask, samples.cu_seqlens, alpha=factor)
+    critic_lam = section.lam if section.critic.lam is None else section.critic.lam
+    returns = torch.where(samples.mask, advantages(critic_lam) + values, 0.0)
+    return replace(samples, advantages=advantages(lam), returns=returns)
+
+
+_CREDITS: Mapping[str, Callable[[Samples, _Credit, AlgorithmSection], Samples]] = {
+    "completion": _by_completion,
+    "discounted": _discounted,
+    "gae": _generalised,
+}
+
+
+def _completion_advantages(
+    groups: Sequence[RolloutGroup], rewards: Tensor, section: AlgorithmSection, memory: Memory
+) -> Tensor:
     sizes = torch.tensor([len(g.rewards) for g in groups])
     if section.advantage_mean == "greedy":
         greedy = torch.tensor([g.greedy_reward for g in groups]).repeat_interleave(sizes)
         return remax_advantages(rewards, greedy)
+    mean = section.advantage_mean
+    if mean == "moving":
+        baseline = float(rewards.double().mean()) if memory.baseline is None else memory.baseline
+        rewards, mean = rewards - baseline, "none"
     return group_advantages(
         rewards,
         torch.repeat_interleave(torch.arange(len(groups)), sizes),
-        mean=section.advantage_mean,
+        mean=mean,
         std=section.advantage_std,
         leave_one_out=section.leave_one_out,
     )
+
+
+def _with_baseline(memory: Memory, rewards: Tensor, section: AlgorithmSection) -> Memory:
+    if section.advantage_mean != "moving":
+        return memory
+    before = float(rewards.double().mean()) if memory.baseline is None else memory.baseline
+    return replace(memory, baseline=moving_baseline(before, rewards, decay=section.baseline_decay))
+
+
+def reference_kl(samples: Samples, section: AlgorithmSection) -> Tensor:
+    """Estimate of KL(old‖ref) at each position, [N]; 0 outside the mask."""
+    assert samples.ref_logprobs is not None
+    return kl_per_token(samples.old_logprobs, samples.ref_logprobs, samples.mask, estimator=section.kl.estimator)
+
+
+def mean_over_completions(values: Tensor, samples: Samples) -> float:
+    """Mean over completions of the means over their trained tokens."""
+    ids = sequence_ids(samples.cu_seqlens)
+    count = segment_sum(samples.mask.double(), ids, samples.num_sequences)
+    sums = segment_sum(values.double() * samples.mask, ids, samples.num_sequences)
+    return float((sums / count.clamp(min=1)).sum() / (count > 0).sum().clamp(min=1))
+
+
+def preference_pairs(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """The best and the worst completion of every group whose rewards differ, in this order: what DPO trains on."""
+    out = []
+    for group in groups:
+        best, worst = (group.rewards.index(choice(group.rewards)) for choice in (max, min))
+        if group.rewards[best] > group.rewards[worst]:
+            both = [(group.completions[i], group.texts[i], group.rewards[i]) for i in (best, worst)]
+            completions, texts, rewards = zip(*both, strict=True)
+            out.append(replace(group, completions=completions, texts=texts, rewards=rewards))
+    return out
+
+
+def over_right_tokens(samples: Samples) -> Samples:
+    """NLL marks of a minibatch as weights: over how many of its tokens are of right completions."""
+    if samples.nll_weights is None:
+        return samples
+    return replace(samples, nll_weights=samples.nll_weights / max(int((samples.nll_weights > 0).sum()), 1))
+
+
+def explained_variance(samples: Samples) -> float:
+    """1 - Var(returns - values)/Var(returns) over trained tokens: 1 is a perfect critic; 0 where returns are equal."""
+    assert samples.returns is not None
+    assert samples.old_values is not None
+    returns, values = (x[samples.mask].double() for x in (samples.returns, samples.old_values))
+    spread = float(returns.var(correction=0))
+    return 1 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from rl_megatron.types import Batch, Completion, GenerationRequest, Loss, Prompt, StepResult, WeightUpdate
+from rl_megatron.types import Batch, Completion, GenerationRequest, Loss, Prompt, Scores, StepResult, WeightUpdate
 
 if TYPE_CHECKING:
     from rl_megatron.config import RunConfig
@@ -47,12 +47,16 @@ class WeightSync(Protocol):
         ...
 
 
-class Learner(Protocol):
-    """Owns the trained parameters and the optimizer, over however many ranks."""
+class Scorer(Protocol):
+    """A model that says something of every position of a batch."""
 
-    async def compute_logprobs(self, batch: Batch) -> Batch:
-        """The same batch with ``old_logprobs`` set to the current policy's."""
+    async def score(self, batch: Batch) -> Scores:
+        """Log-probs of the targets (nats), or values, for each micro-batch of ``batch``."""
         ...
+
+
+class Learner(Scorer, Protocol):
+    """Owns the trained parameters of one model, a policy or a critic, and its optimizer, over however many ranks."""
 
     async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult:
         """One optimizer step on the whole batch."""
@@ -67,11 +71,29 @@ class Learner(Protocol):
         ...
 
 
+class Critic(Learner, Protocol):
+    """A learner whose scores are values: what is still to come after each position's input token."""
+
+    async def start_from(self, folder: Path) -> None:
+        """Take a Hugging Face folder's weights, all but the value layer."""
+        ...
+
+
+class Reference(Scorer, Protocol):
+    """A frozen policy, sharded as the trained one."""
+
+    async def start_from(self, folder: Path) -> None:
+        """Take a Hugging Face folder's weights; once, before the first ``score``."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
     """Everything a run needs, as started by a launcher."""
 
     learner: Learner
+    critic: Critic | None
+    reference: Reference | None
     engine: RolloutEngine
     weights: WeightSync
 

@@ -8,7 +8,6 @@ repeats a run that was never interrupted, to the bit.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,17 +17,14 @@ import numpy as np
 
 from rl_megatron.checkpoints import CheckpointStore, TrainerState
 from rl_megatron.config import RunConfig
-from rl_megatron.credit import limit_second_moment, make_samples, masked_in
-from rl_megatron.data.packing import pack, packing_metrics
 from rl_megatron.data.prompts import PromptStream
-from rl_megatron.data.samples import split_minibatches
+from rl_megatron.durable import remove_folder
 from rl_megatron.errors import DataError
-from rl_megatron.interfaces import Roles
-from rl_megatron.observability.recorder import Recorder, Stopwatch
+from rl_megatron.interfaces import Learner, Roles
+from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout.sampler import RolloutBatch, RolloutSampler
-from rl_megatron.types import Batch, Loss, Prompt, RolloutGroup, StepResult
-
-Row = dict[str, int | float | str | None]
+from rl_megatron.types import Prompt
+from rl_megatron.update import Update
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,8 +36,8 @@ class Trainer:
     sampler: RolloutSampler
     prompts: PromptStream
     eval_prompts: Sequence[Prompt]
-    policy_loss: Loss
-    attention_cost: float
+    update: Update
+    start_folder: Path  # keeps the policy that reinforcement starts from, where a reference or a critic starts from it
     checkpoints: CheckpointStore
     recorder: Recorder
     stop: asyncio.Event
@@ -52,6 +48,7 @@ class Trainer:
 
     async def run(self) -> None:
         """Train from ``self.step`` to ``train.steps``, or to a stop; the last step is saved, the end is evaluated."""
+        await self._start_models()
         if self.saved is None:
             self.recorder.write({"step": 0, "phase": "rl", **await self.evaluate()})
             await self.save()
@@ -69,6 +66,24 @@ class Trainer:
         if self.saved != self.step:  # stopped between checkpoints
             await self.save()
 
+    async def _start_models(self) -> None:
+        """The reference takes its weights; so does the critic, unless a checkpoint gave it its own."""
+        roles, kl, critic = self.roles, self.config.algorithm.kl, self.config.algorithm.critic
+        fresh = self.saved is None
+        wanted = (
+            roles.reference is not None and kl.reference is None,
+            roles.critic is not None and critic.path is None,
+        )
+        if fresh and any(wanted):
+            remove_folder(self.start_folder)  # of a run that was killed before its first checkpoint
+            await roles.weights.export(self.start_folder)
+        if fresh and roles.critic is not None:
+            path = critic.path or self.start_folder
+            trained = (path / "metadata.json").is_file()  # megatron's shards, not a Hugging Face folder
+            await (roles.critic.load(path) if trained else roles.critic.start_from(path))
+        if roles.reference is not None:
+            await roles.reference.start_from(kl.reference or self.start_folder)
+
     def _due(self, every: int) -> bool:
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
@@ -82,7 +97,7 @@ class Trainer:
         self.step += 1
         ahead = asyncio.ensure_future(self.sample()) if len(self.buffer) < staleness else None
         try:
-            row = self.describe(rollouts) | await self.update(rollouts, watch)
+            row = self.describe(rollouts) | await self.update(rollouts.groups, self.step, watch)
             if ahead is not None:
                 with watch("rollout"):
                     self.buffer.append(await ahead)
@@ -96,24 +111,6 @@ class Trainer:
         watch.count("rollout", int(row["tokens/rollout"] or 0))
         watch.count("train", int(row["tokens/train"] or 0))
         return row | {"weights/bytes": pushed.num_bytes}
-
-    async def update(self, rollouts: RolloutBatch, watch: Stopwatch) -> Row:
-        """The optimizer steps on a rollout batch, and their metrics."""
-        batches = self.make_batches(rollouts.groups)
-        row: Row = {**packing_metrics(batches, dims=self.config.learner.dims, attention_cost=self.attention_cost)}
-        section = self.config.algorithm
-        if section.old_logprobs == "learner" or section.second_moment_limit is not None:
-            with watch("logprobs"):
-                current = [await self.roles.learner.compute_logprobs(batch) for batch in batches]
-            if section.second_moment_limit is not None:
-                batches = limit_second_moment(batches, current, section.second_moment_limit)
-                row["correction/dropped_fraction"] = 1 - masked_in(batches) / masked_in(current)
-            else:
-                batches = current
-        rate = learning_rate(self.config, self.step)
-        with watch("train"):
-            results = [await self.roles.learner.train_step(b, self.policy_loss, rate) for b in batches]
-        return row | {"learning_rate": rate} | combine(results)
 
     async def sample(self) -> RolloutBatch:
         """The next rollout batch to train on, dynamic sampling done. Raises DataError when too little is left of it."""
@@ -137,21 +134,6 @@ class Trainer:
             f"reward (log.txt names them), {batch.filtered_groups} had equal rewards. Mend the reward or the data, or "
             "set rollout.dynamic_sampling=off"
         )
-
-    def make_batches(self, groups: Sequence[RolloutGroup]) -> list[Batch]:
-        """Advantages over the whole rollout batch, then ``train.minibatches`` packed batches in a fresh order."""
-        c = self.config
-        samples = make_samples(groups, c.algorithm, max_new_tokens=c.rollout.max_new_tokens)
-        parts = split_minibatches(samples, min(c.train.minibatches, samples.num_sequences), seed_of(c.seed, self.step))
-        return [
-            pack(
-                part,
-                dims=c.learner.dims,
-                max_tokens=c.learner.max_tokens_per_micro_batch,
-                attention_cost=self.attention_cost,
-            )
-            for part in parts
-        ]
 
     def describe(self, rollouts: RolloutBatch) -> Row:
         """What can be said of a rollout batch before training on it; also records sample completions."""
@@ -195,40 +177,23 @@ class Trainer:
             batches_sampled=self.batches_sampled,
             prompts=self.prompts.state(),
             buffer=tuple(self.buffer),
+            memory=self.update.memory,
         )
-        await self.checkpoints.save(state, self.roles.learner)
+        await self.checkpoints.save(state, self._learners())
         self.saved = self.step
 
+    def _learners(self) -> dict[str, Learner]:
+        critic = self.roles.critic
+        return {"learner": self.roles.learner, **({"critic": critic} if critic is not None else {})}
+
     async def restore(self, state: TrainerState, folder: Path) -> None:
-        """Continue from a checkpoint: the learner's shards, the position in the data, and its weights pushed."""
-        await self.roles.learner.load(folder / "learner")
+        """Continue from a checkpoint: the learners' shards, the position in the data, and the weights pushed."""
+        for name, learner in self._learners().items():
+            await learner.load(folder / name)
         self.step, self.batches_sampled = state.step, state.batches_sampled
         self.prompts.restore(state.prompts)
         self.buffer = deque(state.buffer)
+        if state.memory is not None:
+            self.update.memory = state.memory
         self.saved = self.step
         await self.roles.weights.push(self.step)
-
-
-def learning_rate(config: RunConfig, step: int) -> float:
-    """The rate of RL step ``step`` (from 1): linear warm-up, then constant, linear or cosine decay to 0."""
-    train = config.train
-    warm = min(1.0, step / train.lr_warmup_steps) if train.lr_warmup_steps else 1.0
-    left = (train.steps - step + 1) / max(1, train.steps - train.lr_warmup_steps)
-    shapes = {"none": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * min(1.0, left))}
-    return train.learning_rate * min(warm, shapes[train.lr_decay])
-
-
-def seed_of(*parts: int) -> int:
-    """One 63-bit seed from several numbers, unlike for unlike parts."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
-
-
-def combine(results: Sequence[StepResult]) -> Row:
-    """The step's metrics: means over its optimizer steps, and the extremes of minima and maxima."""
-    rows = [{"loss": r.loss, "grad_norm": r.grad_norm, **r.metrics} for r in results]
-    over = {"min": min, "max": max}
-    return {name: over.get(name[-3:], _mean)([row[name] for row in rows]) for name in rows[0]}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -11,8 +11,8 @@ from rl_megatron.checkpoints import TrainerState
 from rl_megatron.data.packing import pack
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.data.samples import supervised_samples
-from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.trainer import Row, Trainer
+from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.trainer import Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ class WarmStart:
 
     async def _save(self, done: int) -> None:
         state = TrainerState(step=0, batches_sampled=0, prompts=self.prompts.state(), buffer=(), warm_start_step=done)
-        await self.trainer.checkpoints.save(state, self.trainer.roles.learner)
+        await self.trainer.checkpoints.save(state, {"learner": self.trainer.roles.learner})
 
     async def _step(self) -> float:
         t, c = self.trainer, self.trainer.config
@@ -72,7 +72,7 @@ class WarmStart:
             samples,
             dims=c.learner.dims,
             max_tokens=c.learner.max_tokens_per_micro_batch,
-            attention_cost=t.attention_cost,
+            attention_cost=t.update.attention_cost,
         )
         result = await t.roles.learner.train_step(batch, CrossEntropy(), c.warm_start.learning_rate)
         return result.loss

@@ -55,16 +55,49 @@ METRICS: Mapping[str, Metric] = _rows(
     ("loss", "", "policy loss under the algorithm's aggregation, mean over the step's minibatches"),
     ("grad_norm", "", "global L2 norm of the gradient before clipping, mean over the minibatches"),
     ("learning_rate", "", "learning rate of the step"),
+    ("advantage/mean", "", "mean advantage of a trained token"),
+    ("advantage/std", "", "standard deviation of the advantages of trained tokens"),
+    ("loss/kl", "nats", "the KL term's part of `loss`, coefficient included; only where there is one"),
+    ("loss/nll", "nats", "the positive-example term's part of `loss`; only where algorithm.nll_coefficient is set"),
+    (
+        "kl/reference",
+        "nats",
+        "KL(old || reference): mean over completions of their tokens' mean, algorithm.kl.estimator",
+    ),
+    ("kl/coefficient", "", "weight of the KL to the reference in this step"),
     ("kl/old_policy", "nats", "KL(old || current) per token: k3 estimate from the samples, mean over the minibatches"),
     ("kl/rollout", "nats", "KL(engine || learner) per token before the update: k3 estimate of their mismatch"),
     ("entropy", "nats", "mean entropy of the policy's next-token distribution at sampled positions"),
     ("clip_fraction", "", "share of tokens (of sequences, for a sequence ratio) whose gradient the clip removes"),
+    ("clip_fraction/low", "", "the part of clip_fraction with a ratio below 1"),
+    ("clip_fraction/high", "", "the part of clip_fraction with a ratio of 1 or above"),
     ("ratio/mean", "", "mean importance ratio, current over old policy, at the algorithm's level"),
     ("ratio/min", "", "least importance ratio of the step"),
     ("ratio/max", "", "greatest importance ratio of the step"),
+    ("ratio/p01", "", "1 % of the tokens have an importance ratio below this; from bins, log off by 5 % at most"),
+    ("ratio/p50", "", "median importance ratio of the tokens"),
+    ("ratio/p99", "", "99 % of the tokens have an importance ratio below this"),
+    ("ratio/effective_fraction", "", "effective sample size over the number of samples, mean(ratio)^2 / mean(ratio^2)"),
     ("ratio/clamped_fraction", "", "share of ratios beyond what float32 can hold safely; anything but 0 is a fault"),
     ("correction/weight_mean", "", "mean importance weight, learner over engine, where the loss corrects the mismatch"),
     ("correction/dropped_fraction", "", "share of tokens whose correction weight is 0"),
+    ("preference/pairs", "pairs", "pairs of completions that DPO trained on"),
+    ("preference/accuracy", "", "share of pairs whose margin is above 0"),
+    (
+        "preference/margin",
+        "nats",
+        "mean of beta * (log-ratio to the reference of the chosen less that of the rejected)",
+    ),
+    ("critic/loss", "", "value loss, half a squared error, mean over the minibatches"),
+    ("critic/grad_norm", "", "global L2 norm of the critic's gradient before clipping"),
+    ("critic/learning_rate", "", "learning rate of the critic"),
+    ("critic/value_mean", "", "mean value of a trained position"),
+    ("critic/clip_fraction", "", "share of tokens whose value moved beyond algorithm.critic.clip at a loss"),
+    (
+        "critic/explained_variance",
+        "",
+        "1 - Var(returns - values) / Var(returns) before the update: 1 is a perfect critic",
+    ),
     ("staleness/mean", "versions", "mean of the trained version less the version that sampled, over the completions"),
     ("staleness/max", "versions", "greatest staleness of a completion"),
     ("mismatch/logprob_abs_mean", "nats", "mean |learner - engine| log-prob of a sampled token, equal weights"),
@@ -85,6 +118,9 @@ METRICS: Mapping[str, Metric] = _rows(
     ("tokens_per_second/train", "tokens/s", "tokens/train over seconds/train"),
     ("seconds/rollout", "s", "sampling and rewards"),
     ("seconds/logprobs", "s", "log-probs of the old policy by the learner"),
+    ("seconds/reference", "s", "log-probs of the reference"),
+    ("seconds/values", "s", "values by the critic"),
+    ("seconds/critic", "s", "forward, backward and optimizer of the critic's minibatches"),
     ("seconds/train", "s", "forward, backward and optimizer of all minibatches"),
     ("seconds/weights", "s", "weight push to the rollout engine"),
     ("seconds/eval", "s", "held-out evaluation; only in rows that evaluated"),
@@ -103,7 +139,7 @@ _FAMILIES = [
     if "<name>" in name
 ]
 
-PHASE_SECONDS = ("rollout", "logprobs", "train", "weights", "eval", "checkpoint")
+PHASE_SECONDS = ("rollout", "logprobs", "reference", "values", "train", "critic", "weights", "eval", "checkpoint")
 """The parts of ``seconds/step``, in the order in which a step runs them."""
 
 

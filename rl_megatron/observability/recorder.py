@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from rl_megatron.config import LogSection
 
 
+Row = dict[str, JsonValue]
+"""One row of metrics.jsonl, by the names of docs/metrics.md."""
+
+
 class Recorder:
     """Everything a run records, in one place. Controller process only."""
 

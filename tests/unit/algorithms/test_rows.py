@@ -41,7 +41,7 @@ def test_the_shipped_configuration_is_the_documented_row_and_builds(name: str) -
     by_keys = config_io.load("tiny_cpu", ["algorithm=default_row", *keys], conf_with_an_empty_row())
     shipped = config_io.load("tiny_cpu", [f"algorithm={name}"])
     assert by_keys.algorithm == shipped.algorithm
-    assert policy_loss(by_keys) == policy_loss(shipped)
+    assert policy_loss(by_keys, 0.0) == policy_loss(shipped, 0.0)
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def test_the_limits_of_the_papers_are_in_the_rows() -> None:
 def test_a_sequence_ratio_makes_grpo_gspo() -> None:
     clips = ["algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"]
     changed = config_io.load("tiny_cpu", ["algorithm=grpo", "algorithm.ratio_level=sequence", *clips])
-    assert policy_loss(changed) == policy_loss(config_io.load("tiny_cpu", ["algorithm=gspo"]))
+    assert policy_loss(changed, 0.0) == policy_loss(config_io.load("tiny_cpu", ["algorithm=gspo"]), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -76,4 +76,4 @@ def test_a_sequence_ratio_makes_grpo_gspo() -> None:
 def test_an_unsound_row_is_refused_with_its_reason(keys: list[str]) -> None:
     config = config_io.load("tiny_cpu", ["algorithm=grpo", *(f"algorithm.{key}" for key in keys)])
     with pytest.raises(ConfigError, match="algorithm:"):
-        policy_loss(config)
+        policy_loss(config, 0.0)

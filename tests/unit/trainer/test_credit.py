@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from itertools import chain, pairwise
 
 import pytest
 import torch
+from torch import Tensor
 
-from rl_megatron.config import AlgorithmSection
-from rl_megatron.credit import limit_second_moment, make_samples, masked_in
-from rl_megatron.types import Batch, Completion, FinishReason, Prompt, RolloutGroup
+from rl_megatron.algorithms.shaping import RunningMoments
+from rl_megatron.config_algorithm import AlgorithmSection
+from rl_megatron.credit import (
+    Memory,
+    Rewards,
+    assign_credit,
+    explained_variance,
+    mean_over_completions,
+    over_right_tokens,
+    preference_pairs,
+    reference_kl,
+    shape_rewards,
+)
+from rl_megatron.data.samples import to_samples
+from rl_megatron.types import Completion, FinishReason, Prompt, RolloutGroup, Samples
 
 PROMPT = (1, 2)
+NO_BASELINE = {"advantage_mean": "none", "advantage_std": "none"}
 
 
 def completion(length: int, finish: FinishReason = "stop") -> Completion:
@@ -25,7 +40,7 @@ def group(name: str, rewards: list[float], lengths: list[int], finish: FinishRea
     return RolloutGroup(
         prompt=Prompt(id=name, text=name, token_ids=PROMPT, answer=""),
         completions=tuple(completion(n, finish) for n in lengths),
-        texts=("",) * len(lengths),
+        texts=tuple(f"{name}{i}" for i in range(len(lengths))),
         rewards=tuple(rewards),
         greedy_reward=0.25,
     )
@@ -34,11 +49,30 @@ def group(name: str, rewards: list[float], lengths: list[int], finish: FinishRea
 GROUPS = [group("a", [1.0, 0.0, 0.0], [3, 2, 4]), group("b", [1.0, 1.0], [1, 2])]
 
 
+def credit(
+    section: dict[str, object],
+    groups: list[RolloutGroup] = GROUPS,
+    *,
+    max_new_tokens: int = 8,
+    memory: Memory | None = None,
+    next_values: Tensor | None = None,
+    **columns: Tensor,
+) -> tuple[Samples, Memory]:
+    algorithm = AlgorithmSection.model_validate(section)
+    before = memory or Memory(kl_coefficient=algorithm.kl.coefficient)
+    rewards = shape_rewards(groups, algorithm, before, max_new_tokens=max_new_tokens)
+    samples = replace(to_samples(groups), **columns)
+    return assign_credit(samples, groups, rewards, algorithm, success_reward=1.0, next_values=next_values)
+
+
+def by_completion(samples: Samples, column: str = "advantages") -> list[list[float]]:
+    """Of the trained tokens of each completion."""
+    values, bounds = getattr(samples, column), samples.cu_seqlens.tolist()
+    return [values[a:b][samples.mask[a:b]].tolist() for a, b in pairwise(bounds)]
+
+
 def advantages(max_new_tokens: int = 8, groups: list[RolloutGroup] = GROUPS, **section: object) -> list[list[float]]:
-    """Advantages of the trained tokens of each completion."""
-    samples = make_samples(groups, AlgorithmSection.model_validate(section), max_new_tokens=max_new_tokens)
-    bounds = samples.cu_seqlens.tolist()
-    return [samples.advantages[a:b][samples.mask[a:b]].tolist() for a, b in pairwise(bounds)]
+    return by_completion(credit(section, groups, max_new_tokens=max_new_tokens)[0])
 
 
 def test_group_baseline_gives_every_token_its_completions_advantage() -> None:
@@ -55,44 +89,161 @@ def test_greedy_baseline_is_the_greedy_completions_reward() -> None:
     assert found == [[0.75] * 3, [-0.25] * 2, [-0.25] * 4, [0.75], [0.75] * 2]
 
 
+def test_moving_baseline_is_the_mean_of_the_steps_before() -> None:
+    section = {"advantage_mean": "moving", "advantage_std": "none", "baseline_decay": 0.5}
+    first, memory = credit(section)
+    assert [a[0] for a in by_completion(first)] == pytest.approx([0.4, -0.6, -0.6, 0.4, 0.4])
+    assert memory.baseline == pytest.approx(0.6)
+    second, memory = credit(section, [group("c", [0.0, 0.4], [1, 1])], memory=memory)
+    assert [a[0] for a in by_completion(second)] == pytest.approx([-0.6, -0.2])
+    assert memory.baseline == pytest.approx(0.5 * 0.6 + 0.5 * 0.2)
+
+
 def test_discounted_credit_falls_towards_the_start() -> None:
-    found = advantages(advantage_mean="none", advantage_std="none", credit="discounted", gamma=0.5)
+    found = advantages(**NO_BASELINE, credit="discounted", gamma=0.5)
     assert found == [[0.25, 0.5, 1.0], [0.0] * 2, [0.0] * 4, [1.0], [0.5, 1.0]]
 
 
 def test_whitening_is_over_the_tokens_of_the_whole_batch() -> None:
-    found = advantages(advantage_mean="none", advantage_std="none", whiten=True)
+    found = advantages(**NO_BASELINE, whiten=True)
     tokens = [1.0] * 3 + [0.0] * 6 + [1.0] * 3
     mean, std = statistics.mean(tokens), statistics.stdev(tokens)
     assert list(chain.from_iterable(found)) == pytest.approx([(t - mean) / std for t in tokens], rel=1e-5)
 
 
 def test_overlong_completions_are_penalised_before_the_baseline() -> None:
-    plain = {"advantage_mean": "none", "advantage_std": "none", "overlong_buffer": 2}
-    found = advantages(max_new_tokens=4, **plain)
+    found = advantages(max_new_tokens=4, **NO_BASELINE, overlong_buffer=2)
     assert [tokens[0] for tokens in found] == pytest.approx([1 - 0.5, 0.0, -1.0, 1.0, 1.0])
 
 
 def test_truncated_completions_are_dropped_or_rescored_where_asked() -> None:
     cut = [group("a", [1.0, 0.5], [2, 2], "length"), group("b", [1.0, 0.0], [1, 1])]
-    none = {"advantage_mean": "none", "advantage_std": "none"}
-    assert advantages(groups=cut, drop_truncated=True, **none) == [[], [], [1.0], [0.0]]
-    assert advantages(groups=cut, unfinished_reward=-2.0, **none)[:2] == [[-2.0] * 2, [-2.0] * 2]
+    assert advantages(groups=cut, drop_truncated=True, **NO_BASELINE) == [[], [], [1.0], [0.0]]
+    assert advantages(groups=cut, unfinished_reward=-2.0, **NO_BASELINE)[:2] == [[-2.0] * 2, [-2.0] * 2]
 
 
-def test_the_second_moment_is_limited_over_all_minibatches_together() -> None:
-    section = AlgorithmSection(advantage_mean="none", advantage_std="none")
-    parts = [make_samples([g], section, max_new_tokens=8) for g in GROUPS]
-    batches = [Batch(micro_batches=((p,),), num_tokens=9, num_sequences=3) for p in parts]
-    drift = [torch.zeros(len(p.mask)) for p in parts]
-    drift[1][parts[1].mask] = torch.tensor([0.8, 0.1, 0.0])  # one token far off, in the second minibatch
-    current = [
-        Batch(micro_batches=((p.with_old_logprobs(p.rollout_logprobs + d),),), num_tokens=9, num_sequences=3)
-        for p, d in zip(parts, drift, strict=True)
+def test_rewards_are_scaled_whitened_by_all_steps_so_far_and_clipped() -> None:
+    section = {**NO_BASELINE, "whiten_rewards": True, "reward_scale": 2.0, "reward_clip": 0.9}
+    _, memory = credit(section)
+    seen = [2.0, 0.0, 0.0, 2.0, 2.0]
+    assert memory.reward_moments.count == 5
+    second, memory = credit(section, [group("c", [0.0, 1.0], [1, 1])], memory=memory)
+    seen += [0.0, 2.0]
+    mean, std = statistics.mean(seen), statistics.stdev(seen)
+    wanted = [max(-0.9, (0.0 - mean) / std), min(0.9, (2.0 - mean) / std)]
+    assert [a[0] for a in by_completion(second)] == pytest.approx(wanted, rel=1e-5)
+    assert memory.reward_moments == RunningMoments(
+        count=7, mean=pytest.approx(mean), sum_of_squares=pytest.approx(statistics.variance(seen) * 6)
+    )
+
+
+TWO = [group("a", [1.0], [3]), group("b", [0.5], [2], "length")]
+VALUES = {"old_values": torch.tensor([9.0, 0.1, 0.2, 0.3, 9.0, 0.4, 0.5])}  # the first of each is at a prompt token
+VALUES_OF = [[0.1, 0.2, 0.3], [0.4, 0.5]]
+AFTER = torch.tensor([7.0, 0.6])  # the first completion ended by itself: its 7 must not be seen
+
+
+def loop_gae(rewards: list[float], values: list[float], after: float, gamma: float, lam: float) -> list[float]:
+    out, following, running = [], after, 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        running = reward + gamma * following - value + gamma * lam * running
+        following = value
+        out.append(running)
+    return out[::-1]
+
+
+def test_generalised_advantages_bootstrap_only_where_a_completion_was_cut() -> None:
+    section = {**NO_BASELINE, "credit": "gae", "gamma": 0.9, "lam": 0.8}
+    samples, _ = credit(section, TWO, next_values=AFTER, **VALUES)
+    wanted = [loop_gae([0, 0, 1], [0.1, 0.2, 0.3], 0.0, 0.9, 0.8), loop_gae([0, 0.5], [0.4, 0.5], 0.6, 0.9, 0.8)]
+    for found, expected in zip(by_completion(samples), wanted, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    returns = [[a + v for a, v in zip(*rows, strict=True)] for rows in zip(wanted, VALUES_OF, strict=True)]
+    for found, expected in zip(by_completion(samples, "returns"), returns, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_critic_may_learn_with_a_lambda_of_its_own_and_the_policys_may_follow_the_length() -> None:
+    section = {**NO_BASELINE, "credit": "gae", "lam_length_factor": 0.5, "critic": {"lam": 1.0}}
+    samples, _ = credit(section, TWO, next_values=AFTER, **VALUES)
+    lam = [1 - 1 / (0.5 * 3), 0.0]
+    wanted = [loop_gae([0, 0, 1], [0.1, 0.2, 0.3], 0.0, 1.0, lam[0]), loop_gae([0, 0.5], [0.4, 0.5], 0.6, 1.0, lam[1])]
+    for found, expected in zip(by_completion(samples), wanted, strict=True):
+        assert found == pytest.approx(expected, abs=1e-6)
+    returns = by_completion(samples, "returns")  # lambda 1: the rewards to go, and the bootstrap
+    assert returns[0] == pytest.approx([1.0] * 3)
+    assert returns[1] == pytest.approx([1.1] * 2)
+
+
+REF = {"ref_logprobs": torch.tensor([0.0, -1.0, -0.5, -2.0, 0.0, -0.5, -1.5])}  # the engine's are -0.5
+
+
+def test_kl_goes_into_the_reward_of_its_token() -> None:
+    kl = {"coefficient": 0.1, "placement": "token_reward", "estimator": "k1"}
+    section = {**NO_BASELINE, "credit": "discounted", "kl": kl}
+    found = by_completion(credit(section, TWO, **REF)[0])
+    tokens = [[-0.05, 0.0, -0.15 + 1.0], [0.0, -0.1 + 0.5]]
+    assert found[0] == pytest.approx([sum(tokens[0]), sum(tokens[0][1:]), tokens[0][2]])
+    assert found[1] == pytest.approx([sum(tokens[1]), tokens[1][1]])
+
+
+def test_kl_goes_into_the_reward_of_its_completion_under_the_current_coefficient() -> None:
+    kl = {"coefficient": 0.1, "placement": "completion_reward", "estimator": "k1"}
+    section = {**NO_BASELINE, "kl": kl}
+    found = by_completion(credit(section, TWO, memory=Memory(kl_coefficient=0.2), **REF)[0])
+    assert found[0] == pytest.approx([1.0 - 0.2 * 2.0] * 3)
+    assert found[1] == pytest.approx([0.5 - 0.2 * 1.0] * 2)
+
+
+def test_the_controlled_kl_is_the_mean_over_completions_of_their_tokens_mean() -> None:
+    samples = replace(to_samples(TWO), **REF)
+    kl = reference_kl(samples, AlgorithmSection.model_validate({"kl": {"estimator": "k1"}}))
+    assert mean_over_completions(kl, samples) == pytest.approx((2.0 / 3 + 1.0 / 2) / 2)
+
+
+def test_right_completions_tokens_share_the_nll_weight_of_a_minibatch() -> None:
+    samples, _ = credit({"nll_coefficient": 0.1})
+    found = by_completion(over_right_tokens(samples), "nll_weights")
+    assert found == [
+        pytest.approx([0.1 / 6] * 3),
+        [0.0] * 2,
+        [0.0] * 4,
+        pytest.approx([0.1 / 6]),
+        pytest.approx([0.1 / 6] * 2),
     ]
-    limited = limit_second_moment(batches, current, 0.04)
-    assert masked_in(current) == 12
-    assert masked_in(limited) == 11
-    (kept,) = limited[1].micro_batches[0]
-    assert kept.mask[parts[1].mask].tolist() == [False, True, True]
-    assert torch.equal(kept.old_logprobs, parts[1].old_logprobs)
+
+
+def test_pairs_are_the_best_and_the_worst_of_groups_that_differ() -> None:
+    (pair,) = preference_pairs([group("a", [0.0, 1.0, -1.0], [3, 2, 4]), GROUPS[1]])
+    assert pair.rewards == (1.0, -1.0)
+    assert pair.texts == ("a1", "a2")
+    assert [len(c.token_ids) for c in pair.completions] == [2, 4]
+
+
+def test_explained_variance() -> None:
+    samples = replace(to_samples(TWO), returns=torch.tensor([9.0, 1, 2, 3, 9, 4, 5]))
+    exact = replace(samples, old_values=samples.returns)
+    mean = replace(samples, old_values=torch.full((7,), 3.0))
+    assert explained_variance(exact) == 1.0
+    assert explained_variance(mean) == 0.0
+    half = replace(samples, old_values=torch.tensor([0.0, 1, 2, 3, 0, 4, 1]))
+    assert explained_variance(half) == pytest.approx(1 - statistics.pvariance([0, 0, 0, 0, 4]) / 2.0)
+
+
+def test_unknown_combinations_are_refused_with_their_reasons() -> None:
+    bad = {
+        "lam_length_factor": 0.05,
+        "kl": {"coefficient": 0.1, "placement": "token_reward", "importance_weighted": True},
+    }
+    with pytest.raises(ValueError, match=r"(?s)lam_length_factor.*token_reward.*importance_weighted"):
+        AlgorithmSection.model_validate(bad)
+    with pytest.raises(ValueError, match="the critic is the baseline already"):
+        AlgorithmSection.model_validate({"credit": "gae"})
+    with pytest.raises(ValueError, match="needs a coefficient"):
+        AlgorithmSection.model_validate({"kl": {"target": 0.1}})
+
+
+def test_rewards_keep_their_order() -> None:
+    rewards = shape_rewards(GROUPS, AlgorithmSection(), Memory(kl_coefficient=0.0), max_new_tokens=8)
+    assert isinstance(rewards, Rewards)
+    assert rewards.values.tolist() == [1.0, 0.0, 0.0, 1.0, 1.0]

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from rl_megatron.config import RunConfig
-from rl_megatron.trainer import combine, learning_rate, seed_of
 from rl_megatron.types import StepResult
+from rl_megatron.update import combine, learning_rate, seed_of
 
 
 def rates(**train: object) -> list[float]:

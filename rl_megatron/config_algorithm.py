@@ -1,0 +1,209 @@
+"""The ``algorithm`` section: a row of choices (docs/algorithms.md), and the KL, critic and correction beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from rl_megatron.config_types import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+
+
+class OptimizerSection(Section):
+    """AdamW, as megatron-core's OptimizerConfig takes it."""
+
+    beta1: Fraction = 0.9
+    """Decay of the gradient's mean."""
+    beta2: Fraction = 0.95
+    """Decay of the squared gradient's mean."""
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Greatest global norm of the gradient; 0 does not clip."""
+    distributed: bool = True
+    """Whether data-parallel ranks shard the optimizer's state."""
+
+
+class CorrectionSection(Section):
+    """Weights pi_old / pi_rollout against the gap between engine and learner; ``mode=none`` leaves it alone."""
+
+    mode: Literal["none", "truncate", "mask", "band"] = "none"
+    """Clamp the weight (TIS), zero it outside the band (IcePop), or keep only what is inside, at weight 1."""
+    level: Literal["token", "sequence"] = "token"
+    """A weight for each token, or one a sequence, length-normalised."""
+    low: NonNegativeFloat = 0.0
+    """Least weight, as a ratio."""
+    high: PositiveFloat = 2.0
+    """Greatest weight, as a ratio."""
+    veto: NonNegativeFloat = 0.0
+    """Sequences with a token of weight below this are dropped; 0 is off."""
+    off_policy_delta: PositiveFloat | None = None
+    """Sequences of negative advantage are dropped above this mean(log pi_rollout - log pi), in nats."""
+
+
+class KLSection(Section):
+    """KL of the policy to a frozen reference; ``coefficient=0`` is off and loads no reference."""
+
+    coefficient: NonNegativeFloat = 0.0
+    """Weight of the KL, at the start where ``target`` is given."""
+    placement: Literal["loss", "token_reward", "completion_reward"] = "loss"
+    """Added to the loss, or taken from the reward of each token, or from that of the completion."""
+    estimator: Literal["k1", "k2", "k3", "abs", "mse"] = "k3"
+    """Of the KL at a sampled token (docs/algorithms.md)."""
+    importance_weighted: bool = False
+    """placement=loss: weigh each token by pi / pi_old, which makes estimate and gradient unbiased (DeepSeek-V3.2)."""
+    target: PositiveFloat | None = None
+    """KL in nats (mean over completions of their tokens' mean) that an adaptive coefficient aims at; null: fixed."""
+    horizon: Positive = 10_000
+    """Completions over which the adaptive coefficient moves by the error."""
+    reference: Path | None = None
+    """Hugging Face folder of the reference; null: the policy as reinforcement starts from it."""
+
+
+class CriticSection(Section):
+    """The value model of ``credit=gae``, trained by a megatron learner in the layout of the policy's."""
+
+    path: Path | None = None
+    """Where it starts from: a Hugging Face folder, or the critic/ folder of a checkpoint; null: as the policy."""
+    learning_rate: PositiveFloat | None = None
+    """Rate after the warm-up, on the policy's schedule; null: the policy's."""
+    lam: Fraction | None = None
+    """Lambda of the returns it learns; null: that of the advantages."""
+    clip: PositiveFloat | None = 0.2
+    """Values further than this from the old ones have no better loss; null does not clip."""
+    only_steps: NonNegative = 0
+    """First steps that train the critic alone (VAPO's value pretraining)."""
+    optimizer: OptimizerSection = OptimizerSection()
+    """Of the critic."""
+
+
+class AlgorithmSection(Section):
+    """A policy-gradient algorithm is this row of choices (docs/algorithms.md); conf/algorithm/ names the known rows."""
+
+    advantage_mean: Literal["none", "group", "batch", "greedy", "moving"] = "group"
+    """What the baseline of an advantage is the mean over; greedy: the reward of a greedy completion (ReMax); moving:
+    the steps so far."""
+    advantage_std: Literal["none", "group", "batch"] = "group"
+    """What the scale of an advantage is the standard deviation over."""
+    leave_one_out: bool = False
+    """Whether the baseline leaves the completion itself out (RLOO)."""
+    baseline_decay: Fraction = 0.9
+    """advantage_mean=moving: weight of the steps before."""
+    credit: Literal["completion", "discounted", "gae"] = "completion"
+    """Every token gets its completion's advantage, the discounted return from it on (REINFORCE++), or the generalised
+    advantage over a critic's values (PPO)."""
+    gamma: Fraction = 1.0
+    """credit=discounted, gae: discount of a token."""
+    lam: Fraction = 0.95
+    """credit=gae: lambda of the policy's advantages."""
+    lam_length_factor: PositiveFloat | None = None
+    """credit=gae: lambda is 1 - 1 / (this * length) in place of ``lam``, when given (VAPO)."""
+    whiten: bool = False
+    """Whether advantages of tokens are whitened over the whole batch."""
+    ratio_level: Literal["token", "sequence", "sequence_sum"] = "token"
+    """Importance ratio of each token, one of the whole sequence (length-normalised), or the product over it."""
+    objective: Literal["clip", "cispo", "reinforce", "importance", "sapo", "topr"] = "clip"
+    """How ratio and advantage make a loss."""
+    clip_low: NonNegativeFloat = 0.2
+    """objective=clip: the ratio is clipped below at 1 less this."""
+    clip_high: NonNegativeFloat = 0.2
+    """objective=clip: the ratio is clipped above at 1 plus this."""
+    dual_clip: PositiveFloat | None = None
+    """objective=clip: a bad token's loss is at most this times its |advantage|."""
+    cap_low: NonNegativeFloat = 0.0
+    """objective=cispo, topr: least weight, as a ratio."""
+    cap_high: PositiveFloat = 5.0
+    """objective=cispo, topr: greatest weight, as a ratio."""
+    tau_positive: PositiveFloat = 1.0
+    """objective=sapo: temperature of the gate where the advantage is positive."""
+    tau_negative: PositiveFloat = 1.05
+    """objective=sapo: temperature of the gate where it is not."""
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
+        "token_mean"
+    )
+    """How losses of tokens make the loss of the batch."""
+    max_length: Positive | None = None
+    """aggregation=seq_mean_token_sum_norm: what token sums are divided by; rollout.max_new_tokens when not given."""
+    second_moment_limit: PositiveFloat | None = None
+    """Leave out the batch's tokens of largest squared log-ratio until the rest's mean is at most this (M2PO)."""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the entropy, in nats, that the loss rewards."""
+    nll_coefficient: NonNegativeFloat = 0.0
+    """Weight of -log pi on the tokens of right completions (VAPO); right is eval.success_reward."""
+    preference_beta: PositiveFloat | None = None
+    """Train by DPO on the best and the worst completion of each group, with this beta, not by the choices above."""
+    correction: CorrectionSection = CorrectionSection()
+    kl: KLSection = KLSection()
+    critic: CriticSection = CriticSection()
+    reward_scale: PositiveFloat = 1.0
+    """What rewards are multiplied with before all else."""
+    reward_clip: PositiveFloat | None = None
+    """Rewards, scaled and whitened, are kept within plus and minus this, when given."""
+    whiten_rewards: bool = False
+    """Whether rewards are whitened by the mean and the standard deviation of all steps so far."""
+    overlong_buffer: NonNegative = 0
+    """Completions are penalised over this many tokens before rollout.max_new_tokens; 0 is off (DAPO)."""
+    overlong_factor: NonNegativeFloat = 1.0
+    """The penalty of a completion of full length."""
+    drop_truncated: bool = False
+    """Whether completions cut at rollout.max_new_tokens are left out of the loss."""
+    unfinished_reward: float | None = None
+    """What a completion cut at rollout.max_new_tokens gets in place of its reward, when given."""
+    old_logprobs: Literal["learner", "rollout", "interpolated"] = "learner"
+    """Who computes the old policy's log-probs: the learner, or the engine while it samples; interpolated: nobody, they
+    lie between the engine's and the current ones by weight version (for decoupled PPO on stale rollouts)."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether values are needed."""
+        return self.credit == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probs of a frozen reference are needed."""
+        return self.kl.coefficient > 0 or self.preference_beta is not None
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> Self:
+        problems = [*_credit_problems(self), *_kl_problems(self)]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _credit_problems(a: AlgorithmSection) -> list[str]:
+    out = []
+    if a.credit == "gae" and (a.advantage_mean != "none" or a.advantage_std != "none"):
+        out.append(
+            f"algorithm.credit=gae with advantage_mean={a.advantage_mean}, advantage_std={a.advantage_std}: the critic "
+            "is the baseline already; set both to none"
+        )
+    if a.credit != "gae" and a.lam_length_factor is not None:
+        out.append(f"algorithm.lam_length_factor={a.lam_length_factor} is of credit=gae; credit is {a.credit}")
+    if a.preference_beta is not None and (a.credit != "completion" or a.drop_truncated):
+        out.append(
+            f"algorithm.preference_beta={a.preference_beta} trains on whole pairs: set credit=completion and "
+            f"drop_truncated=false (now {a.credit}, {a.drop_truncated})"
+        )
+    return out
+
+
+def _kl_problems(a: AlgorithmSection) -> list[str]:
+    out, kl = [], a.kl
+    if kl.target is not None and kl.coefficient == 0:
+        out.append(
+            f"algorithm.kl.target={kl.target} needs a coefficient to start from; set algorithm.kl.coefficient > 0"
+        )
+    if kl.coefficient > 0 and kl.placement == "token_reward" and a.credit == "completion":
+        out.append(
+            "algorithm.kl.placement=token_reward with credit=completion: an advantage of the whole completion has no "
+            "place for a token's reward; set kl.placement=completion_reward, or credit=discounted or gae"
+        )
+    if kl.coefficient > 0 and a.preference_beta is not None:
+        out.append("algorithm.preference_beta holds its own KL to the reference; set algorithm.kl.coefficient=0")
+    if kl.importance_weighted and kl.placement != "loss":
+        out.append(f"algorithm.kl.importance_weighted is of placement=loss; placement is {kl.placement}")
+    return out

@@ -1,0 +1,249 @@
+"""One rollout batch -> optimizer steps: measure it with the models, assign credit, cut, pack, train.
+
+The controller's process; every tensor here is on the CPU. Everything random is a function of (seed, step, epoch).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_megatron.algorithms.auxiliary import ValueLoss
+from rl_megatron.algorithms.corrections import proximal_share, second_moment_mask
+from rl_megatron.algorithms.kl import adaptive_beta
+from rl_megatron.algorithms.quantiles import ratio_quantiles
+from rl_megatron.config import RunConfig
+from rl_megatron.credit import (
+    Memory,
+    assign_credit,
+    explained_variance,
+    mean_over_completions,
+    over_right_tokens,
+    preference_pairs,
+    reference_kl,
+    shape_rewards,
+)
+from rl_megatron.data.packing import pack, packing_metrics, unpack
+from rl_megatron.data.samples import split_minibatches, to_samples, with_last_tokens
+from rl_megatron.interfaces import Roles, Scorer
+from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.types import Batch, Loss, RolloutGroup, Samples, StepResult
+
+QUANTILES = {"ratio/p01": 0.01, "ratio/p50": 0.5, "ratio/p99": 0.99}
+
+
+@dataclass(slots=True, kw_only=True)
+class Update:
+    """The optimizer steps on rollout batches. ``make_loss`` gives the policy's loss at a KL coefficient."""
+
+    config: RunConfig
+    roles: Roles
+    make_loss: Callable[[float], Loss]
+    attention_cost: float
+    memory: Memory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memory = Memory(kl_coefficient=self.config.algorithm.kl.coefficient)
+
+    async def __call__(self, groups: Sequence[RolloutGroup], step: int, watch: Stopwatch) -> Row:
+        """Train on a rollout batch; its metrics. Where no completion beats another there are no pairs to train on."""
+        section = self.config.algorithm
+        row: Row = {"tokens/train": 0}
+        if section.preference_beta is not None:
+            groups = preference_pairs(groups)
+            row["preference/pairs"] = len(groups)
+            if not groups:
+                return row
+        found = await self._measure(to_samples(groups), watch)
+        rewards = shape_rewards(groups, section, self.memory, max_new_tokens=self.config.rollout.max_new_tokens)
+        samples, memory = assign_credit(
+            found.samples,
+            groups,
+            rewards,
+            section,
+            success_reward=self.config.eval.success_reward,
+            next_values=found.next_values,
+        )
+        samples = self._with_second_moment_limited(samples, found.current, row)
+        samples = self._with_proximal_share(samples, groups, step)
+        row |= await self._train(samples, step, watch)
+        self.memory = self._with_kl_controlled(memory, samples, row)
+        return row
+
+    def pack(self, samples: Samples) -> Batch:
+        """Micro-batches of the learner's ranks; pairs stay together."""
+        learner = self.config.learner
+        return pack(
+            samples,
+            dims=learner.dims,
+            max_tokens=learner.max_tokens_per_micro_batch,
+            attention_cost=self.attention_cost,
+            unit=self._unit,
+        )
+
+    @property
+    def _unit(self) -> int:
+        return 1 if self.config.algorithm.preference_beta is None else 2
+
+    async def _measure(self, samples: Samples, watch: Stopwatch) -> _Measured:
+        """What the models say of the rollouts before any of them changes; only what the algorithm needs."""
+        section, roles = self.config.algorithm, self.roles
+        batch = self.pack(samples)
+        current = next_values = None
+        if section.old_logprobs == "learner" or section.second_moment_limit is not None:
+            with watch("logprobs"):
+                current = unpack(batch, await roles.learner.score(batch), samples)
+        if section.old_logprobs == "learner" and current is not None:
+            samples = replace(samples, old_logprobs=current)
+        if roles.reference is not None:
+            with watch("reference"):
+                samples = replace(samples, ref_logprobs=unpack(batch, await roles.reference.score(batch), samples))
+        if roles.critic is not None:
+            with watch("values"):
+                samples, next_values = await self._values(samples, roles.critic)
+        return _Measured(samples, current, next_values)
+
+    async def _values(self, samples: Samples, critic: Scorer) -> tuple[Samples, Tensor]:
+        """Values [N] before each sampled token, and [S] after each completion's last one."""
+        longer, is_last = with_last_tokens(samples)
+        batch = self.pack(longer)
+        values = unpack(batch, await critic.score(batch), longer)
+        return replace(samples, old_values=values[~is_last]), values[is_last]
+
+    def _with_second_moment_limited(self, samples: Samples, current: Tensor | None, row: Row) -> Samples:
+        """M2PO: tokens far off the policy that sampled them get no advantage; denominators stay those of all tokens."""
+        limit = self.config.algorithm.second_moment_limit
+        if limit is None or current is None:
+            return samples
+        kept = second_moment_mask(current - samples.rollout_logprobs, samples.mask, threshold=limit)
+        row["correction/dropped_fraction"] = 1 - float(kept.sum() / samples.mask.sum())
+        return replace(samples, advantages=torch.where(kept, samples.advantages, 0.0))
+
+    def _with_proximal_share(self, samples: Samples, groups: Sequence[RolloutGroup], step: int) -> Samples:
+        """Step s trains version s - 1, the proximal one, into version s."""
+        if self.config.algorithm.old_logprobs != "interpolated":
+            return samples
+        versions = torch.tensor([c.versions[0] for g in groups for c in g.completions])
+        everywhere = torch.repeat_interleave(versions, samples.cu_seqlens.diff())
+        return replace(samples, proximal_share=proximal_share(everywhere, proximal_version=step - 1, version=step))
+
+    def _with_kl_controlled(self, memory: Memory, samples: Samples, row: Row) -> Memory:
+        """The coefficient that follows the KL of this batch, where a target is set; both go into the row."""
+        section = self.config.algorithm
+        if not section.kl.coefficient:
+            return memory
+        kl = mean_over_completions(reference_kl(samples, section), samples)
+        row |= {"kl/reference": kl, "kl/coefficient": memory.kl_coefficient}
+        if section.kl.target is None:
+            return memory
+        beta = adaptive_beta(
+            memory.kl_coefficient,
+            kl,
+            target=section.kl.target,
+            num_samples=samples.num_sequences,
+            horizon=section.kl.horizon,
+        )
+        return replace(memory, kl_coefficient=beta)
+
+    async def _train(self, samples: Samples, step: int, watch: Stopwatch) -> Row:
+        """``train.epochs`` passes over the batch, each in minibatches of a fresh order."""
+        c, roles = self.config, self.roles
+        rate, critic_rate = learning_rate(c, step), critic_learning_rate(c, step)
+        loss, value_loss = self.make_loss(self.memory.kl_coefficient), _value_loss(c)
+        batches = [
+            self.pack(part) for epoch in range(c.train.epochs) for part in self._minibatches(samples, step, epoch)
+        ]
+        policy: list[StepResult] = []
+        critic: list[StepResult] = []
+        for batch in batches:
+            if roles.critic is None or step > c.algorithm.critic.only_steps:
+                with watch("train"):
+                    policy.append(await roles.learner.train_step(batch, loss, rate))
+            if roles.critic is not None:
+                with watch("critic"):
+                    critic.append(await roles.critic.train_step(batch, value_loss, critic_rate))
+        row: Row = {"learning_rate": rate, **_advantage_row(samples)}
+        row |= packing_metrics(batches, dims=c.learner.dims, attention_cost=self.attention_cost)
+        row |= combine(policy)
+        if critic:
+            row |= {"critic/learning_rate": critic_rate, "critic/explained_variance": explained_variance(samples)}
+            row |= _critic_row(critic)
+        return row
+
+    def _minibatches(self, samples: Samples, step: int, epoch: int) -> list[Samples]:
+        seed = seed_of(self.config.seed, step, epoch)
+        count = min(self.config.train.minibatches, samples.num_sequences // self._unit)
+        return [over_right_tokens(part) for part in split_minibatches(samples, count, seed, unit=self._unit)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    samples: Samples
+    current: Tensor | None  # [N] log-probs of the policy at the start of the update
+    next_values: Tensor | None  # [S]
+
+
+def _value_loss(config: RunConfig) -> ValueLoss:
+    clip = config.algorithm.critic.clip
+    return ValueLoss() if clip is None else ValueLoss(clip=clip)
+
+
+def _advantage_row(samples: Samples) -> Row:
+    advantages = samples.advantages[samples.mask].double()
+    return {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std(correction=0))}
+
+
+def _critic_row(results: Sequence[StepResult]) -> Row:
+    """The critic's own metrics: its loss, gradient norm and means; the rest of a learner's would hide the policy's."""
+    combined = combine(results)
+    own = {name: value for name, value in combined.items() if name.startswith("critic/")}
+    return {**own, "critic/loss": combined["loss"], "critic/grad_norm": combined["grad_norm"]}
+
+
+def schedule(config: RunConfig, step: int) -> float:
+    """The share of the learning rate at RL step ``step`` (from 1): linear warm-up, then the decay's shape to 0."""
+    train = config.train
+    warm = min(1.0, step / train.lr_warmup_steps) if train.lr_warmup_steps else 1.0
+    left = (train.steps - step + 1) / max(1, train.steps - train.lr_warmup_steps)
+    shapes = {"none": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * min(1.0, left))}
+    return min(warm, shapes[train.lr_decay])
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """The policy's rate."""
+    return config.train.learning_rate * schedule(config, step)
+
+
+def critic_learning_rate(config: RunConfig, step: int) -> float:
+    """The critic's rate, on the same schedule."""
+    rate = config.algorithm.critic.learning_rate
+    return (config.train.learning_rate if rate is None else rate) * schedule(config, step)
+
+
+def seed_of(*parts: int) -> int:
+    """One 63-bit seed from several numbers, unlike for unlike parts."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+
+
+def combine(results: Sequence[StepResult]) -> Row:
+    """The metrics of several optimizer steps: their means, the extremes of minima and maxima, quantiles of all."""
+    if not results:
+        return {}
+    rows = [{"loss": r.loss, "grad_norm": r.grad_norm, **r.metrics} for r in results]
+    over = {"min": min, "max": max}
+    row: Row = {name: over.get(name[-3:], _mean)([row[name] for row in rows]) for name in rows[0]}
+    if counts := [r.histograms["ratio"] for r in results if "ratio" in r.histograms]:
+        total = [math.fsum(column) for column in zip(*counts, strict=True)]
+        row |= dict(zip(QUANTILES, ratio_quantiles(total, list(QUANTILES.values())), strict=True))
+        first, second = _mean([r.metrics["ratio/mean"] for r in results]), float(row.pop("ratio/second_moment") or 0)
+        row["ratio/effective_fraction"] = first**2 / second if second else math.nan
+    return row
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
