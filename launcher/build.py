@@ -36,6 +36,7 @@ from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.report import write_report
+from rl_megatron.rollout.pairs import OfflinePairs
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.trainer import Trainer
 from rl_megatron.types import Loss, Prompt
@@ -210,19 +211,24 @@ def _trainer(
     parts: Parts, shape: ModelShape, roles: Roles, data: Data, recorder: Recorder, stop: asyncio.Event
 ) -> Trainer:
     config = parts.config
+    sampler = RolloutSampler(
+        engine=roles.engine,
+        reward_function=parts.reward,
+        decode=partial(data.tokenizer.decode, skip_special_tokens=True),
+        rollout=config.rollout,
+        reward=config.reward,
+        stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
+        seed=config.seed,
+        greedy_baseline=config.algorithm.advantage_mean == "greedy",
+    )
+    pairs = OfflinePairs(
+        tokenizer=data.tokenizer, eos=data.stop_token_ids[0], max_new_tokens=config.rollout.max_new_tokens
+    )
     return Trainer(
         config=config,
         roles=roles,
-        sampler=RolloutSampler(
-            engine=roles.engine,
-            reward_function=parts.reward,
-            decode=partial(data.tokenizer.decode, skip_special_tokens=True),
-            rollout=config.rollout,
-            reward=config.reward,
-            stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
-            seed=config.seed,
-            greedy_baseline=config.algorithm.advantage_mean == "greedy",
-        ),
+        source=pairs if data.train[0].rejected else sampler,
+        sampler=sampler,
         prompts=PromptStream(data.train, seed=config.seed),
         eval_prompts=data.held_out,
         update=Update(

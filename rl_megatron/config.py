@@ -73,6 +73,9 @@ class FileData(Section):
     """Field that holds the problem, as text."""
     answer_field: str = "answer"
     """Field that holds the correct answer, as text."""
+    rejected_field: str | None = None
+    """Field of the training file that holds a worse answer, when given: algorithm=dpo then trains on these pairs alone,
+    and nothing is sampled but evaluations."""
     prompt_template: str = "{prompt}"
     """Text around the problem, which replaces {prompt}."""
     chat_template: bool = False
@@ -279,11 +282,20 @@ def _batch_problems(c: RunConfig) -> list[str]:
             f"train.minibatches={c.train.minibatches} is more than the {completions} completions of a step "
             f"(rollout.prompts_per_step={c.rollout.prompts_per_step} * rollout.group_size={c.rollout.group_size})"
         )
-    longest = c.rollout.max_prompt_tokens + c.rollout.max_new_tokens
-    if longest > c.learner.max_tokens_per_micro_batch:
+    longest, pairs = c.rollout.max_prompt_tokens + c.rollout.max_new_tokens, c.algorithm.preference_beta is not None
+    wanted = 2 * longest if pairs else longest
+    if wanted > c.learner.max_tokens_per_micro_batch:
+        what = "pair of the longest sequences, 2 * (" if pairs else "longest sequence, ("
         out.append(
-            f"learner.max_tokens_per_micro_batch={c.learner.max_tokens_per_micro_batch} is less than the longest "
-            f"sequence, rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}; "
-            "raise the first or lower the others"
+            f"learner.max_tokens_per_micro_batch={c.learner.max_tokens_per_micro_batch} is less than the {what}"
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens) = {wanted}; raise the first or lower the others"
         )
+    if pairs and c.rollout.group_size < 2 and not _offline(c):
+        out.append("algorithm.preference_beta wants pairs of a group's completions; set rollout.group_size=2 or more")
+    if _offline(c) and not pairs:
+        out.append("data.rejected_field makes pairs, which algorithm=dpo trains on; set it, or leave the field out")
     return out
+
+
+def _offline(c: RunConfig) -> bool:
+    return isinstance(c.data, FileData) and c.data.rejected_field is not None

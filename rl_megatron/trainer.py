@@ -22,7 +22,7 @@ from rl_megatron.durable import remove_folder
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
-from rl_megatron.rollout.sampler import RolloutBatch, RolloutSampler
+from rl_megatron.rollout.sampler import RolloutBatch, RolloutSampler, RolloutSource
 from rl_megatron.types import Prompt
 from rl_megatron.update import Update
 
@@ -33,6 +33,7 @@ class Trainer:
 
     config: RunConfig
     roles: Roles
+    source: RolloutSource
     sampler: RolloutSampler
     prompts: PromptStream
     eval_prompts: Sequence[Prompt]
@@ -124,7 +125,7 @@ class Trainer:
         for _ in range(tries):
             self.batches_sampled += 1
             prompts = self.prompts.take(section.prompts_per_step)
-            sampled = await self.sampler.sample(prompts, step=self.batches_sampled)
+            sampled = await self.source.sample(prompts, step=self.batches_sampled)
             batch = batch.joined(sampled.informative() if informative else sampled)
             if len(batch.groups) >= wanted:
                 return batch.cut(section.prompts_per_step)

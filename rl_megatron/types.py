@@ -50,6 +50,7 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     answer: str
+    rejected: tuple[str, ...] = ()  # worse answers, in data of pairs
     meta: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -6,7 +6,7 @@ The controller's process; every tensor here is on the CPU. Everything random is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -155,9 +155,7 @@ class Update:
         c, roles = self.config, self.roles
         rate, critic_rate = learning_rate(c, step), critic_learning_rate(c, step)
         loss, value_loss = self.make_loss(self.memory.kl_coefficient), _value_loss(c)
-        batches = [
-            self.pack(part) for epoch in range(c.train.epochs) for part in self._minibatches(samples, step, epoch)
-        ]
+        batches = [self.pack(part) for part in minibatches(samples, c, step, unit=self._unit)]
         policy: list[StepResult] = []
         critic: list[StepResult] = []
         for batch in batches:
@@ -175,17 +173,20 @@ class Update:
             row |= _critic_row(critic)
         return row
 
-    def _minibatches(self, samples: Samples, step: int, epoch: int) -> list[Samples]:
-        seed = seed_of(self.config.seed, step, epoch)
-        count = min(self.config.train.minibatches, samples.num_sequences // self._unit)
-        return [over_right_tokens(part) for part in split_minibatches(samples, count, seed, unit=self._unit)]
-
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
     samples: Samples
     current: Tensor | None  # [N] log-probs of the policy at the start of the update
     next_values: Tensor | None  # [S]
+
+
+def minibatches(samples: Samples, config: RunConfig, step: int, *, unit: int) -> Iterator[Samples]:
+    """``train.minibatches`` parts of all samples, ``train.epochs`` times over, each time in an order of its own."""
+    count = min(config.train.minibatches, samples.num_sequences // unit)
+    for epoch in range(config.train.epochs):
+        for part in split_minibatches(samples, count, seed_of(config.seed, step, epoch), unit=unit):
+            yield over_right_tokens(part)
 
 
 def _value_loss(config: RunConfig) -> ValueLoss:

@@ -12,15 +12,15 @@ from rl_megatron.errors import DataError
 
 MAX_PROBLEMS_SHOWN = 20
 
-Row = tuple[str, str]  # (prompt, answer)
+Row = tuple[str, ...]  # the fields asked for
 
 
-def read_rows(path: Path, *, key: str, prompt_field: str, answer_field: str) -> list[Row]:
-    """Both fields of every row, in file order: row i of the result is line (or parquet row) i + 1.
+def read_rows(path: Path, fields: tuple[str, ...], *, key: str) -> list[Row]:
+    """These text fields of every row, in file order: row i of the result is line (or parquet row) i + 1.
 
     ``key`` is the config key that gave ``path``. Raises DataError with all bad rows at once.
     """
-    readers: dict[str, Callable[[Path, tuple[str, str]], list[Row | str]]] = {
+    readers: dict[str, Callable[[Path, tuple[str, ...]], list[Row | str]]] = {
         ".jsonl": _read_jsonl,
         ".parquet": _read_parquet,
     }
@@ -29,7 +29,7 @@ def read_rows(path: Path, *, key: str, prompt_field: str, answer_field: str) -> 
         raise DataError(f"{key}={path}: unknown extension {path.suffix!r}; allowed: {', '.join(readers)}")
     if not path.is_file():
         raise DataError(f"{key}={path}: no such file")
-    rows = reader(path, (prompt_field, answer_field))
+    rows = reader(path, fields)
     if not rows:
         raise DataError(f"{key}={path}: the file is empty; give at least one row")
     problems = [f"{path}:{number}: {row}" for number, row in enumerate(rows, 1) if isinstance(row, str)]
@@ -41,14 +41,14 @@ def read_rows(path: Path, *, key: str, prompt_field: str, answer_field: str) -> 
     return [row for row in rows if not isinstance(row, str)]
 
 
-def _read_jsonl(path: Path, fields: tuple[str, str]) -> list[Row | str]:
+def _read_jsonl(path: Path, fields: tuple[str, ...]) -> list[Row | str]:
     lines = path.read_bytes().split(b"\n")
     if lines[-1] == b"":  # the end of the last line
         lines.pop()
     return [_parse_line(line, fields) for line in lines]
 
 
-def _parse_line(line: bytes, fields: tuple[str, str]) -> Row | str:
+def _parse_line(line: bytes, fields: tuple[str, ...]) -> Row | str:
     if not line.strip():
         return "blank line; remove it"
     try:
@@ -62,8 +62,8 @@ def _parse_line(line: bytes, fields: tuple[str, str]) -> Row | str:
     return _pick(value, fields)
 
 
-def _pick(row: Mapping[str, object], fields: tuple[str, str]) -> Row | str:
-    """The two fields of a row, or what is wrong with it."""
+def _pick(row: Mapping[str, object], fields: tuple[str, ...]) -> Row | str:
+    """The fields of a row, or what is wrong with it."""
     texts = []
     for name in fields:
         value = row.get(name)
@@ -78,10 +78,10 @@ def _pick(row: Mapping[str, object], fields: tuple[str, str]) -> Row | str:
         except UnicodeEncodeError:
             return f"field {name!r} holds half a surrogate pair, which is no text"
         texts.append(value)
-    return texts[0], texts[1]
+    return tuple(texts)
 
 
-def _read_parquet(path: Path, fields: tuple[str, str]) -> list[Row | str]:
+def _read_parquet(path: Path, fields: tuple[str, ...]) -> list[Row | str]:
     import pyarrow as pa  # heavy, and only parquet needs it
     import pyarrow.parquet as pq
 
@@ -107,7 +107,7 @@ def _parquet_column(table: Any, name: str, path: Path) -> list[bytes | None]:
     return column
 
 
-def _pick_bytes(row: tuple[bytes | None, ...], fields: tuple[str, str]) -> Row | str:
+def _pick_bytes(row: tuple[bytes | None, ...], fields: tuple[str, ...]) -> Row | str:
     decoded: dict[str, object] = {}
     for name, value in zip(fields, row, strict=True):
         try:

@@ -32,6 +32,7 @@ class _Problem:
     place: str
     text: str
     answer: str
+    rejected: Sequence[str] = ()  # a worse answer, in data of pairs
 
 
 def load_prompts(
@@ -75,14 +76,17 @@ def _file_problems(data: FileData, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 def _rows_to_problems(path: Path, key: str, data: FileData, tokenizer: PreTrainedTokenizerBase) -> list[_Problem]:
-    rows = read_rows(path, key=key, prompt_field=data.prompt_field, answer_field=data.answer_field)
+    pairs = (data.rejected_field,) if data.rejected_field is not None and path == data.train else ()
+    rows = read_rows(path, (data.prompt_field, data.answer_field, *pairs), key=key)
     problems = []
-    for line, (question, answer) in enumerate(rows, 1):
+    for line, (question, answer, *rejected) in enumerate(rows, 1):
         text = data.prompt_template.replace("{prompt}", question)
         if data.chat_template:
             chat = [{"role": "user", "content": text}]
             text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-        problems.append(_Problem(id=f"{path.stem}:{line}", place=f"{path}:{line}", text=text, answer=answer))
+        problems.append(
+            _Problem(id=f"{path.stem}:{line}", place=f"{path}:{line}", text=text, answer=answer, rejected=rejected)
+        )
     return problems
 
 
@@ -108,7 +112,7 @@ def _tokenize(
             *(len(long), len(problems), max_prompt_tokens, long[0][0].place, long[0][1]),
         )
     return [
-        Prompt(id=p.id, text=p.text, token_ids=tuple(ids), answer=p.answer)
+        Prompt(id=p.id, text=p.text, token_ids=tuple(ids), answer=p.answer, rejected=tuple(p.rejected))
         for p, ids in zip(problems, encoded, strict=True)
         if len(ids) <= max_prompt_tokens
     ]

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Protocol
 
 from rl_megatron.config import RolloutSection
 from rl_megatron.config_reward import RewardSection
@@ -53,6 +54,14 @@ class RolloutBatch:
     def part_means(self) -> dict[str, float]:
         """``reward/part/<name>`` of each part, over the same completions as ``reward/sampled_mean``."""
         return {f"reward/part/{name}": total / self.part_completions for name, total in self.part_sums.items()}
+
+
+class RolloutSource(Protocol):
+    """Where the completions that are trained on come from."""
+
+    async def sample(self, prompts: Sequence[Prompt], *, step: int) -> RolloutBatch:
+        """Scored completions of each prompt, for the ``step``-th batch; groups in the order of ``prompts``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

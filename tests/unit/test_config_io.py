@@ -142,7 +142,7 @@ def test_keys_of_a_union_are_told_without_its_tags(conf: Path) -> None:
         "data.train: required, but not given; add data.train=<value>",
         "data.eval: required, but not given; add data.eval=<value>",
         "data.digits=2: no such key; keys: "
-        "type, train, eval, prompt_field, answer_field, prompt_template, chat_template, max_eval",
+        "type, train, eval, prompt_field, answer_field, rejected_field, prompt_template, chat_template, max_eval",
     ]
     assert problems("run", ["data.type=file"], conf) == [
         "data.type='file': no such choice (did you mean 'files'?); one of: arithmetic, files"

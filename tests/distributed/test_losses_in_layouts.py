@@ -1,0 +1,197 @@
+"""Every algorithm's loss, a critic and a reference: equal in one process and cut over data, context, pipeline, tensor
+and expert ranks."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launcher.build import policy_loss
+from rl_megatron import config_io
+from rl_megatron.algorithms.auxiliary import ValueLoss
+from rl_megatron.config import LearnerSection, TinyModelSection
+from rl_megatron.data.packing import pack, unpack
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.types import Loss, Samples
+
+ROOT = Path(__file__).parents[2]
+NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
+CRITIC_STEPS = 3
+LAYOUTS = {
+    "alone": {},
+    "dp2": {"dp": 2},
+    "cp2": {"cp": 2},
+    "pp2": {"pp": 2},
+    "tp2-ep2": {"tp": 2, "ep": 2},
+}
+
+
+def make_samples() -> Samples:
+    """24 ragged sequences whose log-probs, reference and values differ from what the model will say by a little."""
+    g = torch.Generator().manual_seed(5)
+    lengths = torch.randint(4, 40, (24,), generator=g)
+    n = int(lengths.sum())
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    position = torch.arange(n) - torch.repeat_interleave(cu[:-1], lengths)
+    near = -5.5 + 0.3 * torch.randn(3, n, generator=g)  # of a random policy over 256 tokens
+    mask = position >= 2
+    return Samples(
+        input_ids=torch.randint(0, 256, (n,), generator=g),
+        targets=torch.randint(0, 256, (n,), generator=g),
+        mask=mask,
+        advantages=torch.randn(n, generator=g),
+        rollout_logprobs=near[0],
+        old_logprobs=near[1],
+        ref_logprobs=near[2],
+        old_values=0.1 * torch.randn(n, generator=g),
+        returns=torch.randn(n, generator=g),
+        proximal_share=torch.rand(n, generator=g),
+        nll_weights=0.01 * (position % 3 == 0) * mask,
+        cu_seqlens=cu,
+    )
+
+
+def jobs() -> dict[str, tuple[Loss, int, Samples]]:
+    """Loss, unit of packing and samples of each row of conf/algorithm/, and of the terms beside them."""
+    samples = make_samples()
+    plain = replace(samples, proximal_share=None, nll_weights=None)
+    out: dict[str, tuple[Loss, int, Samples]] = {}
+    for name in NAMES:
+        config = config_io.load("tiny_cpu", [f"algorithm={name}"])
+        unit = 1 if config.algorithm.preference_beta is None else 2
+        out[name] = policy_loss(config, 0.0), unit, replace(plain, nll_weights=samples.nll_weights)
+    config = config_io.load("tiny_cpu", ["algorithm=grpo", "algorithm.entropy_coefficient=0.1"])
+    out["kl and entropy"] = policy_loss(config, 0.3), 1, plain
+    out["interpolated"] = policy_loss(config_io.load("tiny_cpu", ["algorithm=decoupled_ppo"]), 0.0), 1, samples
+    return out
+
+
+def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max_tokens: int) -> None:
+    """One rank: a step at rate 0 for each loss, log-probs under other weights, then a critic that trains."""
+    torch.set_num_threads(1)
+    from rl_megatron.learner import world
+    from rl_megatron.learner.megatron import MegatronLearner, make_critic, make_policy
+    from rl_megatron.weights.layout import Layout
+    from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+
+    shape = ModelShape.from_folder(model)
+    device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
+    layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
+    hf = Layout(table=HF_QWEN3_MOE, shape=shape)
+    dp = learner.dims.dp_rank(rank)
+    seen: dict[str, Any] = {}
+
+    def fill(megatron: MegatronLearner) -> None:
+        tensors = dict(megatron.tensors)
+        shapes = layout.local_shapes(rank).items()
+        unused = {name: torch.empty(size) for name, size in shapes if name not in tensors}
+        read_boxes(Checkpoint(model), hf, layout, rank, tensors | unused)
+        megatron.adopt()
+
+    def step(megatron: MegatronLearner, loss: Loss, unit: int, samples: Samples, rate: float) -> list[Any] | None:
+        batch = pack(samples, dims=learner.dims, max_tokens=max_tokens, unit=unit)
+        counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
+        result = megatron.train_step(batch.micro_batches[dp], loss, rate, **counts)
+        return None if result is None else [result.loss, result.grad_norm, dict(result.metrics), result.histograms]
+
+    policy = make_policy(shape, learner, device, temperature=0.7)
+    fill(policy)
+    for name, job in jobs().items():
+        seen[name] = step(policy, *job, 0.0)
+    halved = {name: tensor * 0.5 for name, tensor in policy.tensors.items()}
+    samples = make_samples()
+    batch = pack(samples, dims=learner.dims, max_tokens=max_tokens)
+    for name, weights in (("own", None), ("halved", halved), ("own again", None)):
+        scores = policy.score(batch.micro_batches[dp], weights)
+        if scores is not None:
+            ours = replace(batch, sequences=(batch.sequences[dp],))
+            seen[f"score {name}"] = unpack(ours, [scores], samples).tolist()
+    critic = make_critic(shape, learner, device)
+    fill(critic)
+    value_loss = ValueLoss(clip=0.2)
+    seen["critic"] = [step(critic, value_loss, 1, samples, 3e-3) for _ in range(CRITIC_STEPS)]
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+    world.leave()
+
+
+def run(folder: Path, model: Path, layout: str, max_tokens: int) -> list[dict[str, Any]]:
+    """What the ranks of a layout saw; those with results first."""
+    folder.mkdir()
+    learner = LearnerSection.model_validate(LAYOUTS[layout])
+    context = multiprocessing.get_context("spawn")
+    count = learner.dims.world_size
+    ranks = [context.Process(target=rank_main, args=(r, learner, folder, model, max_tokens)) for r in range(count)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(300)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    assert codes == [0] * count
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(TinyModelSection(), tmp_path_factory.mktemp("models"), seed=3)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (seen,) = run(tmp_path_factory.mktemp("alone") / "run", model, "alone", 4096)
+    return seen
+
+
+def assert_same(found: list[Any], wanted: list[Any], name: str) -> None:
+    loss, norm, metrics, histograms = found
+    assert loss == pytest.approx(wanted[0], abs=1e-6, rel=1e-6), name
+    assert norm == pytest.approx(wanted[1], rel=1e-4), name
+    for metric in metrics.keys() - {"moe/load_imbalance"}:
+        assert metrics[metric] == pytest.approx(wanted[2][metric], rel=1e-5, abs=1e-5), (name, metric)
+    for counts, others in zip(histograms.values(), wanted[3].values(), strict=True):
+        moved = sum(abs(a - b) for a, b in zip(counts, others, strict=True))
+        assert moved <= 4, name  # of about 460 tokens: a ratio on the edge of its bin
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "alone"])
+def test_losses_critic_and_reference_do_not_depend_on_the_layout(
+    layout: str, model: Path, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    ranks = run(tmp_path / "run", model, layout, 200)
+    last_stage = [seen for seen in ranks if seen["gspo"] is not None]
+    assert last_stage
+    for seen in last_stage:
+        for name in jobs():
+            assert_same(seen[name], alone[name], name)
+        for i in range(CRITIC_STEPS):
+            assert_same(seen["critic"][i], alone["critic"][i], f"critic step {i}")
+    for name in ("own", "halved", "own again"):
+        parts = [torch.tensor(seen[f"score {name}"]) for seen in ranks if f"score {name}" in seen]
+        torch.testing.assert_close(torch.stack(parts).sum(0), torch.tensor(alone[f"score {name}"]), rtol=0, atol=1e-5)
+
+
+def test_the_reference_pass_leaves_the_policy_as_it_was(alone: dict[str, Any]) -> None:
+    assert alone["score own"] == alone["score own again"]
+    assert alone["score own"] != alone["score halved"]
+
+
+def test_a_fresh_critic_says_nothing_and_learns_the_returns(alone: dict[str, Any]) -> None:
+    """Values start at 0, so the first loss is that of 0 clipped around the old values; then it falls."""
+    samples = make_samples()
+    old, returns = samples.old_values, samples.returns
+    assert old is not None
+    assert returns is not None
+    clipped = torch.zeros_like(old).clamp(old - 0.2, old + 0.2)
+    worse = torch.maximum(returns.square(), (clipped - returns).square())
+    losses = [step[0] for step in alone["critic"]]
+    assert losses[0] == pytest.approx(worse[samples.mask].mean().item() / 2, rel=1e-5)
+    assert losses[-1] < losses[0]

@@ -1,0 +1,136 @@
+"""Algorithms with a critic, a reference or pairs, by the command line: they train, and resume to the bit."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from rl_megatron.algorithms.kl import adaptive_beta
+from tests.e2e.processes import Place, Run
+
+HALF_RIGHT = "reward.function=my_rewards:even"
+PPO = (
+    "algorithm=ppo",
+    HALF_RIGHT,
+    "algorithm.kl.coefficient=0.1",
+    "algorithm.kl.placement=token_reward",
+    "algorithm.kl.estimator=k1",
+    "algorithm.kl.target=0.01",
+    "algorithm.kl.horizon=100",
+    "algorithm.whiten_rewards=true",
+    "train.epochs=3",
+    "train.lr_decay=linear",
+)
+
+
+@pytest.fixture(scope="module")
+def ppo(place: Place) -> Run:
+    run = place.start("ppo", *PPO)
+    run.finish()
+    return run
+
+
+def test_ppo_trains_policy_and_critic_with_kl_in_the_reward(ppo: Run) -> None:
+    rows = [row for row in ppo.rows() if row["step"]]
+    assert len(rows) == 6
+    assert rows[0]["critic/value_mean"] != 0  # of the last of six optimizer steps: the value layer left 0
+    assert rows[0]["critic/explained_variance"] == 0
+    assert all(row["critic/grad_norm"] > 0 < row["grad_norm"] for row in rows)
+    assert rows[0]["kl/reference"] == pytest.approx(0, abs=1e-4)  # the reference is the policy of the start
+    assert abs(rows[-1]["kl/reference"]) > 1e-3
+    one_pass = rows[0]["tokens/train"] / 3
+    assert one_pass == int(one_pass)
+    rates = [row["critic/learning_rate"] for row in rows]
+    assert rates == [row["learning_rate"] for row in rows]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == pytest.approx(rates[0] / 6)
+
+
+def test_the_kl_coefficient_follows_the_target(ppo: Run) -> None:
+    rows = [row for row in ppo.rows() if row["step"]]
+    for before, after in pairwise(rows):
+        wanted = adaptive_beta(
+            before["kl/coefficient"], before["kl/reference"], target=0.01, num_samples=16, horizon=100
+        )
+        assert after["kl/coefficient"] == pytest.approx(wanted)
+    assert len({row["kl/coefficient"] for row in rows}) > 2
+
+
+def test_a_killed_ppo_run_resumes_with_its_critic_reference_and_memory(place: Place, ppo: Run) -> None:
+    run = place.start("ppo-killed", *PPO)
+    run.until_row(step=3)
+    run.kill()
+    run = place.start("ppo-killed", *PPO, resume=True)
+    run.finish()
+    assert run.record() == ppo.record()
+    state = json.loads((run.folder / "checkpoints/step_000006/trainer.json").read_text())["memory"]
+    assert state["reward_moments"]["count"] == 6 * 16
+
+
+def test_a_critic_starts_from_a_checkpoint_and_may_train_alone_at_first(place: Place, ppo: Run) -> None:
+    path = ppo.folder / "checkpoints/step_000006/critic"
+    keys = (f"algorithm.critic.path={path}", "algorithm.critic.only_steps=1", "train.steps=2")
+    run = place.start("from-critic", "algorithm=vapo", HALF_RIGHT, *keys)
+    run.finish()
+    first, second = (row for row in run.rows() if row["step"])
+    assert abs(first["critic/explained_variance"]) > 0  # it says something from the start
+    assert "grad_norm" not in first
+    assert first["critic/grad_norm"] > 0 < second["grad_norm"]
+    assert second["loss/nll"] > 0
+
+
+def test_kl_in_the_loss_to_a_reference_of_ones_own(place: Place, ppo: Run) -> None:
+    folder = ppo.folder / "hf_start"
+    keys = ("algorithm.kl.coefficient=0.1", f"algorithm.kl.reference={folder}", "train.steps=2", "seed=1")
+    run = place.start("own-reference", "algorithm=grpo", HALF_RIGHT, *keys)
+    run.finish()
+    rows = [row for row in run.rows() if row["step"]]
+    assert rows[0]["kl/reference"] > 0.01  # another seed's model
+    assert rows[0]["loss/kl"] > 0
+    assert not (run.folder / "hf_start").exists()
+
+
+def test_dpo_on_pairs_of_the_group(place: Place) -> None:
+    run = place.start("dpo", "algorithm=dpo", HALF_RIGHT, "train.steps=3")
+    run.finish()
+    rows = [row for row in run.rows() if row["step"]]
+    assert all(1 <= row["preference/pairs"] <= 4 and row["grad_norm"] > 0 for row in rows)
+
+
+def test_dpo_on_pairs_of_a_file_samples_nothing(place: Place) -> None:
+    sums = [{"q": f"{a}+{b}=", "a": str(a + b), "bad": str(a + b + 1)} for a in range(6) for b in range(6)]
+    train, held_out = place.folder / "pairs.jsonl", place.folder / "held_out.jsonl"
+    train.write_text("".join(json.dumps(row) + "\n" for row in sums))
+    held_out.write_text(json.dumps({"q": "1+1=", "a": "2"}) + "\n")
+    keys = (
+        "data=gsm8k",
+        f"data.train={train}",
+        f"data.eval={held_out}",
+        "data.prompt_template={prompt}",
+        "data.prompt_field=q",
+        "data.answer_field=a",
+        "rollout.prompts_per_step=36",
+        "warm_start.steps=0",
+        "train.steps=8",
+        "train.learning_rate=3e-3",
+    )
+    run = place.start("offline", "algorithm=dpo", *keys, "data.rejected_field=bad")
+    run.finish()
+    rows = [row for row in run.rows() if row["step"]]
+    assert [row["preference/pairs"] for row in rows] == [36] * 8
+    assert rows[0]["loss"] == pytest.approx(0.693, abs=0.01)  # log 2: the policy is the reference
+    assert rows[-1]["preference/accuracy"] > 0.9
+    refused = place.start("refused", *keys, "data.rejected_field=bad")
+    assert refused.end() != 0
+    assert "data.rejected_field makes pairs, which algorithm=dpo trains on" in refused.text()
+
+
+def test_old_log_probs_between_stale_rollouts_and_the_policy(place: Place) -> None:
+    keys = ("algorithm=decoupled_ppo", "algorithm.old_logprobs=interpolated", "train.max_staleness=2", HALF_RIGHT)
+    run = place.start("interpolated", *keys, "train.steps=4")
+    run.finish()
+    rows = [row for row in run.rows() if row["step"]]
+    assert [row["staleness/max"] for row in rows] == [0, 1, 2, 2]
+    assert all(row["grad_norm"] > 0 and "seconds/logprobs" not in row for row in rows)

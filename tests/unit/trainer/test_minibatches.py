@@ -1,0 +1,51 @@
+"""K epochs over a rollout batch: every sequence once an epoch, in an order of each epoch's own."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_megatron.config import RunConfig
+from rl_megatron.types import Samples
+from rl_megatron.update import minibatches
+
+
+def numbered(count: int) -> Samples:
+    """Sequences of one position that hold their number."""
+    zeros = torch.zeros(count)
+    return Samples(
+        input_ids=torch.arange(count),
+        targets=torch.arange(count),
+        mask=torch.ones(count, dtype=torch.bool),
+        advantages=zeros,
+        rollout_logprobs=zeros,
+        old_logprobs=zeros,
+        nll_weights=0.1 * (torch.arange(count) % 2),
+        cu_seqlens=torch.arange(count + 1),
+    )
+
+
+def orders(*, step: int, epochs: int, unit: int = 1, count: int = 12) -> list[list[int]]:
+    config = RunConfig.model_validate({"train": {"epochs": epochs, "minibatches": 3}})
+    parts = list(minibatches(numbered(count), config, step, unit=unit))
+    assert len(parts) == 3 * epochs
+    return [torch.cat([p.input_ids for p in parts[i : i + 3]]).tolist() for i in range(0, len(parts), 3)]
+
+
+def test_each_epoch_and_step_shuffles_anew_and_repeats_itself() -> None:
+    found = orders(step=1, epochs=4) + orders(step=2, epochs=4)
+    assert len({tuple(order) for order in found}) == 8
+    assert all(sorted(order) == list(range(12)) for order in found)
+    assert orders(step=1, epochs=4) == found[:4]
+
+
+def test_fewer_sequences_than_minibatches_are_one_each() -> None:
+    config = RunConfig.model_validate({"train": {"minibatches": 8}})
+    assert [p.num_sequences for p in minibatches(numbered(5), config, 1, unit=1)] == [1] * 5
+
+
+def test_nll_weights_are_over_the_right_tokens_of_their_minibatch() -> None:
+    config = RunConfig.model_validate({"train": {"minibatches": 3}})
+    for part in minibatches(numbered(12), config, 1, unit=1):
+        assert part.nll_weights is not None
+        right = int((part.input_ids % 2).sum())
+        assert abs(part.nll_weights.sum().item() - (0.1 if right else 0.0)) < 1e-6
