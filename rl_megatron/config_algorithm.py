@@ -151,7 +151,8 @@ class AlgorithmSection(Section):
     drop_truncated: bool = False
     """Whether completions cut at rollout.max_new_tokens are left out of the loss."""
     unfinished_reward: float | None = None
-    """What a completion cut at rollout.max_new_tokens gets in place of its reward, when given."""
+    """What a completion cut at rollout.max_new_tokens gets in place of its reward, when given; with credit=gae the cut
+    is then an end, else the critic's value of what would have come is added."""
     old_logprobs: Literal["learner", "rollout", "interpolated"] = "learner"
     """Who computes the old policy's log-probs: the learner, or the engine while it samples; interpolated: nobody, they
     lie between the engine's and the current ones by weight version (for decoupled PPO on stale rollouts)."""

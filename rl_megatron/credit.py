@@ -94,7 +94,8 @@ def assign_credit(
             values = kl_in_sequence_rewards(values, kl, samples.cu_seqlens, beta=memory.kl_coefficient)
     advantages = _completion_advantages(groups, values, section, memory)
     memory = _with_baseline(memory, values, section)
-    samples = _CREDITS[section.credit](samples, _Credit(advantages, penalty, truncated(groups), next_values), section)
+    goes_on = truncated(groups) & (section.unfinished_reward is None)  # a cut that has its reward is an end
+    samples = _CREDITS[section.credit](samples, _Credit(advantages, penalty, goes_on, next_values), section)
     if section.whiten:
         samples = replace(samples, advantages=whiten(samples.advantages, samples.mask))
     if section.drop_truncated:
@@ -110,7 +111,7 @@ def assign_credit(
 class _Credit:
     of_completions: Tensor  # [S] rewards, less their baseline
     of_tokens: Tensor  # [N] what each token adds by itself
-    truncated: Tensor  # [S] bool
+    goes_on: Tensor  # [S] bool, whether what would have come is worth ``next_values``
     next_values: Tensor | None  # [S]
 
     def per_token(self, samples: Samples) -> Tensor:
@@ -143,7 +144,7 @@ def _generalised(samples: Samples, credit: _Credit, section: AlgorithmSection) -
             samples.mask,
             samples.cu_seqlens,
             next_values=after,
-            truncated=credit.truncated,
+            truncated=credit.goes_on,
             gamma=section.gamma,
             lam=lam,
         )

@@ -163,6 +163,12 @@ def test_generalised_advantages_bootstrap_only_where_a_completion_was_cut() -> N
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_cut_with_a_reward_of_its_own_is_an_end() -> None:
+    section = {**NO_BASELINE, "credit": "gae", "gamma": 0.9, "lam": 0.8, "unfinished_reward": -1.0}
+    samples, _ = credit(section, TWO, next_values=AFTER, **VALUES)
+    assert by_completion(samples)[1] == pytest.approx(loop_gae([0, -1.0], [0.4, 0.5], 0.0, 0.9, 0.8), rel=1e-5)
+
+
 def test_the_critic_may_learn_with_a_lambda_of_its_own_and_the_policys_may_follow_the_length() -> None:
     section = {**NO_BASELINE, "credit": "gae", "lam_length_factor": 0.5, "critic": {"lam": 1.0}}
     samples, _ = credit(section, TWO, next_values=AFTER, **VALUES)

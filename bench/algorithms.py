@@ -1,0 +1,71 @@
+"""Every algorithm of conf/algorithm/ on the default task, and one page that compares them.
+
+    python -m bench.algorithms [NAME ...] [--dir runs/algorithms] [--jobs 2] [--set key=value ...]
+
+Each is the default run (``rl-megatron train algorithm=NAME``) in one process with one thread, ``--jobs`` of them at a
+time; what is finished in ``--dir`` is not run again. Prints a Markdown table and writes ``report.html`` there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rl_megatron.observability.files import read_jsonl
+from rl_megatron.observability.report import write_report
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
+PLAIN = ("learner.ep=1", "learner.threads=1", "log.progress=plain", "log.tensorboard=false")
+ENOUGH = 0.9
+
+
+def train(name: str, folder: Path, settings: list[str]) -> None:
+    """One run to its end; what it says goes to ``<folder>/<name>.log``."""
+    if list((folder / name).glob("hf_step_*")):
+        return
+    command = [sys.executable, "-m", "launcher", "train", f"algorithm={name}", f"run.dir={folder}", f"run.name={name}"]
+    if (folder / name / "config.yaml").is_file():
+        command.append("--resume")
+    with (folder / f"{name}.log").open("a") as log:
+        subprocess.run([*command, *PLAIN, *settings], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False)
+
+
+def row(name: str, folder: Path) -> str:
+    """Accuracy before, after and at best, the first step with enough of it, and the minutes of its steps."""
+    rows = [r for r in read_jsonl(folder / name / "metrics.jsonl") if r["phase"] == "rl"]
+    curve = {r["step"]: float(r["eval/accuracy"] or 0) for r in rows if "eval/accuracy" in r}
+    first = next((str(step) for step, accuracy in curve.items() if accuracy >= ENOUGH), "-")
+    minutes = sum(float(r.get("seconds/step") or 0) for r in rows) / 60
+    values = list(curve.values())
+    return f"| {name} | {values[0]:.3f} | {values[-1]:.3f} | {max(values):.3f} | {first} | {minutes:.1f} |"
+
+
+def main() -> None:
+    """Run, print the table, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--dir", type=Path, default=Path("runs/algorithms"))
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="settings")
+    options = parser.parse_args()
+    folder = options.dir.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda name: train(name, folder, options.settings), options.names))
+    done = [name for name in options.names if (folder / name / "metrics.jsonl").is_file()]
+    print(f"| algorithm | accuracy before | after | best | first step at {ENOUGH} | minutes |")
+    print("|---|---|---|---|---|---|")
+    for name in done:
+        print(row(name, folder))
+    print(f"\n{write_report([folder / name for name in done], folder / 'report.html')}")
+    print(f"{time.monotonic() - began:.0f} s, {options.jobs} at a time")
+
+
+if __name__ == "__main__":
+    main()
