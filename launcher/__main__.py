@@ -56,6 +56,20 @@ def report(
 
 
 @app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="Hugging Face or megatron torch_dist folder", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="folder to make, of the other kind", show_default=False)],
+    config: Annotated[Path | None, typer.Option(help="folder with config.json, where source has none")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as stored when not given")] = None,
+    shard_gb: Annotated[float | None, typer.Option(help="size of a file [default: 1 to megatron, 5 to HF]")] = None,
+) -> None:
+    """Convert a checkpoint to the other kind, streaming; killed and given again, it goes on."""
+    from tools import conversion
+
+    conversion.run(source, out, dtype=dtype, shard_gb=shard_gb, config=config)
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine and this installation can run."""
     doctor_room.show()

@@ -138,12 +138,19 @@ class Worker:
         self._transport = ProcessGroupTransport(transfers, src=tensors, dst=self._engine.tensors)
 
     def start_from(self, role: str, folder: Path) -> None:
-        """Fill this rank's part of a model from a Hugging Face folder. Raises as ``read_boxes`` does."""
+        """Fill this rank's part of a model from a Hugging Face folder, or from one of megatron's own kind.
+
+        Raises as ``read_boxes`` does, or CheckpointError. A reference is read from a Hugging Face folder.
+        """
         import torch
 
+        from rl_megatron.weights.convert import is_megatron
         from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
 
         learner = self._learners.get(role, self._learners["policy"])
+        if role in self._learners and is_megatron(folder):
+            learner.load_weights(folder)
+            return
         tensors = dict(learner.tensors)
         if role == "reference":
             tensors = self._reference = {name: torch.empty_like(t) for name, t in tensors.items()}

@@ -80,7 +80,7 @@ class Trainer:
             await roles.weights.export(self.start_folder)
         if fresh and roles.critic is not None:
             path = critic.path or self.start_folder
-            trained = (path / "metadata.json").is_file()  # megatron's shards, not a Hugging Face folder
+            trained = not (path / "config.json").is_file()  # shards of a critic, not a model to start from
             await (roles.critic.load(path) if trained else roles.critic.start_from(path))
         if roles.reference is not None:
             await roles.reference.start_from(kl.reference or self.start_folder)

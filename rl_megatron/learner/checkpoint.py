@@ -90,6 +90,23 @@ def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Meg
     )
 
 
+def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, without: str | None = None) -> None:
+    """Fill the model alone from ``folder``, leaving names that begin with ``without``. Raises CheckpointError."""
+    for i, chunk in enumerate(chunks):
+        model = _inner(chunk)
+        wanted = {
+            name: part
+            for name, part in model.sharded_state_dict(metadata=dict(_METADATA)).items()
+            if not name.endswith("_extra_state") and not (without and name.startswith(without))
+        }
+        try:
+            state = dist_checkpointing.load({"model": wanted}, str(folder))
+        except (CheckpointingException, OSError, RuntimeError, KeyError) as error:
+            raise CheckpointError(f"{folder}: megatron cannot load these shards into chunk {i}: {error}") from error
+        with torch.no_grad():
+            model.load_state_dict(state["model"], strict=False)
+
+
 def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Fill model and optimizer from ``folder``. Raises CheckpointError where shards are missing or do not fit."""
     wanted = _sharded_state(chunks, optimizer, loading=True)

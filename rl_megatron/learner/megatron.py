@@ -93,6 +93,12 @@ class MegatronLearner:
         """Take over parameters that were written from outside (the optimizer keeps its own float32 copies)."""
         self._optimizer.reload_model_params()
 
+    def load_weights(self, folder: Path) -> None:
+        """Start from a ``torch_dist`` checkpoint's model, all but a critic's value layer. Raises CheckpointError."""
+        is_critic = isinstance(self._head, ValueHead)
+        checkpoint.load_weights(folder, self._chunks, without="output_layer." if is_critic else None)
+        self.adopt()
+
     def score(
         self, micro_batches: Sequence[Samples], weights: Mapping[str, Tensor] | None = None
     ) -> list[Tensor] | None:

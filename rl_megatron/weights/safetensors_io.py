@@ -73,9 +73,9 @@ def read_boxes(checkpoint: Checkpoint, hf: Layout, layout: Layout, rank: int, te
     ``hf`` is the layout of the checkpoint itself. Values are cast to each tensor's dtype. Raises WeightError naming
     every tensor of the checkpoint, then of ``tensors``, that is missing, unknown or misshapen; nothing is written then.
     """
-    _raise_misfits(f"{checkpoint.folder}", checkpoint.shapes(), hf.local_shapes(0))
+    raise_misfits(f"{checkpoint.folder}", checkpoint.shapes(), hf.local_shapes(0))
     here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    _raise_misfits(f"tensors of rank {rank}", here, layout.local_shapes(rank))
+    raise_misfits(f"tensors of rank {rank}", here, layout.local_shapes(rank))
     transfers = plan(hf, layout, placement={rank: rank})
     filled: Counter[str] = Counter()
     with torch.no_grad():
@@ -107,8 +107,8 @@ def write_folder(
     partial.mkdir(parents=True)
     try:
         _write_tensors(tensors, partial, max_shard_bytes)
-        (partial / "config.json").write_text(_config(source_folder, {t.dtype for t in tensors.values()}))
-        for path in {path for pattern in _COMPANIONS for path in source_folder.glob(pattern) if path.is_file()}:
+        (partial / "config.json").write_text(with_dtype(source_folder, {t.dtype for t in tensors.values()}))
+        for path in companions(source_folder):
             shutil.copyfile(path, partial / path.name)
         publish_folder(partial, out)
     finally:
@@ -137,7 +137,12 @@ def _write_tensors(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes:
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _config(source_folder: Path, dtypes: set[torch.dtype]) -> str:
+def companions(folder: Path) -> set[Path]:
+    """Generation config, tokenizer files and chat template beside a checkpoint."""
+    return {path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()}
+
+
+def with_dtype(source_folder: Path, dtypes: set[torch.dtype]) -> str:
     """The source's config.json, changed only where it would make a reader round the weights to another dtype."""
     text = (source_folder / "config.json").read_text()
     config = json.loads(text)
@@ -155,7 +160,8 @@ def _open(path: Path) -> Any:  # safetensors' class has no types
         raise CheckpointError(f"{path} is torn or no safetensors file ({error}); fetch or export it again") from error
 
 
-def _raise_misfits(where: str, given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+def raise_misfits(where: str, given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+    """Raises WeightError that names each tensor that is missing, unknown or misshapen."""
     _raise_lines(f"{where} do not fit the model", list(_misfits(given, wanted)))
 
 

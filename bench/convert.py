@@ -1,0 +1,142 @@
+"""Seconds and memory of converting a random Qwen3-MoE between Hugging Face and megatron files, beside ``cp -r``.
+
+    python -m bench.convert [--gb 2 4 8] [--dir FOLDER] [--repeats 3]
+
+Each conversion is a process of its own on files in the page cache (*warm*), or with the page cache dropped before
+(*cold*, as root). ``cp -r`` of the same bytes runs before each, and both times include the sync that makes the result
+durable. Peak memory is the most resident memory of the process, the mapped pages of its input among it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rl_megatron.config import TinyModelSection
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.weights import convert
+from rl_megatron.weights.layout import Layout
+from rl_megatron.weights.mapped import header_bytes
+from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE
+
+LAYER_GB = 0.62
+SHARD_BYTES = 2 * 10**9
+
+
+def make_model(folder: Path, gigabytes: float) -> None:
+    """A Hugging Face folder of random bfloat16 bytes: config and tokenizer of a tiny model, sizes changed."""
+    tiny = make_tiny_model(TinyModelSection(), folder.parent / "tiny", seed=0)
+    shutil.copytree(tiny, folder)
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    changed = {
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": max(1, round(gigabytes / LAYER_GB)),
+        "vocab_size": 32000,
+        "dtype": "bfloat16",
+    }
+    experts = {key: 64 for key in ("num_experts", "num_local_experts") if key in config}
+    (folder / "config.json").write_text(json.dumps({**config, **changed, **experts}))
+    shapes = list(Layout(table=HF_QWEN3_MOE, shape=ModelShape.from_folder(folder)).local_shapes(0).items())
+    files: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    free = SHARD_BYTES
+    for name, shape in shapes:
+        size = 2 * torch.Size(shape).numel()
+        if size > free:
+            files.append([])
+            free = SHARD_BYTES
+        files[-1].append((name, shape))
+        free -= size
+    noise = np.random.default_rng(0).bytes(64 << 20)
+    weight_map = {}
+    for i, tensors in enumerate(files, 1):
+        name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        weight_map.update({tensor: name for tensor, _ in tensors})
+        with (folder / name).open("wb") as file:
+            file.write(header_bytes([(tensor, torch.bfloat16, shape) for tensor, shape in tensors]))
+            left = sum(2 * torch.Size(shape).numel() for _, shape in tensors)
+            while left:
+                left -= file.write(noise[: min(left, len(noise))])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def timed(work: Callable[[], object], *, cold: bool) -> float:
+    """Seconds of ``work`` and of the sync behind it."""
+    os.sync()
+    if cold:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    began = time.perf_counter()
+    work()
+    os.sync()
+    return time.perf_counter() - began
+
+
+def one(direction: str, source: Path, out: Path) -> None:
+    """The child: convert, print the peak of resident memory in MiB."""
+    {"to_megatron": convert.hf_to_megatron, "to_hf": convert.megatron_to_hf}[direction](source, out)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def measure(direction: str, source: Path, out: Path, repeats: int, *, cold: bool) -> tuple[float, float, float]:
+    """Median seconds of ours and of cp -r, and our peak MiB."""
+    ours, theirs, peaks, copy = [], [], [], out.with_name("copy")
+
+    def child() -> None:
+        command = [sys.executable, "-m", "bench.convert", "--one", direction, str(source), str(out)]
+        peaks.append(float(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+
+    for _ in range(repeats):
+        theirs.append(timed(partial(subprocess.run, ["cp", "-r", source, copy], check=True), cold=cold))
+        shutil.rmtree(copy)
+        shutil.rmtree(out, ignore_errors=True)
+        ours.append(timed(child, cold=cold))
+    return statistics.median(ours), statistics.median(theirs), max(peaks)
+
+
+def main() -> None:
+    """Print a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--dir", type=Path, default=None)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        one(options.one[0], Path(options.one[1]), Path(options.one[2]))
+        return
+    print("| GB | direction | cache | cp -r and sync, s | ours, s | ratio | wanted | peak MiB |")
+    print("|---|---|---|---|---|---|---|---|")
+    for gigabytes in options.gb:
+        with tempfile.TemporaryDirectory(dir=options.dir) as scratch:
+            hf, megatron, back = (Path(scratch) / name for name in ("hf", "megatron", "back"))
+            make_model(hf, gigabytes)
+            size = convert.total_bytes(hf) / 1e9
+            for cold in (False, True):
+                for direction, source, out in (("to_megatron", hf, megatron), ("to_hf", megatron, back)):
+                    ours, theirs, peak = measure(direction, source, out, options.repeats, cold=cold)
+                    cache, ratio = "cold" if cold else "warm", ours / theirs
+                    times = f"{theirs:.2f} | {ours:.2f} | {ratio:.2f}"
+                    print(f"| {size:.1f} | {direction} | {cache} | {times} | 1.5 | {peak:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Tensors made of pieces of other files' tensors, written file by file: bounded memory, and a kill costs one file.
+
+Input is memory-mapped; output leaves in blocks of a few MiB. Each file is written under a temporary name, synced and
+renamed, beside what its writer noted; the folder gets its own name when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from rl_megatron.durable import publish_folder, sync, write_atomically
+from rl_megatron.errors import CheckpointError
+from rl_megatron.weights.layout import Box, Shape
+from rl_megatron.weights.mapped import MappedFile
+
+BLOCK_BYTES = 4 << 20  # of output in memory at once, a thread
+FORGET_BYTES = 256 << 20  # of input whose pages are kept at once, a thread
+_JOURNAL = "conversion.json"
+
+Progress = Callable[[int], None]
+"""Told the bytes of output since the last call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """``src_box`` of a source tensor belongs at ``box`` of what is written; boxes of one size."""
+
+    box: Box
+    source: Callable[[], Tensor]
+    src_box: Box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One tensor to write: its parts cover it, but for padding, which is 0."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def blocks(self, progress: Progress) -> Iterator[Tensor]:
+        """The tensor's rows, a few MiB at a time, in order."""
+        row = max(self.num_bytes // max(self.shape[0], 1), 1) if self.shape else self.num_bytes
+        step = max(BLOCK_BYTES // row, 1)
+        sources = [(part, part.source()) for part in self.parts]
+        rows = self.shape[0]
+        for low in range(0, rows, step):
+            high = min(low + step, rows)
+            block = torch.zeros((high - low, *self.shape[1:]), dtype=self.dtype)
+            for part, source in sources:
+                start, stop = max(low, part.box[0][0]), min(high, part.box[0][1])
+                if start < stop:
+                    shift = part.src_box[0][0] - part.box[0][0]
+                    taken = source[_slices(((start + shift, stop + shift), *part.src_box[1:]))]
+                    block[_slices(((start - low, stop - low), *part.box[1:]))] = taken
+            progress(block.nbytes)
+            yield block
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(low, high) for low, high in box)
+
+
+class Files:
+    """Mapped input files; a thread's turn at a file ends with their pages let go."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._files = {path: MappedFile(path) for path in paths}
+
+    def __getitem__(self, path: Path) -> MappedFile:
+        return self._files[path]
+
+    def forget(self) -> None:
+        """Let go of the pages of all files."""
+        for file in self._files.values():
+            file.forget()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sink:
+    """How one output file is written; ``write`` gets the file and its jobs and returns what to note of them."""
+
+    name: str
+    jobs: tuple[Job, ...]
+    write: Callable[[IO[bytes], Sequence[Job], Progress], list[dict[str, object]]]
+
+
+def in_files(jobs: Sequence[Job], limit: int) -> list[list[Job]]:
+    """The jobs of each file: files of at most ``limit`` bytes, or one tensor, in order."""
+    groups: list[list[Job]] = []
+    free = 0
+    for job in jobs:
+        if not groups or job.num_bytes > free:
+            groups.append([])
+            free = limit
+        groups[-1].append(job)
+        free -= job.num_bytes
+    return groups
+
+
+def run(
+    source: Path,
+    out: Path,
+    sinks: Sequence[Sink],
+    files: Files,
+    progress: Progress,
+    finish: Callable[[Path, Mapping[str, list[dict[str, object]]]], None],
+    *,
+    options: Mapping[str, object],
+) -> None:
+    """Write what is missing of ``sinks`` into a hidden folder beside ``out``, ``finish`` it, give it its name.
+
+    Where a folder of the same source and ``options`` is left of a kill, its whole files stay. Raises CheckpointError
+    where ``out`` exists, or the disk is full.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out} exists; remove it or give another name")
+    partial_folder = out.with_name(f".{out.name}.partial")
+    journal = {"source": _fingerprint(source), "files": [s.name for s in sinks], **options}
+    path = partial_folder / _JOURNAL
+    if not path.is_file() or json.loads(path.read_text()) != journal:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        partial_folder.mkdir(parents=True)
+        write_atomically(path, json.dumps(journal).encode())
+    notes: dict[str, list[dict[str, object]]] = {}
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
+        written = pool.map(lambda sink: _write_file(partial_folder, sink, files, progress), sinks)
+        try:
+            notes.update(zip((sink.name for sink in sinks), written, strict=True))
+        except OSError as error:
+            pool.shutdown(cancel_futures=True)
+            raise CheckpointError(
+                f"{partial_folder}: {error.strerror or error}; what is written stays there, and the same command, "
+                "given again, goes on with it"
+            ) from error
+    finish(partial_folder, notes)
+    for left in (path, *partial_folder.glob("*.notes")):
+        left.unlink()
+    publish_folder(partial_folder, out)
+
+
+def _write_file(folder: Path, sink: Sink, files: Files, progress: Progress) -> list[dict[str, object]]:
+    final, notes_path = folder / sink.name, folder / f"{sink.name}.notes"
+    if final.is_file():  # of a conversion that was killed
+        progress(sum(job.num_bytes for job in sink.jobs))
+        kept: list[dict[str, object]] = json.loads(notes_path.read_text())
+        return kept
+    since = 0
+
+    def counted(n: int) -> None:
+        nonlocal since
+        since += n
+        if since > FORGET_BYTES:
+            files.forget()
+            since = 0
+        progress(n)
+
+    temporary = folder / f".{sink.name}.tmp"
+    with temporary.open("wb", buffering=0) as file:
+        notes = sink.write(file, sink.jobs, counted)
+    files.forget()
+    sync(temporary)
+    write_atomically(notes_path, json.dumps(notes).encode())
+    temporary.rename(final)
+    return notes
+
+
+def _fingerprint(folder: Path) -> list[list[object]]:
+    """Name, size and time of every file: another source means another conversion."""
+    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]

@@ -1,0 +1,189 @@
+"""Conversion between Hugging Face and megatron files, against safetensors' and torch's own readers."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rl_megatron.config import TinyModelSection
+from rl_megatron.errors import CheckpointError, RLMegatronError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.weights import convert, streaming
+from rl_megatron.weights.layout import Layout
+from rl_megatron.weights.mapped import MappedFile
+from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
+from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.torch_dist import place_of, read_index, read_tensor
+
+SPEC = TinyModelSection(hidden_size=32, expert_width=24, num_layers=3, num_experts=4)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def hf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec = SPEC.model_copy(update={"tie_embeddings": request.param})
+    return make_tiny_model(spec, tmp_path_factory.mktemp("models"), seed=4)
+
+
+@pytest.fixture(scope="module")
+def megatron(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("megatron") / "checkpoint"
+    convert.hf_to_megatron(hf, out, shard_bytes=20_000)
+    return out
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def test_torchs_own_reader_finds_the_tensors_that_megatron_holds(hf: Path, megatron: Path) -> None:
+    shape = ModelShape.from_folder(hf)
+    layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape)
+    wanted = {name: torch.full(size, -1.0) for name, size in layout.local_shapes(0).items()}
+    read_boxes(Checkpoint(hf), Layout(table=HF_QWEN3_MOE, shape=shape), layout, 0, wanted)
+    sizes, _ = read_index(megatron)
+    state: dict[str, Any] = {key: torch.empty(size) for key, size in sizes.items()}
+    dcp.load(state, checkpoint_id=str(megatron), no_dist=True)
+    for name, tensor in wanted.items():
+        key, index = place_of(name)
+        assert torch.equal(state[key][index], tensor), name
+    assert sum(t.numel() for t in state.values()) == sum(t.numel() for t in wanted.values())
+    assert len(list(megatron.glob("*.distcp"))) > 3
+
+
+def test_there_and_back_is_the_same_checkpoint_to_the_bit(hf: Path, megatron: Path, tmp_path: Path) -> None:
+    convert.megatron_to_hf(megatron, tmp_path / "back", shard_bytes=30_000)
+    assert_equal(tensors(tmp_path / "back"), tensors(hf))
+    index = json.loads((tmp_path / "back/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors(hf).keys()
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((hf / "config.json").read_text())
+    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
+        assert (tmp_path / "back" / name).read_bytes() == (hf / name).read_bytes()
+
+
+def test_a_dtype_is_converted_on_the_way_and_told_in_the_config(hf: Path, tmp_path: Path) -> None:
+    convert.hf_to_megatron(hf, tmp_path / "half", dtype=torch.bfloat16)
+    convert.megatron_to_hf(tmp_path / "half", tmp_path / "back")
+    assert_equal(tensors(tmp_path / "back"), {name: t.bfloat16() for name, t in tensors(hf).items()})
+    assert "bfloat16" in (tmp_path / "back/config.json").read_text()
+
+
+def broken(hf: Path, folder: Path) -> Path:
+    shutil.copytree(hf, folder)
+    return folder
+
+
+def test_bad_input_is_named_and_leaves_nothing_that_looks_whole(hf: Path, tmp_path: Path) -> None:
+    cut, wrong, extra = (broken(hf, tmp_path / name) for name in ("cut", "wrong", "extra"))
+    file = cut / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    bent = tensors(hf)
+    bent["model.norm.weight"] = torch.zeros(3)
+    save_file(bent, wrong / "model.safetensors")
+    save_file({**tensors(hf), "model.surprise": torch.zeros(1)}, extra / "model.safetensors")
+    missing = broken(hf, tmp_path / "missing")
+    (missing / "model.safetensors").unlink()
+    cases = {
+        cut: "model.safetensors is torn",
+        wrong: r"model.norm.weight has shape \(3,\); it should have \(32,\)",
+        extra: "model.surprise is unknown",
+        missing: "files that should be there are not: model.safetensors",
+    }
+    for source, message in cases.items():
+        with pytest.raises(RLMegatronError, match=message):
+            convert.hf_to_megatron(source, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    (tmp_path / "there").mkdir()
+    with pytest.raises(CheckpointError, match="there exists; remove it"):
+        convert.hf_to_megatron(hf, tmp_path / "there")
+
+
+def test_torn_and_incomplete_megatron_checkpoints_are_named(megatron: Path, tmp_path: Path) -> None:
+    torn = broken(megatron, tmp_path / "torn")
+    largest = max(torn.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-3000])
+    with pytest.raises(CheckpointError, match="torn"):
+        convert.megatron_to_hf(torn, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    lost = broken(megatron, tmp_path / "lost")
+    (lost / ".metadata").write_bytes((lost / ".metadata").read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match=r"\.metadata is torn"):
+        convert.megatron_to_hf(lost, tmp_path / "out")
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("echo gone",)
+
+
+def test_a_pickle_that_would_run_code_is_refused(megatron: Path, tmp_path: Path) -> None:
+    folder = broken(megatron, tmp_path / "evil")
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"names (posix|os)\.system, which no such checkpoint needs"):
+        convert.megatron_to_hf(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("direction", ["to_megatron", "to_hf"])
+def test_what_a_kill_left_is_gone_on_with(
+    direction: str, hf: Path, megatron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = hf if direction == "to_megatron" else megatron
+    work = {"to_megatron": convert.hf_to_megatron, "to_hf": convert.megatron_to_hf}[direction]
+    written: list[str] = []
+    original = streaming._write_file
+
+    class Killed(BaseException):
+        pass
+
+    def once(folder: Path, sink: streaming.Sink, *rest: Any) -> Any:
+        if len(written) == 3:
+            raise Killed
+        written.append(sink.name)
+        return original(folder, sink, *rest)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(streaming, "_write_file", once)
+    with pytest.raises(Killed):
+        work(source, tmp_path / "out", shard_bytes=20_000)
+    assert not (tmp_path / "out").exists()
+    kept = {name: (tmp_path / ".out.partial" / name).stat().st_mtime_ns for name in written}
+    monkeypatch.setattr(streaming, "_write_file", original)
+    work(source, tmp_path / "out", shard_bytes=20_000)
+    work(source, tmp_path / "whole", shard_bytes=20_000)
+    assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in written} == kept
+    names = {path.name for path in (tmp_path / "whole").iterdir()}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    for name in names - {"common.pt"}:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert not (tmp_path / ".out.partial").exists()
+
+
+def test_chunks_are_read_in_place(megatron: Path) -> None:
+    _, chunks = read_index(megatron)
+    chunk = max(chunks, key=lambda c: c.length)
+    view = read_tensor(MappedFile(megatron / chunk.file), chunk)
+    whole = torch.load(_part(megatron / chunk.file, chunk.start, chunk.length), weights_only=True)
+    assert view.data_ptr() % 64 == 0
+    assert torch.equal(view, whole)
+
+
+def _part(path: Path, start: int, length: int) -> Any:
+    return io.BytesIO(path.read_bytes()[start : start + length])

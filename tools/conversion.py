@@ -1,0 +1,52 @@
+"""Convert a checkpoint with a progress display: what the conversion tools and ``rl-megatron convert`` share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.weights import convert
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def run(
+    source: Path, out: Path, *, dtype: str | None = None, shard_gb: float | None = None, config: Path | None = None
+) -> None:
+    """Convert to the other kind; which one ``source`` is, it shows by itself. Raises RLMegatronError."""
+    if not source.is_dir():
+        raise ConfigError(f"{source}: no such folder; give a Hugging Face or a megatron torch_dist checkpoint")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is unknown; one of: {', '.join(DTYPES)}")
+    if shard_gb is not None and not shard_gb > 0:
+        raise ConfigError(f"shard size {shard_gb} GB must be above 0")
+    options = {} if shard_gb is None else {"shard_bytes": int(shard_gb * 1e9)}
+    kind = None if dtype is None else DTYPES[dtype]
+    backwards = convert.is_megatron(source)
+    columns = (TextColumn(out.name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as display:
+        task = display.add_task("", total=convert.total_bytes(source))
+
+        def progress(count: int) -> None:
+            display.advance(task, count)
+
+        if backwards:
+            convert.megatron_to_hf(source, out, config=config, dtype=kind, progress=progress, **options)
+        else:
+            convert.hf_to_megatron(source, out, dtype=kind, progress=progress, **options)
+        display.update(task, completed=display.tasks[0].total)
+
+
+def say(work: Callable[[], None]) -> None:
+    """Run a tool's work; an error that is the user's to read goes to stderr, exit status 1."""
+    try:
+        work()
+    except RLMegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)

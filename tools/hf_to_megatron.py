@@ -1,0 +1,37 @@
+"""Hugging Face safetensors to a megatron ``torch_dist`` checkpoint that loads at any TP, PP, EP and ETP.
+
+    python tools/hf_to_megatron.py HF_DIR MEGATRON_DIR [--dtype bfloat16] [--shard-gb 1]
+
+Streams: no GPU, no process group, no model in memory. Killed and started again, it goes on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rl_megatron.errors import ConfigError
+from rl_megatron.weights.convert import is_megatron
+from tools import conversion
+
+
+def main(
+    hf_dir: Annotated[Path, typer.Argument(help="Hugging Face folder to read", show_default=False)],
+    megatron_dir: Annotated[Path, typer.Argument(help="folder to make; must not exist", show_default=False)],
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as stored when not given")] = None,
+    shard_gb: Annotated[float, typer.Option(help="size of a file")] = 1.0,
+) -> None:
+    """Convert Hugging Face safetensors to a megatron torch_dist checkpoint."""
+
+    def work() -> None:
+        if hf_dir.is_dir() and is_megatron(hf_dir):
+            raise ConfigError(f"{hf_dir} is a megatron checkpoint already; tools/megatron_to_hf.py goes the other way")
+        conversion.run(hf_dir, megatron_dir, dtype=dtype, shard_gb=shard_gb)
+
+    conversion.say(work)
+
+
+if __name__ == "__main__":
+    typer.run(main)

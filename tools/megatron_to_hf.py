@@ -1,0 +1,39 @@
+"""A megatron ``torch_dist`` checkpoint, saved in whatever layout, to Hugging Face safetensors.
+
+    python tools/megatron_to_hf.py MEGATRON_DIR HF_DIR [--config HF_DIR] [--dtype bfloat16] [--shard-gb 5]
+
+Reads what tools/hf_to_megatron.py wrote and the learner/ folder of a run's checkpoint (give ``--config`` then: a folder
+with the model's config.json and tokenizer). Streams, and goes on after a kill.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rl_megatron.errors import ConfigError
+from rl_megatron.weights.convert import is_megatron
+from tools import conversion
+
+
+def main(
+    megatron_dir: Annotated[Path, typer.Argument(help="torch_dist checkpoint to read", show_default=False)],
+    hf_dir: Annotated[Path, typer.Argument(help="folder to make; must not exist", show_default=False)],
+    config: Annotated[Path | None, typer.Option(help="folder with config.json, where the checkpoint has none")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as stored when not given")] = None,
+    shard_gb: Annotated[float, typer.Option(help="size of a file")] = 5.0,
+) -> None:
+    """Convert a megatron torch_dist checkpoint to Hugging Face safetensors."""
+
+    def work() -> None:
+        if megatron_dir.is_dir() and not is_megatron(megatron_dir):
+            raise ConfigError(f"{megatron_dir} is a Hugging Face folder; tools/hf_to_megatron.py goes the other way")
+        conversion.run(megatron_dir, hf_dir, dtype=dtype, shard_gb=shard_gb, config=config)
+
+    conversion.say(work)
+
+
+if __name__ == "__main__":
+    typer.run(main)
