@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,8 +21,7 @@ def run(
     source: Path, out: Path, *, dtype: str | None = None, shard_gb: float | None = None, config: Path | None = None
 ) -> None:
     """Convert to the other kind; which one ``source`` is, it shows by itself. Raises RLMegatronError."""
-    if not source.is_dir():
-        raise ConfigError(f"{source}: no such folder; give a Hugging Face or a megatron torch_dist checkpoint")
+    must_be_there(source)
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is unknown; one of: {', '.join(DTYPES)}")
     if shard_gb is not None and not shard_gb > 0:
@@ -29,18 +29,27 @@ def run(
     options = {} if shard_gb is None else {"shard_bytes": int(shard_gb * 1e9)}
     kind = None if dtype is None else DTYPES[dtype]
     backwards = convert.is_megatron(source)
-    columns = (TextColumn(out.name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as display:
-        task = display.add_task("", total=convert.total_bytes(source))
-
-        def progress(count: int) -> None:
-            display.advance(task, count)
-
+    with display(source) as progress:
         if backwards:
             convert.megatron_to_hf(source, out, config=config, dtype=kind, progress=progress, **options)
         else:
             convert.hf_to_megatron(source, out, dtype=kind, progress=progress, **options)
-        display.update(task, completed=display.tasks[0].total)
+
+
+def must_be_there(folder: Path) -> None:
+    """Raises ConfigError for a folder that is not."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; give a Hugging Face or a megatron torch_dist checkpoint")
+
+
+@contextmanager
+def display(folder: Path) -> Iterator[Callable[[int], None]]:
+    """A bar over the bytes of a checkpoint, with rate and time left, on stderr."""
+    columns = (TextColumn(folder.name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=convert.total_bytes(folder))
+        yield lambda count: bar.advance(task, count)
+        bar.update(task, completed=bar.tasks[0].total)
 
 
 def say(work: Callable[[], None]) -> None:

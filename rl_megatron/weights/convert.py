@@ -21,7 +21,7 @@ from rl_megatron.durable import write_atomically
 from rl_megatron.errors import CheckpointError, ConfigError, WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.layout import Box, Layout, Shape
-from rl_megatron.weights.mapped import Entry, header_bytes, read_header
+from rl_megatron.weights.mapped import Entry, MappedFile, header_bytes, read_header
 from rl_megatron.weights.safetensors_io import companions, raise_misfits, with_dtype
 from rl_megatron.weights.streaming import Files, Job, Part, Progress, Sink, in_files, run
 from rl_megatron.weights.tables import qwen3_moe
@@ -42,18 +42,15 @@ def hf_to_megatron(
     WeightError or ConfigError naming what is missing, torn, unknown or misshapen; ``out`` is whole or not there.
     """
     shape = ModelShape.from_folder(source)
-    entries, files = _open_hf(source)
-    hf = Layout(table=qwen3_moe.HF_QWEN3_MOE, shape=shape)
-    raise_misfits(str(source), {name: entry.shape for _, name, entry in entries}, hf.local_shapes(0))
-    home = {name: (path, entry) for path, name, entry in entries}
+    stored, files = _hf_folder(source, shape)
+    home = {job.name: job for job in stored}
     megatron = Layout(table=qwen3_moe.MEGATRON_QWEN3_MOE, shape=shape)
     parts: dict[str, list[Part]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for piece in megatron.slices(0):
-        path, entry = home[piece.hf]
-        view = partial(entry.view, files[path])
-        parts.setdefault(piece.param, []).append(Part(box=piece.box, source=view, src_box=piece.hf_box))
-        dtypes[piece.param] = dtype or entry.dtype
+        (whole,) = home[piece.hf].parts
+        parts.setdefault(piece.param, []).append(Part(box=piece.box, source=whole.source, src_box=piece.hf_box))
+        dtypes[piece.param] = dtype or home[piece.hf].dtype
     jobs = [
         Job(name=name, shape=size, dtype=dtypes[name], parts=tuple(parts[name]))
         for name, size in megatron.local_shapes(0).items()
@@ -89,10 +86,7 @@ def megatron_to_hf(
     ``config`` is a folder with config.json and tokenizer where the checkpoint holds none. Raises as `hf_to_megatron`.
     """
     companion = config or source
-    shape = ModelShape.from_folder(companion)
-    sizes, chunks = read_index(source)
-    files = Files([source / name for name in sorted({c.file for c in chunks})])
-    jobs = _hf_jobs(shape, sizes, chunks, source, files, dtype)
+    jobs, files = _megatron_folder(source, ModelShape.from_folder(companion), dtype)
     groups = in_files(jobs, shard_bytes)
     single = len(groups) == 1
     names = (
@@ -114,33 +108,46 @@ def megatron_to_hf(
     run(source, out, sinks, files, progress, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
 
 
-def _open_hf(source: Path) -> tuple[list[tuple[Path, str, Entry]], Files]:
+def hf_tensors(folder: Path, config: Path | None = None) -> tuple[list[Job], Files]:
+    """The Hugging Face tensors that a checkpoint of either kind holds, ready to be read block by block.
+
+    ``config`` is a folder with config.json where ``folder`` has none. Raises as `hf_to_megatron`.
+    """
+    shape = ModelShape.from_folder(config or folder)
+    return _megatron_folder(folder, shape, None) if is_megatron(folder) else _hf_folder(folder, shape)
+
+
+def _hf_folder(source: Path, shape: ModelShape) -> tuple[list[Job], Files]:
     index = source / "model.safetensors.index.json"
-    if index.is_file():
-        placed: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        names = sorted(set(placed.values()))
-    else:
-        placed, names = {}, ["model.safetensors"]
-    missing = [name for name in names if not (source / name).is_file()]
-    if missing:
-        raise CheckpointError(f"{source}: files that should be there are not: {', '.join(missing)}")
-    files = Files([source / name for name in names])
+    placed: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    names = sorted(set(placed.values())) or ["model.safetensors"]
+    files = _opened(source, names)
     entries = [(source / n, tensor, entry) for n in names for tensor, entry in read_header(files[source / n]).items()]
     lost = placed.keys() - {name for _, name, _ in entries}
     if lost:
         raise WeightError(f"{index} places tensors that no file holds: {', '.join(sorted(lost)[:20])}")
-    return entries, files
+    wanted = Layout(table=qwen3_moe.HF_QWEN3_MOE, shape=shape).local_shapes(0)
+    raise_misfits(str(source), {name: entry.shape for _, name, entry in entries}, wanted)
+    return [_stored(name, entry, files[path]) for path, name, entry in entries], files
 
 
-def _hf_jobs(
-    shape: ModelShape,
-    sizes: Mapping[str, Shape],
-    chunks: Sequence[Chunk],
-    source: Path,
-    files: Files,
-    dtype: torch.dtype | None,
-) -> list[Job]:
+def _stored(name: str, entry: Entry, file: MappedFile) -> Job:
+    box = tuple((0, size) for size in entry.shape)
+    part = Part(box=box, source=partial(entry.view, file), src_box=box)
+    return Job(name=name, shape=entry.shape, dtype=entry.dtype, parts=(part,))
+
+
+def _opened(folder: Path, names: Sequence[str]) -> Files:
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{folder}: files that should be there are not: {', '.join(missing)}")
+    return Files([folder / name for name in names])
+
+
+def _megatron_folder(source: Path, shape: ModelShape, dtype: torch.dtype | None) -> tuple[list[Job], Files]:
     """Every Hugging Face tensor out of the chunks that hold a piece of it, whatever layout wrote them."""
+    _, chunks = read_index(source)
+    files = _opened(source, sorted({c.file for c in chunks}))
     by_key: dict[str, list[Chunk]] = {}
     for chunk in chunks:
         by_key.setdefault(chunk.key, []).append(chunk)
@@ -173,7 +180,8 @@ def _hf_jobs(
     ]
     if short:
         raise WeightError("\n  ".join([f"{source} does not hold these whole:", *short[:20]]))
-    return [Job(name=name, shape=size, dtype=kinds[name], parts=tuple(parts[name])) for name, size in wanted.items()]
+    jobs = [Job(name=name, shape=size, dtype=kinds[name], parts=tuple(parts[name])) for name, size in wanted.items()]
+    return jobs, files
 
 
 def _indices(chunk: Chunk, depth: int) -> Iterator[Shape]:

@@ -261,13 +261,21 @@ def _chunk(index: Any, info: Any, tensor: Any) -> Chunk:
     )
 
 
-def read_tensor(file: MappedFile, chunk: Chunk) -> Tensor:
-    """A view of a chunk's data in its file. Raises CheckpointError where the zip is torn or not of this chunk."""
-    where = f"{file.path}, bytes {chunk.start} to {chunk.start + chunk.length} ({chunk.key} {chunk.offsets})"
+def open_chunk(file: MappedFile, chunk: Chunk) -> zipfile.ZipFile:
+    """The zip of a chunk. Raises CheckpointError where it is torn."""
+    where = _where(file, chunk)
     if chunk.start + chunk.length > file.size:
         raise CheckpointError(f"{where}: the file has {file.size} bytes; it is torn")
     try:
-        archive = zipfile.ZipFile(_Window(file, chunk.start, chunk.length))
+        return zipfile.ZipFile(_Window(file, chunk.start, chunk.length))
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(f"{where}: torn, or not written by torch.save ({error})") from error
+
+
+def read_tensor(file: MappedFile, chunk: Chunk) -> Tensor:
+    """A view of a chunk's data in its file. Raises CheckpointError where the zip is torn or not of this chunk."""
+    where, archive = _where(file, chunk), open_chunk(file, chunk)
+    try:
         pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
         dtype, offset, shape, stride = _Careful(archive.read(pickled), where).load()
         entry = archive.getinfo(f"{pickled[: -len('data.pkl')]}data/0")
@@ -280,6 +288,10 @@ def read_tensor(file: MappedFile, chunk: Chunk) -> Tensor:
     extra = int.from_bytes(file.bytes(head + 28, head + 30), "little")
     flat = file.tensor(dtype, (entry.file_size // dtype.itemsize,), head + 30 + names + extra)
     return flat.as_strided(tuple(shape), tuple(stride), int(offset))
+
+
+def _where(file: MappedFile, chunk: Chunk) -> str:
+    return f"{file.path}, bytes {chunk.start} to {chunk.start + chunk.length} ({chunk.key} {chunk.offsets})"
 
 
 class _Window(io.RawIOBase):

@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
 from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.torch_dist import place_of, read_index, read_tensor
 
+ROOT = Path(__file__).parents[3]
 SPEC = TinyModelSection(hidden_size=32, expert_width=24, num_layers=3, num_experts=4)
 
 
@@ -123,6 +126,9 @@ def test_torn_and_incomplete_megatron_checkpoints_are_named(megatron: Path, tmp_
     with pytest.raises(CheckpointError, match="torn"):
         convert.megatron_to_hf(torn, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    largest.unlink()
+    with pytest.raises(CheckpointError, match=f"should be there are not: {largest.name}"):
+        convert.megatron_to_hf(torn, tmp_path / "out")
     lost = broken(megatron, tmp_path / "lost")
     (lost / ".metadata").write_bytes((lost / ".metadata").read_bytes()[:-50])
     with pytest.raises(CheckpointError, match=r"\.metadata is torn"):
@@ -187,3 +193,33 @@ def test_chunks_are_read_in_place(megatron: Path) -> None:
 
 def _part(path: Path, start: int, length: int) -> Any:
     return io.BytesIO(path.read_bytes()[start : start + length])
+
+
+def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"tools/{name}.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_tools_convert_verify_and_name_what_differs(hf: Path, tmp_path: Path) -> None:
+    megatron, back = tmp_path / "megatron", tmp_path / "back"
+    assert tool("hf_to_megatron", hf, megatron).returncode == 0
+    assert tool("megatron_to_hf", megatron, back, "--shard-gb", "0.0001").returncode == 0
+    sound = tool("verify_checkpoint", megatron, "--against", back)
+    assert (sound.returncode, sound.stdout) == (0, f"{megatron}: no problems, compared with {back}\n")
+    wrong = tensors(hf)
+    wrong["model.norm.weight"][3] = torch.nan
+    bent = broken(hf, tmp_path / "bent")
+    save_file(wrong, bent / "model.safetensors")
+    found = tool("verify_checkpoint", bent, "--against", megatron)
+    assert found.returncode == 1
+    assert "model.norm.weight: 1 of 32 values are NaN or infinite" in found.stdout
+    assert "model.norm.weight: 2 of 128 bytes differ" in found.stdout
+    flipped = broken(megatron, tmp_path / "flipped")
+    data = bytearray((flipped / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (flipped / "__0_0.distcp").write_bytes(data)
+    assert "Bad CRC-32" in tool("verify_checkpoint", flipped).stdout
+    again = tool("hf_to_megatron", hf, megatron)
+    assert again.returncode == 1
+    assert again.stderr.endswith(f"error: {megatron} exists; remove it or give another name\n")
+    assert "goes the other way" in tool("hf_to_megatron", megatron, tmp_path / "x").stderr

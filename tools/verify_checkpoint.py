@@ -1,0 +1,48 @@
+"""Say what is wrong with a Hugging Face or megatron ``torch_dist`` checkpoint; exit status 1 where something is.
+
+    python tools/verify_checkpoint.py FOLDER [--against OTHER] [--config HF_DIR]
+
+Checks that every tensor of the model is there, with its shape, in files that are whole (checksums, where the format has
+them), and that every value is a number; with ``--against``, that another checkpoint of either kind is equal to the bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rl_megatron.weights.verify import verify
+from tools import conversion
+
+MAX_LINES = 50
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="checkpoint to look at", show_default=False)],
+    against: Annotated[Path | None, typer.Option(help="checkpoint of either kind to compare with")] = None,
+    config: Annotated[Path | None, typer.Option(help="folder with config.json, where the checkpoint has none")] = None,
+) -> None:
+    """Verify a checkpoint, alone or against another."""
+
+    def work() -> None:
+        conversion.must_be_there(folder)
+        if against is not None:
+            conversion.must_be_there(against)
+        with conversion.display(folder) as progress:
+            problems = list(verify(folder, against=against, config=config, progress=progress))
+        for line in problems[:MAX_LINES]:
+            print(line)
+        if len(problems) > MAX_LINES:
+            print(f"and {len(problems) - MAX_LINES} more")
+        print(f"{folder}: {len(problems) or 'no'} problems" + (f", compared with {against}" if against else ""))
+        if problems:
+            sys.exit(1)
+
+    conversion.say(work)
+
+
+if __name__ == "__main__":
+    typer.run(main)
