@@ -152,8 +152,9 @@ def _generalised(samples: Samples, credit: _Credit, section: AlgorithmSection) -
     factor = section.lam_length_factor
     lam = section.lam if factor is None else length_adaptive_lambda(samples.mask, samples.cu_seqlens, alpha=factor)
     critic_lam = section.lam if section.critic.lam is None else section.critic.lam
-    returns = torch.where(samples.mask, advantages(critic_lam) + values, 0.0)
-    return replace(samples, advantages=advantages(lam), returns=returns)
+    of_policy = advantages(lam)
+    of_critic = of_policy if lam is critic_lam else advantages(critic_lam)
+    return replace(samples, advantages=of_policy, returns=torch.where(samples.mask, of_critic + values, 0.0))
 
 
 _CREDITS: Mapping[str, Callable[[Samples, _Credit, AlgorithmSection], Samples]] = {

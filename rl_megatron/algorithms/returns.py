@@ -6,27 +6,34 @@ outputs) are skipped as if they were not there, whatever they hold, and get 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.segments import dense, discounted_sum, segment_sum, sequence_ids
+from rl_megatron.algorithms.segments import discounted_sum, parts, segment_sum, sequence_ids
 
 
 def last_token_rewards(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Rewards [S] put on the last masked-in position of each sequence, [N]; a sequence without one loses its reward."""
-    ids = sequence_ids(cu_seqlens)[mask]
-    last = torch.ones_like(ids, dtype=torch.bool)
-    last[:-1] = ids[1:] != ids[:-1]
-    out = rewards.new_zeros(len(mask))
-    out[mask] = torch.where(last, rewards[ids], 0.0)
-    return out
+
+    def at_the_end(part: _Part) -> Tensor:
+        out, some = rewards.new_zeros(part.num_kept), part.lengths > 0
+        out[part.ends[some]] = rewards[part.sequences][some]
+        return out
+
+    return _part_by_part(at_the_end, mask, cu_seqlens, rewards.dtype)
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, *, gamma: float) -> Tensor:
     """Reward-to-go [N] float32 of rewards [N]; whitened over the batch, it is REINFORCE++ (arXiv:2501.03262)."""
-    kept = rewards[mask].double()
-    sums = discounted_sum(kept, dense(sequence_ids(cu_seqlens)[mask]), torch.full_like(kept, gamma))
-    return _scatter(sums, mask)
+    discount = torch.tensor([gamma], dtype=torch.float64, device=rewards.device)
+
+    def to_go(part: _Part) -> Tensor:
+        return discounted_sum(part.kept(rewards), part.lengths, discount)
+
+    return _part_by_part(to_go, mask, cu_seqlens)
 
 
 def gae(
@@ -45,14 +52,18 @@ def gae(
     ``next_values`` [S] is the value after a sequence's last position: used where ``truncated`` [S] bool, 0 where the
     sequence ended by itself. ``lam`` is one number, or [S] (VAPO's length-adaptive one).
     """
-    sequences = sequence_ids(cu_seqlens)[mask]
-    kept_rewards, kept_values = rewards[mask].double(), values[mask].double()
-    after_last = torch.where(truncated, next_values.double(), 0.0)[sequences]
-    following = after_last.clone()
-    following[:-1] = torch.where(sequences[1:] == sequences[:-1], kept_values[1:], after_last[:-1])
-    deltas = kept_rewards + gamma * following - kept_values
-    decay = torch.as_tensor(lam, dtype=torch.float64, device=values.device).expand(len(cu_seqlens) - 1)[sequences]
-    return _scatter(discounted_sum(deltas, dense(sequences), gamma * decay), mask)
+    after_last = torch.where(truncated, next_values.double(), 0.0)
+    discount = gamma * torch.as_tensor(lam, dtype=torch.float64, device=values.device).reshape(-1)
+
+    def advantages(part: _Part) -> Tensor:
+        now, some = part.kept(values), part.lengths > 0
+        deltas, ends = part.kept(rewards).sub_(now), part.ends[some]
+        at_ends = deltas[ends] + gamma * after_last[part.sequences][some]
+        deltas[:-1].add_(now[1:], alpha=gamma)
+        deltas[ends] = at_ends  # what stands behind them is another sequence's
+        return discounted_sum(deltas, part.lengths, discount if len(discount) == 1 else discount[part.sequences])
+
+    return _part_by_part(advantages, mask, cu_seqlens)
 
 
 def length_adaptive_lambda(mask: Tensor, cu_seqlens: Tensor, *, alpha: float = 0.05) -> Tensor:
@@ -73,6 +84,50 @@ def whiten(
         return _scatter(torch.zeros_like(kept), mask)
     centre = kept.mean() if shift_mean else 0.0
     return _scatter((kept - centre) / (kept.std(correction=int(unbiased)) + eps), mask)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some of the sequences, without their masked-out positions."""
+
+    sequences: slice
+    positions: slice
+    places: Tensor | None  # of what is masked in, among the positions; None where all are
+    lengths: Tensor  # masked-in positions of each sequence
+
+    @property
+    def num_kept(self) -> int:
+        return self.positions.stop - self.positions.start if self.places is None else len(self.places)
+
+    @property
+    def ends(self) -> Tensor:
+        """The last position of each sequence that has one."""
+        return self.lengths.cumsum(0) - 1
+
+    def kept(self, column: Tensor) -> Tensor:
+        """Of [N], in float64 and in memory of their own."""
+        here = column[self.positions]
+        if self.places is not None:
+            here = here.index_select(0, self.places)
+        return here.to(torch.float64, copy=True)
+
+
+def _part_by_part(
+    compute: Callable[[_Part], Tensor], mask: Tensor, cu_seqlens: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """[N]: what ``compute`` makes of the masked-in positions of each part, 0 at the others."""
+    out = torch.empty(len(mask), dtype=dtype, device=mask.device)
+    for sequences, positions in parts(cu_seqlens):
+        inside, here = mask[positions], out[positions]
+        bounds = cu_seqlens[sequences.start : sequences.stop + 1] - positions.start
+        if bool(inside.all()):
+            here.copy_(compute(_Part(sequences, positions, None, bounds.diff())))
+        else:
+            places = inside.nonzero().flatten()
+            lengths = torch.searchsorted(places, bounds).diff()
+            here.zero_()
+            here[places] = compute(_Part(sequences, positions, places, lengths)).to(dtype)
+    return out
 
 
 def _scatter(kept: Tensor, mask: Tensor) -> Tensor:

@@ -5,8 +5,14 @@ Letters: n values, K segments. ``ids`` [n] int64 number the segments 0 .. K-1.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import torch
 from torch import Tensor
+
+_BLOCK = 32
+_PART = 2**17
 
 
 def dense(ids: Tensor) -> Tensor:
@@ -45,17 +51,68 @@ def differ(values: Tensor, ids: Tensor) -> Tensor:
     return high > low
 
 
-def discounted_sum(values: Tensor, ids: Tensor, discount: Tensor) -> Tensor:
-    """y[t] = values[t] + discount[t]·y[t + 1] within each segment, [n]; segments are contiguous.
+def parts(cu_seqlens: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Runs of whole sequences of about ``_PART`` positions: which sequences, and their positions.
 
-    ``discount`` [n] is constant within a segment. Doubling takes log2(longest segment) steps instead of one a token.
+    What a part needs stays in the processor's cache, and its memory is used again; a pass over all of a large batch
+    would spend more time on getting memory than on arithmetic.
     """
-    lengths = segment_sum(torch.ones_like(ids), ids)
-    end = lengths.cumsum(0)[ids]  # one past the last position of each segment
-    here = torch.arange(len(values), device=values.device)
-    out, step, longest = values, 1, int(lengths.max()) if len(lengths) else 0
-    while step < longest:
-        ahead = (here + step).clamp(max=len(values) - 1)
-        out = out + torch.where(here + step < end, discount**step * out[ahead], 0.0)
-        step *= 2
-    return out
+    num = len(cu_seqlens) - 1
+    marks = torch.arange(_PART, max(int(cu_seqlens[-1]), _PART), _PART, device=cu_seqlens.device)
+    cuts = sorted({0, num, *torch.searchsorted(cu_seqlens, marks).tolist()})
+    bounds = cu_seqlens[cuts].tolist()
+    for (first, last), (start, stop) in zip(pairwise(cuts), pairwise(bounds), strict=True):
+        yield slice(first, last), slice(start, stop)
+
+
+def discounted_sum(values: Tensor, lengths: Tensor, discount: Tensor) -> Tensor:
+    """y[t] = values[t] + discount·y[t + 1] within each segment, [n].
+
+    ``lengths`` [K] of the segments, one after the other; ``discount`` [1], or [K], of each. Segments are cut into
+    blocks of 32: sums within blocks are one product with a triangular matrix, and the first of every block make the
+    same problem, 32 times smaller, whose solution is what comes in from the right.
+    """
+    blocks = (lengths + (_BLOCK - 1)) // _BLOCK
+    total = int(blocks.sum())
+    rows, places = _in_blocks(values, lengths, blocks, total)
+    sums = _sums_within_rows(rows, _of_blocks(discount, blocks, total))
+    if total > int((lengths > 0).sum()):
+        firsts = discounted_sum(sums[:, 0].contiguous(), blocks, discount**_BLOCK)
+        following = torch.zeros_like(firsts)
+        following[:-1] = firsts[1:]
+        following[(blocks.cumsum(0) - 1)[blocks > 0]] = 0
+        exponents = torch.arange(_BLOCK, 0, -1, dtype=values.dtype, device=values.device)
+        powers = _of_blocks(discount[:, None] ** exponents, blocks, total)
+        sums.addcmul_(following[:, None], powers)
+    return sums.view(-1) if places is None else sums.view(-1)[places]
+
+
+def _in_blocks(values: Tensor, lengths: Tensor, blocks: Tensor, total: int) -> tuple[Tensor, Tensor | None]:
+    """[total, _BLOCK], every segment's end filled up with zeros; and where the values are there, None if in place."""
+    if total * _BLOCK == len(values):
+        return values.view(-1, _BLOCK), None
+    fill = (blocks * _BLOCK).cumsum(0) - blocks * _BLOCK - (lengths.cumsum(0) - lengths)
+    places = torch.repeat_interleave(fill, lengths, output_size=len(values))
+    places += torch.arange(len(values), device=values.device)
+    rows = values.new_zeros(total * _BLOCK)
+    rows[places] = values
+    return rows.view(-1, _BLOCK), places
+
+
+def _of_blocks(of_segments: Tensor, blocks: Tensor, total: int) -> Tensor:
+    """[1, ...] as it is, [K, ...] -> [total, ...]."""
+    return of_segments if len(of_segments) == 1 else of_segments.repeat_interleave(blocks, 0, output_size=total)
+
+
+def _sums_within_rows(rows: Tensor, discount: Tensor) -> Tensor:
+    """Discounted sums to the end of each row, in memory of their own; ``discount`` [1], or one of each row."""
+    if len(discount) == 1:
+        places = torch.arange(_BLOCK, device=rows.device)
+        steps = places[:, None] - places
+        return rows @ torch.where(steps >= 0, discount ** steps.clamp(min=0), 0.0)
+    step, factor = 1, discount[:, None]
+    sums = rows.clone()
+    while step < _BLOCK:  # doubling
+        sums[:, :-step] += sums[:, step:] * factor
+        step, factor = 2 * step, factor.square()
+    return sums

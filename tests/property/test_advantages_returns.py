@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rl_megatron.algorithms.advantages import group_advantages, informative, moving_baseline, remax_advantages
 from rl_megatron.algorithms.returns import discounted_returns, gae, last_token_rewards, length_adaptive_lambda, whiten
+from rl_megatron.algorithms.segments import discounted_sum, parts
 
 seeds = st.integers(0, 2**32)
 ragged = st.lists(st.integers(0, 9), min_size=1, max_size=5)
@@ -98,6 +99,61 @@ def test_discounted_returns_equal_the_backward_loop(seed: int, lengths: list[int
         gamma=gamma,
     )
     torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float32), rtol=1e-6, atol=1e-6)
+
+
+@settings(parent=quick, max_examples=30)
+@given(
+    seeds,
+    st.lists(st.sampled_from([0, 1, 5, 31, 32, 33, 64, 200, 1025]), min_size=1, max_size=5),
+    st.booleans(),
+    st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+)
+def test_a_discounted_sum_over_many_blocks_equals_the_backward_loop(
+    seed: int, lengths: list[int], each_its_own: bool, discount: float
+) -> None:
+    rng = random.Random(seed)
+    discounts = [rng.choice([0.0, 1.0, rng.random()]) if each_its_own else discount for _ in lengths]
+    values = [rng.gauss(0, 1) for _ in range(sum(lengths))]
+    expected, start = [0.0] * len(values), 0
+    for length, own in zip(lengths, discounts, strict=True):
+        total = 0.0
+        for t in reversed(range(start, start + length)):
+            expected[t] = total = values[t] + own * total
+        start += length
+    given_discounts = torch.tensor(discounts if each_its_own else [discount], dtype=torch.float64)
+    before = torch.tensor(values, dtype=torch.float64)
+    actual = discounted_sum(before, torch.tensor(lengths), given_discounts)
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    assert before.tolist() == values
+
+
+def test_a_batch_of_many_parts_is_its_sequences_one_by_one() -> None:
+    g = torch.Generator().manual_seed(0)
+    lengths = [150_000, 0, 7, 90_000, 100_001, 3]
+    bounds = boundaries(lengths)
+    assert len(list(parts(bounds))) > 2
+    num = int(bounds[-1])
+    rewards, values = (torch.randn(num, generator=g, dtype=torch.float64) for _ in range(2))
+    mask = torch.rand(num, generator=g) < 0.9
+    mask[:150_000] = True
+    after, cut = torch.randn(len(lengths), generator=g), torch.tensor([True, False, True, False, True, False])
+
+    def advantages(start: int, stop: int) -> torch.Tensor:
+        part = slice(int(bounds[start]), int(bounds[stop]))
+        return gae(
+            rewards[part],
+            values[part],
+            mask[part],
+            bounds[start : stop + 1] - bounds[start],
+            next_values=after[start:stop],
+            truncated=cut[start:stop],
+            gamma=0.99,
+            lam=0.95,
+        )
+
+    whole = advantages(0, len(lengths))
+    assert torch.isfinite(whole).all()
+    torch.testing.assert_close(whole, torch.cat([advantages(s, s + 1) for s in range(len(lengths))]))
 
 
 def test_a_reward_lands_on_the_last_trained_token() -> None:
