@@ -64,7 +64,7 @@ class PreferenceLoss:
         chosen, rejected = sums[:count:2], sums[1:count:2]
         real = (lengths[:count:2] > 0) & (lengths[1:count:2] > 0)
         margin = self.beta * (chosen - rejected)
-        per_pair = torch.where(real, 1.0 / max(inputs.num_sequences // 2, 1), 0.0).to(logprobs.dtype)
+        per_pair = real.to(logprobs.dtype) / max(inputs.num_sequences // 2, 1)
         tokens = lengths[:count].reshape(-1, 2).sum(1).clamp(min=1)
 
         def spread(of_pair: Tensor) -> Tensor:

@@ -1,0 +1,400 @@
+"""KL, entropy and NLL terms, proximal shares, the critic's loss and DPO against written-out float64 references."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
+from rl_megatron.algorithms.corrections import Correction
+from rl_megatron.algorithms.losses import PolicyLoss
+from rl_megatron.types import Loss, LossInputs, LossOutput
+
+GARBAGE = [math.nan, math.inf, -math.inf, 1e30]
+ESTIMATORS = ["k1", "k2", "k3", "abs", "mse"]
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+LENGTH_NORM = 7
+LEARNED = ("logprobs", "entropy", "values")
+EVERY_TERM = PolicyLoss(
+    aggregation="seq_mean_token_mean",
+    kl_coefficient=0.3,
+    kl_importance_weighted=True,
+    entropy_coefficient=0.2,
+    correction=Correction(level="sequence", high=1.1),
+)
+LOSSES: list[Loss] = [
+    EVERY_TERM,
+    PolicyLoss(
+        ratio_level="sequence", aggregation="seq_mean_token_mean", clip_low=0.05, kl_coefficient=0.3, kl_estimator="k2"
+    ),
+    ValueLoss(clip=0.2),
+    PreferenceLoss(beta=0.7),
+]
+
+
+@dataclass(frozen=True)
+class Token:
+    logprobs: float
+    entropy: float
+    old_logprobs: float
+    rollout_logprobs: float
+    ref_logprobs: float
+    advantages: float
+    values: float
+    old_values: float
+    returns: float
+    proximal_share: float
+    nll_weights: float
+    mask: bool
+
+
+Sequences = list[list[Token]]
+COLUMNS = [f.name for f in fields(Token) if f.name != "mask"]
+
+
+def draw(seed: int, lengths: Sequence[int], scale: float) -> Sequences:
+    """A quarter of the tokens is masked out and holds garbage in every column."""
+    rng = random.Random(seed)
+    out: Sequences = []
+    for length in lengths:
+        advantage, marked = rng.choice([0.0, 1.0, rng.gauss(0, 1)]), rng.random() < 0.5
+        tokens = []
+        for _ in range(length):
+            old, value = -rng.expovariate(1.0), rng.gauss(0, 1)
+            kept = Token(
+                logprobs=old + scale * rng.gauss(0, 1),
+                entropy=rng.random(),
+                old_logprobs=old,
+                rollout_logprobs=old + 0.1 * rng.gauss(0, 1),
+                ref_logprobs=old + scale * rng.gauss(0, 1),
+                advantages=advantage,
+                values=value,
+                old_values=value + rng.gauss(0, 0.3),
+                returns=rng.gauss(0, 1),
+                proximal_share=rng.choice([0.0, 1.0, rng.random()]),
+                nll_weights=0.1 * marked,
+                mask=True,
+            )
+            bad = {name: rng.choice(GARBAGE) for name in COLUMNS}
+            tokens.append(kept if rng.random() < 0.75 else Token(**bad, mask=False))
+        out.append(tokens)
+    return out
+
+
+def segment_sum_of(ids: Tensor, num: int) -> Callable[[Tensor], Tensor]:
+    def segment_sum(x: Tensor) -> Tensor:
+        assert not x.requires_grad, "segment_sum is given detached tensors only"
+        return x.new_zeros(num).index_add_(0, ids, x)
+
+    return segment_sum
+
+
+def inputs_of(
+    sequences: Sequences, *, num_tokens: int | None = None, num_sequences: int | None = None, proximal: bool = False
+) -> LossInputs:
+    flat = [token for tokens in sequences for token in tokens]
+    ids = torch.tensor([s for s, tokens in enumerate(sequences) for _ in tokens], dtype=torch.int64)
+    columns = {
+        name: torch.tensor([getattr(token, name) for token in flat], dtype=torch.float64).requires_grad_(
+            name in LEARNED
+        )
+        for name in COLUMNS
+        if proximal or name != "proximal_share"
+    }
+    return LossInputs(
+        **columns,
+        mask=torch.tensor([token.mask for token in flat], dtype=torch.bool),
+        segment_ids=ids,
+        segment_sum=segment_sum_of(ids, len(sequences)),
+        num_tokens=sum(token.mask for token in flat) if num_tokens is None else num_tokens,
+        num_sequences=len(sequences) if num_sequences is None else num_sequences,
+    )
+
+
+def gradients(loss: Loss, inputs: LossInputs) -> tuple[LossOutput, dict[str, Tensor]]:
+    """The output and the gradient of each learned column, zeros where it has none."""
+    output = loss(inputs)
+    learned = [getattr(inputs, name) for name in LEARNED]
+    found = torch.autograd.grad(output.loss, learned, allow_unused=True)
+    return output, {
+        name: torch.zeros_like(x) if grad is None else grad
+        for name, x, grad in zip(LEARNED, learned, found, strict=True)
+    }
+
+
+def close(actual: Tensor, expected: object) -> None:
+    wanted = expected.detach() if isinstance(expected, Tensor) else torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(actual.detach(), wanted, rtol=1e-9, atol=1e-9)
+
+
+def clamp(value: float, bound: float = 20.0) -> float:
+    return min(max(value, -bound), bound)
+
+
+def weight_of(aggregation: str, kept: int, num_tokens: int, num_sequences: int) -> float:
+    return {
+        "token_mean": 1 / max(num_tokens, 1),
+        "seq_mean_token_mean": 1 / max(kept, 1) / num_sequences,
+        "seq_mean_token_sum": 1 / num_sequences,
+        "seq_mean_token_sum_norm": 1 / num_sequences / LENGTH_NORM,
+    }[aggregation]
+
+
+def estimate(name: str, d: float) -> tuple[float, float]:
+    """Of KL(pi‖ref) at a token with d = log ref - log pi: value, and slope in log pi."""
+    bounded = clamp(d)
+    return {
+        "k1": (-d, 1.0),
+        "k2": (d * d / 2, -d),
+        "mse": (d * d / 2, -d),
+        "k3": (math.exp(bounded) - bounded - 1, (1 - math.exp(bounded)) * (abs(d) <= 20)),
+        "abs": (abs(d), -math.copysign(1.0, d) if d else 0.0),
+    }[name]
+
+
+seeds = st.integers(0, 2**32)
+ragged = st.lists(st.integers(0, 6), min_size=1, max_size=5)
+scales = st.sampled_from([0.0, 0.05, 1.0, 1e4])
+quick = settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize(("estimator", "aggregation"), list(product(ESTIMATORS, AGGREGATIONS)))
+@quick
+@given(seed=seeds, lengths=ragged, scale=scales, weighted=st.booleans())
+def test_kl_entropy_and_nll_stand_beside_the_objective(
+    estimator: str, aggregation: str, seed: int, lengths: list[int], scale: float, weighted: bool
+) -> None:
+    beta, bonus = 0.3, 0.2
+    loss = PolicyLoss(
+        objective="reinforce",
+        aggregation=aggregation,
+        max_length=LENGTH_NORM,
+        kl_coefficient=beta,
+        kl_estimator=estimator,
+        kl_importance_weighted=weighted,
+        entropy_coefficient=bonus,
+    )
+    sequences = draw(seed, lengths, scale)
+    num_tokens = sum(token.mask for tokens in sequences for token in tokens)
+    total = kl_part = nll_part = 0.0
+    by_logprob, by_entropy = [], []
+    for tokens in sequences:
+        weight = weight_of(aggregation, sum(t.mask for t in tokens), num_tokens, len(sequences))
+        for t in tokens:
+            if not t.mask:
+                by_logprob.append(0.0)
+                by_entropy.append(0.0)
+                continue
+            value, slope = estimate(estimator, t.ref_logprobs - t.logprobs)
+            if weighted:
+                log_ratio = t.logprobs - t.old_logprobs
+                ratio = math.exp(clamp(log_ratio))
+                value, slope = value * ratio, slope * ratio + value * ratio * (abs(log_ratio) <= 20)
+            kl_part += beta * weight * value
+            nll_part -= t.nll_weights * t.logprobs
+            total -= weight * (t.advantages * t.logprobs + bonus * t.entropy)
+            by_logprob.append(weight * (beta * slope - t.advantages) - t.nll_weights)
+            by_entropy.append(-bonus * weight)
+    output, grads = gradients(loss, inputs_of(sequences))
+    close(output.loss, total + kl_part + nll_part)
+    close(grads["logprobs"], by_logprob)
+    close(grads["entropy"], by_entropy)
+    close(output.means["loss/kl"], kl_part)
+    close(output.means["loss/nll"], nll_part)
+
+
+@quick
+@given(seed=seeds, lengths=ragged, scale=st.sampled_from([0.05, 1.0]))
+def test_a_proximal_share_puts_the_old_policy_between_the_rollouts_and_the_current(
+    seed: int, lengths: list[int], scale: float
+) -> None:
+    """Ratio (pi/pi_rollout)^(1 - share), clipped, times the behaviour weight (pi/pi_rollout)^share, at most 5."""
+    sequences = draw(seed, lengths, scale)
+    num_tokens = max(sum(token.mask for tokens in sequences for token in tokens), 1)
+    total, slopes = 0.0, []
+    for t in (token for tokens in sequences for token in tokens):
+        if not t.mask:
+            slopes.append(0.0)
+            continue
+        gap = t.logprobs - t.rollout_logprobs
+        ratio, behaviour = math.exp((1 - t.proximal_share) * gap), min(math.exp(t.proximal_share * gap), 5.0)
+        clipped = min(max(ratio, 0.8), 1.2)
+        free = ratio * t.advantages <= clipped * t.advantages
+        total -= behaviour * min(ratio * t.advantages, clipped * t.advantages) / num_tokens
+        slopes.append(-behaviour * ratio * t.advantages / num_tokens if free else 0.0)
+    x = replace(inputs_of(sequences, proximal=True), nll_weights=None)
+    output, grads = gradients(PolicyLoss(correction=Correction(high=5.0)), x)
+    close(output.loss, total)
+    close(grads["logprobs"], slopes)
+
+
+@quick
+@given(seed=seeds, lengths=ragged, clip=st.sampled_from([0.05, 0.3, math.inf]))
+def test_the_critics_loss(seed: int, lengths: list[int], clip: float) -> None:
+    sequences = draw(seed, lengths, 0.1)
+    num_tokens = max(sum(token.mask for tokens in sequences for token in tokens), 1)
+    total = clipped_share = mean = 0.0
+    slopes = []
+    for t in (token for tokens in sequences for token in tokens):
+        if not t.mask:
+            slopes.append(0.0)
+            continue
+        bounded = min(max(t.values, t.old_values - clip), t.old_values + clip)
+        free, limited = (t.values - t.returns) ** 2, (bounded - t.returns) ** 2
+        total += max(free, limited) / 2 / num_tokens
+        clipped_share += (limited > free) / num_tokens
+        mean += t.values / num_tokens
+        slopes.append(0.0 if limited > free else (t.values - t.returns) / num_tokens)
+    output, grads = gradients(ValueLoss(clip=clip), inputs_of(sequences))
+    close(output.loss, total)
+    close(grads["values"], slopes)
+    close(output.means["critic/clip_fraction"], clipped_share)
+    close(output.means["critic/value_mean"], mean)
+
+
+@quick
+@given(seed=seeds, lengths=st.lists(st.integers(0, 6), min_size=1, max_size=7), scale=st.sampled_from([0.0, 0.3, 30.0]))
+def test_dpo(seed: int, lengths: list[int], scale: float) -> None:
+    """A pair with an empty side, and an odd sequence at the end, are padding."""
+    beta, sequences = 0.7, draw(seed, lengths, scale)
+    slopes = [0.0] * sum(lengths)
+    starts = [sum(lengths[:s]) for s in range(len(lengths))]
+    num_pairs = max(len(lengths) // 2, 1)
+    total = right = 0.0
+    for s in range(0, len(lengths) - 1, 2):
+        sides = [[t.logprobs - t.ref_logprobs for t in tokens if t.mask] for tokens in sequences[s : s + 2]]
+        if not all(sides):
+            continue
+        margin = beta * (sum(sides[0]) - sum(sides[1]))
+        total += (math.log1p(math.exp(-abs(margin))) + max(-margin, 0.0)) / num_pairs
+        right += (margin > 0) / num_pairs
+        slope = beta / (1 + math.exp(min(margin, 700.0))) / num_pairs
+        for which, sign in ((s, -1), (s + 1, 1)):
+            for i, t in enumerate(sequences[which]):
+                slopes[starts[which] + i] = sign * slope * t.mask
+    output, grads = gradients(PreferenceLoss(beta=beta), inputs_of(sequences, num_sequences=2 * num_pairs))
+    close(output.loss, total)
+    close(grads["logprobs"], slopes)
+    close(output.means["preference/accuracy"], right)
+
+
+every_loss = pytest.mark.parametrize("loss", LOSSES, ids=["policy", "gspo", "value", "preference"])
+pairs = st.lists(st.integers(0, 6), min_size=2, max_size=6).map(lambda lengths: lengths[: len(lengths) // 2 * 2])
+
+
+def assert_adds_up(shares: Sequence[LossOutput], whole: LossOutput) -> None:
+    close(torch.stack([share.loss for share in shares]).sum(), whole.loss)
+    kinds = {"means": torch.sum, "histograms": torch.sum, "minima": torch.amin, "maxima": torch.amax}
+    for kind, together in kinds.items():
+        for name, value in getattr(whole, kind).items():
+            parts = torch.stack([getattr(share, kind)[name] for share in shares])
+            torch.testing.assert_close(together(parts, 0), value, rtol=1e-9, atol=1e-9)
+
+
+@every_loss
+@pytest.mark.parametrize("proximal", [False, True])
+@quick
+@given(seed=seeds, lengths=pairs, scale=scales, cuts=st.integers(2, 3))
+def test_order_and_micro_batches_change_nothing(
+    loss: Loss, proximal: bool, seed: int, lengths: list[int], scale: float, cuts: int
+) -> None:
+    """Pairs move together. A share knows the global denominators alone, as a data-parallel rank does."""
+    sequences = draw(seed, lengths, scale)
+    x = inputs_of(sequences, proximal=proximal)
+    whole, grads = gradients(loss, x)
+    rng = random.Random(seed)
+    order = list(range(len(lengths) // 2))
+    rng.shuffle(order)
+    owners = [[p for p in order if p % cuts == owner] for owner in range(cuts)]
+    shares, pieces = [], dict[str, dict[int, Tensor]]({name: {} for name in LEARNED})
+    for mine in owners:
+        chosen = [s for p in mine for s in (2 * p, 2 * p + 1)]
+        part = inputs_of(
+            [sequences[s] for s in chosen],
+            num_tokens=x.num_tokens,
+            num_sequences=x.num_sequences,
+            proximal=proximal,
+        )
+        output, piece = gradients(loss, part)
+        shares.append(output)
+        for name in LEARNED:
+            cut = piece[name].split([lengths[s] for s in chosen])
+            pieces[name].update(zip(chosen, cut, strict=True))
+    assert_adds_up(shares, whole)
+    for name in LEARNED:
+        close(torch.cat([pieces[name][s] for s in range(len(lengths))]), grads[name])
+
+
+@every_loss
+@pytest.mark.parametrize("proximal", [False, True])
+@settings(parent=quick, max_examples=8)
+@given(seed=seeds, lengths=pairs, scale=scales)
+def test_context_parallel_ranks_add_up(loss: Loss, proximal: bool, seed: int, lengths: list[int], scale: float) -> None:
+    """Two threads stand for two ranks that hold every other token; a missing call breaks the barrier."""
+    x = inputs_of(draw(seed, lengths, scale), proximal=proximal)
+    whole, grads = gradients(loss, x)
+    barrier, slots = threading.Barrier(2, timeout=20), [torch.zeros(()), torch.zeros(())]
+    results: dict[int, tuple[LossOutput, dict[str, Tensor]]] = {}
+
+    def run(rank: int) -> None:
+        half = slice(rank, None, 2)
+        ids = x.segment_ids[half]
+        local = segment_sum_of(ids, len(lengths))
+
+        def segment_sum(values: Tensor) -> Tensor:
+            slots[rank] = local(values)
+            barrier.wait()
+            both = slots[0] + slots[1]
+            barrier.wait()
+            return both
+
+        columns = {
+            name: column.detach()[half].clone().requires_grad_(name in LEARNED)
+            for name in COLUMNS
+            if (column := getattr(x, name)) is not None
+        }
+        part = replace(x, **columns, mask=x.mask[half], segment_ids=ids, segment_sum=segment_sum)
+        results[rank] = gradients(loss, part)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_adds_up([results[rank][0] for rank in range(2)], whole)
+    for name, grad in grads.items():
+        joined = torch.empty_like(grad)
+        joined[::2], joined[1::2] = results[0][1][name], results[1][1][name]
+        close(joined, grad)
+
+
+@every_loss
+@pytest.mark.parametrize("proximal", [False, True])
+@quick
+@given(seed=seeds, lengths=pairs)
+def test_garbage_outside_the_mask_of_every_column_changes_nothing(
+    loss: Loss, proximal: bool, seed: int, lengths: list[int]
+) -> None:
+    dirty = draw(seed, lengths, 0.1)
+    blank = Token(**dict.fromkeys(COLUMNS, 0.25), mask=False)
+    clean = [[t if t.mask else blank for t in tokens] for tokens in dirty]
+    results = [gradients(loss, inputs_of(s, proximal=proximal)) for s in (dirty, clean)]
+    (a, grads_a), (b, grads_b) = results
+    assert torch.equal(a.loss, b.loss)
+    assert torch.isfinite(a.loss)
+    for name in LEARNED:
+        assert torch.equal(grads_a[name], grads_b[name])
+        assert torch.isfinite(grads_a[name]).all()
+    for kind in ("means", "minima", "maxima", "histograms"):
+        first, second = getattr(a, kind), getattr(b, kind)
+        assert all(torch.equal(first[name], second[name]) for name in first)
