@@ -39,11 +39,12 @@ _VALUES = (
 def masked(inputs: LossInputs) -> LossInputs:
     """The same micro-batch with zeros at every position outside the mask, so that inf or NaN there change nothing.
 
-    ``torch.where`` selects before any arithmetic: a product with 0 would keep NaN, in value and in gradient.
+    ``torch.where`` selects before any arithmetic: a product with 0 would keep NaN, in value and in gradient. What comes
+    in less than float32 is float32 from here on, because sums over many tokens follow.
     """
-    zero = inputs.logprobs.new_zeros(())
     given = {name: x for name in _VALUES if (x := getattr(inputs, name)) is not None}
-    cut: dict[str, Any] = {name: torch.where(inputs.mask, x, zero) for name, x in given.items()}
+    wide = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in given.items()}
+    cut: dict[str, Any] = {name: torch.where(inputs.mask, x, 0.0) for name, x in wide.items()}
     return replace(inputs, **cut)
 
 

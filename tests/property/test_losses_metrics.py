@@ -1,0 +1,185 @@
+"""What PolicyLoss reports, against direct formulas; and float32 at extreme ratios, low precision and long sequences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rl_megatron.algorithms.corrections import Correction
+from rl_megatron.algorithms.losses import PolicyLoss
+from rl_megatron.algorithms.quantiles import histogram, ratio_quantiles
+from rl_megatron.types import LossInputs, StepResult
+from rl_megatron.update import combine
+
+GSPO = PolicyLoss(ratio_level="sequence", aggregation="seq_mean_token_mean", clip_low=0.03, clip_high=0.04)
+ROWS = [
+    PolicyLoss(),
+    PolicyLoss(dual_clip=1.5),
+    GSPO,
+    PolicyLoss(objective="cispo", cap_low=0.8, cap_high=1.3),
+    PolicyLoss(objective="cispo", ratio_level="sequence", cap_low=0.97, cap_high=1.03),
+    PolicyLoss(objective="topr", ratio_level="sequence_sum", aggregation="seq_mean_token_sum", cap_high=1.0),
+    PolicyLoss(objective="sapo"),
+    PolicyLoss(objective="importance"),
+    PolicyLoss(kl_coefficient=0.1, entropy_coefficient=0.01, correction=Correction(level="sequence")),
+]
+seeds = st.integers(0, 2**32)
+quick = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def batch(
+    lengths: list[int], seed: int, *, scale: float = 0.2, dtype: torch.dtype = torch.float64, kept: float = 1.0
+) -> LossInputs:
+    """Log-ratios of spread ``scale``; a share ``kept`` of the tokens is trained."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    num = len(ids)
+    old = -torch.rand(num, generator=g, dtype=torch.float64)
+    mask = torch.rand(num, generator=g) < kept
+    new = old + scale * torch.randn(num, generator=g, dtype=torch.float64)
+
+    def segment_sum(values: Tensor) -> Tensor:
+        return values.new_zeros(len(lengths)).index_add_(0, ids, values)
+
+    return LossInputs(
+        logprobs=new.to(dtype).requires_grad_(),
+        entropy=torch.rand(num, generator=g, dtype=torch.float64).to(dtype),
+        old_logprobs=old.to(dtype),
+        rollout_logprobs=(old + 0.1 * scale).to(dtype),
+        ref_logprobs=(old - scale).to(dtype),
+        advantages=torch.randn(len(lengths), generator=g, dtype=torch.float64)[ids].to(dtype),
+        mask=mask,
+        segment_ids=ids,
+        segment_sum=segment_sum,
+        num_tokens=int(mask.sum()),
+        num_sequences=len(lengths),
+    )
+
+
+@pytest.mark.parametrize("row", ROWS)
+@quick
+@given(
+    seed=seeds, lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5), scale=st.sampled_from([0.02, 0.5, 50.0])
+)
+def test_the_two_sides_of_the_clip_fraction_are_all_of_it(
+    row: PolicyLoss, seed: int, lengths: list[int], scale: float
+) -> None:
+    means = row(batch(lengths, seed, scale=scale, kept=0.8)).means
+    low, high, both = (float(means[f"clip_fraction{side}"]) for side in ("/low", "/high", ""))
+    assert low + high == pytest.approx(both, abs=1e-12)
+    assert min(low, high) >= 0
+    assert both <= 1 + 1e-12
+
+
+def test_clip_sides_of_known_tokens() -> None:
+    """Up by half with A > 0 is clipped above, down by half with A < 0 below; the other two are free."""
+    x = batch([4], 0)
+    log_ratios = torch.tensor([1.5, 0.5, 1.5, 0.5]).double().log()
+    x = replace(x, logprobs=x.old_logprobs + log_ratios, advantages=torch.tensor([1.0, -1.0, -1.0, 1.0]).double())
+    means = PolicyLoss()(x).means
+    assert (means["clip_fraction/low"].item(), means["clip_fraction/high"].item()) == (0.25, 0.25)
+
+
+@quick
+@given(seeds, st.integers(1, 400), st.sampled_from([1e-4, 0.05, 1.0, 30.0]))
+def test_quantiles_of_the_histogram_are_torchs_within_a_bin(seed: int, num: int, scale: float) -> None:
+    """A bin is at most 10 % of the log-ratio wide, 1e-6 nats around 0, and its middle stands for it."""
+    g = torch.Generator().manual_seed(seed)
+    values = (scale * torch.randn(num, generator=g, dtype=torch.float64)).clamp(-20, 20)
+    shares = [0.01, 0.25, 0.5, 0.75, 0.99]
+    counts = histogram(values, torch.ones(num, dtype=torch.bool))
+    assert counts.sum().item() == num
+    for share, ratio in zip(shares, ratio_quantiles(counts.tolist(), shares), strict=True):
+        low, high = (torch.quantile(values, share, interpolation=side).item() for side in ("lower", "higher"))
+        assert low - 0.05 * abs(low) - 1e-6 <= math.log(ratio) <= high + 0.05 * abs(high) + 1e-6
+
+
+@quick
+@given(seeds, st.integers(1, 60), st.integers(0, 60))
+def test_histograms_of_a_split_add_up(seed: int, num: int, cut: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    values, mask = torch.randn(num, generator=g), torch.rand(num, generator=g) < 0.7
+    whole = histogram(values, mask)
+    assert torch.equal(histogram(values[:cut], mask[:cut]) + histogram(values[cut:], mask[cut:]), whole)
+    assert whole.sum().item() == mask.sum().item()
+
+
+@pytest.mark.parametrize("row", [PolicyLoss(), GSPO])
+@quick
+@given(seed=seeds, lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5))
+def test_the_effective_fraction_is_kishs_over_the_number_of_weights(
+    row: PolicyLoss, seed: int, lengths: list[int]
+) -> None:
+    """(sum w)² / (n · sum w²), n tokens at token level, n sequences at sequence level."""
+    x = batch(lengths, seed)
+    gaps = (x.logprobs - x.old_logprobs).detach()
+    weights = (gaps if row is not GSPO else torch.stack([part.mean() for part in gaps.split(lengths)])).exp()
+    output = row(x)
+    result = StepResult(
+        loss=0.0,
+        grad_norm=0.0,
+        metrics={name: value.item() for name, value in output.means.items()},
+        histograms={"ratio": tuple(output.histograms["ratio"].tolist())},
+    )
+    expected = weights.sum().square() / weights.square().sum() / len(weights)
+    assert combine([result])["ratio/effective_fraction"] == pytest.approx(expected.item(), rel=1e-9)
+
+
+def test_an_entropy_term_has_the_weight_of_a_token_whatever_its_correction() -> None:
+    x = batch([3, 5], 0, kept=0.8)
+    x = replace(x, entropy=x.entropy.requires_grad_())
+    loss = PolicyLoss(entropy_coefficient=0.2, correction=Correction(mode="mask", low=0.99, high=1.01))
+    (gradient,) = torch.autograd.grad(loss(x).loss, x.entropy)
+    torch.testing.assert_close(gradient, -0.2 * x.mask.double() / x.num_tokens, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("gap", [-1e4, 1e4])
+def test_log_ratios_of_ten_thousand_are_clamped_counted_and_finite(row: PolicyLoss, gap: float) -> None:
+    x = batch([3, 5], 0, dtype=torch.float32)
+    far = torch.arange(8) < 3  # the first sequence
+    x = replace(x, logprobs=torch.where(far, x.old_logprobs + gap, x.logprobs.detach()).requires_grad_())
+    output = row(x)
+    (gradient,) = torch.autograd.grad(output.loss, x.logprobs)
+    assert torch.isfinite(output.loss)
+    assert torch.isfinite(gradient).all()
+    assert all(torch.isfinite(value) for value in output.means.values())
+    counted = 3 / 8 if row.ratio_level == "token" else 1 / 2
+    assert output.means["ratio/clamped_fraction"].item() == pytest.approx(counted)
+
+
+def test_a_hundred_thousand_tokens_accumulate_in_float32() -> None:
+    """A sequence ratio is off by the rounding of its log-probs' mean alone."""
+    exact = batch([100_000, 20_000], 1, scale=1e-3, dtype=torch.float64)
+    columns = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages")
+    single = replace(exact, **{name: getattr(exact, name).detach().float() for name in columns})
+    single = replace(single, logprobs=single.logprobs.requires_grad_())
+    for row in (GSPO, PolicyLoss(kl_coefficient=0.1), PolicyLoss(objective="cispo")):
+        wanted, found = row(exact), row(single)
+        assert found.loss.dtype == torch.float32
+        assert found.loss.item() == pytest.approx(wanted.loss.item(), rel=1e-3, abs=1e-5)
+        (gradient,) = torch.autograd.grad(found.loss, single.logprobs)
+        (exact_gradient,) = torch.autograd.grad(wanted.loss, exact.logprobs)
+        torch.testing.assert_close(gradient.double(), exact_gradient, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_bfloat16_inputs_are_summed_in_float32(row: PolicyLoss) -> None:
+    """Value and gradient are those of the same numbers in float32; a sum in bfloat16 stops growing at 256 tokens."""
+    low = batch([3000, 5], 2, dtype=torch.bfloat16)
+    columns = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages")
+    single = replace(low, **{name: getattr(low, name).detach().float() for name in columns})
+    single = replace(single, logprobs=single.logprobs.requires_grad_())
+    wanted, found = row(single), row(low)
+    assert found.loss.dtype == torch.float32
+    torch.testing.assert_close(found.loss, wanted.loss)
+    torch.testing.assert_close(dict(found.means), dict(wanted.means))
+    (gradient,) = torch.autograd.grad(found.loss, low.logprobs)
+    (expected,) = torch.autograd.grad(wanted.loss, single.logprobs)
+    torch.testing.assert_close(gradient, expected.bfloat16())
