@@ -1,0 +1,141 @@
+"""Rows of conf/algorithm that must agree with one another, and a choice that must not depend on how a batch is cut.
+
+Rows are read from their files, so what is compared is what a user gets by name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from launcher.build import policy_loss
+from rl_megatron import config_io
+from rl_megatron.algorithms.corrections import second_moment_mask
+from rl_megatron.credit import Memory, assign_credit, shape_rewards
+from rl_megatron.data.samples import to_samples
+from rl_megatron.types import Completion, Loss, LossInputs, Prompt, RolloutGroup, Samples
+
+LENGTHS = [5, 9, 1, 3]
+
+
+def row(*keys: str) -> Loss:
+    return policy_loss(config_io.load("tiny_cpu", list(keys)), 0.0)
+
+
+def batch(spread: float = 0.3, seed: int = 0) -> LossInputs:
+    """Old log-probs lie ``spread`` from the current ones, the rollout's as far from the old ones."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    old = -torch.rand(len(ids), generator=g, dtype=torch.float64)
+    noise = [spread * torch.randn(len(ids), generator=g, dtype=torch.float64) for _ in range(2)]
+
+    def segment_sum(values: Tensor) -> Tensor:
+        return values.new_zeros(len(LENGTHS)).index_add_(0, ids, values)
+
+    return LossInputs(
+        logprobs=(old + noise[0]).requires_grad_(),
+        entropy=torch.zeros_like(old),
+        old_logprobs=old,
+        rollout_logprobs=old + noise[1],
+        advantages=torch.randn(len(LENGTHS), generator=g, dtype=torch.float64)[ids],
+        mask=torch.ones(len(ids), dtype=torch.bool),
+        segment_ids=ids,
+        segment_sum=segment_sum,
+        num_tokens=len(ids),
+        num_sequences=len(LENGTHS),
+    )
+
+
+def evaluate(loss: Loss, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    value = loss(inputs).loss
+    (gradient,) = torch.autograd.grad(value, inputs.logprobs)
+    return value.detach(), gradient
+
+
+def assert_same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None:
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+def credited(*keys: str) -> Samples:
+    """One group of four completions of unlike lengths and rewards, with the advantages of a row."""
+    group = RolloutGroup(
+        prompt=Prompt(id="a", text="", token_ids=(1, 2), answer=""),
+        completions=tuple(
+            Completion(token_ids=(7,) * n, logprobs=(-0.5,) * n, finish_reason="stop", versions=(0, 0)) for n in LENGTHS
+        ),
+        texts=("",) * 4,
+        rewards=(1.0, 0.0, 0.25, 0.5),
+    )
+    section = config_io.load("tiny_cpu", list(keys)).algorithm
+    rewards = shape_rewards([group], section, Memory(kl_coefficient=0.0), max_new_tokens=9)
+    return assign_credit(to_samples([group]), [group], rewards, section, success_reward=1.0)[0]
+
+
+def test_gspo_token_is_gspo_where_the_advantage_is_constant_in_a_sequence() -> None:
+    assert row("algorithm=gspo_token") == row("algorithm=gspo")
+    by_token = credited("algorithm=gspo_token", "algorithm.gamma=1.0")
+    torch.testing.assert_close(by_token.advantages, credited("algorithm=gspo").advantages)
+
+
+def test_dr_grpo_times_g_over_g_minus_one_is_rloo() -> None:
+    dr_grpo, rloo = credited("algorithm=dr_grpo"), credited("algorithm=rloo")
+    torch.testing.assert_close(dr_grpo.advantages * 4 / 3, rloo.advantages)
+
+
+@pytest.mark.parametrize("name", ["dapo", "decoupled_ppo", "ppo", "reinforce_plus_plus", "liteppo"])
+def test_at_ratio_one_a_clipped_row_has_the_gradient_of_reinforce(name: str) -> None:
+    x = batch(spread=0.0)
+    torch.testing.assert_close(evaluate(row(f"algorithm={name}"), x)[1], evaluate(row("algorithm=reinforce"), x)[1])
+
+
+def test_cispo_without_caps_at_ratio_one_is_reinforce() -> None:
+    x = batch(spread=0.0)
+    assert_same(evaluate(row("algorithm=cispo", "algorithm.cap_high=1e30"), x), evaluate(row("algorithm=reinforce"), x))
+
+
+def test_decoupled_ppo_is_ppo_where_the_proximal_policy_is_the_rollouts() -> None:
+    """By a recomputed pass that finds the engine's numbers, or interpolated with a share of 0."""
+    x = batch()
+    same = replace(x, rollout_logprobs=x.old_logprobs)
+    ppo = evaluate(row("algorithm=ppo"), same)
+    assert_same(evaluate(row("algorithm=decoupled_ppo"), same), ppo)
+    unknown = replace(
+        same, old_logprobs=torch.full_like(x.old_logprobs, math.nan), proximal_share=torch.zeros_like(x.old_logprobs)
+    )
+    assert_same(evaluate(row("algorithm=decoupled_ppo", "algorithm.old_logprobs=interpolated"), unknown), ppo)
+
+
+def test_decoupled_ppo_at_a_share_of_one_is_the_weighted_gradient_of_reinforce() -> None:
+    """The proximal policy is the current one: ratio 1, and all of the gap is in the capped behaviour weight."""
+    x = batch()
+    x = replace(x, proximal_share=torch.ones_like(x.old_logprobs))
+    weights = (x.logprobs.detach() - x.rollout_logprobs).exp().clamp(max=5.0)
+    expected = -weights * x.advantages / x.num_tokens
+    torch.testing.assert_close(evaluate(row("algorithm=decoupled_ppo"), x)[1], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("spread", [1e-2, 1e-3, 1e-4])
+def test_sapo_of_a_small_step_is_the_unclipped_ratio(spread: float) -> None:
+    """Its gate falls off with the square of the step: the gradient differs from that of -rho A by O(spread²)."""
+    x = batch(spread=spread)
+    grouped = "algorithm.aggregation=seq_mean_token_mean"
+    unclipped = row("algorithm=grpo", grouped, "algorithm.clip_low=1.0", "algorithm.clip_high=1e9")
+    difference = evaluate(row("algorithm=sapo"), x)[1] - evaluate(unclipped, x)[1]
+    scale = evaluate(unclipped, x)[1].abs().max()
+    assert float(difference.abs().max() / scale) < 5 * spread**2
+
+
+def test_what_m2po_leaves_out_depends_on_the_whole_batch() -> None:
+    """Chosen by halves, the token of 0.3 would go: its own half's second moment is above the limit."""
+    log_ratios, everything = torch.tensor([0.0, 0.3, 0.0, 0.0, 0.0, 0.0]), torch.ones(6, dtype=torch.bool)
+    assert second_moment_mask(log_ratios, everything, threshold=0.04).all()
+    halves = [second_moment_mask(part, everything[:2], threshold=0.04) for part in log_ratios.split(2)]
+    assert torch.cat(halves).tolist() == [True, False, True, True, True, True]
+    order = torch.tensor([5, 1, 3, 0, 2, 4])
+    moved = second_moment_mask(torch.tensor([0.0, 0.9, 0.1, 0.0, 0.0, 0.0])[order], everything, threshold=0.04)
+    assert (order[~moved]).tolist() == [1]
