@@ -125,8 +125,7 @@ def _part_by_part(
         else:
             places = inside.nonzero().flatten()
             lengths = torch.searchsorted(places, bounds).diff()
-            here.zero_()
-            here[places] = compute(_Part(sequences, positions, places, lengths)).to(dtype)
+            here.zero_().scatter_(0, places, compute(_Part(sequences, positions, places, lengths)).to(dtype))
     return out
 
 

@@ -84,7 +84,7 @@ def discounted_sum(values: Tensor, lengths: Tensor, discount: Tensor) -> Tensor:
         exponents = torch.arange(_BLOCK, 0, -1, dtype=values.dtype, device=values.device)
         powers = _of_blocks(discount[:, None] ** exponents, blocks, total)
         sums.addcmul_(following[:, None], powers)
-    return sums.view(-1) if places is None else sums.view(-1)[places]
+    return sums.view(-1) if places is None else sums.view(-1).index_select(0, places)
 
 
 def _in_blocks(values: Tensor, lengths: Tensor, blocks: Tensor, total: int) -> tuple[Tensor, Tensor | None]:
@@ -94,8 +94,7 @@ def _in_blocks(values: Tensor, lengths: Tensor, blocks: Tensor, total: int) -> t
     fill = (blocks * _BLOCK).cumsum(0) - blocks * _BLOCK - (lengths.cumsum(0) - lengths)
     places = torch.repeat_interleave(fill, lengths, output_size=len(values))
     places += torch.arange(len(values), device=values.device)
-    rows = values.new_zeros(total * _BLOCK)
-    rows[places] = values
+    rows = values.new_zeros(total * _BLOCK).scatter_(0, places, values)
     return rows.view(-1, _BLOCK), places
 
 
