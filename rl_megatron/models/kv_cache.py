@@ -5,15 +5,26 @@ copy and no row needs an index. A row is a sequence; its tokens end at the curre
 bias of minus infinity hides the columns that are not its own. Keys are rotated before they come here, so columns may
 be in any order and the ring may wrap.
 
-Letters: n active rows (always the first n), K key-value heads, D head size, C columns.
+Both products of attention are weighted sums of stored rows, which `torch.embedding_bag` computes while it reads each
+of them once: a query head's scores are its D numbers times the D key rows of B columns, its output is its weights
+times the value rows. The query is one token, and for matrices that thin a batched product takes two to three times as
+long (five with two threads, of which MKL's then uses one).
+
+Letters: n active rows (always the first n), Q query heads, K key-value heads, D head size, C columns, B columns of a
+block of keys.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from rl_megatron.models.shape import ModelShape
+
+# Keys lie in blocks of columns, so that the scores of columns not in use are not computed.
+BLOCK_COLUMNS = 48
 
 
 class KVCache:
@@ -21,15 +32,23 @@ class KVCache:
 
     def __init__(self, shape: ModelShape, *, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.rows, self.columns = rows, columns
-        self._heads, self._group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
+        self._heads, self._query_heads, self._head_dim = shape.num_kv_heads, shape.num_heads, shape.head_dim
         self._scale = shape.head_dim**-0.5
-        layers, heads, head_dim = shape.num_layers, shape.num_kv_heads, shape.head_dim
-        # Zeros, not empty: a hidden column has weight 0, and 0 * NaN would show. Keys lie along the columns, as the
-        # product with queries reads them (a third faster than the transposed product).
-        self._keys = torch.zeros((layers, rows, heads, head_dim, columns), dtype=dtype, device=device)
-        self._values = torch.zeros((layers, rows, heads, columns, head_dim), dtype=dtype, device=device)
-        self._bias = torch.zeros(rows, self._heads, columns, dtype=dtype, device=device)
+        self._block = min(BLOCK_COLUMNS, columns)
+        blocks, layers, heads = -(-columns // self._block), shape.num_layers, shape.num_kv_heads
+        # Zeros, not empty: a hidden column has weight 0, and 0 * NaN would show.
+        key_size = (layers, blocks, rows, heads, shape.head_dim, self._block)
+        self._keys = torch.zeros(key_size, dtype=dtype, device=device)
+        self._values = torch.zeros((layers, rows, heads, columns, shape.head_dim), dtype=dtype, device=device)
+        self._bias = torch.zeros(rows, 1, columns, dtype=dtype, device=device)
+        # The key-value head of every query head, counted over all rows.
+        head = torch.arange(rows * heads, device=device, dtype=torch.int32)
+        head = head.repeat_interleave(shape.num_heads // heads)[:, None]
+        self._key_rows = (head * shape.head_dim + self._counted(shape.head_dim)).view(-1)
+        self._key_starts = self._counted(0, len(self._key_rows), shape.head_dim)
+        self._first_value_row = head * columns
         self._active = self._column = self._first = self._last = 0
+        self._value_rows = self._value_starts = self._key_starts[:0]
 
     def open_column(self, clock: int, *, active: int, oldest: int) -> None:
         """Begin step ``clock`` for the first ``active`` rows, whose oldest token was written at step ``oldest``."""
@@ -38,20 +57,21 @@ class KVCache:
         wraps = first > self._column
         self._first, self._last = (0, self.columns) if wraps else (first, self._column + 1)
         self._bias[:active, :, self._column] = 0
+        heads, window = active * self._query_heads, self._last - self._first
+        self._value_rows = (self._first_value_row[:heads] + self._counted(self._first, self._last)).view(-1)
+        self._value_starts = self._counted(0, heads * window, window)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write the open column and attend to each row's own: an `Attend` of one token per active row."""
-        num, heads = self._active, self._active * self._heads
-        self._keys[layer, :num, ..., self._column] = key
+        num = self._active
+        block, inside = divmod(self._column, self._block)
+        self._keys[layer, block, :num, ..., inside] = key
         self._values[layer, :num, :, self._column] = value
-        keys = self._keys[layer].flatten(0, 1)[:heads, :, self._first : self._last]
-        values = self._values[layer].flatten(0, 1)[:heads, self._first : self._last]
-        bias = self._bias.view(-1, 1, self.columns)[:heads, :, self._first : self._last]
-        # The query heads of one key-value head are the rows of one small matrix: no key is repeated.
-        grouped = query.reshape(heads, self._group, -1)
-        scores = torch.baddbmm(bias.expand(-1, self._group, -1), grouped, keys, alpha=self._scale)
-        weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
-        return torch.bmm(weights, values).view(num, -1)
+        bias = self._bias[:num, :, self._first : self._last]
+        scores = torch.add(bias, self._scores(layer, query.reshape(-1)), alpha=self._scale)
+        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+        values = self._values[layer].view(-1, self._head_dim)
+        return _weighted_sums(values, self._value_rows, self._value_starts, weights.view(-1)).view(num, -1)
 
     def insert(self, start: int, clock: int, prefix: Tensor, lengths: Tensor) -> None:
         """Give rows ``start``... their prefixes, as if just decoded in the steps before ``clock``.
@@ -63,19 +83,50 @@ class KVCache:
         age = (clock - 1 - torch.arange(self.columns, device=lengths.device)) % self.columns
         hidden = age >= lengths[:, None]
         self._bias[start:stop] = hidden.to(self._bias.dtype).masked_fill_(hidden, -torch.inf).unsqueeze(1)
-        begin = (clock - longest) % self.columns
-        before_wrap = min(longest, self.columns - begin)
-        layers = len(self._keys)
+        layers = len(self._values)
         keys, values = prefix[:layers].permute(0, 1, 3, 4, 2), prefix[layers:].transpose(2, 3)
-        for to, here in (
-            (slice(begin, begin + before_wrap), slice(before_wrap)),
-            (slice(longest - before_wrap), slice(before_wrap, None)),
-        ):
-            self._keys[:, start:stop, ..., to] = keys[..., here]
-            self._values[:, start:stop, :, to] = values[..., here, :]
+        for column, source, count in self._runs((clock - longest) % self.columns, longest):
+            block, inside = divmod(column, self._block)
+            here = slice(source, source + count)
+            self._keys[:, block, start:stop, ..., inside : inside + count] = keys[..., here]
+            self._values[:, start:stop, :, column : column + count] = values[..., here, :]
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy rows ``source`` over rows ``target`` (indices, no row in both)."""
         self._bias[target] = self._bias[source]
-        for live in (self._keys[..., self._first : self._last], self._values[..., self._first : self._last, :]):
-            live[:, target] = live[:, source]
+        keys, values = self._keys[:, self._live_blocks], self._values[..., self._first : self._last, :]
+        keys[:, :, target] = keys[:, :, source]
+        values[:, target] = values[:, source]
+
+    @property
+    def _live_blocks(self) -> slice:
+        return slice(self._first // self._block, (self._last - 1) // self._block + 1)
+
+    def _scores(self, layer: int, query: Tensor) -> Tensor:
+        """Unscaled scores [n, Q, columns in use] of ``query`` [n * Q * D]."""
+        num, live = len(query), self._live_blocks
+        rows, starts = self._key_rows[:num], self._key_starts[: num // self._head_dim]
+        parts = [
+            _weighted_sums(self._keys[layer, block].view(-1, self._block), rows, starts, query)
+            for block in range(live.start, live.stop)
+        ]
+        offset = live.start * self._block
+        scores = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+        return scores[:, self._first - offset : self._last - offset].view(self._active, self._query_heads, -1)
+
+    def _runs(self, column: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """``count`` columns from ``column`` on round the ring, cut at blocks: (column, how many before it, length)."""
+        done = 0
+        while done < count:
+            length = min(count - done, self._block - column % self._block, self.columns - column)
+            yield column, done, length
+            column, done = (column + length) % self.columns, done + length
+
+    def _counted(self, *bounds: int) -> Tensor:
+        return torch.arange(*bounds, dtype=torch.int32, device=self._bias.device)
+
+
+def _weighted_sums(table: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    """Sums of ``weights[i] * table[rows[i]]`` over the stretches of i that begin at ``starts``: [starts, width]."""
+    sums: Tensor = torch.embedding_bag(table, rows, starts, False, 0, False, weights)[0]
+    return sums

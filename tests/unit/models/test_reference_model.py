@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rl_megatron.models import experts
+from rl_megatron.models import experts, kv_cache
 from rl_megatron.models.experts import all_experts, padded_experts
 from rl_megatron.models.kv_cache import KVCache
 from rl_megatron.models.reference import ReferenceModel
@@ -103,8 +103,12 @@ def test_every_expert_path_equals_a_loop_over_tokens(uneven: bool, monkeypatch: 
     assert (counts.max() > 30) == uneven
 
 
-def test_ring_cache_equals_full_attention_across_wraps_moves_and_late_rows() -> None:
+@pytest.mark.parametrize("block", [2, 4, 48])
+def test_ring_cache_equals_full_attention_across_wraps_moves_and_late_rows(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of different ages in a ring that wraps three times, against attention over each row's own history."""
+    monkeypatch.setattr(kv_cache, "BLOCK_COLUMNS", block)
     shape = ModelShape(
         num_layers=1, hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=4, num_experts=1, experts_per_token=1,
         expert_width=1, vocab_size=1, rope_theta=1.0, norm_eps=1.0, normalize_top_k=True, tie_embeddings=True,
