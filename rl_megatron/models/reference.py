@@ -61,18 +61,19 @@ class ReferenceModel:
         self.tensors = self._name_tensors()
         heads = torch.tensor([0] * shape.num_heads + [1] * shape.num_kv_heads, device=self.device)
         self._norm_row_of_head = heads
-        self._cos, self._sin = _rotary_tables(shape, max_length, dtype, self.device)
+        # One row of all heads per position: broadcasting over heads costs more than the product.
+        self._cos, self._sin = (
+            table.repeat(1, len(heads)) for table in _rotary_tables(shape, max_length, dtype, self.device)
+        )
+        self._eps = torch.tensor(shape.norm_eps, dtype=torch.float32, device=self.device)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final-normed states [N, H] of ``tokens`` [N] int64 at ``positions`` [N] int64 in their own sequences."""
-        heads = self.shape.num_heads + self.shape.num_kv_heads
         x = self.embedding.index_select(0, tokens)
-        # One contiguous row per token, shared by all layers: broadcasting over heads costs more than the product.
-        cos = self._cos.index_select(0, positions).repeat(1, heads)
-        sin = self._sin.index_select(0, positions).repeat(1, heads)
+        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
         for index, weights in enumerate(self.layers):
             x = self._attention(index, weights, x, cos, sin, attend)
-            normed = rms_norm(x, weights.expert_norm, self.shape.norm_eps)
+            normed = rms_norm(x, weights.expert_norm, self._eps)
             x = mix_experts(
                 x,
                 normed,
@@ -82,7 +83,7 @@ class ReferenceModel:
                 experts_per_token=self.shape.experts_per_token,
                 normalize=self.shape.normalize_top_k,
             )
-        return rms_norm(x, self.final_norm, self.shape.norm_eps)
+        return rms_norm(x, self.final_norm, self._eps)
 
     def project(self, hidden: Tensor) -> Tensor:
         """Next-token logits [N, V] float32 of final-normed states [N, H]."""
@@ -101,9 +102,9 @@ class ReferenceModel:
     ) -> Tensor:
         shape, num = self.shape, len(x)
         heads, head_dim = shape.num_heads + shape.num_kv_heads, shape.head_dim
-        qkv = linear(rms_norm(x, weights.input_norm, shape.norm_eps), weights.qkv)
+        qkv = linear(rms_norm(x, weights.input_norm, self._eps), weights.qkv)
         qk = qkv[:, : heads * head_dim].view(num, heads, head_dim)
-        qk = rms_norm(qk, weights.qk_norm.index_select(0, self._norm_row_of_head), shape.norm_eps)
+        qk = rms_norm(qk, weights.qk_norm.index_select(0, self._norm_row_of_head), self._eps)
         # rotate_half: the halves swap places; the minus sign of the first half is in the table of sines.
         swapped = qk.roll(head_dim // 2, -1).view(num, -1)
         qk = (qk.view(num, -1) * cos).addcmul_(swapped, sin).view(num, heads, head_dim)
@@ -191,11 +192,11 @@ class CausalAttention:
         return padded
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, the mean in float32 (Zhang and Sennrich, 2019)."""
-    # vector_norm reads x once; torch's own rms_norm makes three passes on CPU and takes twice as long.
-    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
-    scale = square.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """Root-mean-square norm over the last dimension, the mean in float32 (Zhang and Sennrich, 2019); ``eps`` []."""
+    # vector_norm reads x once; torch's own rms_norm makes three passes on CPU.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
     normed: Tensor = (x * scale).to(x.dtype).mul_(weight)
     return normed
 

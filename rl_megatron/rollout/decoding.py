@@ -28,7 +28,7 @@ MAX_PREFILL_TOKENS = 16384
 ROW_MULTIPLE = 8
 
 # Integer state of a sequence. The first three grow by one in each step.
-_POSITION, _PRODUCED, _OUT, _LIMIT, _KEY, _STOPS, _OLDEST, _TOKEN = range(8)
+_POSITION, _PRODUCED, _OUT, _LIMIT, _STOPS, _OLDEST, _TOKEN = range(7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,7 @@ class Decoding:
         self._any_greedy = any(request.params.temperature == 0 for request in requests)
         self._any_top_p = any(request.params.top_p < 1 for request in requests)
         self._prompt_of, self._initial, self._initial_sampling, self._stop_table = self._sequence_state()
+        self._uniforms = self._random_numbers()
         self._state = self._initial.new_zeros(len(self._initial), cache.rows)
         self._sampling = self._initial_sampling.new_zeros(len(self._initial_sampling), cache.rows)
         self._out_tokens = self._initial.new_zeros(self._num * self._width)
@@ -82,7 +83,7 @@ class Decoding:
             any_greedy=self._any_greedy,
             any_top_p=self._any_top_p,
         )
-        tokens, logprobs = choose_tokens(logits, uniforms(state[_KEY], state[_PRODUCED]), rows)
+        tokens, logprobs = choose_tokens(logits, self._uniforms.take(state[_OUT]), rows)
         self._out_tokens.scatter_(0, state[_OUT], tokens)
         self._out_logprobs.scatter_(0, state[_OUT], logprobs)
         state[_TOKEN] = tokens
@@ -110,7 +111,7 @@ class Decoding:
         ]
 
     def _sequence_state(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Prompt number [S], integer state [8, S] and sampling [3, S] of every sequence; stop tokens [sets * V]."""
+        """Prompt number [S], integer state [7, S] and sampling [3, S] of every sequence; stop tokens [sets * V]."""
         device, vocabulary = self._model.device, self._model.shape.vocab_size
         params = [request.params for request in self._requests]
         counts = torch.tensor([request.num_completions for request in self._requests], device=device)
@@ -124,13 +125,11 @@ class Decoding:
         stop_table = torch.zeros(len(sets), vocabulary, dtype=torch.bool, device=device)
         for tokens, row in sets.items():
             stop_table[row, list(tokens)] = True
-        seeds = spread([(p.seed + 2**63) % 2**64 - 2**63 for p in params])  # any int, folded into int64
-        state = [sequence] * 8
+        state = [sequence] * 7
         state[_POSITION] = state[_OLDEST] = spread(self._prefix_lengths)
         state[_PRODUCED] = torch.zeros_like(sequence)
         state[_OUT] = sequence * self._width
         state[_LIMIT] = spread([p.max_new_tokens for p in params])
-        state[_KEY] = stream_keys(seeds, sequence - (counts.cumsum(0) - counts).index_select(0, prompt))
         state[_STOPS] = spread([sets[p.stop_token_ids] * vocabulary for p in params])
         state[_TOKEN] = spread([request.token_ids[-1] for request in self._requests])
         sampling = [
@@ -139,6 +138,14 @@ class Decoding:
             spread([float(p.temperature == 0) for p in params]),
         ]
         return prompt, torch.stack(state), torch.stack(sampling).float(), stop_table.view(-1)
+
+    def _random_numbers(self) -> Tensor:
+        """The number in [0, 1) of every token that the call may produce, [S * width], where its token goes too."""
+        seeds = [(request.params.seed + 2**63) % 2**64 - 2**63 for request in self._requests]  # any int, as int64
+        counts = [request.num_completions for request in self._requests]
+        completions = torch.cat([torch.arange(count) for count in counts])
+        keys = stream_keys(torch.tensor(seeds).repeat_interleave(torch.tensor(counts)), completions)
+        return uniforms(keys[:, None], torch.arange(self._width)).view(-1).to(self._model.device)
 
     def _prefill(self, first: int) -> _Block:
         """Keys and values of prompts from ``first`` on: as many as the free rows can start, within the token limit."""
