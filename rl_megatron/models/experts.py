@@ -1,19 +1,64 @@
 """The mixture of experts of a decoder layer: every expert on every token, or only the chosen ones.
 
-Letters: N tokens, H hidden, E experts, I expert width, k experts a token, C the most tokens any expert got.
+Letters: N tokens, H hidden, E experts, I expert width, k experts a token, C rows of each expert in the grouped product.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+from math import inf
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Below this waste of dense products, the gathering of `padded_experts` takes longer than it saves. Two Zen 5 cores
-# cross over at 4 to 7 MFLOP, for hidden 64 to 512 and 8 to 32 experts.
-MAX_DENSE_WASTE_FLOPS = 5e6
-# Padded rows over real rows up to which two batched products beat a loop over experts.
-MAX_PADDING = 1.5
+from rl_megatron.models.linear import HAS_ONEDNN, linear
+
+# Below this waste of dense products, the gathering of `grouped_experts` takes longer than it saves. Two Zen 5 cores
+# cross over at 10 to 14 MFLOP, for hidden 64 to 256 and 8 to 32 experts.
+MAX_DENSE_WASTE_FLOPS = 12e6
+# What an expert's products cost outside the grouped product, where a flop of that one costs 1: so much for the two
+# calls, and so much a flop.
+OVERFLOW_FLOPS, OVERFLOW_SLOWDOWN = 20e6, 3
+# oneDNN prepares kernels for each new C, then keeps them.
+ROW_MULTIPLE = 4
+
+
+class PackedExperts:
+    """One layer's expert matrices in the order in which oneDNN reads them: a copy of the weights as they are now.
+
+    A 1x1 convolution in E groups is a product of E matrices. It is the only such product of oneDNN's that torch
+    offers, and takes a third of the time of MKL's where that keeps to AVX2.
+    """
+
+    def __init__(self, w13: Tensor, w2: Tensor) -> None:
+        self._experts = len(w2)
+        self._w13, self._w2 = self._pack(w13), self._pack(w2)
+
+    @staticmethod
+    def usable(weight: Tensor) -> bool:
+        """Whether this machine can pack ``weight``: on a CPU with oneDNN, in float32."""
+        return HAS_ONEDNN and weight.device.type == "cpu" and weight.dtype == torch.float32
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Expert e's output on ``x[:, e]``: [C, E, H] -> [C, E, H]."""
+        return self._product(_gated(self._product(x, self._w13)), self._w2)
+
+    def _pack(self, weight: Tensor) -> Tensor:
+        experts, rows, columns = weight.shape
+        packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(
+            weight.reshape(experts * rows, columns, 1, 1), [0, 0], [1, 1], [1, 1], experts, None
+        )
+        return packed
+
+    def _product(self, x: Tensor, packed: Tensor) -> Tensor:
+        """[C, E, in] -> [C, E, out]: the image is one column of C pixels, the channels lie last."""
+        image = x.view(1, len(x), 1, -1).permute(0, 3, 1, 2)
+        out: Tensor = torch.ops.mkldnn._convolution_pointwise(
+            image, packed, None, [0, 0], [1, 1], [1, 1], self._experts, "none", [], ""
+        )
+        return out.permute(0, 2, 3, 1).view(len(x), self._experts, -1)
 
 
 def mix_experts(
@@ -22,14 +67,15 @@ def mix_experts(
     router_logits: Tensor,
     w13: Tensor,
     w2: Tensor,
+    packed: PackedExperts | None,
     *,
     experts_per_token: int,
     normalize: bool,
 ) -> Tensor:
     """``residual`` [N, H] plus the chosen experts' outputs on ``x`` [N, H], weighted by the router's probabilities.
 
-    ``router_logits`` [N, E]; ``w13`` [E, 2I, H] (gate, then up); ``w2`` [E, H, I]. ``normalize`` makes the chosen
-    probabilities of a token sum to one.
+    ``router_logits`` [N, E]; ``w13`` [E, 2I, H] (gate, then up); ``w2`` [E, H, I]; ``packed`` the same two,
+    where they are. ``normalize`` makes the chosen probabilities of a token sum to one.
     """
     if normalize:  # softmax over the chosen equals the chosen of the softmax, renormalised
         top, chosen = router_logits.topk(experts_per_token, dim=-1)
@@ -37,8 +83,10 @@ def mix_experts(
     else:
         weights, chosen = router_logits.softmax(-1, dtype=torch.float32).topk(experts_per_token, dim=-1)
     wasted_flops = 2 * len(x) * (w13.shape[0] - experts_per_token) * (w13[0].numel() + w2[0].numel())
-    path = all_experts if wasted_flops <= MAX_DENSE_WASTE_FLOPS else padded_experts
-    return path(residual, x, chosen, weights.to(x.dtype), w13, w2)
+    weights = weights.to(x.dtype)
+    if wasted_flops <= MAX_DENSE_WASTE_FLOPS:
+        return all_experts(residual, x, chosen, weights, w13, w2)
+    return grouped_experts(residual, x, chosen, weights, w13, w2, packed)
 
 
 def all_experts(residual: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
@@ -47,52 +95,67 @@ def all_experts(residual: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, w1
     ``chosen`` and ``weights`` [N, k].
     """
     num, experts, width = len(x), w13.shape[0], w2.shape[2]
-    gate_up = functional.linear(x, w13.view(-1, x.shape[1])).view(num, experts, 2, width)
+    gate_up = linear(x, w13.view(-1, x.shape[1])).view(num, experts, 2, width)
     active = functional.silu(gate_up[:, :, 0]).mul_(gate_up[:, :, 1])
     active.mul_(weights.new_zeros(num, experts).scatter_(1, chosen, weights).unsqueeze(-1))
-    return torch.addmm(residual, active.view(num, -1), w2.permute(0, 2, 1).reshape(-1, w2.shape[1]))
+    return linear(active.view(num, -1), w2.transpose(0, 1).reshape(w2.shape[1], -1)).add_(residual)
 
 
-def padded_experts(residual: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """Tokens gathered by expert, C rows each (the short ones padded), then two batched products of E matrices."""
-    (num, k), (experts, _, _) = chosen.shape, w13.shape
-    expert_of_pair, order = chosen.reshape(-1).sort(stable=True)
-    counts = torch.bincount(expert_of_pair, minlength=experts)
-    most = int(counts.max())
-    if experts * most > MAX_PADDING * num * k:
-        return _unpadded(residual, x, order, counts, weights, w13, w2)
-    # Sorted pair i is number (i - the first pair of its expert) among the C rows of its expert.
-    shift = torch.arange(0, experts * most, most, device=x.device) + counts - counts.cumsum(0)
-    row = torch.arange(num * k, device=x.device) + shift.index_select(0, expert_of_pair)
-    token_of_row = order.new_zeros(experts * most).scatter_(0, row, order // k)
-    row_of_pair = torch.empty_like(order).scatter_(0, order, row)
-    gathered = x.index_select(0, token_of_row).view(experts, most, -1)
-    out = torch.bmm(_gated(torch.bmm(gathered, w13.transpose(1, 2))), w2.transpose(1, 2))
-    return _combine(residual, out.view(experts * most, -1).index_select(0, row_of_pair), weights)
-
-
-def _unpadded(
-    residual: Tensor, x: Tensor, order: Tensor, counts: Tensor, weights: Tensor, w13: Tensor, w2: Tensor
+def grouped_experts(
+    residual: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, packed: PackedExperts | None
 ) -> Tensor:
-    """One product pair per expert, over exactly its tokens: for routers so uneven that padding would dominate."""
-    gathered = x.index_select(0, order // weights.shape[1])
-    out = torch.empty_like(gathered)
-    sizes = counts.tolist()
-    for rows, target, up, down in zip(gathered.split(sizes), out.split(sizes), w13, w2, strict=True):
-        torch.mm(_gated(torch.mm(rows, up.t())), down.t(), out=target)
-    return _combine(residual, torch.empty_like(out).index_copy_(0, order, out), weights)
+    """Tokens gathered by expert: C rows each (the short ones padded) in a product of E matrices, the rest by a loop."""
+    (num, k), experts = chosen.shape, w13.shape[0]
+    place = chosen.new_zeros(num, experts).scatter_(1, chosen, 1).cumsum(0)  # from 1, among the tokens of an expert
+    counts = place[-1].tolist()
+    capacity = _capacity(counts, 2 * (w13[0].numel() + w2[0].numel()))
+    place = place.gather(1, chosen)
+    # Slots: [C, E], row by row, then the overflow, expert by expert.
+    slot, grouped = (place - 1).mul_(experts).add_(chosen), capacity * experts
+    overflow = [max(count - capacity, 0) for count in counts]
+    if any(overflow):
+        before_first = torch.tensor(list(accumulate(overflow[:-1], initial=grouped - capacity - 1)), device=x.device)
+        slot = torch.where(place > capacity, place + before_first.take(chosen), slot)
+    slot = slot.view(-1)
+    token_of_pair = torch.arange(num, device=x.device)[:, None].expand(num, k).reshape(-1)
+    token_of_slot = slot.new_zeros(grouped + sum(overflow)).scatter_(0, slot, token_of_pair)
+    gathered = x.index_select(0, token_of_slot)
+    out = _grouped_products(gathered[:grouped].view(capacity, experts, -1), w13, w2, packed).view(grouped, -1)
+    if any(overflow):
+        out = torch.cat((out, *_looped_products(gathered[grouped:].split(overflow), w13, w2)))
+    # Each token's sum of its k rows of `out`, weighted.
+    starts = torch.arange(0, num * k, k, device=x.device)
+    mixed: Tensor = torch.embedding_bag(out, slot, starts, False, 0, False, weights.view(-1))[0]
+    return mixed.add_(residual)
+
+
+def _capacity(counts: list[int], flops_per_row: int) -> int:
+    """The cheapest C for experts with ``counts`` tokens: fewer rows for all, or fewer experts with rows beyond C."""
+    best, lowest = 0, inf
+    for count in sorted(counts, reverse=True):
+        capacity = -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
+        beyond = [OVERFLOW_FLOPS + OVERFLOW_SLOWDOWN * flops_per_row * (n - capacity) for n in counts if n > capacity]
+        cost = flops_per_row * capacity * len(counts) + sum(beyond)
+        if cost > lowest:
+            break
+        best, lowest = capacity, cost
+    return best
+
+
+def _grouped_products(x: Tensor, w13: Tensor, w2: Tensor, packed: PackedExperts | None) -> Tensor:
+    """Expert e's output on ``x[:, e]``: [C, E, H] -> [C, E, H]."""
+    if packed:
+        return packed(x)
+    gate_up = torch.bmm(x.transpose(0, 1), w13.transpose(1, 2))
+    return torch.bmm(_gated(gate_up), w2.transpose(1, 2)).transpose(0, 1).contiguous()
+
+
+def _looped_products(rows: Iterable[Tensor], w13: Tensor, w2: Tensor) -> list[Tensor]:
+    """Expert e's output on ``rows[e]`` [.., H], where there are any."""
+    return [linear(_gated(linear(x, up)), down) for x, up, down in zip(rows, w13, w2, strict=True) if len(x)]
 
 
 def _gated(gate_up: Tensor) -> Tensor:
     """SwiGLU: [..., 2I] -> [..., I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
-
-
-def _combine(residual: Tensor, out_of_pair: Tensor, weights: Tensor) -> Tensor:
-    """Adds the weighted sum over each token's k outputs, [N * k, H], to ``residual`` [N, H]."""
-    num, k = weights.shape
-    outputs, total = out_of_pair.view(num, k, -1), residual
-    for choice in range(k):  # a batched product of N such small matrices takes five times as long at H = 64
-        total = torch.addcmul(total, outputs[:, choice], weights[:, choice, None])
-    return total

@@ -17,10 +17,10 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     oneDNN prepares a kernel for each new N (0.3 ms, then cached): callers whose N changes at each call round it up.
     """
     flops = 2 * len(x) * weight.numel()
-    if x.device.type == "cpu" and x.dtype == torch.float32 and flops >= MIN_ONEDNN_FLOPS and _HAS_ONEDNN:
+    if x.device.type == "cpu" and x.dtype == torch.float32 and flops >= MIN_ONEDNN_FLOPS and HAS_ONEDNN:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
         return product
     return functional.linear(x, weight)
 
 
-_HAS_ONEDNN = torch.backends.mkldnn.is_available()
+HAS_ONEDNN = torch.backends.mkldnn.is_available()

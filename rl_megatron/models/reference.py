@@ -10,7 +10,8 @@ Letters: N tokens, H hidden, V vocabulary, Q query heads, K key-value heads, D h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rl_megatron.models.experts import mix_experts
+from rl_megatron.models.experts import PackedExperts, mix_experts
 from rl_megatron.models.linear import linear
 from rl_megatron.models.shape import ModelShape
 
@@ -59,6 +60,8 @@ class ReferenceModel:
         self.head = self.embedding if shape.tie_embeddings else self._zeros(shape.vocab_size, shape.hidden_size)
         self.layers = [self._new_layer() for _ in range(shape.num_layers)]
         self.tensors = self._name_tensors()
+        self._packed: list[PackedExperts | None] = [None] * shape.num_layers
+        self._packed_is_current = False
         heads = torch.tensor([0] * shape.num_heads + [1] * shape.num_kv_heads, device=self.device)
         self._norm_row_of_head = heads
         # One row of all heads per position: broadcasting over heads costs more than the product.
@@ -66,6 +69,19 @@ class ReferenceModel:
             table.repeat(1, len(heads)) for table in _rotary_tables(shape, max_length, dtype, self.device)
         )
         self._eps = torch.tensor(shape.norm_eps, dtype=torch.float32, device=self.device)
+
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        """Inside, products with experts are faster (where the CPU allows it), and no weight may be written."""
+        if PackedExperts.usable(self.embedding):
+            # One at a time over those of the last call, so that each is given the memory of the one before.
+            for index, layer in enumerate(self.layers):
+                self._packed[index] = PackedExperts(layer.w13, layer.w2)
+            self._packed_is_current = True
+        try:
+            yield
+        finally:
+            self._packed_is_current = False
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final-normed states [N, H] of ``tokens`` [N] int64 at ``positions`` [N] int64 in their own sequences."""
@@ -80,6 +96,7 @@ class ReferenceModel:
                 functional.linear(normed, weights.router),
                 weights.w13,
                 weights.w2,
+                self._packed[index] if self._packed_is_current else None,
                 experts_per_token=self.shape.experts_per_token,
                 normalize=self.shape.normalize_top_k,
             )

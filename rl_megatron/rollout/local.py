@@ -49,9 +49,10 @@ class LocalEngine:
         wanted = [request for request in requests if request.num_completions]
         if not wanted:
             return [[] for _ in requests]
-        decoding = Decoding(self.model, wanted, self._reserve(wanted))
-        while decoding.unfinished:
-            decoding.step()
+        with self.model.packed():
+            decoding = Decoding(self.model, wanted, self._reserve(wanted))
+            while decoding.unfinished:
+                decoding.step()
         completions = iter(decoding.completions(self.version))
         return [[next(completions) for _ in range(request.num_completions)] for request in requests]
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_megatron.models import experts, kv_cache
-from rl_megatron.models.experts import all_experts, padded_experts
+from rl_megatron.models.experts import PackedExperts, all_experts, grouped_experts
 from rl_megatron.models.kv_cache import KVCache
 from rl_megatron.models.reference import ReferenceModel
 from rl_megatron.models.shape import ModelShape
@@ -80,27 +80,31 @@ def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("uneven", [False, True])
-def test_every_expert_path_equals_a_loop_over_tokens(uneven: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overflow", [(0.0, 0.0), (50.0, 1.0), (1e12, 1.0)], ids=["all", "some", "none"])
+def test_every_expert_path_equals_a_loop_over_tokens(
+    uneven: bool, overflow: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(4)
-    residual, x = torch.randn(2, 40, 12, generator=generator, dtype=torch.float64)
-    w13 = torch.randn(6, 2 * 5, 12, generator=generator, dtype=torch.float64)
-    w2 = torch.randn(12, 6, 5, generator=generator, dtype=torch.float64).transpose(0, 1)
-    scores = torch.rand(40, 6, generator=generator, dtype=torch.float64)
+    residual, x = torch.randn(2, 40, 12, generator=generator)
+    w13 = torch.randn(6, 2 * 5, 12, generator=generator)
+    w2 = torch.randn(12, 6, 5, generator=generator).transpose(0, 1)
+    scores = torch.rand(40, 6, generator=generator)
     scores[:, 2] += 2.0 * uneven
     weights, chosen = scores.topk(2, dim=-1)
 
-    expected = residual.clone()
+    expected = residual.double()
     for token in range(40):
-        for weight, expert in zip(weights[token], chosen[token], strict=True):
-            gate, up = (w13[expert] @ x[token]).split(5)
-            expected[token] += weight * (w2[expert] @ (gate * gate.sigmoid() * up))
+        for weight, expert in zip(weights[token].double(), chosen[token], strict=True):
+            gate, up = (w13[expert].double() @ x[token].double()).split(5)
+            expected[token] += weight * (w2[expert].double() @ (gate * gate.sigmoid() * up))
 
-    counts = chosen.flatten().bincount(minlength=6)
-    for max_padding in (0.0, 100.0):  # never padded, always padded
-        monkeypatch.setattr(experts, "MAX_PADDING", max_padding)
-        torch.testing.assert_close(padded_experts(residual, x, chosen, weights, w13, w2), expected)
-    torch.testing.assert_close(all_experts(residual, x, chosen, weights, w13, w2), expected)
-    assert (counts.max() > 30) == uneven
+    monkeypatch.setattr(experts, "OVERFLOW_FLOPS", overflow[0])
+    monkeypatch.setattr(experts, "OVERFLOW_SLOWDOWN", overflow[1])
+    routed = (residual, x, chosen, weights, w13, w2)
+    for packed in (None, PackedExperts(w13, w2)):
+        torch.testing.assert_close(grouped_experts(*routed, packed).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(all_experts(*routed).double(), expected, rtol=1e-5, atol=1e-5)
+    assert (chosen.flatten().bincount(minlength=6).max() > 30) == uneven
 
 
 @pytest.mark.parametrize("block", [2, 4, 48])
