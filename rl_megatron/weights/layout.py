@@ -8,8 +8,9 @@ Local names carry **global** layer and expert numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from rl_megatron.errors import ConfigError
@@ -18,6 +19,7 @@ from rl_megatron.types import ParallelDims
 
 Box = tuple[tuple[int, int], ...]  # half-open (start, stop) of each tensor dim
 Shape = tuple[int, ...]
+Axis = Literal["tp", "etp"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,28 +38,43 @@ def _always(_shape: ModelShape, _dims: ParallelDims) -> bool:
     return True
 
 
+def _every_layer(shape: ModelShape) -> range:
+    return range(shape.num_layers)
+
+
+def _one_row(_shape: ModelShape) -> int:
+    return 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
     """One row of a table. A local tensor is, along ``dim``, one equal chunk of every band, in order.
 
     ``{layer}`` and ``{expert}`` in ``name`` place the parameter on a pipeline stage and an expert rank and appear in
     its pieces' names as well. ``axis=None`` is whole on every rank of its stage; ``padded`` fills the last band up to
-    a multiple of ``Layout.vocab_multiple`` times the axis' degree. ``others`` are the sizes of the uncut dims.
+    a multiple of ``Layout.vocab_multiple`` times the axis' degree. ``bands`` gets the axis' degree too (engines repeat
+    heads when there are more ranks than heads); ``unit`` rows of a band (a head's) stay on one rank. ``others`` are
+    the sizes of the uncut dims, ``layers`` the layers that have the parameter.
     """
 
     name: str
-    bands: Callable[[ModelShape], tuple[Band, ...]]
+    bands: Callable[[ModelShape, int], tuple[Band, ...]]
     others: Callable[[ModelShape], Shape]
     dim: int = 0
-    axis: Literal["tp", "etp"] | None = None
+    axis: Axis | None = None
     stage: Literal["first", "last"] | None = None
     padded: bool = False
+    unit: Callable[[ModelShape], int] = _one_row
+    layers: Callable[[ModelShape], range] = _every_layer
     exists: Callable[[ModelShape, ParallelDims], bool] = _always
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """``hf_box`` of HF tensor ``hf`` sits at ``box`` of local tensor ``param``, whose whole shape is ``shape``."""
+    """``hf_box`` of HF tensor ``hf`` sits at ``box`` of local tensor ``param``, whose whole shape is ``shape``.
+
+    Both names are patterns: one slice stands for every ``{layer}`` and ``{expert}`` of its row.
+    """
 
     hf: str
     hf_box: Box
@@ -82,58 +99,95 @@ def coordinates(dims: ParallelDims, rank: int) -> Coordinates:
     return Coordinates(tp=inner % dims.tp, pp=stage, ep=inner // dims.etp % dims.ep, etp=inner % dims.etp)
 
 
+def split_layers(num_layers: int, pp: int, *, first: int | None = None, last: int | None = None) -> tuple[int, ...]:
+    """Layers of each stage as megatron-core's ``num_layers_in_{first,last}_pipeline_stage`` give them.
+
+    The stages between share the rest equally. Raises ConfigError where they cannot.
+    """
+    stages = [first if first is not None else -1, *[-1] * (pp - 2), last if last is not None else -1][:pp]
+    rest, free = num_layers - sum(n for n in stages if n >= 0), stages.count(-1)
+    if rest < 0 or (rest % free if free else rest):
+        raise ConfigError(
+            f"first={first}, last={last} leave {rest} of {num_layers} layers for {free} other stages of pp={pp}; "
+            f"give numbers that leave a multiple of {max(free, 1)}"
+        )
+    return tuple(rest // free if n < 0 else n for n in stages)
+
+
+@lru_cache(maxsize=64)
+def _places(dims: ParallelDims, axis: Axis | None, by_expert: bool) -> Mapping[tuple[int, int], tuple[int, ...]]:
+    """(chunk, ep) -> the ranks of stage 0 that hold it; ep is 0 for a row without experts."""
+    out: dict[tuple[int, int], list[int]] = {}
+    for rank in range(dims.tp * dims.cp * dims.dp):
+        at = coordinates(dims, rank)
+        chunk = 0 if axis is None else at.tp if axis == "tp" else at.etp
+        out.setdefault((chunk, at.ep if by_expert else 0), []).append(rank)
+    return {key: tuple(ranks) for key, ranks in out.items()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """``table`` laid out over ``dims``. Raises ConfigError naming every size that a degree does not divide."""
+    """``table`` laid out over ``dims``. Raises ConfigError naming every size that a degree does not divide.
+
+    ``stages`` are the layers of each pipeline stage where they differ (``split_layers`` makes them of megatron-core's
+    options); with ``vpp`` each stage cuts its own into that many equal chunks.
+    """
 
     table: Sequence[ParamSpec]
     shape: ModelShape
     dims: ParallelDims = field(default_factory=ParallelDims)
     vocab_multiple: int = 8
+    stages: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
         if problems:
             raise ConfigError("\n".join(problems))
 
-    def slices(self, rank: int) -> Iterator[Slice]:
-        """Every HF box that ``rank`` holds, in table order."""
-        at = coordinates(self.dims, rank)
-        for spec in self._rows():
-            yield from self._slices(spec, at)
+    def rows(self) -> list[ParamSpec]:
+        """The rows of the table that this model and mesh have."""
+        return [spec for spec in self.table if spec.exists(self.shape, self.dims)]
 
-    def holdings(self) -> Iterator[tuple[Slice, tuple[int, ...]]]:
-        """Every distinct slice of the layout with all ranks, ascending, that hold it."""
-        places = [coordinates(self.dims, rank) for rank in range(self.dims.world_size)]
-        for spec in self._rows():
-            holders: dict[tuple[int, int, int], list[int]] = {}
-            for rank, at in enumerate(places):
-                key = (at.pp, self._chunk(spec, at), at.ep if "{expert}" in spec.name else 0)
-                holders.setdefault(key, []).append(rank)
-            for ranks in holders.values():
-                for piece in self._slices(spec, places[ranks[0]]):
-                    yield piece, tuple(ranks)
+    def chunks(self, spec: ParamSpec) -> list[list[Slice]]:
+        """The slices of each chunk, in the order of ``spec.axis``; what only padding fills is in none."""
+        shape = self._local_shape(spec)
+        return [
+            [Slice(hf=hf, hf_box=hf_box, param=spec.name, shape=shape, box=box) for hf, hf_box, box in boxes]
+            for boxes in (self._boxes(spec, chunk) for chunk in range(self._degree(spec)))
+        ]
+
+    def layer_stages(self, spec: ParamSpec) -> dict[int, tuple[int, ...]]:
+        """Stages that hold each layer of the row; layer 0 stands for a row without layers."""
+        if "{layer}" not in spec.name:
+            return {0: {None: tuple(range(self.dims.pp)), "first": (0,), "last": (self.dims.pp - 1,)}[spec.stage]}
+        layers = spec.layers(self.shape)
+        return {layer: (stage,) for stage in range(self.dims.pp) for layer in self._layers(stage) if layer in layers}
+
+    def expert_rank(self, spec: ParamSpec, expert: int) -> int:
+        """Place on the ``ep`` axis of an expert; 0 for a row without experts."""
+        return expert * self.dims.ep // self.shape.num_experts if "{expert}" in spec.name else 0
+
+    def ranks(self, spec: ParamSpec, chunk: int, stage: int, ep: int) -> list[int]:
+        """Every rank, ascending, that holds ``chunk`` of the row's layers of ``stage`` and experts of ``ep``."""
+        first = stage * self.dims.tp * self.dims.cp * self.dims.dp
+        return [first + rank for rank in _places(self.dims, spec.axis, "{expert}" in spec.name)[chunk, ep]]
 
     def local_shapes(self, rank: int) -> dict[str, Shape]:
         """Name and shape of every parameter that ``rank`` holds, in table order, padding counted."""
         at = coordinates(self.dims, rank)
         return {
             spec.name.format(layer=layer, expert=expert): self._local_shape(spec)
-            for spec in self._rows()
-            for layer, expert in self._numbers(spec, at)
+            for spec in self.rows()
+            for layer, stages in sorted(self.layer_stages(spec).items())
+            if at.pp in stages
+            for expert in self._experts(spec, at.ep)
         }
 
-    def _rows(self) -> Iterator[ParamSpec]:
-        return (spec for spec in self.table if spec.exists(self.shape, self.dims))
-
     def _degree(self, spec: ParamSpec) -> int:
-        return 1 if spec.axis is None else int(getattr(self.dims, spec.axis))
-
-    def _chunk(self, spec: ParamSpec, at: Coordinates) -> int:
-        return 0 if spec.axis is None else int(getattr(at, spec.axis))
+        return 1 if spec.axis is None else self.dims.tp if spec.axis == "tp" else self.dims.etp
 
     def _bands(self, spec: ParamSpec) -> tuple[Band, ...]:
-        bands = spec.bands(self.shape)
+        bands = spec.bands(self.shape, self._degree(spec))
         if not spec.padded:
             return bands
         padding = -_rows_of(bands[-1]) % (self.vocab_multiple * self._degree(spec))
@@ -144,32 +198,19 @@ class Layout:
         rows = sum(_rows_of(band) for band in self._bands(spec)) // self._degree(spec)
         return (*others[: spec.dim], rows, *others[spec.dim :])
 
-    def _numbers(self, spec: ParamSpec, at: Coordinates) -> list[tuple[int, int]]:
-        """(layer, expert) of each parameter that the row stands for at ``at``; 0 where the row has no such number."""
-        stage = {None: at.pp, "first": 0, "last": self.dims.pp - 1}[spec.stage]
-        if stage != at.pp:
-            return []
-        layers: Sequence[int] = range(1)
-        experts = range(1)
-        if "{layer}" in spec.name:
-            layers = self._layers(at.pp)
-        if "{expert}" in spec.name:
-            count = self.shape.num_experts // self.dims.ep
-            experts = range(at.ep * count, (at.ep + 1) * count)
-        return [(layer, expert) for layer in layers for expert in experts]
+    def _experts(self, spec: ParamSpec, ep: int) -> range:
+        if "{expert}" not in spec.name:
+            return range(1)
+        count = self.shape.num_experts // self.dims.ep
+        return range(ep * count, (ep + 1) * count)
 
     def _layers(self, stage: int) -> list[int]:
-        """Layers of a stage: chunk ``v`` of stage ``s`` holds the block ``v * pp + s`` of consecutive layers."""
-        count = self.shape.num_layers // (self.dims.pp * self.dims.vpp)
-        starts = [(v * self.dims.pp + stage) * count for v in range(self.dims.vpp)]
+        """Layers of a stage: a chunk of every stage in turn, ``vpp`` times; all of a stage's chunks are of one size."""
+        pp, vpp = self.dims.pp, self.dims.vpp
+        sizes = self.stages if self.stages is not None else (self.shape.num_layers // pp,) * pp
+        first, count = sum(sizes[:stage]) // vpp, sizes[stage] // vpp
+        starts = [v * (self.shape.num_layers // vpp) + first for v in range(vpp)]
         return [layer for start in starts for layer in range(start, start + count)]
-
-    def _slices(self, spec: ParamSpec, at: Coordinates) -> Iterator[Slice]:
-        boxes, shape = self._boxes(spec, self._chunk(spec, at)), self._local_shape(spec)
-        for layer, expert in self._numbers(spec, at):
-            param = spec.name.format(layer=layer, expert=expert)
-            for hf, hf_box, box in boxes:
-                yield Slice(hf=hf.format(layer=layer, expert=expert), hf_box=hf_box, param=param, shape=shape, box=box)
 
     def _boxes(self, spec: ParamSpec, chunk: int) -> list[tuple[str, Box, Box]]:
         """(HF name pattern, HF box, local box) of each piece that reaches into the ``chunk``-th share of its band."""
@@ -197,19 +238,34 @@ class Layout:
                 f"ep*etp = {d.ep}*{d.etp} = {d.ep * d.etp} does not divide tp*cp*dp = {d.tp}*{d.cp}*{d.dp} = "
                 f"{d.tp * d.cp * d.dp}; change one of them"
             )
-        if shape.num_layers % (d.pp * d.vpp):
-            yield f"pp*vpp = {d.pp}*{d.vpp} = {d.pp * d.vpp} does not divide {shape.num_layers} layers; lower pp or vpp"
-        if shape.num_kv_heads % d.tp:
-            yield f"tp = {d.tp} does not divide {shape.num_kv_heads} key/value heads; lower tp"
+        yield from self._stage_problems()
         if shape.num_experts % d.ep:
             yield f"ep = {d.ep} does not divide {shape.num_experts} experts; lower ep"
-        for spec in self._rows():
+        for spec in self.rows():
+            unit, degree = spec.unit(shape), self._degree(spec)
             for band in self._bands(spec):
-                if _rows_of(band) % self._degree(spec):
+                if _rows_of(band) % (unit * degree):
+                    size = f"{_rows_of(band)}" + (f" in heads of {unit}" if unit > 1 else "")
                     yield (
-                        f"{spec.axis} = {self._degree(spec)} does not divide dim {spec.dim} of {spec.name}, "
-                        f"{_rows_of(band)}; lower {spec.axis}"
+                        f"{spec.axis} = {degree} does not divide dim {spec.dim} of {spec.name}, {size}; "
+                        f"lower {spec.axis}"
                     )
+
+    def _stage_problems(self) -> Iterator[str]:
+        layers, d = self.shape.num_layers, self.dims
+        if self.stages is None:
+            if layers % (d.pp * d.vpp):
+                yield (
+                    f"pp*vpp = {d.pp}*{d.vpp} = {d.pp * d.vpp} does not divide {layers} layers; "
+                    f"lower pp or vpp, or give the layers of each stage"
+                )
+        elif len(self.stages) != d.pp or sum(self.stages) != layers:
+            yield (
+                f"stages={self.stages} are {len(self.stages)} stages of {sum(self.stages)} layers; "
+                f"the layout has pp = {d.pp} and {layers} layers"
+            )
+        elif any(count < 1 or count % d.vpp for count in self.stages):
+            yield f"stages={self.stages}: each must be a multiple of vpp = {d.vpp}, and at least that"
 
 
 def _rows_of(band: Band) -> int:

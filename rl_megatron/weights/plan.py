@@ -1,13 +1,22 @@
-"""Which box goes from which rank to which: integer arithmetic over two layouts, no torch, the same on every process."""
+"""Which box goes from which rank to which: integer arithmetic over two layouts, no torch, the same on every process.
+
+A plan is symbolic. A row of the table moves alike in all its layers and experts, so one `Block` stands for all of them
+that have the same holders and the same destinations; a process writes out only what it sends and receives itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 
 from rl_megatron.errors import WeightError
-from rl_megatron.weights.layout import Box, Layout, Shape, Slice
+from rl_megatron.weights.layout import Box, Layout, ParamSpec, Shape, Slice
+
+_LARGEST_SHARE = 32  # no transfer that has a choice of senders is more than this part of a sender's mean load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,100 +37,323 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Cut:
-    """A box of HF elements that one destination wants and ``holders`` have: (rank, that rank's slice) each."""
+class Block:
+    """``box`` of each layer and expert listed, from one of ``holders`` into every one of the destinations.
+
+    ``local`` destinations hold it themselves. The others make a line, destination after destination, in each layer
+    after layer and expert after expert; holder i sends what lies between ``bounds[i]`` and ``bounds[i + 1]``.
+    """
 
     box: Box
     wanted: Slice
-    dst_rank: int
-    holders: tuple[tuple[int, Slice], ...]
+    layers: tuple[int, ...]
+    experts: tuple[int, ...]
+    holders: tuple[int, ...]  # processes, ascending
+    held: tuple[Slice, ...]  # of each holder
+    local: tuple[int, ...]
+    remote: tuple[int, ...]  # processes, ascending
+    bounds: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Transfers into one destination."""
+        return len(self.layers) * len(self.experts)
+
+    @property
+    def size(self) -> int:
+        """Elements of one transfer."""
+        return volume(self.box)
+
+    def into(self, process: int) -> Iterator[Transfer]:
+        """The transfers that ``process`` receives, from itself too."""
+        if process in self.local:
+            yield from self._write(bisect_left(self.holders, process), process, range(self.count))
+        at = _find(self.remote, process)
+        if at is not None:
+            for i, span in self._senders(at):
+                yield from self._write(i, process, span)
+
+    def out_of(self, process: int) -> Iterator[Transfer]:
+        """The transfers that ``process`` sends to others."""
+        i = _find(self.holders, process)
+        if i is None or not self.bounds:
+            return
+        start, stop = self.bounds[i], self.bounds[i + 1]
+        while start < stop:
+            at, first = divmod(start, self.count)
+            last = min(self.count, first + stop - start)
+            yield from self._write(i, self.remote[at], range(first, last))
+            start += last - first
+
+    def flows(self) -> Iterator[tuple[int, int, int]]:
+        """(sender, receiver, elements) between different processes."""
+        for at, process in enumerate(self.remote):
+            for i, span in self._senders(at):
+                yield self.holders[i], process, len(span) * self.size
+
+    def _senders(self, at: int) -> Iterator[tuple[int, range]]:
+        """Holders that serve the ``at``-th destination, with the transfers of each."""
+        start, stop = at * self.count, (at + 1) * self.count
+        i = bisect_right(self.bounds, start) - 1
+        while start < stop:
+            end = min(stop, self.bounds[i + 1])
+            if start < end:
+                yield i, range(start - at * self.count, end - at * self.count)
+            start, i = max(start, end), i + 1
+
+    def _write(self, i: int, process: int, span: range) -> Iterator[Transfer]:
+        held, wanted = self.held[i], self.wanted
+        src_box, dst_box = _move(self.box, held.hf_box, held.box), _move(self.box, wanted.hf_box, wanted.box)
+        for k in span:
+            layer, expert = self.layers[k // len(self.experts)], self.experts[k % len(self.experts)]
+            yield Transfer(
+                src_rank=self.holders[i],
+                src_param=held.param.format(layer=layer, expert=expert),
+                src_shape=held.shape,
+                src_box=src_box,
+                dst_rank=process,
+                dst_param=wanted.param.format(layer=layer, expert=expert),
+                dst_shape=wanted.shape,
+                dst_box=dst_box,
+            )
 
 
-_Source = dict[str, dict[Box, list[tuple[int, Slice]]]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Every transfer between two layouts, in the destination's table order; equal on every process."""
+
+    blocks: tuple[Block, ...]
+
+    def receives(self, process: int) -> Iterator[Transfer]:
+        """What ``process`` writes, each element once; copies within it have ``src_rank == dst_rank``."""
+        for block in self.blocks:
+            yield from block.into(process)
+
+    def sends(self, process: int) -> Iterator[Transfer]:
+        """What ``process`` sends to others; a pair's transfers come in the order in which the other receives them."""
+        for block in self.blocks:
+            yield from block.out_of(process)
+
+    def traffic(self) -> dict[tuple[int, int], int]:
+        """Elements between every pair (sender, receiver) of different processes that have any."""
+        out: Counter[tuple[int, int]] = Counter()
+        for block in self.blocks:
+            for sender, receiver, elements in block.flows():
+                out[sender, receiver] += elements
+        return dict(out)
+
+    def num_transfers(self) -> int:
+        """Transfers of all processes, copies within a process counted."""
+        return sum(block.count * (len(block.local) + len(block.remote)) for block in self.blocks)
 
 
-def plan(src: Layout, dst: Layout, *, placement: Mapping[int, int] | None = None) -> list[Transfer]:
+def plan(src: Layout, dst: Layout, *, placement: Mapping[int, int] | None = None) -> Plan:
     """The fewest elements between processes that write every element of ``dst`` exactly once.
 
     Rank r of ``src`` is process r; rank r of ``dst`` lives in process ``placement[r]`` (None: in process r), and ranks
     left out are not planned. R engines with full HF weights are an HF layout with ``dp=R``. A box is taken from its
-    own process where that holds it, else from the replica with the fewest elements to send so far. Transfers come in
-    ``dst``'s table order. Raises WeightError naming the tensor where ``src`` lacks elements or holds rows in two ways.
+    own process where that holds it, else from the replica with the fewest elements to send so far; one too large to be
+    dealt evenly is cut. Raises WeightError naming the tensor where ``src`` lacks elements or holds rows in two ways.
     """
     where = placement if placement is not None else {rank: rank for rank in range(dst.dims.world_size)}
     if len(set(where.values())) != len(where):
         raise WeightError(f"placement={dict(where)} puts two destination ranks into one process; give each its own")
-    cuts = _cuts(_index(src), dst, where)
-    senders = _senders(cuts)
-    return [_transfer(cut, *sender) for cut, sender in zip(cuts, senders, strict=True)]
+    source, target = _Source(src), _Target(dst, where)
+    drafts = [block for spec in dst.rows() for block in _blocks(source, target, spec)]
+    moved = sum(block.size * block.count * len(block.remote) for block in drafts)
+    limit = max(1, moved // (src.dims.world_size * _LARGEST_SHARE))
+    return Plan(blocks=tuple(_dealt([part for block in drafts for part in _striped(block, limit)])))
 
 
-def _index(src: Layout) -> _Source:
-    """HF tensor -> its distinct source boxes, which are disjoint, each with all its holders."""
-    out: _Source = {}
-    for held, ranks in src.holdings():
-        boxes = out.setdefault(held.hf, {})
-        boxes.setdefault(held.hf_box, []).extend((rank, held) for rank in ranks)
-    for hf, boxes in out.items():
-        spans = list(boxes)
-        for i, box in enumerate(spans):
-            other = next((b for b in spans[:i] if _intersect(box, b) is not None), None)
-            if other is not None:
-                raise WeightError(f"{hf}: the source holds {box} and {other}, which overlap; fix its table")
-    return out
+def volume(box: Box) -> int:
+    """Elements of a box."""
+    return prod(high - low for low, high in box)
 
 
-def _cuts(source: _Source, dst: Layout, where: Mapping[int, int]) -> list[_Cut]:
-    out: list[_Cut] = []
-    for wanted, ranks in dst.holdings():
-        processes = [where[rank] for rank in ranks if rank in where]
-        if not processes:
-            continue
-        found = 0
-        for box, holders in source.get(wanted.hf, {}).items():
-            cut = _intersect(box, wanted.hf_box)
-            if cut is not None:
-                found += _volume(cut)
-                held = tuple(holders)
-                out.extend(_Cut(box=cut, wanted=wanted, dst_rank=rank, holders=held) for rank in processes)
-        if found != _volume(wanted.hf_box):
-            raise WeightError(
-                f"{wanted.hf}: the source has {found} of the {_volume(wanted.hf_box)} elements of box {wanted.hf_box} "
-                f"that {wanted.param} needs; add the tensor to the source's table or drop it from the destination's"
-            )
-    return out
+_Stages = tuple[tuple[int, ...], ...]  # of each source row of one HF tensor: the stages that hold a layer
 
 
-def _senders(cuts: Sequence[_Cut]) -> list[tuple[int, Slice]]:
-    """Who sends each cut. Cuts with the fewest holders, then the largest, choose first: the rest can even out."""
-    chosen: dict[int, tuple[int, Slice]] = {}
-    load: dict[int, int] = {}
-    remote: list[tuple[int, int, int]] = []
-    for i, cut in enumerate(cuts):
-        local = next((holder for holder in cut.holders if holder[0] == cut.dst_rank), None)
-        if local is not None:
-            chosen[i] = local
-        else:
-            remote.append((len(cut.holders), -_volume(cut.box), i))
-    for _, negative_volume, i in sorted(remote):
-        chosen[i] = min(cuts[i].holders, key=lambda holder: (load.get(holder[0], 0), holder[0]))
-        rank = chosen[i][0]
-        load[rank] = load.get(rank, 0) - negative_volume
-    return [chosen[i] for i in range(len(cuts))]
+class _Source:
+    """Who holds which box of which HF tensor."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._rows: dict[str, list[ParamSpec]] = {}
+        self._boxes: dict[str, dict[Box, list[tuple[int, int, Slice]]]] = {}
+        for spec in layout.rows():
+            for chunk, slices in enumerate(layout.chunks(spec)):
+                for held in slices:
+                    rows = self._rows.setdefault(held.hf, [])
+                    if spec not in rows:
+                        rows.append(spec)
+                    boxes = self._boxes.setdefault(held.hf, {})
+                    boxes.setdefault(held.hf_box, []).append((rows.index(spec), chunk, held))
+        for hf, held_boxes in self._boxes.items():
+            _refuse_overlap(hf, list(held_boxes))
+        self._stages = {hf: [layout.layer_stages(spec) for spec in rows] for hf, rows in self._rows.items()}
+        self._holders: dict[tuple[str, Box, _Stages, int], tuple[tuple[int, ...], tuple[Slice, ...]]] = {}
+
+    def stages(self, hf: str, layer: int) -> _Stages:
+        return tuple(stages.get(layer, ()) for stages in self._stages.get(hf, ()))
+
+    def expert_rank(self, hf: str, expert: int) -> int:
+        rows = self._rows.get(hf)
+        return self._layout.expert_rank(rows[0], expert) if rows else 0
+
+    def boxes(self, hf: str) -> list[Box]:
+        return list(self._boxes.get(hf, ()))
+
+    def holders(self, hf: str, box: Box, stages: _Stages, ep: int) -> tuple[tuple[int, ...], tuple[Slice, ...]]:
+        """Ranks, ascending, with the slice by which each holds the box."""
+        key = hf, box, stages, ep
+        if key not in self._holders:
+            found: dict[int, Slice] = {}
+            for row, chunk, held in self._boxes[hf][box]:
+                for stage in stages[row]:
+                    for rank in self._layout.ranks(self._rows[hf][row], chunk, stage, ep):
+                        found.setdefault(rank, held)
+            ranks = tuple(sorted(found))
+            self._holders[key] = ranks, tuple(found[rank] for rank in ranks)
+        return self._holders[key]
 
 
-def _transfer(cut: _Cut, src_rank: int, held: Slice) -> Transfer:
-    wanted = cut.wanted
-    return Transfer(
-        src_rank=src_rank,
-        src_param=held.param,
-        src_shape=held.shape,
-        src_box=_move(cut.box, held.hf_box, held.box),
-        dst_rank=cut.dst_rank,
-        dst_param=wanted.param,
-        dst_shape=wanted.shape,
-        dst_box=_move(cut.box, wanted.hf_box, wanted.box),
+class _Target:
+    """Which processes want a chunk of a row."""
+
+    def __init__(self, layout: Layout, where: Mapping[int, int]) -> None:
+        self.layout = layout
+        self._where = where
+        self._processes: dict[tuple[str | None, bool, int, tuple[int, ...], int], tuple[int, ...]] = {}
+
+    def processes(self, spec: ParamSpec, chunk: int, stages: tuple[int, ...], ep: int) -> tuple[int, ...]:
+        key = spec.axis, "{expert}" in spec.name, chunk, stages, ep
+        if key not in self._processes:
+            ranks = [rank for stage in stages for rank in self.layout.ranks(spec, chunk, stage, ep)]
+            self._processes[key] = tuple(sorted(self._where[rank] for rank in ranks if rank in self._where))
+        return self._processes[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Layers and experts of one chunk that have the same holders and are wanted by the same processes."""
+
+    layers: tuple[int, ...]
+    experts: tuple[int, ...]
+    wanting: tuple[int, ...]
+    src_stages: _Stages
+    src_ep: int
+
+
+def _groups(source: _Source, target: _Target, spec: ParamSpec, chunk: int, hf: str) -> Iterator[_Group]:
+    layers: dict[tuple[tuple[int, ...], _Stages], list[int]] = {}
+    for layer, stages in sorted(target.layout.layer_stages(spec).items()):
+        layers.setdefault((stages, source.stages(hf, layer)), []).append(layer)
+    experts: dict[tuple[int, int], list[int]] = {}
+    for expert in range(target.layout.shape.num_experts if "{expert}" in spec.name else 1):
+        experts.setdefault((target.layout.expert_rank(spec, expert), source.expert_rank(hf, expert)), []).append(expert)
+    for (dst_stages, src_stages), some_layers in layers.items():
+        for (dst_ep, src_ep), some_experts in experts.items():
+            wanting = target.processes(spec, chunk, dst_stages, dst_ep)
+            if wanting:
+                yield _Group(
+                    layers=tuple(some_layers),
+                    experts=tuple(some_experts),
+                    wanting=wanting,
+                    src_stages=src_stages,
+                    src_ep=src_ep,
+                )
+
+
+def _blocks(source: _Source, target: _Target, spec: ParamSpec) -> Iterator[Block]:
+    for chunk, slices in enumerate(target.layout.chunks(spec)):
+        for wanted in slices:
+            cuts = [(box, cut) for box in source.boxes(wanted.hf) if (cut := _intersect(box, wanted.hf_box))]
+            for group in _groups(source, target, spec, chunk, wanted.hf):
+                held = [(cut, *source.holders(wanted.hf, box, group.src_stages, group.src_ep)) for box, cut in cuts]
+                found = [_block(wanted, group, cut, ranks, slices) for cut, ranks, slices in held if ranks]
+                _refuse_gap(wanted, group, found)
+                yield from found
+
+
+def _block(wanted: Slice, group: _Group, cut: Box, ranks: tuple[int, ...], slices: tuple[Slice, ...]) -> Block:
+    mine = set(ranks).intersection(group.wanting)
+    return Block(
+        box=cut,
+        wanted=wanted,
+        layers=group.layers,
+        experts=group.experts,
+        holders=ranks,
+        held=slices,
+        local=tuple(sorted(mine)),
+        remote=tuple(process for process in group.wanting if process not in mine) if mine else group.wanting,
     )
+
+
+def _striped(block: Block, limit: int) -> Iterator[Block]:
+    """The block cut along dim 0 into boxes of at most ``limit`` elements, where somebody has a choice."""
+    start, stop = block.box[0]
+    parts = min(stop - start, -(-block.size // limit))
+    if parts <= 1 or len(block.holders) == 1 or not block.remote:
+        yield block
+        return
+    edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
+    for low, high in pairwise(edges):
+        yield replace(block, box=((low, high), *block.box[1:]))
+
+
+def _dealt(blocks: Sequence[Block]) -> list[Block]:
+    """Senders chosen. Blocks with the fewest holders, then the largest boxes, choose first: the rest can even out."""
+    out = list(blocks)
+    load: Counter[int] = Counter()
+    for i in sorted(range(len(out)), key=lambda i: (len(out[i].holders), -out[i].size, i)):
+        block = out[i]
+        if block.remote:
+            shares = _level([load[rank] for rank in block.holders], block.size, block.count * len(block.remote))
+            bounds = [0]
+            for rank, share in zip(block.holders, shares, strict=True):
+                load[rank] += share * block.size
+                bounds.append(bounds[-1] + share)
+            out[i] = replace(block, bounds=tuple(bounds))
+    return out
+
+
+def _level(loads: Sequence[int], size: int, count: int) -> list[int]:
+    """How many of ``count`` transfers each holder sends: as if each went in turn to the least loaded, lowest rank."""
+    order = sorted(range(len(loads)), key=lambda i: loads[i])
+    total = sum(loads) + count * size
+    while loads[order[-1]] * len(order) > total:  # too loaded to take any
+        total -= loads[order.pop()]
+    level = total // len(order)
+    shares = [0] * len(loads)
+    for i in order:
+        shares[i] = (level - loads[i]) // size
+    rest = count - sum(shares)
+    for i in sorted(order, key=lambda i: (loads[i] + shares[i] * size, i))[:rest]:
+        shares[i] += 1
+    return shares
+
+
+def _refuse_overlap(hf: str, boxes: Sequence[Box]) -> None:
+    for i, box in enumerate(boxes):
+        other = next((b for b in boxes[:i] if _intersect(box, b) is not None), None)
+        if other is not None:
+            raise WeightError(f"{hf}: the source holds {box} and {other}, which overlap; fix its table")
+
+
+def _refuse_gap(wanted: Slice, group: _Group, blocks: Sequence[Block]) -> None:
+    found, needed = sum(block.size for block in blocks), volume(wanted.hf_box)
+    if found != needed:
+        layer, expert = group.layers[0], group.experts[0]
+        raise WeightError(
+            f"{wanted.hf.format(layer=layer, expert=expert)}: the source has {found} of the {needed} elements of box "
+            f"{wanted.hf_box} that {wanted.param.format(layer=layer, expert=expert)} needs; add the tensor to the "
+            f"source's table or drop it from the destination's"
+        )
+
+
+def _find(ascending: Sequence[int], process: int) -> int | None:
+    i = bisect_left(ascending, process)
+    return i if i < len(ascending) and ascending[i] == process else None
 
 
 def _intersect(a: Box, b: Box) -> Box | None:
@@ -131,7 +363,3 @@ def _intersect(a: Box, b: Box) -> Box | None:
 
 def _move(cut: Box, frm: Box, to: Box) -> Box:
     return tuple((low - f[0] + t[0], high - f[0] + t[0]) for (low, high), f, t in zip(cut, frm, to, strict=True))
-
-
-def _volume(box: Box) -> int:
-    return prod(high - low for low, high in box)

@@ -76,10 +76,10 @@ def read_boxes(checkpoint: Checkpoint, hf: Layout, layout: Layout, rank: int, te
     raise_misfits(f"{checkpoint.folder}", checkpoint.shapes(), hf.local_shapes(0))
     here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     raise_misfits(f"tensors of rank {rank}", here, layout.local_shapes(rank))
-    transfers = plan(hf, layout, placement={rank: rank})
+    moves = plan(hf, layout, placement={rank: rank})
     filled: Counter[str] = Counter()
     with torch.no_grad():
-        for t in transfers:
+        for t in moves.receives(rank):
             piece = checkpoint.read(t.src_param, t.src_box)
             tensors[t.dst_param][tuple(slice(start, stop) for start, stop in t.dst_box)].copy_(piece)
             filled[t.dst_param] += piece.numel()

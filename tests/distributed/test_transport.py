@@ -16,7 +16,7 @@ from rl_megatron.errors import WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.plan import Transfer, plan
+from rl_megatron.weights.plan import Plan, plan
 from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 
@@ -97,14 +97,14 @@ def megatron_tensors(hf: dict[str, Tensor], dims: ParallelDims, rank: int) -> di
     return {name: tensor.clone() for name, tensor in out.items()}
 
 
-def push_plan(dims: ParallelDims, engines: int) -> list[Transfer]:
+def push_plan(dims: ParallelDims, engines: int) -> Plan:
     source = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=dims)
     return plan(source, Layout(table=HF_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(dp=engines)))
 
 
 def check_push(rank: int, dims: ParallelDims, engines: int, dtype: torch.dtype) -> None:
     """Two versions through one transport into ``engines`` processes that are learners as well; routers stay float32."""
-    transfers = push_plan(dims, engines)
+    moves = push_plan(dims, engines)
     src = megatron_tensors(hf_tensors(0), dims, rank)
     shapes = Layout(table=HF_QWEN3_MOE, shape=SHAPE).local_shapes(0)
 
@@ -114,7 +114,7 @@ def check_push(rank: int, dims: ParallelDims, engines: int, dtype: torch.dtype) 
     dst = {}
     if rank < engines:
         dst = {name: torch.full(shape, torch.nan, dtype=dtype_of(name)) for name, shape in shapes.items()}
-    transport = ProcessGroupTransport(transfers, src=src, dst=dst, bucket_bytes=BUCKET_BYTES)
+    transport = ProcessGroupTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES)
     for version in (1, 2):
         for name, tensor in megatron_tensors(hf_tensors(version), dims, rank).items():
             src[name].copy_(tensor)
@@ -124,7 +124,8 @@ def check_push(rank: int, dims: ParallelDims, engines: int, dtype: torch.dtype) 
             assert torch.equal(tensor, wanted[name].to(dtype_of(name))), name
         crossed = sum(
             torch.Size([stop - start for start, stop in t.dst_box]).numel() * dtype_of(t.dst_param).itemsize
-            for t in transfers
+            for engine in range(engines)
+            for t in moves.receives(engine)
             if t.src_rank != t.dst_rank
         )
         assert (update.version, update.num_bytes) == (version, crossed)

@@ -8,10 +8,10 @@ packed, so a process holds two send and two receive buffers, made once.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -19,36 +19,20 @@ from torch import Tensor
 
 from rl_megatron.errors import WeightError
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.layout import Box, Shape
-from rl_megatron.weights.plan import Transfer
-
-_Dtypes = Mapping[str, torch.dtype]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A box small enough for a bucket, in both processes' tensors."""
-
-    src_param: str
-    src_box: Box
-    dst_param: str
-    dst_box: Box
-
-    @property
-    def sizes(self) -> Shape:
-        return tuple(stop - start for start, stop in self.dst_box)
+from rl_megatron.weights.buckets import Bucket, cut_into_buckets
+from rl_megatron.weights.layout import Box
+from rl_megatron.weights.plan import Plan, Transfer, volume
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Bucket:
-    """Parts of one pair of processes and one dtype (the destination's), laid one behind the other."""
+class _Dtypes:
+    """A process's destination dtypes: one, and the few tensors that have another."""
 
-    dtype: torch.dtype
-    parts: list[_Part]
+    common: torch.dtype
+    others: Mapping[str, torch.dtype]
 
-    @property
-    def num_bytes(self) -> int:
-        return self.dtype.itemsize * sum(prod(part.sizes) for part in self.parts)
+    def of(self, name: str) -> torch.dtype:
+        return self.others.get(name, self.common)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +48,7 @@ class _Message:
 class ProcessGroupTransport:
     """Moves the plan's weights each time ``move`` is called. Every process of ``group`` makes one and calls it alike.
 
-    Ranks in ``transfers`` are ranks of ``group`` (None: the default group). ``src`` and ``dst`` are this process's
+    Processes of ``moves`` are ranks of ``group`` (None: the default group). ``src`` and ``dst`` are this process's
     tensors by local name: all that the plan reads or writes here, and in ``dst`` nothing else. They are held by
     storage, so change them in place. Elements are cast to the destination's dtype before they are sent; no buffer
     is larger than ``bucket_bytes``. Making one is collective: a missing, unknown or misshapen tensor on any process
@@ -73,7 +57,7 @@ class ProcessGroupTransport:
 
     def __init__(
         self,
-        transfers: Sequence[Transfer],
+        moves: Plan,
         *,
         src: Mapping[str, Tensor],
         dst: Mapping[str, Tensor],
@@ -85,15 +69,14 @@ class ProcessGroupTransport:
         src = {name: tensor.detach() for name, tensor in src.items()}
         dst = {name: tensor.detach() for name, tensor in dst.items()}
         self._device = next((tensor.device for tensor in (*dst.values(), *src.values())), torch.device("cpu"))
-        dtypes = self._agree(list(_misfits(transfers, self._rank, src, dst)), dst)
+        receives, sends = list(moves.receives(self._rank)), list(moves.sends(self._rank))
+        local = [t for t in receives if t.src_rank == self._rank]
+        problems = list(_misfits([*local, *sends], receives, src, dst))
+        dtypes, self._num_bytes = self._agree(problems, receives, dst)
 
-        local = [t for t in transfers if t.src_rank == t.dst_rank == self._rank]
         self._local_src = [_view(src[t.src_param], t.src_box) for t in local]
         self._local_dst = [_view(dst[t.dst_param], t.dst_box) for t in local]
-        self._num_bytes = sum(
-            _volume(t.dst_box) * dtypes[t.dst_rank][t.dst_param].itemsize for t in transfers if t.src_rank != t.dst_rank
-        )
-        self._steps = self._schedule(transfers, dtypes, src, dst, bucket_bytes)
+        self._steps = self._schedule([*receives, *sends], dtypes, src, dst, bucket_bytes)
 
     def move(self, version: int) -> WeightUpdate:
         """Write every destination tensor in place; the data is there when this returns. All processes call it.
@@ -114,15 +97,26 @@ class ProcessGroupTransport:
             torch.cuda.current_stream(self._device).synchronize()
         return WeightUpdate(version=version, num_bytes=self._num_bytes, seconds=time.perf_counter() - started)
 
-    def _agree(self, problems: list[str], dst: Mapping[str, Tensor]) -> list[_Dtypes]:
-        """Every rank's destination dtypes, so that sender and receiver cut the same buckets; or everyone's problems."""
-        mine = (problems, {name: tensor.dtype for name, tensor in dst.items()})
-        reports: list[tuple[list[str], dict[str, torch.dtype]]] = [mine] * dist.get_world_size(self._group)
+    def _agree(
+        self, problems: list[str], receives: Sequence[Transfer], dst: Mapping[str, Tensor]
+    ) -> tuple[list[_Dtypes], int]:
+        """Every rank's destination dtypes, so that sender and receiver cut the same buckets, and all ranks' bytes.
+
+        Or everyone's problems.
+        """
+        counts = Counter(tensor.dtype for tensor in dst.values())
+        common = counts.most_common(1)[0][0] if counts else torch.float32
+        dtypes = _Dtypes(common=common, others={n: t.dtype for n, t in dst.items() if t.dtype != common})
+        num_bytes = sum(
+            volume(t.dst_box) * dtypes.of(t.dst_param).itemsize for t in receives if t.src_rank != self._rank
+        )
+        mine = (problems, dtypes, num_bytes)
+        reports: list[tuple[list[str], _Dtypes, int]] = [mine] * dist.get_world_size(self._group)
         dist.all_gather_object(reports, mine, group=self._group)
-        lines = [f"rank {rank}: {line}" for rank, (found, _) in enumerate(reports) for line in found[:10]]
+        lines = [f"rank {rank}: {line}" for rank, (found, _, _) in enumerate(reports) for line in found[:10]]
         if lines:
             raise WeightError("\n".join(lines))
-        return [dtypes for _, dtypes in reports]
+        return [dtypes for _, dtypes, _ in reports], sum(received for _, _, received in reports)
 
     def _schedule(
         self,
@@ -135,11 +129,11 @@ class ProcessGroupTransport:
         """(send, receive) of each step, in the order (round, bucket) that all processes share."""
         pairs: dict[tuple[int, int], list[Transfer]] = {}
         for t in transfers:
-            if t.src_rank != t.dst_rank and self._rank in (t.src_rank, t.dst_rank):
+            if t.src_rank != t.dst_rank:
                 pairs.setdefault((t.src_rank, t.dst_rank), []).append(t)
-        buckets = {pair: _buckets(moved, dtypes[pair[1]], bucket_bytes) for pair, moved in pairs.items()}
+        buckets = {pair: cut_into_buckets(moved, dtypes[pair[1]].of, bucket_bytes) for pair, moved in pairs.items()}
         size = dist.get_world_size(self._group)
-        rounds: list[tuple[int, _Bucket | None, int, _Bucket | None]] = []
+        rounds: list[tuple[int, Bucket | None, int, Bucket | None]] = []
         for k in range(1, size):
             to, frm = (self._rank + k) % size, (self._rank - k) % size
             sends, receives = buckets.get((self._rank, to), []), buckets.get((frm, self._rank), [])
@@ -158,7 +152,7 @@ class ProcessGroupTransport:
             for i, (to, out, frm, into) in enumerate(rounds)
         ]
 
-    def _two_buffers(self, buckets: Sequence[_Bucket | None]) -> list[Tensor]:
+    def _two_buffers(self, buckets: Sequence[Bucket | None]) -> list[Tensor]:
         """Used in turn: a step's buffer is free again two steps later."""
         largest = max((bucket.num_bytes for bucket in buckets if bucket), default=0)
         return [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
@@ -181,11 +175,11 @@ def _finish(works: Sequence[dist.Work], receive: _Message | None) -> None:
 
 
 def _misfits(
-    transfers: Sequence[Transfer], rank: int, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]
+    leaving: Sequence[Transfer], arriving: Sequence[Transfer], src: Mapping[str, Tensor], dst: Mapping[str, Tensor]
 ) -> Iterator[str]:
     """Why this process's tensors cannot serve the plan, a line each."""
-    wanted_src = {t.src_param: t.src_shape for t in transfers if t.src_rank == rank}
-    wanted_dst = {t.dst_param: t.dst_shape for t in transfers if t.dst_rank == rank}
+    wanted_src = {t.src_param: t.src_shape for t in leaving}
+    wanted_dst = {t.dst_param: t.dst_shape for t in arriving}
     for side, wanted, tensors in (("source", wanted_src, src), ("destination", wanted_dst, dst)):
         for name, shape in wanted.items():
             if name not in tensors:
@@ -196,39 +190,7 @@ def _misfits(
         yield f"destination tensor {name} is written by no transfer; leave it out or add it to the layout"
 
 
-def _buckets(transfers: Sequence[Transfer], dtypes: _Dtypes, bucket_bytes: int) -> list[_Bucket]:
-    """One pair's transfers cut to at most ``bucket_bytes`` a bucket; sender and receiver compute the same."""
-    out: list[_Bucket] = []
-    free = 0
-    for t in sorted(transfers, key=lambda t: str(dtypes[t.dst_param])):
-        dtype = dtypes[t.dst_param]
-        sizes = tuple(stop - start for start, stop in t.dst_box)
-        for cut in _split(sizes, max(1, bucket_bytes // dtype.itemsize)):
-            num_bytes = _volume(cut) * dtype.itemsize
-            if not out or out[-1].dtype != dtype or num_bytes > free:
-                out.append(_Bucket(dtype=dtype, parts=[]))
-                free = bucket_bytes
-            free -= num_bytes
-            src_box, dst_box = _shift(cut, t.src_box), _shift(cut, t.dst_box)
-            out[-1].parts.append(_Part(src_param=t.src_param, src_box=src_box, dst_param=t.dst_param, dst_box=dst_box))
-    return out
-
-
-def _split(sizes: Shape, limit: int) -> Iterator[Box]:
-    """Boxes of at most ``limit`` elements that tile ``sizes``: runs of whole rows where one row fits."""
-    row = prod(sizes[1:])
-    if row * sizes[0] <= limit:
-        yield tuple((0, size) for size in sizes)
-    elif row <= limit:
-        for start in range(0, sizes[0], limit // row):
-            yield ((start, min(start + limit // row, sizes[0])), *((0, size) for size in sizes[1:]))
-    else:
-        for start in range(sizes[0]):
-            for rest in _split(sizes[1:], limit):
-                yield ((start, start + 1), *rest)
-
-
-def _bind(bucket: _Bucket, peer: int, buffer: Tensor, tensors: list[Tensor]) -> _Message:
+def _bind(bucket: Bucket, peer: int, buffer: Tensor, tensors: list[Tensor]) -> _Message:
     used = buffer[: bucket.num_bytes]
     flat, views, start = used.view(bucket.dtype), [], 0
     for tensor in tensors:
@@ -237,13 +199,5 @@ def _bind(bucket: _Bucket, peer: int, buffer: Tensor, tensors: list[Tensor]) -> 
     return _Message(peer=peer, buffer=used, views=views, tensors=tensors)
 
 
-def _shift(cut: Box, box: Box) -> Box:
-    return tuple((low + start, high + start) for (low, high), (start, _) in zip(cut, box, strict=True))
-
-
 def _view(tensor: Tensor, box: Box) -> Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in box)]
-
-
-def _volume(box: Box) -> int:
-    return prod(stop - start for start, stop in box)
