@@ -16,7 +16,8 @@ from math import prod
 from rl_megatron.errors import WeightError
 from rl_megatron.weights.layout import Box, Layout, ParamSpec, Shape, Slice
 
-_LARGEST_SHARE = 32  # no transfer that has a choice of senders is more than this part of a sender's mean load
+_LARGEST_SHARE = 32  # a transfer that has a choice of senders is at most this part of a sender's mean load,
+_SMALLEST_CUT = 256  # or this many elements: cutting smaller boxes costs more than it evens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +162,7 @@ def plan(src: Layout, dst: Layout, *, placement: Mapping[int, int] | None = None
     source, target = _Source(src), _Target(dst, where)
     drafts = [block for spec in dst.rows() for block in _blocks(source, target, spec)]
     moved = sum(block.size * block.count * len(block.remote) for block in drafts)
-    limit = max(1, moved // (src.dims.world_size * _LARGEST_SHARE))
+    limit = max(_SMALLEST_CUT, moved // (src.dims.world_size * _LARGEST_SHARE))
     return Plan(blocks=tuple(_dealt([part for block in drafts for part in _striped(block, limit)])))
 
 

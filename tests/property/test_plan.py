@@ -2,193 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_megatron.errors import WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
+from rl_megatron.weights.buckets import Part, cut_into_buckets
 from rl_megatron.weights.layout import Box, Layout
-from rl_megatron.weights.plan import Plan, Transfer, plan
-from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
-
-Tensors = dict[str, npt.NDArray[np.int64]]
-SMALL = st.sampled_from([1, 2])
-UNWRITTEN = -1
-
-
-def mesh() -> st.SearchStrategy[ParallelDims]:
-    def build(tp: int, cp: int, dp: int, pp: int, vpp: int, ep: int, etp: int) -> ParallelDims:
-        inner = tp * cp * dp
-        etp = etp if inner % etp == 0 else 1
-        ep = ep if inner % (ep * etp) == 0 else 1
-        return ParallelDims(tp=tp, cp=cp, dp=dp, pp=pp, vpp=vpp if pp > 1 else 1, ep=ep, etp=etp)
-
-    return st.builds(
-        build, SMALL, SMALL, st.sampled_from([1, 2, 3, 4]), SMALL, SMALL, st.sampled_from([1, 2, 4]), SMALL
-    )
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> ModelShape:
-    num_kv_heads = draw(st.sampled_from([2, 4]))
-    return ModelShape(
-        num_layers=4,
-        hidden_size=draw(st.sampled_from([3, 8])),
-        num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 3])),
-        num_kv_heads=num_kv_heads,
-        head_dim=draw(st.sampled_from([2, 4])),
-        num_experts=4,
-        experts_per_token=2,
-        expert_width=draw(st.sampled_from([2, 6])),
-        vocab_size=draw(st.integers(1, 70)),
-        rope_theta=1e4,
-        norm_eps=1e-6,
-        normalize_top_k=True,
-        tie_embeddings=draw(st.booleans()),
-        max_positions=64,
-    )
-
-
-def full_hf(m: ModelShape) -> Tensors:
-    """The checkpoint, every element a number of its own. Names and shapes as transformers writes them."""
-    h, d = m.hidden_size, m.head_dim
-    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (m.vocab_size, h), "model.norm.weight": (h,)}
-    if not m.tie_embeddings:
-        sizes["lm_head.weight"] = (m.vocab_size, h)
-    for layer in range(m.num_layers):
-        p = f"model.layers.{layer}."
-        sizes |= {p + "input_layernorm.weight": (h,), p + "post_attention_layernorm.weight": (h,)}
-        sizes |= {p + "self_attn.q_norm.weight": (d,), p + "self_attn.k_norm.weight": (d,)}
-        sizes |= {
-            p + "self_attn.q_proj.weight": (m.num_heads * d, h),
-            p + "self_attn.o_proj.weight": (h, m.num_heads * d),
-        }
-        sizes |= {p + f"self_attn.{x}_proj.weight": (m.num_kv_heads * d, h) for x in "kv"}
-        sizes[p + "mlp.gate.weight"] = (m.num_experts, h)
-        for e in range(m.num_experts):
-            sizes |= {p + f"mlp.experts.{e}.{x}_proj.weight": (m.expert_width, h) for x in ("gate", "up")}
-            sizes[p + f"mlp.experts.{e}.down_proj.weight"] = (h, m.expert_width)
-    out, first = {}, 0
-    for name, size in sizes.items():
-        out[name] = np.arange(first, first + int(np.prod(size))).reshape(size)
-        first += int(np.prod(size))
-    return out
-
-
-def places(d: ParallelDims) -> Iterator[tuple[int, int, int, int]]:
-    """(pp, tp, etp, ep) of rank 0, 1, ...: nested loops, slowest axis first."""
-    for pp in range(d.pp):
-        dense = [tp for _dp in range(d.dp) for _cp in range(d.cp) for tp in range(d.tp)]
-        rest = d.tp * d.cp * d.dp // (d.ep * d.etp)
-        expert = [(etp, ep) for _ in range(rest) for ep in range(d.ep) for etp in range(d.etp)]
-        for tp, (etp, ep) in zip(dense, expert, strict=True):
-            yield pp, tp, etp, ep
-
-
-def stage_layers(num_layers: int, d: ParallelDims, pp: int) -> list[int]:
-    """Interleaved stages: the layers in order are dealt out in blocks, one to a stage, round and round."""
-    blocks = np.split(np.arange(num_layers), d.pp * d.vpp)
-    return [int(layer) for block in blocks[pp :: d.pp] for layer in block]
-
-
-def pad_rows(x: npt.NDArray[np.int64], multiple: int) -> npt.NDArray[np.int64]:
-    return np.pad(x, ((0, -len(x) % multiple), (0, 0)), constant_values=UNWRITTEN)
-
-
-def megatron_shards(hf: Tensors, m: ModelShape, d: ParallelDims) -> list[Tensors]:
-    """What megatron-core's ranks hold: written from its rules (ColumnParallel, RowParallel, GQA groups, GLU halves)."""
-    ranks = []
-    for pp, tp, etp, ep in places(d):
-        out: Tensors = {}
-        vocab = lambda name, tp=tp: np.split(pad_rows(hf[name], 8 * d.tp), d.tp)[tp]  # noqa: E731
-        if pp == 0:
-            out["embedding.word_embeddings.weight"] = vocab("model.embed_tokens.weight")
-        for layer in stage_layers(m.num_layers, d, pp):
-            p, q = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-            heads = [hf[p + f"self_attn.{x}_proj.weight"].reshape(m.num_kv_heads, -1, m.hidden_size) for x in "qkv"]
-            fused = np.concatenate(heads, axis=1).reshape(-1, m.hidden_size)
-            out[q + "self_attention.linear_qkv.weight"] = np.split(fused, d.tp)[tp]
-            out[q + "self_attention.linear_qkv.layer_norm_weight"] = hf[p + "input_layernorm.weight"]
-            out[q + "self_attention.q_layernorm.weight"] = hf[p + "self_attn.q_norm.weight"]
-            out[q + "self_attention.k_layernorm.weight"] = hf[p + "self_attn.k_norm.weight"]
-            out[q + "self_attention.linear_proj.weight"] = np.split(hf[p + "self_attn.o_proj.weight"], d.tp, axis=1)[tp]
-            out[q + "pre_mlp_layernorm.weight"] = hf[p + "post_attention_layernorm.weight"]
-            out[q + "mlp.router.weight"] = hf[p + "mlp.gate.weight"]
-            for e in np.split(np.arange(m.num_experts), d.ep)[ep]:
-                halves = [np.split(hf[p + f"mlp.experts.{e}.{x}_proj.weight"], d.etp)[etp] for x in ("gate", "up")]
-                out[q + f"mlp.experts.linear_fc1.weight{e}"] = np.concatenate(halves)
-                down = hf[p + f"mlp.experts.{e}.down_proj.weight"]
-                out[q + f"mlp.experts.linear_fc2.weight{e}"] = np.split(down, d.etp, axis=1)[etp]
-        if pp == d.pp - 1:
-            out["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
-            if not m.tie_embeddings:
-                out["output_layer.weight"] = vocab("lm_head.weight")
-            elif d.pp > 1:
-                out["output_layer.weight"] = vocab("model.embed_tokens.weight")
-        ranks.append(out)
-    return ranks
-
-
-def at(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
-
-
-def size(box: Box) -> int:
-    return int(np.prod([stop - start for start, stop in box]))
-
-
-def everything(plan: Plan, placement: Mapping[int, int]) -> list[Transfer]:
-    return [t for process in placement.values() for t in plan.receives(process)]
-
-
-def run(transfers: Sequence[Transfer], src: Sequence[Tensors], dst: Mapping[int, Tensors]) -> None:
-    for t in transfers:
-        source, target = src[t.src_rank][t.src_param], dst[t.dst_rank][t.dst_param]
-        assert (source.shape, target.shape) == (t.src_shape, t.dst_shape)
-        assert (target[at(t.dst_box)] == UNWRITTEN).all(), f"written twice: {t}"
-        target[at(t.dst_box)] = source[at(t.src_box)]
-
-
-def empty(layout: Layout, placement: Mapping[int, int]) -> dict[int, Tensors]:
-    return {
-        process: {name: np.full(shape, UNWRITTEN) for name, shape in layout.local_shapes(rank).items()}
-        for rank, process in placement.items()
-    }
-
-
-def assert_same(got: Tensors, wanted: Tensors) -> None:
-    assert got.keys() == wanted.keys()
-    for name, x in got.items():
-        np.testing.assert_array_equal(x, wanted[name], err_msg=name)
+from rl_megatron.weights.plan import Transfer, plan
+from rl_megatron.weights.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from tests.property.shards import (
+    SMALL,
+    UNWRITTEN,
+    assert_same,
+    empty,
+    engine_shards,
+    everything,
+    full_hf,
+    megatron_shards,
+    mesh,
+    places,
+    run,
+    shapes,
+    size,
+    uneven,
+)
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes(), mesh())
-def test_import_gives_megatrons_own_shards(m: ModelShape, d: ParallelDims) -> None:
-    hf, layout = full_hf(m), Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=d)
+@given(st.data(), shapes(), mesh())
+def test_import_gives_megatrons_own_shards(data: st.DataObject, m: ModelShape, d: ParallelDims) -> None:
+    stages = data.draw(uneven(m.num_layers, d))
+    hf, layout = full_hf(m), Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=d, stages=stages)
     ranks = {rank: rank for rank in range(d.world_size)}
     got = empty(layout, ranks)
     run(everything(plan(Layout(table=HF_QWEN3_MOE, shape=m), layout), ranks), [hf], got)
-    for rank, wanted in enumerate(megatron_shards(hf, m, d)):
+    for rank, wanted in enumerate(megatron_shards(hf, m, d, stages)):
         assert_same(got[rank], wanted)
 
 
 @settings(max_examples=40, deadline=None)
-@given(shapes(), mesh(), mesh())
-def test_resharding_gives_the_other_meshs_shards(m: ModelShape, a: ParallelDims, b: ParallelDims) -> None:
+@given(st.data(), shapes(), mesh(), mesh())
+def test_resharding_gives_the_other_meshs_shards(
+    data: st.DataObject, m: ModelShape, a: ParallelDims, b: ParallelDims
+) -> None:
+    stages = data.draw(uneven(m.num_layers, a))
+    source = Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=a, stages=stages)
     hf, target = full_hf(m), Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=b)
     placement = {rank: rank + 1 for rank in range(b.world_size)}
     got = empty(target, placement)
-    moves = plan(Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=a), target, placement=placement)
-    transfers = everything(moves, placement)
-    run(transfers, megatron_shards(hf, m, a), got)
+    run(everything(plan(source, target, placement=placement), placement), megatron_shards(hf, m, a, stages), got)
     for rank, wanted in enumerate(megatron_shards(hf, m, b)):
         assert_same(got[rank + 1], wanted)
 
@@ -246,6 +120,110 @@ def test_a_row_missing_from_the_source_is_named(m: ModelShape, d: ParallelDims, 
         plan(source, Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=ParallelDims()))
 
 
+@st.composite
+def engine_meshes(draw: st.DrawFn, m: ModelShape) -> ParallelDims:
+    """Replicas of tp ranks, more than key/value heads at times; experts spread over ranks or cut."""
+    tp = draw(
+        st.sampled_from([tp for tp in (1, 2, 4, 8) if m.num_heads % tp == 0 and max(tp, 4) % m.num_kv_heads == 0])
+    )
+    experts = draw(st.sampled_from(["spread", "cut", "whole"]))
+    return ParallelDims(
+        tp=tp,
+        dp=draw(st.sampled_from([1, 2, 3])),
+        pp=draw(SMALL),
+        ep=min(tp, 4) if experts == "spread" else 1,
+        etp=2 if experts == "cut" and tp > 1 else 1,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), shapes(), mesh(), st.booleans())
+def test_sharded_engines_get_their_own_shards_with_the_fewest_bytes(
+    data: st.DataObject, m: ModelShape, d: ParallelDims, colocated: bool
+) -> None:
+    e, stages = data.draw(engine_meshes(m)), data.draw(uneven(m.num_layers, d))
+    hf = full_hf(m)
+    src = megatron_shards(hf, m, d, stages)
+    learner = Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=d, stages=stages)
+    target = Layout(table=ENGINE_QWEN3_MOE, shape=m, dims=e)
+    placement = {r: (r if colocated else r + d.world_size) for r in range(e.world_size)}
+    moves = plan(learner, target, placement=placement)
+    got = empty(target, placement)
+    run(everything(moves, placement), src, got)
+    into = dict.fromkeys(placement.values(), 0)
+    for (_, receiver), elements in moves.traffic().items():
+        into[receiver] += elements
+    for rank, wanted in enumerate(engine_shards(hf, m, e)):
+        process = placement[rank]
+        assert_same(got[process], wanted)
+        needed = np.concatenate([x.ravel() for x in wanted.values()])
+        held = np.concatenate([x.ravel() for x in src[process].values()]) if process < len(src) else []
+        assert into[process] == np.count_nonzero(~np.isin(needed, [UNWRITTEN, *held]))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), shapes(), mesh())
+def test_engines_that_repeat_heads_can_be_read(data: st.DataObject, m: ModelShape, d: ParallelDims) -> None:
+    hf, e = full_hf(m), data.draw(engine_meshes(m))
+    target = Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=d)
+    placement = {r: r + e.world_size for r in range(d.world_size)}
+    moves = plan(Layout(table=ENGINE_QWEN3_MOE, shape=m, dims=e), target, placement=placement)
+    got = empty(target, placement)
+    run(everything(moves, placement), engine_shards(hf, m, e), got)
+    for rank, wanted in enumerate(megatron_shards(hf, m, d)):
+        assert_same(got[placement[rank]], wanted)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), shapes(), mesh())
+def test_both_ends_of_a_pair_list_the_same_transfers(data: st.DataObject, m: ModelShape, d: ParallelDims) -> None:
+    e = data.draw(engine_meshes(m))
+    learner, engine = (
+        Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=d),
+        Layout(table=ENGINE_QWEN3_MOE, shape=m, dims=e),
+    )
+    moves, traffic = plan(learner, engine), {}
+    for process in range(d.world_size):
+        sent: dict[int, list[Transfer]] = {}
+        for t in moves.sends(process):
+            sent.setdefault(t.dst_rank, []).append(t)
+        for other, transfers in sent.items():
+            assert transfers == [t for t in moves.receives(other) if t.src_rank == process]
+            traffic[process, other] = sum(size(t.dst_box) for t in transfers)
+    assert traffic == moves.traffic()
+    assert moves.num_transfers() == sum(len(list(moves.receives(process))) for process in range(e.world_size))
+
+
+@settings(max_examples=30, deadline=None)
+@given(shapes(), mesh(), st.integers(1, 300))
+def test_buckets_are_bounded_and_tile_what_a_pair_moves(m: ModelShape, d: ParallelDims, bucket_bytes: int) -> None:
+    def dtype_of(name: str) -> torch.dtype:
+        return torch.float32 if "norm" in name else torch.bfloat16
+
+    moves = plan(Layout(table=HF_QWEN3_MOE, shape=m), Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=d))
+    transfers = list(moves.receives(d.world_size - 1))
+    buckets = cut_into_buckets(transfers, dtype_of, bucket_bytes)
+    assert all(bucket.num_bytes <= max(bucket_bytes, bucket.dtype.itemsize) for bucket in buckets)
+    parts = [part for bucket in buckets for part in bucket.parts]
+    assert {part.dst_param: dtype_of(part.dst_param) for part in parts} == {
+        part.dst_param: bucket.dtype for bucket in buckets for part in bucket.parts
+    }
+
+    def elements(moved: Iterable[Transfer | Part]) -> Counter[tuple[str, tuple[int, ...], str, tuple[int, ...]]]:
+        """Each element's way: where from, where to."""
+        return Counter(
+            (t.src_param, src, t.dst_param, dst)
+            for t in moved
+            for src, dst in zip(places_in(t.src_box), places_in(t.dst_box), strict=True)
+        )
+
+    assert elements(parts) == elements(transfers)
+
+
+def places_in(box: Box) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*(range(start, stop) for start, stop in box))
+
+
 @settings(max_examples=20, deadline=None)
 @given(shapes(), mesh())
 def test_a_plan_is_the_same_every_time_and_its_parts_are_plans(m: ModelShape, d: ParallelDims) -> None:
@@ -255,3 +233,28 @@ def test_a_plan_is_the_same_every_time_and_its_parts_are_plans(m: ModelShape, d:
     for rank in range(d.world_size):
         part = plan(source, target, placement={rank: rank})
         assert list(part.receives(rank)) == list(whole.receives(rank))
+
+
+def test_a_plan_does_not_depend_on_hash_seeds() -> None:
+    code = (
+        "from rl_megatron.models.named import NAMED; from rl_megatron.types import ParallelDims as D\n"
+        "from rl_megatron.weights.layout import Layout; from rl_megatron.weights.plan import plan\n"
+        "from rl_megatron.weights.tables.qwen3_moe import ENGINE_QWEN3_MOE, MEGATRON_QWEN3_MOE\n"
+        "import hashlib, sys\n"
+        "m = NAMED['qwen3-30b-a3b']\n"
+        "learner = Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=D(tp=2, pp=4, ep=4, dp=4))\n"
+        "engine = Layout(table=ENGINE_QWEN3_MOE, shape=m, dims=D(tp=8, ep=8, dp=4))\n"
+        "print(hashlib.sha256(repr(plan(learner, engine)).encode()).hexdigest(), 'torch' in sys.modules)"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(said) == 1
+    assert said.pop().endswith("False\n")

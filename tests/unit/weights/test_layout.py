@@ -7,9 +7,9 @@ import pytest
 from rl_megatron.errors import ConfigError, WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layout import Layout, ParamSpec, Piece, coordinates
+from rl_megatron.weights.layout import Layout, ParamSpec, Piece, coordinates, split_layers
 from rl_megatron.weights.plan import plan
-from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
 SHAPE = ModelShape(
     num_layers=8,
@@ -54,29 +54,72 @@ def test_coordinates_are_those_of_megatrons_own_rank_generator(dims: ParallelDim
             assert [getattr(coordinates(dims, rank), axis) for rank in group] == list(range(len(group))), axis
 
 
-@pytest.mark.parametrize("dims", MESHES)
-def test_layers_are_those_of_megatrons_own_stages(dims: ParallelDims) -> None:
+STAGES: tuple[tuple[int, ParallelDims, int | None, int | None], ...] = (
+    *((8, dims, None, None) for dims in MESHES),
+    (94, ParallelDims(pp=4), 23, 23),
+    (94, ParallelDims(pp=8), 11, 11),
+    (94, ParallelDims(pp=4), 22, None),
+    (61, ParallelDims(pp=8), None, 5),
+    (61, ParallelDims(pp=16), 3, 2),
+    (20, ParallelDims(tp=2, pp=3, vpp=2), 4, 8),
+    (94, ParallelDims(pp=4, vpp=2, tp=2), None, 22),
+)
+
+
+@pytest.mark.parametrize(("num_layers", "dims", "first", "last"), STAGES)
+def test_layers_are_those_of_megatrons_own_stages(
+    num_layers: int, dims: ParallelDims, first: int | None, last: int | None
+) -> None:
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     config = TransformerConfig(
-        num_layers=SHAPE.num_layers,
+        num_layers=num_layers,
         hidden_size=8,
         num_attention_heads=4,
         pipeline_model_parallel_size=dims.pp,
         virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
         pipeline_dtype=None if dims.pp == 1 else "unused",
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
     )
-    layout = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=dims)
-    count = SHAPE.num_layers // (dims.pp * dims.vpp)
+    layout = Layout(
+        table=MEGATRON_QWEN3_MOE,
+        shape=replace(SHAPE, num_layers=num_layers),
+        dims=dims,
+        stages=split_layers(num_layers, dims.pp, first=first, last=last),
+    )
     for stage in range(dims.pp):
-        offsets = [
-            get_transformer_layer_offset(config, vp_stage=v if dims.vpp > 1 else None, pp_rank=stage)
-            for v in range(dims.vpp)
-        ]
+        wanted: set[int] = set()
+        for chunk in [None] if dims.vpp == 1 else range(dims.vpp):
+            offset = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
+            count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
+            wanted |= set(range(offset, offset + count))
         names = layout.local_shapes(stage * dims.tp * dims.cp * dims.dp)
-        held = {int(name.split(".")[2]) for name in names if name.startswith("decoder.layers.")}
-        assert held == {offset + i for offset in offsets for i in range(count)}
+        assert {int(name.split(".")[2]) for name in names if name.startswith("decoder.layers.")} == wanted
+
+
+@pytest.mark.parametrize(
+    ("stages", "vpp", "message"),
+    [
+        ((5, 4), 1, r"stages=\(5, 4\) are 2 stages of 9 layers; the layout has pp = 2 and 8 layers"),
+        ((2, 2, 4), 1, r"3 stages of 8 layers; the layout has pp = 2"),
+        ((8, 0), 1, "each must be a multiple of vpp = 1, and at least that"),
+        ((5, 3), 2, "each must be a multiple of vpp = 2"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(stages: tuple[int, ...], vpp: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(pp=2, vpp=vpp), stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("pp", "first", "last"), [(4, None, None), (4, 95, None), (2, 40, 50), (1, 40, None), (4, 23, 22)]
+)
+def test_layers_that_cannot_be_shared_are_refused(pp: int, first: int | None, last: int | None) -> None:
+    with pytest.raises(ConfigError, match=rf"first={first}, last={last} leave .* of 94 layers"):
+        split_layers(94, pp, first=first, last=last)
 
 
 def test_a_rank_of_nothing_but_vocabulary_padding_still_has_its_tensor() -> None:
@@ -91,12 +134,20 @@ def test_a_rank_of_nothing_but_vocabulary_padding_still_has_its_tensor() -> None
         (ParallelDims(pp=3), r"pp\*vpp = 3\*1 = 3 does not divide 8 layers"),
         (ParallelDims(ep=3, dp=3), "ep = 3 does not divide 4 experts"),
         (ParallelDims(etp=4, tp=4, pp=1), "etp = 4 does not divide dim 0 of decoder.*linear_fc1.*, 6"),
+        (ParallelDims(tp=4), "tp = 4 does not divide dim 0 of decoder.*linear_qkv.*, 32 in heads of 16"),
         (ParallelDims(ep=2, dp=3), r"ep\*etp = 2\*1 = 2 does not divide tp\*cp\*dp = 1\*1\*3 = 3"),
     ],
 )
 def test_a_mesh_that_does_not_fit_the_model_is_refused_with_both_numbers(dims: ParallelDims, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=dims)
+
+
+def test_an_engine_may_have_more_ranks_than_key_value_heads_but_not_cut_one() -> None:
+    shape = replace(SHAPE, num_heads=12)
+    Layout(table=ENGINE_QWEN3_MOE, shape=shape, dims=ParallelDims(tp=4))
+    with pytest.raises(ConfigError, match=r"tp = 3 does not divide dim 0 of .*qkv_proj\.weight, 8 in heads of 4"):
+        Layout(table=ENGINE_QWEN3_MOE, shape=shape, dims=ParallelDims(tp=3))
 
 
 def test_a_table_that_holds_rows_in_two_ways_is_refused() -> None:
