@@ -1,0 +1,61 @@
+"""Shapes of public models by name, to plan for them without their files. Sources: each model's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rl_megatron.models.shape import LatentAttention, ModelShape
+
+_QWEN3_235B_A22B = ModelShape(
+    num_layers=94,
+    hidden_size=4096,
+    num_heads=64,
+    num_kv_heads=4,
+    head_dim=128,
+    num_experts=128,
+    experts_per_token=8,
+    expert_width=1536,
+    vocab_size=151936,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    normalize_top_k=True,
+    tie_embeddings=False,
+    max_positions=40960,
+)
+_DEEPSEEK_V3 = ModelShape(
+    num_layers=61,
+    hidden_size=7168,
+    num_heads=128,
+    num_kv_heads=128,
+    head_dim=192,
+    num_experts=256,
+    experts_per_token=8,
+    expert_width=2048,
+    vocab_size=129280,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    normalize_top_k=True,
+    tie_embeddings=False,
+    max_positions=163840,
+    latent=LatentAttention(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+    dense_layers=3,
+    dense_width=18432,
+    shared_width=2048,
+)
+NAMED: Mapping[str, ModelShape] = {
+    "qwen3-30b-a3b": replace(_QWEN3_235B_A22B, num_layers=48, hidden_size=2048, num_heads=32, expert_width=768),
+    "qwen3-235b-a22b": _QWEN3_235B_A22B,
+    "deepseek-v3": _DEEPSEEK_V3,
+    "kimi-k2": replace(
+        _DEEPSEEK_V3,
+        num_heads=64,
+        num_kv_heads=64,
+        num_experts=384,
+        vocab_size=163840,
+        rope_theta=5e4,
+        max_positions=131072,
+        dense_layers=1,
+    ),
+}
+"""Without the multi-token-prediction module that DeepSeek-V3's checkpoint has behind its decoder."""
