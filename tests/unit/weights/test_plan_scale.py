@@ -1,0 +1,89 @@
+"""Plans of public models at cluster scale: balance, volume and cost of the plan itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from math import prod
+
+import pytest
+
+from rl_megatron.models.named import NAMED
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.layout import Layout, coordinates, split_layers
+from rl_megatron.weights.plan import plan
+from rl_megatron.weights.tables import deepseek_v3, qwen3_moe
+
+LEARNERS = {
+    "qwen3-235b-a22b": (ParallelDims(tp=4, pp=8, ep=16, dp=16), 11, 11),
+    "deepseek-v3": (ParallelDims(tp=4, pp=8, ep=32, dp=16), 7, 6),
+    "kimi-k2": (ParallelDims(tp=2, pp=16, ep=16, dp=16), 3, 2),
+}
+ENGINES = {
+    "full copies": ParallelDims(dp=256),
+    "tp8": ParallelDims(tp=8, etp=8, dp=32),
+    "dp attention, ep64": ParallelDims(dp=256, ep=64),
+}
+
+
+def layouts(model: str, engine: str) -> tuple[Layout, Layout]:
+    shape = NAMED[model]
+    dims, first, last = LEARNERS[model]
+    stages = split_layers(shape.num_layers, dims.pp, first=first, last=last)
+    if shape.latent:
+        hf, engines, megatron = (
+            deepseek_v3.HF_DEEPSEEK_V3,
+            deepseek_v3.ENGINE_DEEPSEEK_V3,
+            deepseek_v3.MEGATRON_DEEPSEEK_V3,
+        )
+    else:
+        hf, engines, megatron = qwen3_moe.HF_QWEN3_MOE, qwen3_moe.ENGINE_QWEN3_MOE, qwen3_moe.MEGATRON_QWEN3_MOE
+    table = hf if engine == "full copies" else engines
+    return (
+        Layout(table=megatron, shape=shape, dims=dims, stages=stages),
+        Layout(table=table, shape=shape, dims=ENGINES[engine]),
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("model", LEARNERS)
+def test_replicas_send_alike_and_receivers_get_what_they_hold(model: str, engine: str) -> None:
+    learner, engines = layouts(model, engine)
+    ranks, placement = learner.dims.world_size, {r: learner.dims.world_size + r for r in range(256)}
+    moves = plan(learner, engines, placement=placement)
+    sent, received = [0] * ranks, [0] * 256
+    for (a, b), elements in moves.traffic().items():
+        sent[a] += elements
+        received[b - ranks] += elements
+    replicas: dict[object, list[int]] = {}
+    for rank in range(ranks):
+        replicas.setdefault(coordinates(learner.dims, rank), []).append(sent[rank])
+    stages = [sent[start : start + ranks // learner.dims.pp] for start in range(0, ranks, ranks // learner.dims.pp)]
+    for group in (*replicas.values(), *stages):
+        assert max(group) * len(group) <= 1.05 * sum(group)
+    vocab = NAMED[model].vocab_size
+    for rank in (0, 101, 255):
+        padding = 0
+        shapes = engines.local_shapes(rank)
+        if engine != "full copies":
+            each = shapes["lm_head.weight"][0]
+            mine = max(0, min(each, vocab - coordinates(engines.dims, rank).tp * each))
+            padding = 2 * (each - mine) * NAMED[model].hidden_size
+        assert received[rank] == sum(prod(shape) for shape in shapes.values()) - padding
+
+
+def test_a_trillion_parameters_are_planned_in_seconds_without_torch() -> None:
+    code = (
+        "import resource, sys, time\n"
+        "from tests.unit.weights.test_plan_scale import layouts\n"
+        "from rl_megatron.weights.plan import plan\n"
+        "learner, engines = layouts('kimi-k2', 'tp8')\n"
+        "started = time.process_time()\n"
+        "moves = plan(learner, engines, placement={r: 512 + r for r in range(256)})\n"
+        "parts = [*moves.sends(17), *moves.receives(700)]\n"
+        "print(time.process_time() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(parts))\n"
+        "assert not {'torch', 'numpy'} & sys.modules.keys()\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert float(said[0]) < 5
+    assert int(said[1]) < 2 * 2**20  # KiB
