@@ -85,6 +85,26 @@ def full_hf(m: ModelShape) -> Tensors:
     return out
 
 
+def attention(hf: Tensors, p: str, q: str, n: int, tp: int, engine: bool) -> Tensors:
+    """Rank ``tp`` of ``n``: heads are cut, down projections and the latents' norms are whole."""
+    s = p + "self_attn."
+    up, out = {x: np.split(hf[s + f"{x}_b_proj.weight"], n)[tp] for x in ("q", "kv")}, {}
+    o_proj = np.split(hf[s + "o_proj.weight"], n, axis=1)[tp]
+    if engine:
+        out["fused_qkv_a_proj.weight"] = np.concatenate(
+            [hf[s + "q_a_proj.weight"], hf[s + "kv_a_proj_with_mqa.weight"]]
+        )
+        out |= {f"{x}_a_layernorm.weight": hf[s + f"{x}_a_layernorm.weight"] for x in up}
+        out |= {f"{x}_b_proj.weight": weight for x, weight in up.items()} | {"o_proj.weight": o_proj}
+        return {q + "self_attn." + name: x for name, x in out.items()}
+    out = {f"linear_{x}_up_proj.weight": weight for x, weight in up.items()}
+    out |= {f"linear_{x}_up_proj.layer_norm_weight": hf[s + f"{x}_a_layernorm.weight"] for x in up}
+    out["linear_q_down_proj.weight"] = hf[s + "q_a_proj.weight"]
+    out["linear_kv_down_proj.weight"] = hf[s + "kv_a_proj_with_mqa.weight"]
+    out["linear_proj.weight"] = o_proj
+    return {q + "self_attention." + name: x for name, x in out.items()}
+
+
 def shards(hf: Tensors, m: ModelShape, d: ParallelDims, stages: tuple[int, ...] | None, engine: bool) -> list[Tensors]:
     """What megatron-core's or vLLM's ranks hold: column and row parallel layers, whole down projections, GLU halves."""
     ranks = []
@@ -107,21 +127,7 @@ def shards(hf: Tensors, m: ModelShape, d: ParallelDims, stages: tuple[int, ...] 
         for layer in stage_layers(m.num_layers, d, pp, stages):
             p = f"model.layers.{layer}."
             q = p if engine else f"decoder.layers.{layer}."
-            s, t = p + "self_attn.", q + ("self_attn." if engine else "self_attention.")
-            q_up, kv_up, o = "q_b_proj", "kv_b_proj", "o_proj"
-            if engine:
-                down = [hf[s + "q_a_proj.weight"], hf[s + "kv_a_proj_with_mqa.weight"]]
-                out[t + "fused_qkv_a_proj.weight"] = np.concatenate(down)
-                out |= {t + f"{x}_a_layernorm.weight": hf[s + f"{x}_a_layernorm.weight"] for x in ("q", "kv")}
-            else:
-                q_up, kv_up, o = "linear_q_up_proj", "linear_kv_up_proj", "linear_proj"
-                out[t + "linear_q_down_proj.weight"] = hf[s + "q_a_proj.weight"]
-                out[t + "linear_kv_down_proj.weight"] = hf[s + "kv_a_proj_with_mqa.weight"]
-                out[t + "linear_q_up_proj.layer_norm_weight"] = hf[s + "q_a_layernorm.weight"]
-                out[t + "linear_kv_up_proj.layer_norm_weight"] = hf[s + "kv_a_layernorm.weight"]
-            out[t + f"{q_up}.weight"] = column([s + "q_b_proj.weight"])
-            out[t + f"{kv_up}.weight"] = column([s + "kv_b_proj.weight"])
-            out[t + f"{o}.weight"] = row(s + "o_proj.weight")
+            out |= attention(hf, p, q, d.tp, tp, engine)
             out[q + "input_layernorm.weight"] = hf[p + "input_layernorm.weight"]
             dense = layer < m.dense_layers
             fused = "mlp.linear_fc1.layer_norm_weight" if dense else "pre_mlp_layernorm.weight"
