@@ -70,6 +70,26 @@ def convert(
 
 
 @app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="a folder with a config.json, or a name as kimi-k2")],
+    layouts: Annotated[
+        list[str], typer.Argument(help="src=megatron,tp=4,ep=8,dp=2 and dst=hf,dp=8 or dst=engine,tp=8")
+    ],
+    nic: Annotated[float, typer.Option(min=0.001, help="a GPU's share of the network, GB/s each way")] = 50.0,
+    nvlink: Annotated[float, typer.Option(min=0.001, help="a GPU's bandwidth inside its node, GB/s each way")] = 450.0,
+    per_node: Annotated[int, typer.Option(min=1, help="GPUs a node")] = 8,
+    element_bytes: Annotated[int, typer.Option(min=1, help="bytes an element; 2 is bfloat16")] = 2,
+    colocated: Annotated[bool, typer.Option("--colocated", help="rank r of dst lives in process r of src")] = False,
+) -> None:
+    """Print what moving a model's weights between two layouts costs, beside gather-and-broadcast."""
+    from launcher import plan_command
+    from rl_megatron.weights.cost import Links
+
+    links = Links(nic=nic * 1e9, nvlink=nvlink * 1e9, per_node=per_node)
+    plan_command.show(model, layouts, element_bytes=element_bytes, links=links, colocated=colocated)
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine and this installation can run."""
     doctor_room.show()

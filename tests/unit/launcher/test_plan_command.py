@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from launcher.__main__ import main
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments])
+    out = capsys.readouterr()
+    assert ended.value.code == status, out
+    return out.err if status else out.out
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+def test_a_named_model_is_costed_without_its_files(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "qwen3-30b-a3b", "src=megatron,dp=2", "dst=hf,dp=2", "--per-node", "2", "--nic", "25")
+    rows = {cells[1].strip(): cells[2:4] for line in text.splitlines() if len(cells := line.split("│")) > 3}
+    assert [cell.strip() for cell in rows["bytes across nodes"]] == ["122.1 GB", "61.1 GB"]  # 30.5 B of 2 bytes each
+    assert [cell.strip() for cell in rows["bytes within nodes"]] == ["0.0 GB", "61.1 GB"]
+    assert rows["bound: the busiest port"][1].strip() == "2.44 s"
+    assert "NIC 25 GB/s" in text
+    assert re.search(r"[\d,]+ transfers between 2 pairs, planned in", text)
+
+
+def test_a_folder_needs_only_its_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = {
+        "model_type": "kimi_k2",
+        "num_hidden_layers": 5,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 128,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "vocab_size": 1000,
+        "rms_norm_eps": 1e-6,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+        "rope_theta": 50000.0,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layouts = "src=megatron,tp=2,pp=2,ep=4,dp=2,first=2", "dst=engine,tp=4,ep=4"
+    assert "transfers between" in said(capsys, str(tmp_path), *layouts, "--colocated")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("kimi-k3", "src=hf", "dst=hf"), "kimi-k3: neither a folder nor a known model; known: qwen3-30b-a3b"),
+        (("kimi-k2", "src=hf"), "layouts: src=hf given; give both, as in src=megatron"),
+        (("kimi-k2", "src=hf", "dst=vllm,tp=8"), "dst=vllm,tp=8: no table 'vllm'; allowed: hf, megatron, engine"),
+        (
+            ("kimi-k2", "src=megatron,tpp=4", "dst=hf"),
+            "src=megatron,tpp=4: 'tpp=4' is no setting; allowed: a positive tp",
+        ),
+        (("kimi-k2", "src=megatron,tp=x", "dst=hf"), "'tp=x' is no setting"),
+        (("kimi-k2", "src=megatron", "dst=hf,tp=2"), "dst=hf,tp=2: an hf layout is full copies; give dp alone"),
+        (("kimi-k2", "src=megatron,pp=4", "dst=hf"), "pp*vpp = 4*1 = 4 does not divide 61 layers"),
+        (("kimi-k2", "src=megatron,pp=4,first=17", "dst=hf"), "first=17, last=None leave 44 of 61 layers for 3 other"),
+    ],
+)
+def test_bad_input_is_named(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
+    assert message in said(capsys, *arguments, status=1)
