@@ -1,27 +1,54 @@
-"""Weights: seconds to plan a 235B model's move, and gloo processes moving a model against one broadcast a tensor.
+"""Weights: seconds and memory to plan a move at cluster scale, and gloo processes moving a model against broadcasts.
 
-Run from the repository root: ``python -m bench.plan``. Prints a Markdown table.
+Run from the repository root: ``python -m bench.plan``. Prints Markdown tables. Each plan has a process and a core of
+its own. ``seconds`` is the plan; ``a process's part`` counts the transfers of one rank, then the seconds to write them
+out (the larger of one learner rank's and one engine rank's).
 """
 
 from __future__ import annotations
 
+import json
+import os
+import resource
 import socket
+import subprocess
+import sys
 import time
-from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
+from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layout import Layout
+from rl_megatron.weights.layout import Layout, split_layers
 from rl_megatron.weights.plan import plan
-from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
-from rl_megatron.weights.transports.process_group import ProcessGroupTransport
+from rl_megatron.weights.tables import deepseek_v3, qwen3_moe
 
 REPEATS = 5
+QWEN3 = (qwen3_moe.HF_QWEN3_MOE, qwen3_moe.MEGATRON_QWEN3_MOE, qwen3_moe.ENGINE_QWEN3_MOE)
+DEEPSEEK = (deepseek_v3.HF_DEEPSEEK_V3, deepseek_v3.MEGATRON_DEEPSEEK_V3, deepseek_v3.ENGINE_DEEPSEEK_V3)
+Numbers = Mapping[str, int]
+
+FULL, TP8, EP64 = {"dp": 256}, {"tp": 8, "etp": 8, "dp": 32}, {"dp": 256, "ep": 64}
+LEARNERS: Mapping[str, Numbers] = {  # 512 ranks each
+    "qwen3-235b-a22b": {"tp": 4, "pp": 8, "ep": 16, "dp": 16, "first": 11, "last": 11},
+    "deepseek-v3": {"tp": 4, "pp": 8, "ep": 32, "dp": 16, "first": 7, "last": 6},
+    "kimi-k2": {"tp": 2, "pp": 16, "ep": 16, "dp": 16, "first": 3, "last": 2},
+}
+RANKS: tuple[Numbers, ...] = (
+    {"tp": 2, "dp": 8, "ep": 16},
+    {"tp": 2, "dp": 64, "ep": 128},
+    {"tp": 2, "pp": 4, "dp": 128, "ep": 128, "first": 16},
+    {"tp": 2, "pp": 16, "dp": 256, "ep": 128, "first": 3, "last": 2},
+    {"tp": 2, "pp": 16, "dp": 512, "ep": 128, "first": 3, "last": 2},
+)
+SIZES: tuple[Numbers, ...] = (
+    {"num_layers": 8, "num_experts": 16, "hidden_size": 1024},
+    {"num_layers": 16, "num_experts": 64, "hidden_size": 2048},
+    {"num_layers": 32, "num_experts": 128, "hidden_size": 4096},
+    {"num_layers": 61, "num_experts": 384, "hidden_size": 7168},
+)
 
 
 def shape(layers: int, hidden: int, heads: tuple[int, int, int], experts: tuple[int, int], vocab: int) -> ModelShape:
@@ -44,30 +71,95 @@ def shape(layers: int, hidden: int, heads: tuple[int, int, int], experts: tuple[
     )
 
 
-QWEN3_235B = shape(94, 4096, (64, 4, 128), (128, 1536), 151936)
 MID = shape(4, 256, (8, 4, 32), (16, 128), 512)
 LARGE = shape(8, 1024, (16, 4, 64), (32, 512), 32000)
 
 
+def layout(table: int, model: ModelShape, numbers: Numbers) -> Layout:
+    """``numbers`` are degrees and megatron-core's first and last stage."""
+    ends = {key: numbers[key] for key in ("first", "last") if key in numbers}
+    dims = ParallelDims(**{key: value for key, value in numbers.items() if key not in ends})
+    stages = split_layers(model.num_layers, dims.pp, **ends) if ends else None
+    return Layout(table=(DEEPSEEK if model.latent else QWEN3)[table], shape=model, dims=dims, stages=stages)
+
+
+def measure(name: str, sizes: Numbers, learner: Numbers, engine: Numbers) -> None:
+    """Plan once, in this process, and print what it took as JSON."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    model = replace(NAMED[name], **sizes)
+    src, dst = layout(1, model, learner), layout(0 if engine.keys() == {"dp"} else 2, model, engine)
+    ranks, engines = src.dims.world_size, dst.dims.world_size
+    started = time.perf_counter()
+    moves = plan(src, dst, placement={rank: ranks + rank for rank in range(engines)})
+    planned = time.perf_counter()
+    sends = len(list(moves.sends(0)))
+    sent = time.perf_counter()
+    receives = len(list(moves.receives(ranks)))
+    parts = max(sent - planned, time.perf_counter() - sent)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    elements = sum(prod(size) for size in layout(0, model, {}).local_shapes(0).values())
+    result = {
+        "elements": elements,
+        "ranks": ranks,
+        "engines": engines,
+        "transfers": moves.num_transfers(),
+        "blocks": len(moves.blocks),
+        "mine": max(sends, receives),
+        "seconds": planned - started,
+        "parts": parts,
+        "peak": peak,
+    }
+    if ranks <= 512:  # the most that a rank sends, over the mean of its stage
+        load = [0] * ranks
+        for (sender, _), count in moves.traffic().items():
+            load[sender] += count
+        size = ranks // src.dims.pp
+        stages = [load[start : start + size] for start in range(0, ranks, size)]
+        result["uneven"] = max(max(stage) * len(stage) / sum(stage) for stage in stages)
+    print(json.dumps(result))
+
+
+def apart(name: str, sizes: Numbers, learner: Numbers, engine: Numbers) -> str:
+    """A table row measured in a process of its own."""
+    point = json.dumps([name, sizes, learner, engine])
+    done = subprocess.run([sys.executable, "-m", "bench.plan", point], capture_output=True, text=True, check=True)
+    r = json.loads(done.stdout)
+    uneven = f"{r['uneven']:.3f}" if "uneven" in r else ""
+    return (
+        f"{r['elements'] / 1e9:,.1f} B | {r['ranks']:,} to {r['engines']:,} | {r['transfers']:,} | {r['blocks']:,} | "
+        f"{r['seconds']:.2f} | {r['mine']:,} | {r['parts']:.2f} | {r['peak']:.0f} MiB | {uneven} |"
+    )
+
+
 def planning() -> None:
-    """Plan Qwen3-235B from 64 learner ranks to full copies in engines of their own."""
-    print("| Qwen3-235B, 64 learner ranks (tp4 pp2 ep8) to | transfers | seconds | max/mean elements a sender |")
-    print("| --- | --- | --- | --- |")
-    learner = Layout(table=MEGATRON_QWEN3_MOE, shape=QWEN3_235B, dims=ParallelDims(tp=4, pp=2, ep=8, dp=8))
-    for engines in (1, 8):
-        started = time.perf_counter()
-        target = Layout(table=HF_QWEN3_MOE, shape=QWEN3_235B, dims=ParallelDims(dp=engines))
-        transfers = plan(learner, target, placement={rank: 64 + rank for rank in range(engines)})
-        seconds = time.perf_counter() - started
-        load: Counter[int] = Counter()
-        for t in transfers:
-            load[t.src_rank] += prod(stop - start for start, stop in t.src_box)
-        imbalance = max(load.values()) * 64 / load.total()
-        print(f"| {engines} full copies | {len(transfers)} | {seconds:.2f} | {imbalance:.4f} |")
+    """Named models at 512 to 256 ranks, then growth over three decades of ranks and of parameters."""
+    columns = (
+        "parameters | ranks | transfers | blocks | seconds | a process's part | seconds | peak memory | max/mean |"
+    )
+    print(f"| model | engines | {columns}\n|{' --- |' * 11}")
+    for name, learner in LEARNERS.items():
+        for kind, engine in (("full copies", FULL), ("tp8", TP8), ("dp attention, ep64", EP64)):
+            print(f"| {name} | {kind} | {apart(name, {}, learner, engine)}", flush=True)
+    print(f"\n| kimi-k2 into engines of tp8 | {columns}\n|{' --- |' * 10}")
+    for learner in RANKS:
+        ranks = prod(learner[key] for key in ("tp", "pp", "dp") if key in learner)
+        row = apart("kimi-k2", {}, learner, {"tp": 8, "etp": 8, "dp": ranks // 16})
+        print(f"| {', '.join(f'{k}={v}' for k, v in learner.items())} | {row}", flush=True)
+    print(f"\n| kimi-k2's shape, smaller; 512 ranks into engines of tp8 | {columns}\n|{' --- |' * 10}")
+    for sizes in SIZES:
+        learner = {"tp": 2, "pp": 4, "ep": 16, "dp": 64} | ({"first": 16} if sizes["num_layers"] == 61 else {})
+        print(
+            f"| {', '.join(f'{k}={v}' for k, v in sizes.items())} | {apart('kimi-k2', sizes, learner, TP8)}", flush=True
+        )
 
 
 def moving(rank: int, port: int) -> None:
     """Expert-parallel learners of two processes, each with a full engine copy: our transport, then broadcasts."""
+    import torch
+    import torch.distributed as dist
+
+    from rl_megatron.weights.transports.process_group import ProcessGroupTransport
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     if rank == 0:
@@ -76,8 +168,8 @@ def moving(rank: int, port: int) -> None:
         )
         print("| --- | --- | --- | --- | --- | --- |")
     for name, model in (("mid", MID), ("large", LARGE)):
-        learner = Layout(table=MEGATRON_QWEN3_MOE, shape=model, dims=ParallelDims(ep=2, dp=2))
-        engines = Layout(table=HF_QWEN3_MOE, shape=model, dims=ParallelDims(dp=2))
+        learner = Layout(table=qwen3_moe.MEGATRON_QWEN3_MOE, shape=model, dims=ParallelDims(ep=2, dp=2))
+        engines = Layout(table=qwen3_moe.HF_QWEN3_MOE, shape=model, dims=ParallelDims(dp=2))
         src = {name: torch.ones(size) for name, size in learner.local_shapes(rank).items()}
         dst = {name: torch.zeros(size) for name, size in engines.local_shapes(rank).items()}
         started = time.perf_counter()
@@ -102,7 +194,12 @@ def moving(rank: int, port: int) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        measure(*json.loads(sys.argv[1]))
+        sys.exit()
     planning()
+    import torch.multiprocessing as mp
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = free.getsockname()[1]

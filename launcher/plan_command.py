@@ -101,16 +101,21 @@ def _table(title: str, direct: Cost, usual: Cost, src: Layout, dst: Layout, plac
     for column in table.columns[1:]:
         column.justify = "right"
     senders, receivers = range(src.dims.world_size), list(placement.values())
-    for name, cell in (
-        ("bytes within nodes", lambda cost: _gigabytes(cost.within)),
-        ("bytes across nodes", lambda cost: _gigabytes(cost.across)),
-        (f"sent by {len(senders)} ranks, max / mean", lambda cost: _spread(cost.sent, senders)),
-        (f"received by {len(receivers)} ranks, max / mean", lambda cost: _spread(cost.received, receivers)),
-        ("bound: the busiest port", lambda cost: f"{cost.bound:.2f} s"),
-        ("expected", lambda cost: f"{cost.expected:.2f} s"),
-    ):
-        table.add_row(name, cell(direct), cell(usual))
+    ours, theirs = (_cells(cost, senders, receivers) for cost in (direct, usual))
+    for name, value in ours.items():
+        table.add_row(name, value, theirs[name])
     return table
+
+
+def _cells(cost: Cost, senders: Sequence[int], receivers: Sequence[int]) -> dict[str, str]:
+    return {
+        "bytes within nodes": _gigabytes(cost.within),
+        "bytes across nodes": _gigabytes(cost.across),
+        f"sent by {len(senders)} ranks, max / mean": _spread(cost.sent, senders),
+        f"received by {len(receivers)} ranks, max / mean": _spread(cost.received, receivers),
+        "bound: the busiest port": f"{cost.bound:.2f} s",
+        "expected": f"{cost.expected:.2f} s",
+    }
 
 
 def _gigabytes(count: float) -> str:
