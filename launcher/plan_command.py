@@ -41,11 +41,10 @@ def show(model: str, layouts: Sequence[str], *, element_bytes: int, links: Links
     src, dst = (parse_layout(side, texts[side], shape) for side in ("src", "dst"))
     first = 0 if colocated else src.dims.world_size
     placement = {rank: first + rank for rank in range(dst.dims.world_size)}
-    num_processes = max(src.dims.world_size, first + dst.dims.world_size)
     started = time.perf_counter()
     moves = plan(src, dst, placement=placement)
     seconds = time.perf_counter() - started
-    direct = plan_cost(moves, element_bytes, links, num_processes)
+    direct = plan_cost(moves, element_bytes, links)
     usual = broadcast_cost(src, placement.values(), element_bytes, links)
     console = Console()
     console.print(_table(f"{model}: {texts['src']} to {texts['dst']}", direct, usual, src, dst, placement))

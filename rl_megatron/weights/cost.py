@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rl_megatron.weights.layout import Layout, coordinates
-from rl_megatron.weights.plan import Plan, volume
+from rl_megatron.weights.plan import Plan, Rounds, volume
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class Cost:
     expected: float
 
 
-def plan_cost(moves: Plan, element_bytes: int, links: Links, num_processes: int) -> Cost:
-    """Cost of a plan that is executed in rounds: process i sends to i + k in round k, and each goes on when both can.
+def plan_cost(moves: Plan, element_bytes: int, links: Links) -> Cost:
+    """Cost of a plan that is executed round by round, where a pair begins when both have done their round before.
 
     No latency is counted, nor a conversion of dtypes.
     """
@@ -56,7 +56,7 @@ def plan_cost(moves: Plan, element_bytes: int, links: Links, num_processes: int)
         bound=max(
             (moved / (links.nvlink if near else links.nic) for (_, _, near), moved in ports.items()), default=0.0
         ),
-        expected=_rounds(traffic, links, num_processes),
+        expected=_last_round(traffic, moves.rounds(), links),
     )
 
 
@@ -102,15 +102,15 @@ def _by_process(ports: Mapping[tuple[int, bool, bool], int], *, sending: bool) -
     return dict(out)
 
 
-def _rounds(traffic: Mapping[tuple[int, int], int], links: Links, num_processes: int) -> float:
+def _last_round(traffic: Mapping[tuple[int, int], int], rounds: Rounds, links: Links) -> float:
     """When the last process is done. A round of a process takes as long as the longer of its two messages."""
-    rounds: dict[int, list[tuple[int, int]]] = {}
+    pairs: dict[int, list[tuple[int, int]]] = {}
     for a, b in traffic:
-        rounds.setdefault((b - a) % num_processes, []).append((a, b))
+        pairs.setdefault(rounds.of_pair(a, b), []).append((a, b))
     ready: dict[int, float] = {}
-    for k in sorted(rounds):
+    for k in sorted(pairs):
         done: dict[int, float] = {}
-        for a, b in rounds[k]:
+        for a, b in pairs[k]:
             bandwidth = links.nvlink if links.within(a, b) else links.nic
             end = max(ready.get(a, 0.0), ready.get(b, 0.0)) + traffic[a, b] / bandwidth
             for process in (a, b):

@@ -6,7 +6,7 @@ that have the same holders and the same destinations; a process writes out only 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,8 +41,9 @@ class Transfer:
 class Block:
     """``box`` of each layer and expert listed, from one of ``holders`` into every one of the destinations.
 
-    ``local`` destinations hold it themselves. The others make a line, destination after destination, in each layer
-    after layer and expert after expert; holder i sends what lies between ``bounds[i]`` and ``bounds[i + 1]``.
+    ``local`` destinations hold it themselves. The transfers into the others make a line, layer after layer, in each
+    expert after expert, in each destination after destination; holder i sends what lies between ``bounds[i]`` and
+    ``bounds[i + 1]``, so all its destinations get about the same from it.
     """
 
     box: Box
@@ -71,36 +72,27 @@ class Block:
             yield from self._write(bisect_left(self.holders, process), process, range(self.count))
         at = _find(self.remote, process)
         if at is not None:
-            for i, span in self._senders(at):
-                yield from self._write(i, process, span)
+            for i in range(len(self.holders)):
+                yield from self._write(i, process, self._span(i, at))
 
     def out_of(self, process: int) -> Iterator[Transfer]:
         """The transfers that ``process`` sends to others."""
         i = _find(self.holders, process)
-        if i is None or not self.bounds:
-            return
-        start, stop = self.bounds[i], self.bounds[i + 1]
-        while start < stop:
-            at, first = divmod(start, self.count)
-            last = min(self.count, first + stop - start)
-            yield from self._write(i, self.remote[at], range(first, last))
-            start += last - first
+        if i is not None:
+            for at, receiver in enumerate(self.remote):
+                yield from self._write(i, receiver, self._span(i, at))
 
     def flows(self) -> Iterator[tuple[int, int, int]]:
         """(sender, receiver, elements) between different processes."""
-        for at, process in enumerate(self.remote):
-            for i, span in self._senders(at):
-                yield self.holders[i], process, len(span) * self.size
+        for i, sender in enumerate(self.holders if self.remote else ()):
+            if self.bounds[i] < self.bounds[i + 1]:
+                for at, receiver in enumerate(self.remote):
+                    yield sender, receiver, len(self._span(i, at)) * self.size
 
-    def _senders(self, at: int) -> Iterator[tuple[int, range]]:
-        """Holders that serve the ``at``-th destination, with the transfers of each."""
-        start, stop = at * self.count, (at + 1) * self.count
-        i = bisect_right(self.bounds, start) - 1
-        while start < stop:
-            end = min(stop, self.bounds[i + 1])
-            if start < end:
-                yield i, range(start - at * self.count, end - at * self.count)
-            start, i = max(start, end), i + 1
+    def _span(self, i: int, at: int) -> range:
+        """Which of the transfers into the ``at``-th destination holder i sends."""
+        width = len(self.remote)
+        return range(-((at - self.bounds[i]) // width), -((at - self.bounds[i + 1]) // width))
 
     def _write(self, i: int, process: int, span: range) -> Iterator[Transfer]:
         held, wanted = self.held[i], self.wanted
@@ -116,6 +108,32 @@ class Block:
                 dst_param=wanted.param.format(layer=layer, expert=expert),
                 dst_shape=wanted.shape,
                 dst_box=dst_box,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """In round k the i-th sender sends to the (i + k)-th receiver, counted round: all are busy from the first on."""
+
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return max(len(self.senders), len(self.receivers))
+
+    def of_pair(self, sender: int, receiver: int) -> int:
+        """The round of a sender and a receiver."""
+        return (bisect_left(self.receivers, receiver) - bisect_left(self.senders, sender)) % len(self)
+
+    def of_process(self, process: int) -> Iterator[tuple[int | None, int | None]]:
+        """(where to, where from) of each round; a process may meet itself."""
+        sender, receiver = _find(self.senders, process), _find(self.receivers, process)
+        for k in range(len(self)):
+            to = (sender + k) % len(self) if sender is not None else len(self)
+            frm = (receiver - k) % len(self) if receiver is not None else len(self)
+            yield (
+                self.receivers[to] if to < len(self.receivers) else None,
+                self.senders[frm] if frm < len(self.senders) else None,
             )
 
 
@@ -140,8 +158,21 @@ class Plan:
         out: Counter[tuple[int, int]] = Counter()
         for block in self.blocks:
             for sender, receiver, elements in block.flows():
-                out[sender, receiver] += elements
+                if elements:
+                    out[sender, receiver] += elements
         return dict(out)
+
+    def rounds(self) -> Rounds:
+        """An order for all pairs in which nobody sends to two at once, nor receives from two."""
+        moved = [block for block in self.blocks if block.remote]
+        sending = {
+            holder
+            for block in moved
+            for holder, (low, high) in zip(block.holders, pairwise(block.bounds), strict=True)
+            if low < high
+        }
+        receiving = set[int]().union(*(block.remote for block in moved))
+        return Rounds(senders=tuple(sorted(sending)), receivers=tuple(sorted(receiving)))
 
     def num_transfers(self) -> int:
         """Transfers of all processes, copies within a process counted."""

@@ -191,6 +191,11 @@ def test_both_ends_of_a_pair_list_the_same_transfers(data: st.DataObject, m: Mod
             assert transfers == [t for t in moves.receives(other) if t.src_rank == process]
             traffic[process, other] = sum(size(t.dst_box) for t in transfers)
     assert traffic == moves.traffic()
+    rounds = moves.rounds()
+    met = {process: list(rounds.of_process(process)) for process in range(max(d.world_size, e.world_size))}
+    for a, b in traffic:  # both meet in the same round, and in no other
+        assert [k for k, (to, _) in enumerate(met[a]) if to == b] == [rounds.of_pair(a, b)]
+        assert [k for k, (_, frm) in enumerate(met[b]) if frm == a] == [rounds.of_pair(a, b)]
     assert moves.num_transfers() == sum(len(list(moves.receives(process))) for process in range(e.world_size))
 
 

@@ -1,8 +1,8 @@
 """Executes a plan over one torch.distributed group, gloo and NCCL alike: every process runs the same schedule.
 
-In round k each process sends to the one k places after it and receives from the one k places before it, so nobody is
-hit by two senders at once. A pair's transfers are packed into flat buckets; while one bucket is under way the next is
-packed, so a process holds two send and two receive buffers, made once.
+In a round a process sends to one other and receives from one other, so nobody is hit by two senders at once. A pair's
+transfers are packed into flat buckets; while one bucket is under way the next is packed, so a process holds two send
+and two receive buffers, made once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rl_megatron.errors import WeightError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.buckets import Bucket, cut_into_buckets
 from rl_megatron.weights.layout import Box
-from rl_megatron.weights.plan import Plan, Transfer, volume
+from rl_megatron.weights.plan import Plan, Rounds, Transfer, volume
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class ProcessGroupTransport:
 
         self._local_src = [_view(src[t.src_param], t.src_box) for t in local]
         self._local_dst = [_view(dst[t.dst_param], t.dst_box) for t in local]
-        self._steps = self._schedule([*receives, *sends], dtypes, src, dst, bucket_bytes)
+        self._steps = self._schedule([*receives, *sends], moves.rounds(), dtypes, src, dst, bucket_bytes)
 
     def move(self, version: int) -> WeightUpdate:
         """Write every destination tensor in place; the data is there when this returns. All processes call it.
@@ -121,6 +121,7 @@ class ProcessGroupTransport:
     def _schedule(
         self,
         transfers: Sequence[Transfer],
+        rounds: Rounds,
         dtypes: Sequence[_Dtypes],
         src: Mapping[str, Tensor],
         dst: Mapping[str, Tensor],
@@ -132,29 +133,28 @@ class ProcessGroupTransport:
             if t.src_rank != t.dst_rank:
                 pairs.setdefault((t.src_rank, t.dst_rank), []).append(t)
         buckets = {pair: cut_into_buckets(moved, dtypes[pair[1]].of, bucket_bytes) for pair, moved in pairs.items()}
-        size = dist.get_world_size(self._group)
-        rounds: list[tuple[int, Bucket | None, int, Bucket | None]] = []
-        for k in range(1, size):
-            to, frm = (self._rank + k) % size, (self._rank - k) % size
-            sends, receives = buckets.get((self._rank, to), []), buckets.get((frm, self._rank), [])
-            rounds.extend((to, out, frm, into) for out, into in zip_longest(sends, receives))
-        outgoing = self._two_buffers([out for _, out, _, _ in rounds])
-        incoming = self._two_buffers([into for _, _, _, into in rounds])
+        steps: list[tuple[tuple[int, Bucket] | None, tuple[int, Bucket] | None]] = []
+        for to, frm in rounds.of_process(self._rank):
+            sends = [(to, out) for out in buckets.get((self._rank, to), [])] if to is not None else []
+            receives = [(frm, into) for into in buckets.get((frm, self._rank), [])] if frm is not None else []
+            steps.extend(zip_longest(sends, receives))
+        outgoing = self._two_buffers([send[1] for send, _ in steps if send])
+        incoming = self._two_buffers([receive[1] for _, receive in steps if receive])
         return [
             (
-                _bind(out, to, outgoing[i % 2], [_view(src[p.src_param], p.src_box) for p in out.parts])
-                if out
+                _bind(*send, outgoing[i % 2], [_view(src[p.src_param], p.src_box) for p in send[1].parts])
+                if send
                 else None,
-                _bind(into, frm, incoming[i % 2], [_view(dst[p.dst_param], p.dst_box) for p in into.parts])
-                if into
+                _bind(*receive, incoming[i % 2], [_view(dst[p.dst_param], p.dst_box) for p in receive[1].parts])
+                if receive
                 else None,
             )
-            for i, (to, out, frm, into) in enumerate(rounds)
+            for i, (send, receive) in enumerate(steps)
         ]
 
-    def _two_buffers(self, buckets: Sequence[Bucket | None]) -> list[Tensor]:
+    def _two_buffers(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """Used in turn: a step's buffer is free again two steps later."""
-        largest = max((bucket.num_bytes for bucket in buckets if bucket), default=0)
+        largest = max((bucket.num_bytes for bucket in buckets), default=0)
         return [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
 
     def _post(self, send: _Message | None, receive: _Message | None) -> list[dist.Work]:
@@ -190,7 +190,7 @@ def _misfits(
         yield f"destination tensor {name} is written by no transfer; leave it out or add it to the layout"
 
 
-def _bind(bucket: Bucket, peer: int, buffer: Tensor, tensors: list[Tensor]) -> _Message:
+def _bind(peer: int, bucket: Bucket, buffer: Tensor, tensors: list[Tensor]) -> _Message:
     used = buffer[: bucket.num_bytes]
     flat, views, start = used.view(bucket.dtype), [], 0
     for tensor in tensors:

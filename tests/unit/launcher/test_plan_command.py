@@ -29,7 +29,7 @@ def test_a_named_model_is_costed_without_its_files(capsys: pytest.CaptureFixture
     assert [cell.strip() for cell in rows["bytes within nodes"]] == ["0.0 GB", "61.1 GB"]
     assert rows["bound: the busiest port"][1].strip() == "2.44 s"
     assert "NIC 25 GB/s" in text
-    assert re.search(r"[\d,]+ transfers between 2 pairs, planned in", text)
+    assert re.search(r"[\d,]+ transfers between 4 pairs, planned in", text)
 
 
 def test_a_folder_needs_only_its_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

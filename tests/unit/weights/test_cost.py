@@ -40,7 +40,7 @@ def costs(dims: ParallelDims, engines: int) -> tuple[Cost, Cost]:
     placement = {rank: dims.world_size + rank for rank in range(engines)}
     moves = plan(learner, target, placement=placement)
     return (
-        plan_cost(moves, BYTES, LINKS, dims.world_size + engines),
+        plan_cost(moves, BYTES, LINKS),
         broadcast_cost(learner, placement.values(), BYTES, LINKS),
     )
 
@@ -72,14 +72,14 @@ def test_the_expected_time_counts_waiting_in_rounds() -> None:
     ours, _ = costs(ParallelDims(pp=2), 2)
     first, second = (ours.sent[rank] / 2 / LINKS.nic for rank in (0, 1))
     assert (first + second) * LINKS.nic == MODEL * BYTES
-    # rounds: 1 to 2; then 0 to 2 and 1 to 3; then 0 to 3
-    assert ours.expected == pytest.approx(max(second + first, 2 * second) + first)
+    # rounds: 0 to 2 and 1 to 3; then 0 to 3 and 1 to 2, where each waits for the larger half of the model
+    assert ours.expected == pytest.approx(2 * max(first, second))
     assert ours.bound == pytest.approx(max(2 * first, 2 * second, first + second))
 
 
 def test_engines_inside_the_node_use_its_links() -> None:
     learner = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(ep=2, dp=2))
     moves = plan(learner, Layout(table=HF_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(dp=2)))
-    ours = plan_cost(moves, BYTES, LINKS, 2)
+    ours = plan_cost(moves, BYTES, LINKS)
     assert (ours.within, ours.across) == (EXPERTS * BYTES, 0)
     assert ours.expected == ours.bound == pytest.approx(EXPERTS / 2 * BYTES / LINKS.nvlink)
