@@ -95,6 +95,8 @@ class Block:
         return range(-((at - self.bounds[i]) // width), -((at - self.bounds[i + 1]) // width))
 
     def _write(self, i: int, process: int, span: range) -> Iterator[Transfer]:
+        if not span:
+            return
         held, wanted = self.held[i], self.wanted
         src_box, dst_box = _move(self.box, held.hf_box, held.box), _move(self.box, wanted.hf_box, wanted.box)
         for k in span:
