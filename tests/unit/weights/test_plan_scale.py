@@ -72,6 +72,18 @@ def test_replicas_send_alike_and_receivers_get_what_they_hold(model: str, engine
         assert received[rank] == sum(prod(shape) for shape in shapes.values()) - padding
 
 
+def test_one_engine_is_fed_evenly_too() -> None:
+    """Few destinations: a rank's part of the embedding is a sixth of what a rank sends, unless it is cut."""
+    learner, _ = layouts("qwen3-235b-a22b", "tp8")
+    engine = Layout(table=qwen3_moe.ENGINE_QWEN3_MOE, shape=learner.shape, dims=ParallelDims(tp=8, etp=8))
+    sent = [0] * 512
+    for (a, _), elements in plan(learner, engine, placement={r: 512 + r for r in range(8)}).traffic().items():
+        sent[a] += elements
+    for first in range(0, 512, 64):
+        stage = sent[first : first + 64]
+        assert max(stage) * 64 <= 1.05 * sum(stage)
+
+
 def test_a_trillion_parameters_are_planned_in_seconds_without_torch() -> None:
     code = (
         "import resource, sys, time\n"
