@@ -3,7 +3,7 @@
     python -m bench.algorithms [NAME ...] [--dir runs/algorithms] [--jobs 2] [--set key=value ...]
 
 Each is the default run (``rl-megatron train algorithm=NAME``) in one process with one thread, ``--jobs`` of them at a
-time; what is finished in ``--dir`` is not run again. Prints a Markdown table and writes ``report.html`` there.
+time, those without a ratio with one minibatch a step; what is finished in ``--dir`` is not run again. Prints a Markdown table and writes ``report.html`` there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
 PLAIN = ("learner.ep=1", "learner.threads=1", "log.progress=plain", "log.tensorboard=false")
 ENOUGH = 0.9
+ON_POLICY = ("train.minibatches=1",)  # no ratio: right only for samples of the current policy
+SETTINGS = {"reinforce": ON_POLICY, "rloo": ON_POLICY, "remax": ON_POLICY}
 
 
 def train(name: str, folder: Path, settings: list[str]) -> None:
@@ -32,7 +34,13 @@ def train(name: str, folder: Path, settings: list[str]) -> None:
     if (folder / name / "config.yaml").is_file():
         command.append("--resume")
     with (folder / f"{name}.log").open("a") as log:
-        subprocess.run([*command, *PLAIN, *settings], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False)
+        subprocess.run(
+            [*command, *PLAIN, *SETTINGS.get(name, ()), *settings],
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
 
 
 def row(name: str, folder: Path) -> str:

@@ -22,6 +22,7 @@ from rl_megatron.errors import CheckpointError, ConfigError, WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.layout import Box, Layout, Shape
 from rl_megatron.weights.mapped import Entry, MappedFile, header_bytes, read_header
+from rl_megatron.weights.plan import plan
 from rl_megatron.weights.safetensors_io import companions, raise_misfits, with_dtype
 from rl_megatron.weights.streaming import Files, Job, Part, Progress, Sink, in_files, run
 from rl_megatron.weights.tables import qwen3_moe
@@ -44,13 +45,14 @@ def hf_to_megatron(
     shape = ModelShape.from_folder(source)
     stored, files = _hf_folder(source, shape)
     home = {job.name: job for job in stored}
-    megatron = Layout(table=qwen3_moe.MEGATRON_QWEN3_MOE, shape=shape)
+    hf, megatron = _layouts(shape)
     parts: dict[str, list[Part]] = {}
     dtypes: dict[str, torch.dtype] = {}
-    for piece in megatron.slices(0):
-        (whole,) = home[piece.hf].parts
-        parts.setdefault(piece.param, []).append(Part(box=piece.box, source=whole.source, src_box=piece.hf_box))
-        dtypes[piece.param] = dtype or home[piece.hf].dtype
+    for piece in plan(hf, megatron).receives(0):
+        (whole,) = home[piece.src_param].parts
+        part = Part(box=piece.dst_box, source=whole.source, src_box=piece.src_box)
+        parts.setdefault(piece.dst_param, []).append(part)
+        dtypes[piece.dst_param] = dtype or home[piece.src_param].dtype
     jobs = [
         Job(name=name, shape=size, dtype=dtypes[name], parts=tuple(parts[name]))
         for name, size in megatron.local_shapes(0).items()
@@ -117,6 +119,13 @@ def hf_tensors(folder: Path, config: Path | None = None) -> tuple[list[Job], Fil
     return _megatron_folder(folder, shape, None) if is_megatron(folder) else _hf_folder(folder, shape)
 
 
+def _layouts(shape: ModelShape) -> tuple[Layout, Layout]:
+    """Hugging Face's names, and megatron's on one rank: the order of rows in its checkpoints, whatever wrote them."""
+    tables = (qwen3_moe.HF_QWEN3_MOE, qwen3_moe.MEGATRON_QWEN3_MOE)
+    hf, megatron = (Layout(table=table, shape=shape) for table in tables)
+    return hf, megatron
+
+
 def _hf_folder(source: Path, shape: ModelShape) -> tuple[list[Job], Files]:
     index = source / "model.safetensors.index.json"
     placed: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
@@ -151,7 +160,7 @@ def _megatron_folder(source: Path, shape: ModelShape, dtype: torch.dtype | None)
     by_key: dict[str, list[Chunk]] = {}
     for chunk in chunks:
         by_key.setdefault(chunk.key, []).append(chunk)
-    megatron = Layout(table=qwen3_moe.MEGATRON_QWEN3_MOE, shape=shape)
+    hf, megatron = _layouts(shape)
     places = {param: place_of(param) for param in megatron.local_shapes(0)}
     missing = sorted({key for key, _ in places.values()} - by_key.keys())
     if missing:
@@ -164,15 +173,16 @@ def _megatron_folder(source: Path, shape: ModelShape, dtype: torch.dtype | None)
                 at.setdefault((key, index), []).append(chunk)
     parts: dict[str, list[Part]] = {}
     kinds: dict[str, torch.dtype] = {}
-    for piece in megatron.slices(0):
-        key, index = places[piece.param]
+    for piece in plan(hf, megatron).receives(0):
+        key, index = places[piece.dst_param]
         for chunk in at.get((key, index), []):
-            cut = _intersection(chunk, index, piece.box)
+            cut = _intersection(chunk, index, piece.dst_box)
             if cut is not None:
                 view = partial(read_tensor, files[source / chunk.file], chunk)
-                parts.setdefault(piece.hf, []).append(_part(cut, chunk, index, piece.box, piece.hf_box, view))
-                kinds[piece.hf] = dtype or chunk.dtype
-    wanted = Layout(table=qwen3_moe.HF_QWEN3_MOE, shape=shape).local_shapes(0)
+                part = _part(cut, chunk, index, piece.dst_box, piece.src_box, view)
+                parts.setdefault(piece.src_param, []).append(part)
+                kinds[piece.src_param] = dtype or chunk.dtype
+    wanted = hf.local_shapes(0)
     short = [
         f"{name}: {sum(_volume(p.box) for p in parts.get(name, ()))} of {torch.Size(size).numel()} elements"
         for name, size in wanted.items()
