@@ -4,39 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.named import NAMED
-from rl_megatron.models.shape import ModelShape
-from rl_megatron.types import ParallelDims
 from rl_megatron.weights.cost import Cost, Links, broadcast_cost, plan_cost
-from rl_megatron.weights.layout import Layout, ParamSpec, split_layers
+from rl_megatron.weights.layout import Layout
+from rl_megatron.weights.parsing import model_shape, parse_layout
 from rl_megatron.weights.plan import plan
-from rl_megatron.weights.tables import deepseek_v3, qwen3_moe
-
-_FAMILIES = ("qwen3_moe", "deepseek_v3", "kimi_k2")
-_QWEN3_MOE: Mapping[str, Sequence[ParamSpec]] = {
-    "hf": qwen3_moe.HF_QWEN3_MOE,
-    "megatron": qwen3_moe.MEGATRON_QWEN3_MOE,
-    "engine": qwen3_moe.ENGINE_QWEN3_MOE,
-}
-_DEEPSEEK_V3: Mapping[str, Sequence[ParamSpec]] = {
-    "hf": deepseek_v3.HF_DEEPSEEK_V3,
-    "megatron": deepseek_v3.MEGATRON_DEEPSEEK_V3,
-    "engine": deepseek_v3.ENGINE_DEEPSEEK_V3,
-}
-_DEGREES = tuple(f.name for f in fields(ParallelDims))
-_KEYS = (*_DEGREES, "first", "last", "vocab_multiple")
 
 
 def show(model: str, layouts: Sequence[str], *, element_bytes: int, links: Links, colocated: bool) -> None:
     """Print the cost of moving ``model`` as ``layouts`` (``src=...``, ``dst=...``) say. Raises ConfigError."""
-    shape = _shape(model)
+    shape = model_shape(model)
     texts = _texts(layouts)
     src, dst = (parse_layout(side, texts[side], shape) for side in ("src", "dst"))
     first = 0 if colocated else src.dims.world_size
@@ -54,37 +35,6 @@ def show(model: str, layouts: Sequence[str], *, element_bytes: int, links: Links
         f"each way; {links.per_node} GPUs a node.",
         soft_wrap=True,
     )
-
-
-def parse_layout(side: str, text: str, shape: ModelShape) -> Layout:
-    """A layout written ``table,key=number,...``: ``megatron,tp=4,pp=8,first=11,last=11``. Raises ConfigError."""
-    tables = _DEEPSEEK_V3 if shape.latent else _QWEN3_MOE
-    table, *settings = text.split(",")
-    if table not in tables:
-        raise ConfigError(
-            f"{side}={text}: no table {table!r}; allowed: {', '.join(tables)}, as in {side}=megatron,tp=4"
-        )
-    values: dict[str, int] = {}
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if key not in _KEYS or not value.isdecimal() or int(value) < 1:
-            raise ConfigError(f"{side}={text}: {setting!r} is no setting; allowed: a positive {', '.join(_KEYS)}")
-        values[key] = int(value)
-    dims = ParallelDims(**{key: value for key, value in values.items() if key in _DEGREES})
-    ends = values.get("first"), values.get("last")
-    stages = split_layers(shape.num_layers, dims.pp, first=ends[0], last=ends[1]) if any(ends) else None
-    if table == "hf" and dims.world_size != dims.dp:
-        raise ConfigError(f"{side}={text}: an hf layout is full copies; give dp alone")
-    multiple = values.get("vocab_multiple", 8)
-    return Layout(table=tables[table], shape=shape, dims=dims, stages=stages, vocab_multiple=multiple)
-
-
-def _shape(model: str) -> ModelShape:
-    if model in NAMED:
-        return NAMED[model]
-    if not Path(model).is_dir():
-        raise ConfigError(f"{model}: neither a folder nor a known model; known: {', '.join(NAMED)}")
-    return ModelShape.from_folder(Path(model), families=_FAMILIES)
 
 
 def _texts(layouts: Sequence[str]) -> dict[str, str]:
