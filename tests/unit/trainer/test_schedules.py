@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
+from rl_megatron.algorithms.quantiles import histogram
 from rl_megatron.config import RunConfig
 from rl_megatron.types import StepResult
-from rl_megatron.update import combine, learning_rate, seed_of
+from rl_megatron.update import combine, critic_learning_rate, learning_rate, seed_of
 
 
 def rates(**train: object) -> list[float]:
@@ -34,6 +36,37 @@ def test_cosine_is_half_way_down_in_the_middle() -> None:
     assert found[0] == 1.0
     assert found[5] == pytest.approx(0.5)
     assert found[9] == pytest.approx(0.5 - 0.5 * math.cos(math.pi * 0.1))
+
+
+def test_the_critic_has_a_rate_of_its_own_on_the_same_schedule() -> None:
+    config = RunConfig.model_validate(
+        {
+            "train": {"steps": 4, "learning_rate": 1.0, "lr_decay": "linear"},
+            "algorithm": {"critic": {"learning_rate": 8.0}},
+        }
+    )
+    assert [critic_learning_rate(config, step) for step in range(1, 5)] == pytest.approx([8, 6, 4, 2])
+    assert [learning_rate(config, step) for step in range(1, 5)] == pytest.approx([1, 0.75, 0.5, 0.25])
+
+
+def test_quantiles_and_effective_samples_are_those_of_all_optimizer_steps_together() -> None:
+    """Half of the ratios are 1, half are e^0.1: counts of both minibatches decide, not the mean of their medians."""
+    first, second = torch.zeros(30), torch.full((10,), 0.1)
+    results = [
+        StepResult(
+            loss=0.0,
+            grad_norm=1.0,
+            metrics={"ratio/mean": x.exp().mean().item(), "ratio/second_moment": (2 * x).exp().mean().item()},
+            histograms={"ratio": tuple(histogram(x, torch.ones_like(x).bool()).tolist())},
+        )
+        for x in (first, second)
+    ]
+    row = combine(results)
+    assert row["ratio/p50"] == 1.0
+    assert row["ratio/p99"] == pytest.approx(math.exp(0.1), rel=0.006)
+    mean, square = (1 + math.exp(0.1)) / 2, (1 + math.exp(0.2)) / 2
+    assert row["ratio/effective_fraction"] == pytest.approx(mean**2 / square)
+    assert "ratio/second_moment" not in row
 
 
 def test_seeds_differ_with_each_part_and_repeat() -> None:
