@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from rl_megatron.config import LearnerSection, TinyModelSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights import convert
+from tests.distributed.ranks import run_ranks
 
 LAYOUTS = {"tp2-ep2": {"tp": 2, "ep": 2}, "pp2-ep2": {"pp": 2, "ep": 2}, "tp2-etp2": {"tp": 2}}
 
@@ -47,17 +47,7 @@ def test_megatron_loads_and_saves_what_the_tools_wrote_and_read(name: str, tied:
     convert.hf_to_megatron(hf, tmp_path / "megatron")
     (tmp_path / "saved").mkdir()
     learner = LearnerSection.model_validate(LAYOUTS[name])
-    context = multiprocessing.get_context("spawn")
-    count = learner.dims.world_size
-    ranks = [context.Process(target=rank_main, args=(rank, learner, hf, tmp_path)) for rank in range(count)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    assert codes == [0] * count
+    run_ranks(rank_main, learner.dims.world_size, learner, hf, tmp_path)
     convert.megatron_to_hf(tmp_path / "saved", tmp_path / "back", config=hf)
     found, original = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", hf))
     assert found.keys() == original.keys()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from rl_megatron.data.packing import pack
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Samples
+from tests.distributed.ranks import run_ranks
 
 STEPS = 10
 LEARNING_RATE = 2e-3
@@ -101,17 +101,8 @@ def test_ten_steps_are_those_of_transformers_and_torch(tied: bool, pp: int, tmp_
     spec = TINY.model_copy(update={"tie_embeddings": tied})
     model = make_tiny_model(spec, tmp_path / "models", seed=SEED)
     learner = LearnerSection(pp=pp, optimizer=OptimizerSection(clip_grad=CLIP))
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=rank_main, args=(rank, learner, tmp_path, model)) for rank in range(pp)]
-    for process in ranks:
-        process.start()
+    run_ranks(rank_main, pp, learner, tmp_path, model)
     wanted = transformers_steps(model)
-    for process in ranks:
-        process.join(120)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    assert codes == [0] * pp
     found = json.loads((tmp_path / f"rank{pp - 1}.json").read_text())
     assert all(norm > CLIP for _, norm in wanted[:3])
     for (loss, norm), (wanted_loss, wanted_norm) in zip(found, wanted, strict=True):

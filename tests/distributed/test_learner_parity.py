@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from rl_megatron.data.samples import select
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Batch, Samples
+from tests.distributed.ranks import run_ranks
 
 STEPS = 5
 GSPO = PolicyLoss(ratio_level="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="seq_mean_token_mean")
@@ -80,19 +80,8 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
 def run(folder: Path, model: Path, learner: LearnerSection, max_tokens: int = 4096, loss: PolicyLoss = CISPO) -> Any:
     """Spawn a layout's ranks; what the last-stage ranks saw, in rank order."""
     folder.mkdir()
-    context = multiprocessing.get_context("spawn")
-    count = learner.dims.world_size
-    arguments = (learner, folder, model, max_tokens, loss)
-    ranks = [context.Process(target=rank_main, args=(rank, *arguments)) for rank in range(count)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    assert codes == [0] * count
-    seen = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
+    run_ranks(rank_main, learner.dims.world_size, learner, folder, model, max_tokens, loss)
+    seen = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(learner.dims.world_size)]
     return [s for s in seen if s["steps"]]
 
 

@@ -4,7 +4,6 @@ and expert ranks."""
 from __future__ import annotations
 
 import json
-import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from rl_megatron.data.packing import pack, unpack
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Loss, Samples
+from tests.distributed.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
@@ -126,18 +126,8 @@ def run(folder: Path, model: Path, layout: str, max_tokens: int) -> list[dict[st
     """What the ranks of a layout saw; those with results first."""
     folder.mkdir()
     learner = LearnerSection.model_validate(LAYOUTS[layout])
-    context = multiprocessing.get_context("spawn")
-    count = learner.dims.world_size
-    ranks = [context.Process(target=rank_main, args=(r, learner, folder, model, max_tokens)) for r in range(count)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(300)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    assert codes == [0] * count
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
+    run_ranks(rank_main, learner.dims.world_size, learner, folder, model, max_tokens)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(learner.dims.world_size)]
 
 
 @pytest.fixture(scope="module")
