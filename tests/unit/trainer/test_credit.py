@@ -184,11 +184,11 @@ def test_the_critic_may_learn_with_a_lambda_of_its_own_and_the_policys_may_follo
 REF = {"ref_logprobs": torch.tensor([0.0, -1.0, -0.5, -2.0, 0.0, -0.5, -1.5])}  # the engine's are -0.5
 
 
-def test_kl_goes_into_the_reward_of_its_token() -> None:
+def test_kl_goes_into_the_reward_of_its_token_under_the_current_coefficient() -> None:
     kl = {"coefficient": 0.1, "placement": "token_reward", "estimator": "k1"}
     section = {**NO_BASELINE, "credit": "discounted", "kl": kl}
-    found = by_completion(credit(section, TWO, **REF)[0])
-    tokens = [[-0.05, 0.0, -0.15 + 1.0], [0.0, -0.1 + 0.5]]
+    found = by_completion(credit(section, TWO, memory=Memory(kl_coefficient=0.2), **REF)[0])
+    tokens = [[-0.1, 0.0, -0.3 + 1.0], [0.0, -0.2 + 0.5]]
     assert found[0] == pytest.approx([sum(tokens[0]), sum(tokens[0][1:]), tokens[0][2]])
     assert found[1] == pytest.approx([sum(tokens[1]), tokens[1][1]])
 
