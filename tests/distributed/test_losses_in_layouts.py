@@ -118,13 +118,17 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     fill(critic)
     value_loss = ValueLoss(clip=0.2)
     seen["critic"] = [step(critic, value_loss, 1, samples, 3e-3) for _ in range(CRITIC_STEPS)]
+    critic.save(folder / "critic")
+    restored = make_critic(shape, learner, device)
+    restored.load(folder / "critic")
+    seen["values"] = [[x.tolist() for x in c.score(batch.micro_batches[dp]) or ()] for c in (critic, restored)]
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     world.leave()
 
 
 def run(folder: Path, model: Path, layout: str, max_tokens: int) -> list[dict[str, Any]]:
     """What the ranks of a layout saw; those with results first."""
-    folder.mkdir()
+    (folder / "critic").mkdir(parents=True)
     learner = LearnerSection.model_validate(LAYOUTS[layout])
     run_ranks(rank_main, learner.dims.world_size, learner, folder, model, max_tokens)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(learner.dims.world_size)]
@@ -164,6 +168,9 @@ def test_losses_critic_and_reference_do_not_depend_on_the_layout(
             assert_same(seen[name], alone[name], name)
         for i in range(CRITIC_STEPS):
             assert_same(seen["critic"][i], alone["critic"][i], f"critic step {i}")
+    trained, restored = (next(rank["values"][i] for rank in ranks if rank["values"][i]) for i in (0, 1))
+    assert trained == restored
+    assert any(value != 0 for values in trained for value in values)
     for name in ("own", "halved", "own again"):
         parts = [torch.tensor(seen[f"score {name}"]) for seen in ranks if f"score {name}" in seen]
         torch.testing.assert_close(torch.stack(parts).sum(0), torch.tensor(alone[f"score {name}"]), rtol=0, atol=1e-5)
