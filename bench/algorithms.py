@@ -3,7 +3,7 @@
     python -m bench.algorithms [NAME ...] [--dir runs/algorithms] [--jobs 2] [--set key=value ...]
 
 Each is the default run (``rl-megatron train algorithm=NAME``) in one process with one thread, ``--jobs`` of them at a
-time, those without a ratio with one minibatch a step; what is finished in ``--dir`` is not run again. Prints a Markdown
+time, those without a ratio with one minibatch a step, VAPO with a lambda for short answers; what is finished in ``--dir`` is not run again. Prints a Markdown
 table and writes ``report.html`` there.
 """
 
@@ -24,7 +24,8 @@ NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"
 PLAIN = ("learner.ep=1", "learner.threads=1", "log.progress=plain", "log.tensorboard=false")
 ENOUGH = 0.9
 ON_POLICY = ("train.minibatches=1",)  # no ratio: right only for samples of the current policy
-SETTINGS = {"reinforce": ON_POLICY, "rloo": ON_POLICY, "remax": ON_POLICY}
+LONG_LAMBDA = ("algorithm.lam_length_factor=5",)  # the paper's 0.05 makes lambda 0 below 20 tokens; answers have 4
+SETTINGS = {"reinforce": ON_POLICY, "rloo": ON_POLICY, "remax": ON_POLICY, "vapo": LONG_LAMBDA}
 
 
 def train(name: str, folder: Path, settings: list[str]) -> None:
