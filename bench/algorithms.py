@@ -3,8 +3,8 @@
     python -m bench.algorithms [NAME ...] [--dir runs/algorithms] [--jobs 2] [--set key=value ...]
 
 Each is the default run (``rl-megatron train algorithm=NAME``) in one process with one thread, ``--jobs`` of them at a
-time, those without a ratio with one minibatch a step, VAPO with a lambda for short answers; what is finished in ``--dir`` is not run again. Prints a Markdown
-table and writes ``report.html`` there.
+time, those without a ratio with one minibatch a step, VAPO with a lambda for short answers; what is finished in
+``--dir`` is not run again. Prints a Markdown table and writes ``report.html`` there.
 """
 
 from __future__ import annotations

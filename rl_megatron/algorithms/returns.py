@@ -31,7 +31,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, *, gam
     discount = torch.tensor([gamma], dtype=torch.float64, device=rewards.device)
 
     def to_go(part: _Part) -> Tensor:
-        return discounted_sum(part.kept(rewards), part.lengths, discount)
+        return discounted_sum(part.kept(rewards, 0), part.lengths, discount, room=part.room[1])
 
     return _part_by_part(to_go, mask, cu_seqlens)
 
@@ -56,12 +56,13 @@ def gae(
     discount = gamma * torch.as_tensor(lam, dtype=torch.float64, device=values.device).reshape(-1)
 
     def advantages(part: _Part) -> Tensor:
-        now, some = part.kept(values), part.lengths > 0
-        deltas, ends = part.kept(rewards).sub_(now), part.ends[some]
+        now, some = part.kept(values, 0), part.lengths > 0
+        deltas, ends = part.kept(rewards, 1).sub_(now), part.ends[some]
         at_ends = deltas[ends] + gamma * after_last[part.sequences][some]
         deltas[:-1].add_(now[1:], alpha=gamma)
         deltas[ends] = at_ends  # what stands behind them is another sequence's
-        return discounted_sum(deltas, part.lengths, discount if len(discount) == 1 else discount[part.sequences])
+        decay = discount if len(discount) == 1 else discount[part.sequences]
+        return discounted_sum(deltas, part.lengths, decay, room=part.room[2])
 
     return _part_by_part(advantages, mask, cu_seqlens)
 
@@ -94,6 +95,7 @@ class _Part:
     positions: slice
     places: Tensor | None  # of what is masked in, among the positions; None where all are
     lengths: Tensor  # masked-in positions of each sequence
+    room: Tensor  # [3, at least as many positions] float64, for columns and results
 
     @property
     def num_kept(self) -> int:
@@ -104,12 +106,12 @@ class _Part:
         """The last position of each sequence that has one."""
         return self.lengths.cumsum(0) - 1
 
-    def kept(self, column: Tensor) -> Tensor:
-        """Of [N], in float64 and in memory of their own."""
+    def kept(self, column: Tensor, row: int) -> Tensor:
+        """Of [N], in float64, in that row of ``room``."""
         here = column[self.positions]
         if self.places is not None:
             here = here.index_select(0, self.places)
-        return here.to(torch.float64, copy=True)
+        return self.room[row, : len(here)].copy_(here)
 
 
 def _part_by_part(
@@ -117,15 +119,18 @@ def _part_by_part(
 ) -> Tensor:
     """[N]: what ``compute`` makes of the masked-in positions of each part, 0 at the others."""
     out = torch.empty(len(mask), dtype=dtype, device=mask.device)
-    for sequences, positions in parts(cu_seqlens):
+    cuts = list(parts(cu_seqlens))
+    largest = max((positions.stop - positions.start for _, positions in cuts), default=0)
+    room = torch.empty(3, largest, dtype=torch.float64, device=mask.device)
+    for sequences, positions in cuts:
         inside, here = mask[positions], out[positions]
         bounds = cu_seqlens[sequences.start : sequences.stop + 1] - positions.start
         if bool(inside.all()):
-            here.copy_(compute(_Part(sequences, positions, None, bounds.diff())))
+            here.copy_(compute(_Part(sequences, positions, None, bounds.diff(), room)))
         else:
             places = inside.nonzero().flatten()
             lengths = torch.searchsorted(places, bounds).diff()
-            here.zero_().scatter_(0, places, compute(_Part(sequences, positions, places, lengths)).to(dtype))
+            here.zero_().scatter_(0, places, compute(_Part(sequences, positions, places, lengths, room)).to(dtype))
     return out
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 32
-_PART = 2**17
+_PART = 2**19
 
 
 def dense(ids: Tensor) -> Tensor:
@@ -65,17 +65,18 @@ def parts(cu_seqlens: Tensor) -> Iterator[tuple[slice, slice]]:
         yield slice(first, last), slice(start, stop)
 
 
-def discounted_sum(values: Tensor, lengths: Tensor, discount: Tensor) -> Tensor:
+def discounted_sum(values: Tensor, lengths: Tensor, discount: Tensor, *, room: Tensor | None = None) -> Tensor:
     """y[t] = values[t] + discount·y[t + 1] within each segment, [n].
 
     ``lengths`` [K] of the segments, one after the other; ``discount`` [1], or [K], of each. Segments are cut into
     blocks of 32: sums within blocks are one product with a triangular matrix, and the first of every block make the
-    same problem, 32 times smaller, whose solution is what comes in from the right.
+    same problem, 32 times smaller, whose solution is what comes in from the right. ``room`` [n or more] is memory that
+    the result may be in: a fresh page for every number costs more than the sums.
     """
     blocks = (lengths + (_BLOCK - 1)) // _BLOCK
     total = int(blocks.sum())
     rows, places = _in_blocks(values, lengths, blocks, total)
-    sums = _sums_within_rows(rows, _of_blocks(discount, blocks, total))
+    sums = _sums_within_rows(rows, _of_blocks(discount, blocks, total), room)
     if total > int((lengths > 0).sum()):
         firsts = discounted_sum(sums[:, 0].contiguous(), blocks, discount**_BLOCK)
         following = torch.zeros_like(firsts)
@@ -103,12 +104,13 @@ def _of_blocks(of_segments: Tensor, blocks: Tensor, total: int) -> Tensor:
     return of_segments if len(of_segments) == 1 else of_segments.repeat_interleave(blocks, 0, output_size=total)
 
 
-def _sums_within_rows(rows: Tensor, discount: Tensor) -> Tensor:
-    """Discounted sums to the end of each row, in memory of their own; ``discount`` [1], or one of each row."""
+def _sums_within_rows(rows: Tensor, discount: Tensor, room: Tensor | None) -> Tensor:
+    """Discounted sums to the end of each row, not in their memory; ``discount`` [1], or one of each row."""
+    out = room[: rows.numel()].view_as(rows) if room is not None and len(room) >= rows.numel() else None
     if len(discount) == 1:
         places = torch.arange(_BLOCK, device=rows.device)
         steps = places[:, None] - places
-        return rows @ torch.where(steps >= 0, discount ** steps.clamp(min=0), 0.0)
+        return torch.mm(rows, torch.where(steps >= 0, discount ** steps.clamp(min=0), 0.0), out=out)
     step, factor = 1, discount[:, None]
     sums = rows.clone()
     while step < _BLOCK:  # doubling

@@ -129,13 +129,13 @@ def test_a_discounted_sum_over_many_blocks_equals_the_backward_loop(
 
 def test_a_batch_of_many_parts_is_its_sequences_one_by_one() -> None:
     g = torch.Generator().manual_seed(0)
-    lengths = [150_000, 0, 7, 90_000, 100_001, 3]
+    lengths = [750_000, 0, 7, 450_000, 500_001, 3]
     bounds = boundaries(lengths)
     assert len(list(parts(bounds))) > 2
     num = int(bounds[-1])
     rewards, values = (torch.randn(num, generator=g, dtype=torch.float64) for _ in range(2))
     mask = torch.rand(num, generator=g) < 0.9
-    mask[:150_000] = True
+    mask[:750_000] = True
     after, cut = torch.randn(len(lengths), generator=g), torch.tensor([True, False, True, False, True, False])
 
     def advantages(start: int, stop: int) -> torch.Tensor:
