@@ -61,7 +61,7 @@ def convert(
     out: Annotated[Path, typer.Argument(help="folder to make, of the other kind", show_default=False)],
     config: Annotated[Path | None, typer.Option(help="folder with config.json, where source has none")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as stored when not given")] = None,
-    shard_gb: Annotated[float | None, typer.Option(help="size of a file [default: 1 to megatron, 5 to HF]")] = None,
+    shard_gb: Annotated[float | None, typer.Option(help="size of a file [default: 1 to megatron, 2 to HF]")] = None,
 ) -> None:
     """Convert a checkpoint to the other kind, streaming; killed and given again, it goes on."""
     from tools import conversion

@@ -1,6 +1,6 @@
 """A megatron ``torch_dist`` checkpoint, saved in whatever layout, to Hugging Face safetensors.
 
-    python tools/megatron_to_hf.py MEGATRON_DIR HF_DIR [--config HF_DIR] [--dtype bfloat16] [--shard-gb 5]
+    python tools/megatron_to_hf.py MEGATRON_DIR HF_DIR [--config HF_DIR] [--dtype bfloat16] [--shard-gb 2]
 
 Reads what tools/hf_to_megatron.py wrote and the learner/ folder of a run's checkpoint (give ``--config`` then: a folder
 with the model's config.json and tokenizer). Streams, and goes on after a kill.
@@ -23,7 +23,7 @@ def main(
     hf_dir: Annotated[Path, typer.Argument(help="folder to make; must not exist", show_default=False)],
     config: Annotated[Path | None, typer.Option(help="folder with config.json, where the checkpoint has none")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as stored when not given")] = None,
-    shard_gb: Annotated[float, typer.Option(help="size of a file")] = 5.0,
+    shard_gb: Annotated[float, typer.Option(help="size of a file; each is one thread's work")] = 2.0,
 ) -> None:
     """Convert a megatron torch_dist checkpoint to Hugging Face safetensors."""
 

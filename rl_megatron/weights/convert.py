@@ -80,7 +80,7 @@ def megatron_to_hf(
     *,
     config: Path | None = None,
     dtype: torch.dtype | None = None,
-    shard_bytes: int = 5 * 10**9,
+    shard_bytes: int = 2 * 10**9,
     progress: Progress = lambda n: None,
 ) -> None:
     """Write a ``torch_dist`` checkpoint, saved in whatever layout, as a Hugging Face folder.
