@@ -89,12 +89,13 @@ def whiten(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some of the sequences, without their masked-out positions."""
+    """Some of the sequences: all their positions where what is masked out comes first, else those masked in."""
 
     sequences: slice
     positions: slice
-    places: Tensor | None  # of what is masked in, among the positions; None where all are
-    lengths: Tensor  # masked-in positions of each sequence
+    inside: Tensor | None  # which positions are masked in; None where all are
+    places: Tensor | None  # theirs, where a gap must be closed; None where positions are taken as they are
+    lengths: Tensor  # positions of each sequence, gaps closed
     room: Tensor  # [3, at least as many positions] float64, for columns and results
 
     @property
@@ -107,11 +108,14 @@ class _Part:
         return self.lengths.cumsum(0) - 1
 
     def kept(self, column: Tensor, row: int) -> Tensor:
-        """Of [N], in float64, in that row of ``room``."""
+        """Of [N], in float64, in that row of ``room``; 0 where it is masked out."""
         here = column[self.positions]
         if self.places is not None:
             here = here.index_select(0, self.places)
-        return self.room[row, : len(here)].copy_(here)
+        out = self.room[row, : len(here)].copy_(here)
+        if self.inside is not None and self.places is None:
+            out.masked_fill_(~self.inside, 0.0)  # a product with garbage would spread it
+        return out
 
 
 def _part_by_part(
@@ -126,12 +130,24 @@ def _part_by_part(
         inside, here = mask[positions], out[positions]
         bounds = cu_seqlens[sequences.start : sequences.stop + 1] - positions.start
         if bool(inside.all()):
-            here.copy_(compute(_Part(sequences, positions, None, bounds.diff(), room)))
+            here.copy_(compute(_Part(sequences, positions, None, None, bounds.diff(), room)))
+        elif not _has_gaps(inside, bounds):
+            here.copy_(compute(_Part(sequences, positions, inside, None, bounds.diff(), room)))
+            here.masked_fill_(~inside, 0.0)
         else:
             places = inside.nonzero().flatten()
             lengths = torch.searchsorted(places, bounds).diff()
-            here.zero_().scatter_(0, places, compute(_Part(sequences, positions, places, lengths, room)).to(dtype))
+            part = _Part(sequences, positions, inside, places, lengths, room)
+            here.zero_().scatter_(0, places, compute(part).to(dtype))
     return out
+
+
+def _has_gaps(inside: Tensor, bounds: Tensor) -> bool:
+    """Whether a masked-out position follows a masked-in one of its sequence: sums from the right would cross it."""
+    falls = inside[:-1] & ~inside[1:]
+    between = bounds[1:-1]
+    falls[between[(between > 0) & (between < len(inside))] - 1] = False
+    return bool(falls.any())
 
 
 def _scatter(kept: Tensor, mask: Tensor) -> Tensor:

@@ -25,10 +25,12 @@ def boundaries(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def draw(seed: int, num: int) -> tuple[list[float], list[float], list[bool]]:
-    """Rewards, values and mask; NaN where masked out."""
+def draw(seed: int, lengths: list[int]) -> tuple[list[float], list[float], list[bool]]:
+    """Rewards, values and mask, with gaps anywhere or behind prompts alone; NaN where masked out."""
     rng = random.Random(seed)
-    mask = [rng.random() < 0.75 for _ in range(num)]
+    prompts = [rng.randint(0, length) for length in lengths]
+    behind_prompts = [t >= prompt for prompt, length in zip(prompts, lengths, strict=True) for t in range(length)]
+    mask = behind_prompts if rng.random() < 0.5 else [rng.random() < 0.75 for _ in behind_prompts]
     rewards = [rng.gauss(0, 1) if kept else math.nan for kept in mask]
     values = [rng.gauss(0, 1) if kept else math.nan for kept in mask]
     return rewards, values, mask
@@ -39,7 +41,7 @@ def draw(seed: int, num: int) -> tuple[list[float], list[float], list[bool]]:
 def test_gae_equals_the_backward_loop(
     seed: int, lengths: list[int], gamma: float, lam: float, lam_per_sequence: bool
 ) -> None:
-    rewards, values, mask = draw(seed, sum(lengths))
+    rewards, values, mask = draw(seed, lengths)
     rng = random.Random(seed + 1)
     truncated = [rng.random() < 0.5 for _ in lengths]
     next_values = [rng.gauss(0, 1) if cut else math.nan for cut in truncated]
@@ -83,7 +85,7 @@ def test_gae_worked_values() -> None:
 @quick
 @given(seeds, ragged, rates)
 def test_discounted_returns_equal_the_backward_loop(seed: int, lengths: list[int], gamma: float) -> None:
-    rewards, _, mask = draw(seed, sum(lengths))
+    rewards, _, mask = draw(seed, lengths)
     expected, start = [0.0] * sum(lengths), 0
     for length in lengths:
         total = 0.0
@@ -172,7 +174,7 @@ def test_length_adaptive_lambda() -> None:
 @quick
 @given(seeds, st.integers(0, 12), st.booleans(), st.booleans())
 def test_whitening_equals_plain_statistics(seed: int, num: int, shift_mean: bool, unbiased: bool) -> None:
-    values, _, mask = draw(seed, num)
+    values, _, mask = draw(seed, [num])
     kept = [v for v, m in zip(values, mask, strict=True) if m]
     actual = whiten(
         torch.tensor(values, dtype=torch.float64),
