@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from rl_megatron.config_io import load
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.report import write_report
 
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
 PLAIN = ("learner.ep=1", "learner.threads=1", "log.progress=plain", "log.tensorboard=false")
 ENOUGH = 0.9
+STEPS = load("tiny_cpu", []).train.steps
 ON_POLICY = ("train.minibatches=1",)  # no ratio: right only for samples of the current policy
 LONG_LAMBDA = ("algorithm.lam_length_factor=5",)  # the paper's 0.05 makes lambda 0 below 20 tokens; answers have 4
 SETTINGS = {"reinforce": ON_POLICY, "rloo": ON_POLICY, "remax": ON_POLICY, "vapo": LONG_LAMBDA}
@@ -30,7 +32,8 @@ SETTINGS = {"reinforce": ON_POLICY, "rloo": ON_POLICY, "remax": ON_POLICY, "vapo
 
 def train(name: str, folder: Path, settings: list[str]) -> None:
     """One run to its end; what it says goes to ``<folder>/<name>.log``."""
-    if list((folder / name).glob("hf_step_*")):
+    metrics = folder / name / "metrics.jsonl"
+    if metrics.is_file() and max((r["step"] for r in read_jsonl(metrics)), default=0) >= STEPS:
         return
     command = [sys.executable, "-m", "launcher", "train", f"algorithm={name}", f"run.dir={folder}", f"run.name={name}"]
     if (folder / name / "config.yaml").is_file():
