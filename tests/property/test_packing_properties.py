@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_megatron.data.packing import causal_attention_cost, pack, plan_packing
+from rl_megatron.data.packing import causal_attention_cost, pack, plan_packing, unpack
 from rl_megatron.errors import DataError
 from rl_megatron.types import ParallelDims, Samples
 
@@ -135,3 +135,12 @@ def test_attention_cost_equals_operations_counted_by_hand() -> None:
     cost = causal_attention_cost(linear_parameters=100, attention_width=8)
     pairs = 10 * 10 / 2
     assert cost * 10 * 10 == pytest.approx(2 * 2 * 8 * pairs / (2 * 100))
+
+
+@settings(deadline=None, max_examples=60)
+@given(LENGTHS, DIMS, st.integers(60, 300))
+def test_scores_find_their_way_back(lengths: list[int], dims: ParallelDims, max_tokens: int) -> None:
+    samples = ragged(lengths)
+    batch = pack(samples, dims=dims, max_tokens=max_tokens)
+    scores = [[micro.old_logprobs for micro in row] for row in batch.micro_batches]
+    assert torch.equal(unpack(batch, scores, samples), samples.old_logprobs)
