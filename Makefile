@@ -15,7 +15,7 @@ train: $(ENVIRONMENT)
 	$(BIN)/rl-megatron train $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(ENVIRONMENT)
 	$(BIN)/ruff check .

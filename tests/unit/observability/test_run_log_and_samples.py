@@ -14,8 +14,9 @@ from rl_megatron.observability.samples import SampleRow, SamplesWriter, read_sam
 
 
 def test_the_log_names_role_and_rank_and_only_our_warnings_reach_stderr(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's would keep what no worker of it can send on
     ours, theirs = logging.getLogger("rl_megatron.x"), logging.getLogger("megatron.core.y")
     with run_log(tmp_path, role="controller"), run_log(tmp_path, role="learner", rank=1):
         ours.info("one")
