@@ -19,7 +19,6 @@ from rl_megatron.types import Batch, Samples
 from tests.distributed.ranks import run_ranks
 
 STEPS = 5
-GSPO = PolicyLoss(ratio_level="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="seq_mean_token_mean")
 CISPO = PolicyLoss(objective="cispo", aggregation="token_mean")
 TINY = TinyModelSection(num_layers=4)
 
@@ -42,7 +41,7 @@ def make_samples() -> Samples:
     )
 
 
-def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max_tokens: int, loss: PolicyLoss) -> None:
+def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max_tokens: int) -> None:
     """One rank: fill from the checkpoint, set old log-probs by the learner itself, train, write what it saw."""
     torch.set_num_threads(1)
     from rl_megatron.learner import world
@@ -68,7 +67,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
         seen["ids"] = [m.input_ids.tolist() for m in batch.micro_batches[dp]]
     for _ in range(STEPS):
         result = megatron.train_step(
-            batch.micro_batches[dp], loss, 1e-3, num_tokens=batch.num_tokens, num_sequences=batch.num_sequences
+            batch.micro_batches[dp], CISPO, 1e-3, num_tokens=batch.num_tokens, num_sequences=batch.num_sequences
         )
         if result is not None:
             seen["steps"].append((result.loss, result.grad_norm))
@@ -77,10 +76,10 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     world.leave()
 
 
-def run(folder: Path, model: Path, learner: LearnerSection, max_tokens: int = 4096, loss: PolicyLoss = CISPO) -> Any:
+def run(folder: Path, model: Path, learner: LearnerSection, max_tokens: int = 4096) -> Any:
     """Spawn a layout's ranks; what the last-stage ranks saw, in rank order."""
     folder.mkdir()
-    run_ranks(rank_main, learner.dims.world_size, learner, folder, model, max_tokens, loss)
+    run_ranks(rank_main, learner.dims.world_size, learner, folder, model, max_tokens)
     seen = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(learner.dims.world_size)]
     return [s for s in seen if s["steps"]]
 
@@ -91,11 +90,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One process, one micro-batch, for each loss."""
-    root = tmp_path_factory.mktemp("alone")
-    losses = {"cispo": CISPO, "gspo": GSPO}
-    return {name: run(root / name, model, LearnerSection(), loss=loss)[0] for name, loss in losses.items()}
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One process, one micro-batch."""
+    return run(tmp_path_factory.mktemp("alone") / "cispo", model, LearnerSection())[0]
 
 
 def assert_same(seen: Any, alone: Any) -> None:
@@ -121,37 +118,25 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_changes_neither_loss_nor_gradient(
-    name: str, model: Path, alone: dict[str, Any], tmp_path: Path
-) -> None:
+def test_layout_changes_neither_loss_nor_gradient(name: str, model: Path, alone: Any, tmp_path: Path) -> None:
     learner = LearnerSection.model_validate(LAYOUTS[name])
     seen = run(tmp_path / "cispo", model, learner, max_tokens=200)
-    assert_same(seen, alone["cispo"])
-
-
-@pytest.mark.parametrize("name", ["cp2", "ep2"])
-def test_sequence_ratios_do_not_depend_on_the_layout(
-    name: str, model: Path, alone: dict[str, Any], tmp_path: Path
-) -> None:
-    seen = run(tmp_path / "gspo", model, LearnerSection.model_validate(LAYOUTS[name]), max_tokens=200, loss=GSPO)
-    assert_same(seen, alone["gspo"])
+    assert_same(seen, alone)
 
 
 @pytest.mark.parametrize("max_tokens", [64, 300])
-def test_number_of_micro_batches_changes_nothing(
-    max_tokens: int, model: Path, alone: dict[str, Any], tmp_path: Path
-) -> None:
-    assert_same(run(tmp_path / "m", model, LearnerSection(), max_tokens=max_tokens), alone["cispo"])
+def test_number_of_micro_batches_changes_nothing(max_tokens: int, model: Path, alone: Any, tmp_path: Path) -> None:
+    assert_same(run(tmp_path / "m", model, LearnerSection(), max_tokens=max_tokens), alone)
 
 
-def test_log_probs_are_those_of_transformers(model: Path, alone: dict[str, Any]) -> None:
+def test_log_probs_are_those_of_transformers(model: Path, alone: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     batch: Batch = pack(make_samples(), dims=LearnerSection().dims, max_tokens=4096)
     (samples,) = batch.micro_batches[0]
-    assert alone["cispo"]["ids"] == [samples.input_ids.tolist()]
-    (found,) = alone["cispo"]["logprobs"]
+    assert alone["ids"] == [samples.input_ids.tolist()]
+    (found,) = alone["logprobs"]
     for i in range(samples.num_sequences):
         one = select(samples, torch.tensor([i]))
         with torch.no_grad():
