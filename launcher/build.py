@@ -42,8 +42,7 @@ from rl_megatron.trainer import Trainer
 from rl_megatron.types import Loss, Prompt
 from rl_megatron.update import Update
 from rl_megatron.warm_start import WarmStart
-from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.tables.qwen3_moe import MEGATRON_QWEN3_MOE
+from rl_megatron.weights.families import FAMILIES, megatron_layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,7 +85,7 @@ async def _train(parts: Parts, progress: Progress, stop: asyncio.Event, start: r
     config = parts.config
     progress.note("preparing the model")
     model_folder = await asyncio.to_thread(_model_folder, config)
-    shape = ModelShape.from_folder(model_folder)
+    shape = ModelShape.from_folder(model_folder, families=_served())
     _check_fits(config, shape)
     progress.note(f"starting {config.learner.dims.world_size} learner processes and loading data")
     launcher: Launcher = LocalLauncher(model_folder, parts.folder)
@@ -109,11 +108,16 @@ async def _train(parts: Parts, progress: Progress, stop: asyncio.Event, start: r
                 await roles.weights.export(exported)
 
 
+def _served() -> list[str]:
+    """Families that both the learner and the engine of ``rollout=local`` run."""
+    return [name for name, family in FAMILIES.items() if family.trains and family.serves]
+
+
 def _check_fits(config: RunConfig, shape: ModelShape) -> None:
     """Raises ConfigError naming every size of the model that the configuration does not fit."""
     problems = []
     try:
-        Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=config.learner.dims)
+        megatron_layout(shape, config.learner.dims)
     except ConfigError as error:
         problems.append(str(error))
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens

@@ -96,8 +96,7 @@ class Worker:
         from rl_megatron.learner.model import DTYPES
         from rl_megatron.models.shape import ModelShape
         from rl_megatron.rollout.local import LocalEngine
-        from rl_megatron.weights.layout import Layout
-        from rl_megatron.weights.tables import qwen3_moe
+        from rl_megatron.weights.families import hf_layout, megatron_layout
 
         self._rank, self._model_folder, self._leave = rank, model_folder, world.leave
         self._shape = ModelShape.from_folder(model_folder)
@@ -116,13 +115,8 @@ class Worker:
             device=device,
             max_length=config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
         )
-        self._hf = Layout(table=qwen3_moe.HF_QWEN3_MOE, shape=self._shape)
-        self._layout = Layout(
-            table=qwen3_moe.MEGATRON_QWEN3_MOE,
-            shape=self._shape,
-            dims=config.learner.dims,
-            vocab_multiple=config.learner.vocab_multiple,
-        )
+        self._hf = hf_layout(self._shape)
+        self._layout = megatron_layout(self._shape, config.learner.dims, vocab_multiple=config.learner.vocab_multiple)
         self.start_from("policy", model_folder)
         self._connect()
 

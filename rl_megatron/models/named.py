@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rl_megatron.models.shape import LatentAttention, ModelShape
+from rl_megatron.models.shape import LatentAttention, ModelShape, Rope, Router
 
 _QWEN3_235B_A22B = ModelShape(
     num_layers=94,
@@ -24,6 +24,7 @@ _QWEN3_235B_A22B = ModelShape(
     max_positions=40960,
 )
 _DEEPSEEK_V3 = ModelShape(
+    family="deepseek_v3",
     num_layers=61,
     hidden_size=7168,
     num_heads=128,
@@ -42,6 +43,10 @@ _DEEPSEEK_V3 = ModelShape(
     dense_layers=3,
     dense_width=18432,
     shared_width=2048,
+    rope=Rope(kind="yarn", factor=40.0, original_positions=4096, mscale=1.0, mscale_all_dim=1.0),
+    router=Router(score="sigmoid", selection_bias=True, groups=8, top_groups=4, scaling=2.5),
+    qk_norm=None,
+    draft_layers=1,
 )
 NAMED: Mapping[str, ModelShape] = {
     "qwen3-30b-a3b": replace(_QWEN3_235B_A22B, num_layers=48, hidden_size=2048, num_heads=32, expert_width=768),
@@ -49,6 +54,7 @@ NAMED: Mapping[str, ModelShape] = {
     "deepseek-v3": _DEEPSEEK_V3,
     "kimi-k2": replace(
         _DEEPSEEK_V3,
+        family="kimi_k2",
         num_heads=64,
         num_kv_heads=64,
         num_experts=384,
@@ -56,6 +62,9 @@ NAMED: Mapping[str, ModelShape] = {
         rope_theta=5e4,
         max_positions=131072,
         dense_layers=1,
+        rope=Rope(kind="yarn", factor=32.0, original_positions=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0),
+        router=Router(score="sigmoid", selection_bias=True, scaling=2.827),
+        draft_layers=0,
     ),
 }
 """Without the multi-token-prediction module that DeepSeek-V3's checkpoint has behind its decoder."""

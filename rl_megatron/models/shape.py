@@ -1,4 +1,4 @@
-"""Sizes of a decoder, read from a Hugging Face ``config.json``. Plain integers, no torch."""
+"""Sizes and kinds of a decoder's parts, read from a Hugging Face ``config.json``. Plain numbers, no torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rl_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434); the last three are a head's."""
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434); the last three are a head's.
 
-    query_rank: int
+    ``query_rank`` is None where queries have no latent (DeepSeek-V2-Lite).
+    """
+
+    query_rank: int | None
     kv_rank: int
     nope_dim: int
     rope_dim: int
@@ -23,12 +26,57 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """Sizes of one mixture-of-experts decoder, global (not per rank), in Hugging Face's meaning.
+class Rope:
+    """How rotary angles differ from plain ones of `ModelShape.rope_theta`; the default is not at all.
 
-    Qwen3-MoE needs the fields without a default. ``latent`` and those behind it are DeepSeek-V3's and Kimi-K2's, which
-    only weight plans know so far: the first ``dense_layers`` have one MLP of ``dense_width`` and no experts, the others
-    shared experts of ``shared_width`` in all.
+    The first ``dim`` of a head turn, 0 meaning all. ``linear`` uses ``factor`` alone; ``llama3`` (transformers
+    ``modeling_rope_utils.py``) the two frequencies as well; ``yarn`` (arXiv:2309.00071) the two betas. Cosine and sine
+    are multiplied by ``attention_factor``; the two mscales are DeepSeek's, 0 where a config has none.
+    """
+
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    dim: int = 0
+    factor: float = 1.0
+    original_positions: int = 0
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """How tokens choose experts; `ModelShape` has how many, and whether the chosen weights are made to add up to 1.
+
+    ``selection_bias`` is a buffer that is added to the scores for the choice alone (DeepSeek-V3's
+    ``e_score_correction_bias``), ``logit_bias`` a parameter of the router's linear (gpt-oss). Of ``groups`` equal
+    groups of experts only the best ``top_groups`` are chosen from, by ``group_score``: the sum of their two best scores
+    or the best alone.
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    selection_bias: bool = False
+    logit_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["top2", "max"] = "top2"
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of one decoder, global (not per rank), in Hugging Face's meaning.
+
+    Without the fields that have a default it is Qwen3-MoE. ``num_experts`` is 0 for a dense model; else the first
+    ``dense_layers`` have one MLP of ``dense_width``, as all layers of a dense model have, and the others experts beside
+    shared experts of ``shared_width`` in all. ``qk_norm`` is over each head, over all heads at once, or not there.
+    ``windows`` has for each layer how many positions a query sees, itself among them, 0 meaning all; empty is all 0.
+    ``expert_bias`` and ``clamped_swiglu`` (the limit, 0 for plain SwiGLU) are gpt-oss's. ``draft_layers`` behind the
+    decoder, for multi-token prediction, are in some checkpoints; nothing here reads or writes them.
     """
 
     num_layers: int
@@ -45,88 +93,63 @@ class ModelShape:
     normalize_top_k: bool
     tie_embeddings: bool
     max_positions: int
+    family: str = "qwen3_moe"
     latent: LatentAttention | None = None
     dense_layers: int = 0
     dense_width: int = 0
     shared_width: int = 0
+    rope: Rope = Rope()
+    router: Router = Router()
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: Literal["head", "all"] | None = "head"
+    sinks: bool = False
+    windows: tuple[int, ...] = ()
+    expert_bias: bool = False
+    clamped_swiglu: float = 0.0
+    draft_layers: int = 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many of a head's dimensions turn."""
+        return self.rope.dim or (self.latent.rope_dim if self.latent else self.head_dim)
+
+    @property
+    def moe_layers(self) -> range:
+        """The layers with experts."""
+        return range(self.dense_layers if self.num_experts else self.num_layers, self.num_layers)
 
     @property
     def active_parameters(self) -> int:
-        """Weights that a token of a Qwen3-MoE is multiplied with: its experts only, the output layer included."""
-        attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        experts = 3 * self.experts_per_token * self.expert_width + self.num_experts
-        return self.hidden_size * (self.num_layers * (attention + experts) + self.vocab_size)
+        """Weights that a token is multiplied with: its experts only, the output layer included."""
+        sparse, width = len(self.moe_layers), self.experts_per_token * self.expert_width + self.shared_width
+        experts = sparse * (3 * width + self.num_experts) + (self.num_layers - sparse) * 3 * self.dense_width
+        return self.hidden_size * (self.num_layers * self._attention_columns + experts + self.vocab_size)
+
+    @property
+    def _attention_columns(self) -> int:
+        """Parameters of one layer's attention over the hidden size (a latent's up projections counted by theirs)."""
+        if self.latent is None:
+            return (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        m, heads = self.latent, self.num_heads
+        query = heads * self.head_dim if m.query_rank is None else m.query_rank
+        up = m.kv_rank * heads * (m.nope_dim + m.value_dim) + (m.query_rank or 0) * heads * self.head_dim
+        return query + m.kv_rank + m.rope_dim + heads * m.value_dim + up // self.hidden_size
 
     @staticmethod
-    def from_folder(folder: Path, *, families: Collection[str] = ("qwen3_moe",)) -> ModelShape:
-        """The shape of the checkpoint in ``folder``. Raises ConfigError for a model_type not among ``families``."""
+    def from_folder(folder: Path, *, families: Collection[str] | None = None) -> ModelShape:
+        """The shape of the checkpoint in ``folder``. Raises ConfigError for a model_type not known or not allowed.
+
+        ``families`` narrows those that are known (``models.configs``).
+        """
+        from rl_megatron.models.configs import READERS  # they make ModelShapes
+
         path = folder / "config.json"
         if not path.is_file():
             raise ConfigError(f"model.path={folder}: no config.json there; give a Hugging Face checkpoint folder")
         raw: dict[str, Any] = json.loads(path.read_text())
-        if raw.get("model_type") not in families:
-            allowed = ", ".join(repr(family) for family in families)
-            raise ConfigError(f"{path}: model_type={raw.get('model_type')!r} is not supported; allowed: {allowed}")
-        return _qwen3_moe(raw, path) if raw["model_type"] == "qwen3_moe" else _deepseek_v3(raw, path)
-
-
-def _qwen3_moe(raw: dict[str, Any], path: Path) -> ModelShape:
-    _refuse_others(raw, path, {"mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False})
-    rope = raw.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default" or raw.get("rope_scaling"):
-        raise ConfigError(f"{path}: scaled rotary embeddings are not supported; allowed: rope_type='default'")
-    return ModelShape(
-        num_layers=raw["num_hidden_layers"],
-        hidden_size=raw["hidden_size"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw["num_key_value_heads"],
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-        num_experts=raw.get("num_experts") or raw["num_local_experts"],  # transformers 5 writes the second
-        experts_per_token=raw["num_experts_per_tok"],
-        expert_width=raw["moe_intermediate_size"],
-        vocab_size=raw["vocab_size"],
-        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        norm_eps=raw["rms_norm_eps"],
-        normalize_top_k=raw["norm_topk_prob"],
-        tie_embeddings=raw["tie_word_embeddings"],
-        max_positions=raw["max_position_embeddings"],
-    )
-
-
-def _deepseek_v3(raw: dict[str, Any], path: Path) -> ModelShape:
-    _refuse_others(raw, path, {"attention_bias": False, "moe_layer_freq": 1})
-    if raw.get("q_lora_rank") is None:
-        raise ConfigError(f"{path}: q_lora_rank={raw.get('q_lora_rank')!r} is not supported; it must be a number")
-    latent = LatentAttention(
-        query_rank=raw["q_lora_rank"],
-        kv_rank=raw["kv_lora_rank"],
-        nope_dim=raw["qk_nope_head_dim"],
-        rope_dim=raw["qk_rope_head_dim"],
-        value_dim=raw["v_head_dim"],
-    )
-    return ModelShape(
-        num_layers=raw["num_hidden_layers"],
-        hidden_size=raw["hidden_size"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw["num_attention_heads"],
-        head_dim=latent.nope_dim + latent.rope_dim,
-        num_experts=raw.get("n_routed_experts") or raw["num_local_experts"],
-        experts_per_token=raw["num_experts_per_tok"],
-        expert_width=raw["moe_intermediate_size"],
-        vocab_size=raw["vocab_size"],
-        rope_theta=float((raw.get("rope_parameters") or {}).get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        norm_eps=raw["rms_norm_eps"],
-        normalize_top_k=raw["norm_topk_prob"],
-        tie_embeddings=raw["tie_word_embeddings"],
-        max_positions=raw["max_position_embeddings"],
-        latent=latent,
-        dense_layers=raw["first_k_dense_replace"],
-        dense_width=raw["intermediate_size"],
-        shared_width=raw["n_shared_experts"] * raw["moe_intermediate_size"],
-    )
-
-
-def _refuse_others(raw: dict[str, Any], path: Path, fixed: dict[str, object]) -> None:
-    for key, wanted in fixed.items():
-        if raw.get(key) not in (wanted, None):
-            raise ConfigError(f"{path}: {key}={raw[key]!r} is not supported; allowed: {wanted!r}")
+        allowed = READERS if families is None else families
+        if raw.get("model_type") not in allowed:
+            names = ", ".join(repr(family) for family in allowed)
+            raise ConfigError(f"{path}: model_type={raw.get('model_type')!r} is not supported; allowed: {names}")
+        return READERS[raw["model_type"]](raw, path)

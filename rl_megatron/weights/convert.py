@@ -20,12 +20,12 @@ from torch import Tensor
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import CheckpointError, ConfigError, WeightError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.weights.families import FAMILIES, hf_layout, megatron_layout
 from rl_megatron.weights.layout import Box, Layout, Shape
 from rl_megatron.weights.mapped import Entry, MappedFile, header_bytes, read_header
 from rl_megatron.weights.plan import plan
 from rl_megatron.weights.safetensors_io import companions, raise_misfits, with_dtype
 from rl_megatron.weights.streaming import Files, Job, Part, Progress, Sink, in_files, run
-from rl_megatron.weights.tables import qwen3_moe
 from rl_megatron.weights.torch_dist import Chunk, place_of, read_index, read_tensor, write_index, write_tensor
 
 
@@ -42,7 +42,7 @@ def hf_to_megatron(
     config.json, tokenizer and chat template go along, so that the way back needs nothing else. Raises CheckpointError,
     WeightError or ConfigError naming what is missing, torn, unknown or misshapen; ``out`` is whole or not there.
     """
-    shape = ModelShape.from_folder(source)
+    shape = ModelShape.from_folder(source, families=FAMILIES)
     stored, files = _hf_folder(source, shape)
     home = {job.name: job for job in stored}
     hf, megatron = _layouts(shape)
@@ -88,7 +88,7 @@ def megatron_to_hf(
     ``config`` is a folder with config.json and tokenizer where the checkpoint holds none. Raises as `hf_to_megatron`.
     """
     companion = config or source
-    jobs, files = _megatron_folder(source, ModelShape.from_folder(companion), dtype)
+    jobs, files = _megatron_folder(source, ModelShape.from_folder(companion, families=FAMILIES), dtype)
     groups = in_files(jobs, shard_bytes)
     single = len(groups) == 1
     names = (
@@ -115,15 +115,13 @@ def hf_tensors(folder: Path, config: Path | None = None) -> tuple[list[Job], Fil
 
     ``config`` is a folder with config.json where ``folder`` has none. Raises as `hf_to_megatron`.
     """
-    shape = ModelShape.from_folder(config or folder)
+    shape = ModelShape.from_folder(config or folder, families=FAMILIES)
     return _megatron_folder(folder, shape, None) if is_megatron(folder) else _hf_folder(folder, shape)
 
 
 def _layouts(shape: ModelShape) -> tuple[Layout, Layout]:
     """Hugging Face's names, and megatron's on one rank: the order of rows in its checkpoints, whatever wrote them."""
-    tables = (qwen3_moe.HF_QWEN3_MOE, qwen3_moe.MEGATRON_QWEN3_MOE)
-    hf, megatron = (Layout(table=table, shape=shape) for table in tables)
-    return hf, megatron
+    return hf_layout(shape), megatron_layout(shape)
 
 
 def _hf_folder(source: Path, shape: ModelShape) -> tuple[list[Job], Files]:
@@ -135,7 +133,7 @@ def _hf_folder(source: Path, shape: ModelShape) -> tuple[list[Job], Files]:
     lost = placed.keys() - {name for _, name, _ in entries}
     if lost:
         raise WeightError(f"{index} places tensors that no file holds: {', '.join(sorted(lost)[:20])}")
-    wanted = Layout(table=qwen3_moe.HF_QWEN3_MOE, shape=shape).local_shapes(0)
+    wanted = hf_layout(shape).local_shapes(0)
     raise_misfits(str(source), {name: entry.shape for _, name, entry in entries}, wanted)
     return [_stored(name, entry, files[path]) for path, name, entry in entries], files
 

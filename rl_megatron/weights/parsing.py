@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,27 +9,16 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layout import Layout, ParamSpec, split_layers
-from rl_megatron.weights.tables import deepseek_v3, qwen3_moe
+from rl_megatron.weights.families import FAMILIES, family_of
+from rl_megatron.weights.layout import Layout, split_layers
 
-_FAMILIES = ("qwen3_moe", "deepseek_v3", "kimi_k2")
-_QWEN3_MOE: Mapping[str, Sequence[ParamSpec]] = {
-    "hf": qwen3_moe.HF_QWEN3_MOE,
-    "megatron": qwen3_moe.MEGATRON_QWEN3_MOE,
-    "engine": qwen3_moe.ENGINE_QWEN3_MOE,
-}
-_DEEPSEEK_V3: Mapping[str, Sequence[ParamSpec]] = {
-    "hf": deepseek_v3.HF_DEEPSEEK_V3,
-    "megatron": deepseek_v3.MEGATRON_DEEPSEEK_V3,
-    "engine": deepseek_v3.ENGINE_DEEPSEEK_V3,
-}
 _DEGREES = tuple(f.name for f in fields(ParallelDims))
 _KEYS = (*_DEGREES, "first", "last", "vocab_multiple")
 
 
 def parse_layout(side: str, text: str, shape: ModelShape) -> Layout:
     """A layout written ``table,key=number,...``: ``megatron,tp=4,pp=8,first=11,last=11``. Raises ConfigError."""
-    tables = _DEEPSEEK_V3 if shape.latent else _QWEN3_MOE
+    tables = family_of(shape).tables
     table, *settings = text.split(",")
     if table not in tables:
         raise ConfigError(
@@ -57,4 +45,4 @@ def model_shape(model: str) -> ModelShape:
         return NAMED[model]
     if not Path(model).is_dir():
         raise ConfigError(f"{model}: neither a folder nor a known model; known: {', '.join(NAMED)}")
-    return ModelShape.from_folder(Path(model), families=_FAMILIES)
+    return ModelShape.from_folder(Path(model), families=FAMILIES)

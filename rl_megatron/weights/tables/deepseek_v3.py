@@ -46,7 +46,9 @@ def _latent(m: ModelShape) -> LatentAttention:
 
 
 def _q_rank(m: ModelShape) -> int:
-    return _latent(m).query_rank
+    rank = _latent(m).query_rank
+    assert rank is not None, "the table is for queries with a latent"
+    return rank
 
 
 def _kv_rank(m: ModelShape) -> int:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.shape import LatentAttention, ModelShape
+from rl_megatron.models.shape import LatentAttention, ModelShape, Router
 from rl_megatron.weights.layout import Layout
 from rl_megatron.weights.safetensors_io import Checkpoint
 from rl_megatron.weights.tables.deepseek_v3 import HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3
@@ -35,6 +35,9 @@ SHAPE = ModelShape(
     dense_layers=1,
     dense_width=24,
     shared_width=16,
+    family="deepseek_v3",
+    router=Router(score="sigmoid", selection_bias=True, scaling=2.5),
+    qk_norm=None,
 )
 
 
@@ -69,7 +72,7 @@ def test_the_hf_table_is_what_transformers_writes(tmp_path: Path) -> None:
     assert ModelShape.from_folder(tmp_path, families=("deepseek_v3",)) == SHAPE
     assert Checkpoint(tmp_path).shapes() == Layout(table=HF_DEEPSEEK_V3, shape=SHAPE).local_shapes(0)
     with pytest.raises(ConfigError, match=r"model_type='deepseek_v3' is not supported; allowed: 'qwen3_moe'"):
-        ModelShape.from_folder(tmp_path)
+        ModelShape.from_folder(tmp_path, families=("qwen3_moe",))
 
 
 def megatrons_own_shapes() -> dict[str, tuple[int, ...]]:

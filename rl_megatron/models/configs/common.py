@@ -1,0 +1,108 @@
+"""What the readers of several families share: refusals, rotary embeddings, the fields that every decoder has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.shape import Rope
+
+_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def refuse_others(raw: Mapping[str, Any], path: Path, fixed: Mapping[str, object]) -> None:
+    """Raises ConfigError for a key of ``fixed`` that holds another value; a missing or null key is as ``fixed``."""
+    for key, wanted in fixed.items():
+        if raw.get(key) not in (wanted, None):
+            raise ConfigError(f"{path}: {key}={raw[key]!r} is not supported; allowed: {wanted!r}")
+
+
+def read_rope(raw: Mapping[str, Any], path: Path, *, head_dim: int, theta: float = 1e4) -> tuple[float, Rope]:
+    """Base and `Rope` as transformers 5 writes them (``rope_parameters``) or 4 did (``rope_theta``, ``rope_scaling``).
+
+    ``theta`` is the family's where the file has none. Raises ConfigError for a kind that is not known.
+    """
+    new = raw.get("rope_parameters") or {}
+    given = {**(raw.get("rope_scaling") or {}), **new}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in _KINDS:
+        raise ConfigError(f"{path}: rope_type={kind!r} is not supported; allowed: {', '.join(map(repr, _KINDS))}")
+    base = float(new.get("rope_theta") or raw.get("rope_theta") or theta)
+    part = given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    dim = int(head_dim * part)
+    turning = 0 if dim == head_dim else dim
+    if kind == "default":
+        return base, Rope(dim=turning)
+    if kind == "linear":
+        return base, Rope(kind="linear", dim=turning, factor=float(given["factor"]))
+    original = int(given.get("original_max_position_embeddings") or raw["max_position_embeddings"])
+    factor = float(given.get("factor") or raw["max_position_embeddings"] / original)
+    if kind == "llama3":
+        return base, Rope(
+            kind="llama3",
+            dim=turning,
+            factor=factor,
+            original_positions=original,
+            low_frequency=float(given["low_freq_factor"]),
+            high_frequency=float(given["high_freq_factor"]),
+        )
+    return base, _yarn(given, turning, factor, original)
+
+
+def _yarn(given: Mapping[str, Any], dim: int, factor: float, original: int) -> Rope:
+    mscale, all_dim = (float(given.get(key) or 0) for key in ("mscale", "mscale_all_dim"))
+    attention = given.get("attention_factor")
+    if attention is None and mscale and all_dim:
+        attention = yarn_scale(factor, mscale) / yarn_scale(factor, all_dim)
+    return Rope(
+        kind="yarn",
+        dim=dim,
+        factor=factor,
+        original_positions=original,
+        beta_fast=float(given.get("beta_fast") or 32),
+        beta_slow=float(given.get("beta_slow") or 1),
+        truncate=bool(given.get("truncate", True)),
+        mscale=mscale,
+        mscale_all_dim=all_dim,
+        attention_factor=float(yarn_scale(factor) if attention is None else attention),
+    )
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's growth of attention with the context's: 1 where it does not grow."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def decoder_fields(raw: Mapping[str, Any], path: Path, *, head_dim: int | None = None) -> dict[str, Any]:
+    """The fields of `ModelShape` that every family of grouped-query attention spells alike."""
+    heads = raw["num_attention_heads"]
+    head_dim = head_dim or raw.get("head_dim") or raw["hidden_size"] // heads
+    theta, rope = read_rope(raw, path, head_dim=head_dim)
+    return {
+        "family": raw["model_type"],
+        "num_layers": raw["num_hidden_layers"],
+        "hidden_size": raw["hidden_size"],
+        "num_heads": heads,
+        "num_kv_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "vocab_size": raw["vocab_size"],
+        "rope_theta": theta,
+        "rope": rope,
+        "norm_eps": raw["rms_norm_eps"],
+        "tie_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "max_positions": raw["max_position_embeddings"],
+    }
+
+
+def dense_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a model without experts."""
+    return {
+        "num_experts": 0,
+        "experts_per_token": 0,
+        "expert_width": 0,
+        "normalize_top_k": False,
+        "dense_width": raw["intermediate_size"],
+    }

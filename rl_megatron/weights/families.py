@@ -1,0 +1,65 @@
+"""The rows of every model family, by Hugging Face's ``model_type``: the one place that knows which there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.layout import Layout, ParamSpec
+from rl_megatron.weights.tables import deepseek_v3, qwen3_moe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """``tables`` has rows for ``hf``, ``megatron`` and, where plans know engines of it, ``engine``.
+
+    ``trains``: the learner builds it; ``serves``: so does the engine of this repository, ``rollout.local``.
+    """
+
+    tables: Mapping[str, Sequence[ParamSpec]]
+    trains: bool = True
+    serves: bool = False
+
+
+_DEEPSEEK_V3 = Family(
+    tables={
+        "hf": deepseek_v3.HF_DEEPSEEK_V3,
+        "megatron": deepseek_v3.MEGATRON_DEEPSEEK_V3,
+        "engine": deepseek_v3.ENGINE_DEEPSEEK_V3,
+    },
+    trains=False,
+)
+FAMILIES: Mapping[str, Family] = {
+    "qwen3_moe": Family(
+        tables={
+            "hf": qwen3_moe.HF_QWEN3_MOE,
+            "megatron": qwen3_moe.MEGATRON_QWEN3_MOE,
+            "engine": qwen3_moe.ENGINE_QWEN3_MOE,
+        },
+        serves=True,
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+}
+"""``models.configs`` reads each one's config.json."""
+
+
+def family_of(shape: ModelShape) -> Family:
+    """The rows of a shape's family. Raises ConfigError where there are none."""
+    if shape.family not in FAMILIES:
+        raise ConfigError(f"model_type={shape.family!r} has no tables; those with tables: {', '.join(FAMILIES)}")
+    return FAMILIES[shape.family]
+
+
+def hf_layout(shape: ModelShape, dims: ParallelDims | None = None) -> Layout:
+    """The checkpoint on disk, or ``dims.dp`` full copies under its names."""
+    return Layout(table=family_of(shape).tables["hf"], shape=shape, dims=dims or ParallelDims())
+
+
+def megatron_layout(shape: ModelShape, dims: ParallelDims | None = None, *, vocab_multiple: int = 8) -> Layout:
+    """The learner's ranks. Raises ConfigError naming each size that a degree does not divide."""
+    table = family_of(shape).tables["megatron"]
+    return Layout(table=table, shape=shape, dims=dims or ParallelDims(), vocab_multiple=vocab_multiple)
