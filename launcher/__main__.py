@@ -60,7 +60,10 @@ def convert(
     source: Annotated[Path, typer.Argument(help="Hugging Face or megatron torch_dist folder", show_default=False)],
     out: Annotated[Path, typer.Argument(help="folder to make, of the other kind", show_default=False)],
     config: Annotated[Path | None, typer.Option(help="folder with config.json, where source has none")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as stored when not given")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16, float16, or to HF float8_e4m3fn in blocks; as stored when not given"),
+    ] = None,
     shard_gb: Annotated[float | None, typer.Option(help="size of a file [default: 1 to megatron, 2 to HF]")] = None,
 ) -> None:
     """Convert a checkpoint to the other kind, streaming; killed and given again, it goes on."""

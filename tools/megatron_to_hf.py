@@ -22,7 +22,10 @@ def main(
     megatron_dir: Annotated[Path, typer.Argument(help="torch_dist checkpoint to read", show_default=False)],
     hf_dir: Annotated[Path, typer.Argument(help="folder to make; must not exist", show_default=False)],
     config: Annotated[Path | None, typer.Option(help="folder with config.json, where the checkpoint has none")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as stored when not given")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16, float16, or float8_e4m3fn in blocks; as stored when not given"),
+    ] = None,
     shard_gb: Annotated[float, typer.Option(help="size of a file; each is one thread's work")] = 2.0,
 ) -> None:
     """Convert a megatron torch_dist checkpoint to Hugging Face safetensors."""

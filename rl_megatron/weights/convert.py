@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,11 @@ from rl_megatron.errors import CheckpointError, ConfigError, WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.families import FAMILIES, hf_layout, megatron_layout
 from rl_megatron.weights.layout import Box, Layout, Shape
-from rl_megatron.weights.mapped import Entry, MappedFile, header_bytes, read_header
+from rl_megatron.weights.mapped import header_bytes, read_header
 from rl_megatron.weights.plan import plan
-from rl_megatron.weights.safetensors_io import companions, raise_misfits, with_dtype
-from rl_megatron.weights.streaming import Files, Job, Part, Progress, Sink, in_files, run
+from rl_megatron.weights.quantize import FP8, Scaled, blocks_of, quantised, quantization_config, scales_of
+from rl_megatron.weights.safetensors_io import companions, config_text, raise_lines, raise_misfits
+from rl_megatron.weights.streaming import Boxes, Files, Job, Part, Progress, Sink, Streamed, in_files, run
 from rl_megatron.weights.torch_dist import Chunk, place_of, read_index, read_tensor, write_index, write_tensor
 
 
@@ -41,7 +42,10 @@ def hf_to_megatron(
 
     config.json, tokenizer and chat template go along, so that the way back needs nothing else. Raises CheckpointError,
     WeightError or ConfigError naming what is missing, torn, unknown or misshapen; ``out`` is whole or not there.
+    Block-scaled float8 is dequantised: to ``dtype``, or to that of config.json.
     """
+    if dtype == FP8:
+        raise ConfigError("dtype=float8_e4m3fn: a megatron checkpoint holds no block scales; give it for Hugging Face")
     shape = ModelShape.from_folder(source, families=FAMILIES)
     stored, files = _hf_folder(source, shape)
     home = {job.name: job for job in stored}
@@ -69,7 +73,7 @@ def hf_to_megatron(
             for job, note in zip(sink.jobs, notes[sink.name], strict=True)
         ]
         write_index(folder, chunks, _global_sizes(chunks))
-        _copy_companions(source, folder, dtype)
+        _copy_companions(source, folder, {dtype} if dtype is not None else set())
 
     run(source, out, sinks, files, progress, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
 
@@ -85,10 +89,13 @@ def megatron_to_hf(
 ) -> None:
     """Write a ``torch_dist`` checkpoint, saved in whatever layout, as a Hugging Face folder.
 
-    ``config`` is a folder with config.json and tokenizer where the checkpoint holds none. Raises as `hf_to_megatron`.
+    ``config`` is a folder with config.json and tokenizer where the checkpoint holds none. With float8_e4m3fn linear
+    layers become block-scaled float8, the others stay as they are stored. Raises as `hf_to_megatron`.
     """
     companion = config or source
-    jobs, files = _megatron_folder(source, ModelShape.from_folder(companion, families=FAMILIES), dtype)
+    shape = ModelShape.from_folder(companion, families=FAMILIES)
+    plain, files = _megatron_folder(source, shape, None if dtype == FP8 else dtype)
+    jobs: list[Streamed] = [part for job in plain for part in (quantised(job) if dtype == FP8 else [job])]
     groups = in_files(jobs, shard_bytes)
     single = len(groups) == 1
     names = (
@@ -105,7 +112,8 @@ def megatron_to_hf(
             weight_map = {job.name: sink.name for sink in sinks for job in sink.jobs}
             index = {"metadata": {"total_size": sum(job.num_bytes for job in jobs)}, "weight_map": weight_map}
             write_atomically(folder / "model.safetensors.index.json", (json.dumps(index, indent=2) + "\n").encode())
-        _copy_companions(companion, folder, jobs[0].dtype)
+        quantization = quantization_config(jobs) if dtype == FP8 else None
+        _copy_companions(companion, folder, {plain[0].dtype}, quantization)
 
     run(source, out, sinks, files, progress, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
 
@@ -133,15 +141,30 @@ def _hf_folder(source: Path, shape: ModelShape) -> tuple[list[Job], Files]:
     lost = placed.keys() - {name for _, name, _ in entries}
     if lost:
         raise WeightError(f"{index} places tensors that no file holds: {', '.join(sorted(lost)[:20])}")
+    blocks = blocks_of(source)
+    scales, wrong = scales_of({name: (entry.dtype, entry.shape) for _, name, entry in entries}, blocks)
+    raise_lines(f"{source} is not quantised as its config.json says", wrong)
+    weights = [(path, name, entry) for path, name, entry in entries if name not in scales.values()]
     wanted = hf_layout(shape).local_shapes(0)
-    raise_misfits(str(source), {name: entry.shape for _, name, entry in entries}, wanted)
-    return [_stored(name, entry, files[path]) for path, name, entry in entries], files
+    raise_misfits(str(source), {name: entry.shape for _, name, entry in weights}, wanted)
+    views = {name: partial(entry.view, files[path]) for path, name, entry in entries}
+    jobs = []
+    for _, name, entry in weights:
+        if blocks is not None and name in scales:
+            pair = partial(_scaled, views[name], views[scales[name]], blocks.edges)
+            jobs.append(_stored(name, entry.shape, blocks.dtype, pair))
+        else:
+            jobs.append(_stored(name, entry.shape, entry.dtype, views[name]))
+    return jobs, files
 
 
-def _stored(name: str, entry: Entry, file: MappedFile) -> Job:
-    box = tuple((0, size) for size in entry.shape)
-    part = Part(box=box, source=partial(entry.view, file), src_box=box)
-    return Job(name=name, shape=entry.shape, dtype=entry.dtype, parts=(part,))
+def _scaled(weight: Callable[[], Tensor], scales: Callable[[], Tensor], edges: tuple[int, int]) -> Scaled:
+    return Scaled(weight=weight(), scales=scales(), edges=edges)
+
+
+def _stored(name: str, shape: Shape, dtype: torch.dtype, source: Callable[[], Boxes]) -> Job:
+    box = tuple((0, size) for size in shape)
+    return Job(name=name, shape=shape, dtype=dtype, parts=(Part(box=box, source=source, src_box=box),))
 
 
 def _opened(folder: Path, names: Sequence[str]) -> Files:
@@ -222,7 +245,7 @@ def _volume(box: Box) -> int:
     return out
 
 
-def _write_chunks(file: IO[bytes], jobs: Sequence[Job], progress: Progress) -> list[dict[str, object]]:
+def _write_chunks(file: IO[bytes], jobs: Sequence[Streamed], progress: Progress) -> list[dict[str, object]]:
     notes: list[dict[str, object]] = []
     for job in jobs:
         start = file.tell()
@@ -232,7 +255,7 @@ def _write_chunks(file: IO[bytes], jobs: Sequence[Job], progress: Progress) -> l
     return notes
 
 
-def _write_safetensors(file: IO[bytes], jobs: Sequence[Job], progress: Progress) -> list[dict[str, object]]:
+def _write_safetensors(file: IO[bytes], jobs: Sequence[Streamed], progress: Progress) -> list[dict[str, object]]:
     file.write(header_bytes([(job.name, job.dtype, job.shape) for job in jobs]))
     for job in jobs:
         for block in job.blocks(progress):
@@ -240,7 +263,7 @@ def _write_safetensors(file: IO[bytes], jobs: Sequence[Job], progress: Progress)
     return []
 
 
-def _noted_chunk(file: str, job: Job, note: Mapping[str, object]) -> Chunk:
+def _noted_chunk(file: str, job: Streamed, note: Mapping[str, object]) -> Chunk:
     key, index = place_of(job.name)
     return Chunk(
         key=key,
@@ -261,10 +284,12 @@ def _global_sizes(chunks: Sequence[Chunk]) -> dict[str, Shape]:
     return out
 
 
-def _copy_companions(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
+def _copy_companions(
+    source: Path, folder: Path, dtypes: set[torch.dtype], quantization: dict[str, Any] | None = None
+) -> None:
     for path in companions(source):
         shutil.copyfile(path, folder / path.name)
-    (folder / "config.json").write_text(with_dtype(source, {dtype} if dtype is not None else set()))
+    (folder / "config.json").write_text(config_text(source, dtypes, quantization))
 
 
 def total_bytes(folder: Path) -> int:

@@ -17,7 +17,9 @@ from torch import Tensor
 from rl_megatron.durable import publish_folder
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.weights.layout import Box, Layout, Shape
+from rl_megatron.weights.mapped import DTYPES
 from rl_megatron.weights.plan import plan
+from rl_megatron.weights.quantize import blocks_of, dequantise, scales_of
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _COMPANIONS = (
@@ -35,8 +37,8 @@ _MAX_LINES = 20  # of one error message; a wrong folder misses thousands of tens
 class Checkpoint:
     """The tensors of an HF folder, one file or sharded with an index. Making one reads the headers alone.
 
-    Raises CheckpointError naming every file that is missing or torn, WeightError naming every tensor that the index
-    places in a file without it.
+    Block-scaled float8 weights read as float32. Raises CheckpointError naming every file that is missing or torn,
+    WeightError naming every tensor that the index places in a file without it or whose block scales do not fit.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,20 +53,29 @@ class Checkpoint:
             raise CheckpointError(f"{folder}: {_INDEX} names files that are not there: {', '.join(missing)}")
         opened = {name: _open(folder / name) for name in files}
         self._home = {tensor: file for file in opened.values() for tensor in list(file.keys())}
-        held = {name: set(file.keys()) for name, file in opened.items()}
-        _raise_lines(
+        keys = {name: set(file.keys()) for name, file in opened.items()}
+        raise_lines(
             f"{folder}: {_INDEX} does not match its files",
-            [f"{file} has no tensor {name}" for name, file in placed.items() if name not in held[file]],
+            [f"{file} has no tensor {name}" for name, file in placed.items() if name not in keys[file]],
         )
+        slices = {name: file.get_slice(name) for name, file in self._home.items()}
+        held = {name: (DTYPES[s.get_dtype()], tuple(s.get_shape())) for name, s in slices.items()}
+        self._blocks = blocks_of(folder)
+        self._scales, wrong = scales_of(held, self._blocks)
+        raise_lines(f"{folder} is not quantised as its config.json says", wrong)
+        self._shapes = {name: shape for name, (_, shape) in held.items() if name not in self._scales.values()}
 
     def shapes(self) -> dict[str, Shape]:
-        """Shape of every tensor by name."""
-        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._home.items()}
+        """Shape of every tensor by name, without block scales."""
+        return self._shapes
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of one tensor, in the file's dtype, on the CPU; only the box is read."""
         piece: Tensor = self._home[name].get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
-        return piece
+        if self._blocks is None or name not in self._scales:
+            return piece
+        scales: Tensor = self._home[self._scales[name]].get_tensor(self._scales[name])
+        return dequantise(piece, scales, [start for start, _ in box], self._blocks.edges)
 
 
 def read_boxes(checkpoint: Checkpoint, hf: Layout, layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> None:
@@ -107,7 +118,7 @@ def write_folder(
     partial.mkdir(parents=True)
     try:
         _write_tensors(tensors, partial, max_shard_bytes)
-        (partial / "config.json").write_text(with_dtype(source_folder, {t.dtype for t in tensors.values()}))
+        (partial / "config.json").write_text(config_text(source_folder, {t.dtype for t in tensors.values()}))
         for path in companions(source_folder):
             shutil.copyfile(path, partial / path.name)
         publish_folder(partial, out)
@@ -142,15 +153,20 @@ def companions(folder: Path) -> set[Path]:
     return {path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()}
 
 
-def with_dtype(source_folder: Path, dtypes: set[torch.dtype]) -> str:
-    """The source's config.json, changed only where it would make a reader round the weights to another dtype."""
+def config_text(source_folder: Path, dtypes: set[torch.dtype], quantization: Mapping[str, object] | None = None) -> str:
+    """The source's config.json, changed only where it would make a reader take the weights for another kind.
+
+    ``quantization`` is the ``quantization_config`` of what is written: None for plain weights.
+    """
     text = (source_folder / "config.json").read_text()
-    config = json.loads(text)
+    config: dict[str, object] = json.loads(text)
+    new = {key: value for key, value in config.items() if key != "quantization_config"}
     key = next((key for key in ("dtype", "torch_dtype") if key in config), None)
-    if key is None or len(dtypes) != 1:
-        return text
-    dtype = str(*dtypes).removeprefix("torch.")
-    return text if config[key] == dtype else json.dumps({**config, key: dtype}, indent=2) + "\n"
+    if key is not None and len(dtypes) == 1:
+        new[key] = str(*dtypes).removeprefix("torch.")
+    if quantization is not None:
+        new["quantization_config"] = quantization
+    return text if new == config else json.dumps(new, indent=2) + "\n"
 
 
 def _open(path: Path) -> Any:  # safetensors' class has no types
@@ -162,7 +178,7 @@ def _open(path: Path) -> Any:  # safetensors' class has no types
 
 def raise_misfits(where: str, given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
     """Raises WeightError that names each tensor that is missing, unknown or misshapen."""
-    _raise_lines(f"{where} do not fit the model", list(_misfits(given, wanted)))
+    raise_lines(f"{where} do not fit the model", list(_misfits(given, wanted)))
 
 
 def _misfits(given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Iterator[str]:
@@ -175,7 +191,8 @@ def _misfits(given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Iterato
         yield f"{name} is unknown; the model has no such tensor"
 
 
-def _raise_lines(title: str, lines: list[str]) -> None:
+def raise_lines(title: str, lines: list[str]) -> None:
+    """Raises WeightError of the ``lines`` under ``title`` where there are any."""
     if lines:
         more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
         raise WeightError("\n  ".join([f"{title}:", *lines[:_MAX_LINES], *more]))

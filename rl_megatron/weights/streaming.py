@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import torch
 from torch import Tensor
@@ -31,13 +31,49 @@ Progress = Callable[[int], None]
 """Told the bytes of output since the last call."""
 
 
+class Boxes(Protocol):
+    """A tensor, or what makes one when it is read."""
+
+    def __getitem__(self, box: tuple[slice, ...], /) -> Tensor:
+        """A box of it; every slice has a start and a stop."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """``src_box`` of a source tensor belongs at ``box`` of what is written; boxes of one size."""
 
     box: Box
-    source: Callable[[], Tensor]
+    source: Callable[[], Boxes]
     src_box: Box
+
+
+class Streamed(Protocol):
+    """A tensor to write, row after row."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in the checkpoint."""
+        ...
+
+    @property
+    def shape(self) -> Shape:
+        """Of the whole tensor."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the blocks."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        ...
+
+    def blocks(self, progress: Progress) -> Iterator[Tensor]:
+        """The tensor's rows, a few MiB at a time, in order; contiguous."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +90,10 @@ class Job:
         """Size of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def blocks(self, progress: Progress) -> Iterator[Tensor]:
-        """The tensor's rows, a few MiB at a time, in order."""
+    def blocks(self, progress: Progress, *, multiple: int = 1) -> Iterator[Tensor]:
+        """The tensor's rows, a few MiB and a ``multiple`` of rows at a time, in order."""
         row = max(self.num_bytes // max(self.shape[0], 1), 1) if self.shape else self.num_bytes
-        step = max(BLOCK_BYTES // row, 1)
+        step = max(BLOCK_BYTES // row // multiple, 1) * multiple
         sources = [(part, part.source()) for part in self.parts]
         rows = self.shape[0]
         for low in range(0, rows, step):
@@ -97,13 +133,13 @@ class Sink:
     """How one output file is written; ``write`` gets the file and its jobs and returns what to note of them."""
 
     name: str
-    jobs: tuple[Job, ...]
-    write: Callable[[IO[bytes], Sequence[Job], Progress], list[dict[str, object]]]
+    jobs: tuple[Streamed, ...]
+    write: Callable[[IO[bytes], Sequence[Streamed], Progress], list[dict[str, object]]]
 
 
-def in_files(jobs: Sequence[Job], limit: int) -> list[list[Job]]:
+def in_files(jobs: Sequence[Streamed], limit: int) -> list[list[Streamed]]:
     """The jobs of each file: files of at most ``limit`` bytes, or one tensor, in order."""
-    groups: list[list[Job]] = []
+    groups: list[list[Streamed]] = []
     free = 0
     for job in jobs:
         if not groups or job.num_bytes > free:
