@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import statistics
 import subprocess
@@ -21,15 +20,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from rl_megatron.config import TinyModelSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights import convert
+from rl_megatron.weights.dtypes import DType
 from rl_megatron.weights.layout import Layout
 from rl_megatron.weights.mapped import header_bytes
 from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE
@@ -60,7 +60,7 @@ def make_model(folder: Path, gigabytes: float) -> None:
     files: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     free = SHARD_BYTES
     for name, shape in shapes:
-        size = 2 * torch.Size(shape).numel()
+        size = 2 * prod(shape)
         if size > free:
             files.append([])
             free = SHARD_BYTES
@@ -72,8 +72,8 @@ def make_model(folder: Path, gigabytes: float) -> None:
         name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
         weight_map.update({tensor: name for tensor, _ in tensors})
         with (folder / name).open("wb") as file:
-            file.write(header_bytes([(tensor, torch.bfloat16, shape) for tensor, shape in tensors]))
-            left = sum(2 * torch.Size(shape).numel() for _, shape in tensors)
+            file.write(header_bytes([(tensor, DType.BF16, shape) for tensor, shape in tensors]))
+            left = sum(2 * prod(shape) for _, shape in tensors)
             while left:
                 left -= file.write(noise[: min(left, len(noise))])
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -90,25 +90,28 @@ def timed(work: Callable[[], object], *, cold: bool) -> float:
     return time.perf_counter() - began
 
 
-def one(direction: str, source: Path, out: Path) -> None:
-    """The child: convert, print the peak of resident memory in MiB."""
-    {"to_megatron": convert.hf_to_megatron, "to_hf": convert.megatron_to_hf}[direction](source, out)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+def tool(direction: str, source: Path, out: Path) -> float:
+    """Convert as a user does, by the tool in a process of its own; its peak of resident memory in MiB."""
+    name = {"to_megatron": "hf_to_megatron", "to_hf": "megatron_to_hf"}[direction]
+    child = subprocess.Popen([sys.executable, f"tools/{name}.py", source, out], stderr=subprocess.DEVNULL)
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise RuntimeError(f"tools/{name}.py ended with exit status {child.returncode}")
+    return used.ru_maxrss / 1024
 
 
 def measure(direction: str, source: Path, out: Path, repeats: int, *, cold: bool) -> tuple[float, float, float]:
     """Median seconds of ours and of cp -r, and our peak MiB."""
-    ours, theirs, peaks, copy = [], [], [], out.with_name("copy")
-
-    def child() -> None:
-        command = [sys.executable, "-m", "bench.convert", "--one", direction, str(source), str(out)]
-        peaks.append(float(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-
+    ours: list[float] = []
+    theirs: list[float] = []
+    peaks: list[float] = []
+    copy = out.with_name("copy")
     for _ in range(repeats):
         theirs.append(timed(partial(subprocess.run, ["cp", "-r", source, copy], check=True), cold=cold))
         shutil.rmtree(copy)
         shutil.rmtree(out, ignore_errors=True)
-        ours.append(timed(child, cold=cold))
+        ours.append(timed(lambda: peaks.append(tool(direction, source, out)), cold=cold))
     return statistics.median(ours), statistics.median(theirs), max(peaks)
 
 
@@ -118,11 +121,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, nargs="+", default=[2, 4, 8])
     parser.add_argument("--dir", type=Path, default=None)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        one(options.one[0], Path(options.one[1]), Path(options.one[2]))
-        return
     print("| GB | direction | cache | cp -r and sync, s | ours, s | ratio | wanted | peak MiB |")
     print("|---|---|---|---|---|---|---|---|")
     for gigabytes in options.gb:

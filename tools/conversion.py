@@ -7,19 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.weights import convert
+from rl_megatron.weights.dtypes import DType
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}
+DTYPES = (DType.F32, DType.BF16, DType.F16, DType.F8_E4M3)
 
 
 def run(
@@ -32,7 +27,7 @@ def run(
     if shard_gb is not None and not shard_gb > 0:
         raise ConfigError(f"shard size {shard_gb} GB must be above 0")
     options = {} if shard_gb is None else {"shard_bytes": int(shard_gb * 1e9)}
-    kind = None if dtype is None else DTYPES[dtype]
+    kind = None if dtype is None else DType(dtype)
     backwards = convert.is_megatron(source)
     with display(source) as progress:
         if backwards:

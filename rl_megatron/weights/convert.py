@@ -1,31 +1,42 @@
 """Hugging Face folders to megatron ``torch_dist`` checkpoints and back: a gather of byte ranges, file by file.
 
-No model, process group or GPU. Input is memory-mapped, output leaves in blocks of a few MiB, so memory does not grow
-with the model. Files are written under a temporary name, synced and renamed; a conversion that was killed goes on with
-the files that are missing, and the result gets its own name only when it is whole.
+No model, process group or GPU, and no torch, whose import takes as long as a copy of gigabytes, unless numbers change
+on the way. Input is memory-mapped, output leaves in blocks of a MiB, so memory does not grow with the model. Files are
+written under a temporary name, synced and renamed; a conversion that was killed goes on with the files that are
+missing, and the result gets its own name only when it is whole.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import CheckpointError, ConfigError, WeightError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.weights.block_scales import Blocks, blocks_of, quantization_config, scales_of
+from rl_megatron.weights.dtypes import Bits, DType
 from rl_megatron.weights.families import FAMILIES, hf_layout, megatron_layout
+from rl_megatron.weights.hf_folder import (
+    INDEX,
+    companions,
+    config_text,
+    file_names,
+    index_text,
+    raise_lines,
+    raise_misfits,
+    raise_misplaced,
+    weight_files,
+)
 from rl_megatron.weights.layout import Box, Layout, Shape
-from rl_megatron.weights.mapped import header_bytes, read_header
+from rl_megatron.weights.mapped import Entry, MappedFile, header_bytes, read_header
 from rl_megatron.weights.plan import plan
-from rl_megatron.weights.quantize import FP8, Scaled, blocks_of, quantised, quantization_config, scales_of
-from rl_megatron.weights.safetensors_io import companions, config_text, raise_lines, raise_misfits
 from rl_megatron.weights.streaming import Boxes, Files, Job, Part, Progress, Sink, Streamed, in_files, run
 from rl_megatron.weights.torch_dist import Chunk, place_of, read_index, read_tensor, write_index, write_tensor
 
@@ -34,7 +45,7 @@ def hf_to_megatron(
     source: Path,
     out: Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: DType | None = None,
     shard_bytes: int = 1 << 30,
     progress: Progress = lambda n: None,
 ) -> None:
@@ -44,19 +55,19 @@ def hf_to_megatron(
     WeightError or ConfigError naming what is missing, torn, unknown or misshapen; ``out`` is whole or not there.
     Block-scaled float8 is dequantised: to ``dtype``, or to that of config.json.
     """
-    if dtype == FP8:
+    if dtype is DType.F8_E4M3:
         raise ConfigError("dtype=float8_e4m3fn: a megatron checkpoint holds no block scales; give it for Hugging Face")
     shape = ModelShape.from_folder(source, families=FAMILIES)
-    stored, files = _hf_folder(source, shape)
+    stored, files = _hf_folder(source, shape, dtype)
     home = {job.name: job for job in stored}
     hf, megatron = _layouts(shape)
     parts: dict[str, list[Part]] = {}
-    dtypes: dict[str, torch.dtype] = {}
+    dtypes: dict[str, DType] = {}
     for piece in plan(hf, megatron).receives(0):
         (whole,) = home[piece.src_param].parts
         part = Part(box=piece.dst_box, source=whole.source, src_box=piece.src_box)
         parts.setdefault(piece.dst_param, []).append(part)
-        dtypes[piece.dst_param] = dtype or home[piece.src_param].dtype
+        dtypes[piece.dst_param] = home[piece.src_param].dtype
     jobs = [
         Job(name=name, shape=size, dtype=dtypes[name], parts=tuple(parts[name]))
         for name, size in megatron.local_shapes(0).items()
@@ -73,7 +84,7 @@ def hf_to_megatron(
             for job, note in zip(sink.jobs, notes[sink.name], strict=True)
         ]
         write_index(folder, chunks, _global_sizes(chunks))
-        _copy_companions(source, folder, {dtype} if dtype is not None else set())
+        _copy_companions(source, folder, {dtype} if dtype else set())
 
     run(source, out, sinks, files, progress, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
 
@@ -83,7 +94,7 @@ def megatron_to_hf(
     out: Path,
     *,
     config: Path | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: DType | None = None,
     shard_bytes: int = 2 * 10**9,
     progress: Progress = lambda n: None,
 ) -> None:
@@ -94,25 +105,20 @@ def megatron_to_hf(
     """
     companion = config or source
     shape = ModelShape.from_folder(companion, families=FAMILIES)
-    plain, files = _megatron_folder(source, shape, None if dtype == FP8 else dtype)
-    jobs: list[Streamed] = [part for job in plain for part in (quantised(job) if dtype == FP8 else [job])]
+    quantise = dtype is DType.F8_E4M3
+    plain, files = _megatron_folder(source, shape, None if quantise else dtype)
+    jobs = _quantised(plain) if quantise else list(plain)
     groups = in_files(jobs, shard_bytes)
-    single = len(groups) == 1
-    names = (
-        ["model.safetensors"]
-        if single
-        else [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
-    )
+    names = file_names(len(groups))
     sinks = [
         Sink(name=name, jobs=tuple(group), write=_write_safetensors) for name, group in zip(names, groups, strict=True)
     ]
 
     def finish(folder: Path, _: Mapping[str, list[dict[str, object]]]) -> None:
-        if not single:
+        if len(sinks) > 1:
             weight_map = {job.name: sink.name for sink in sinks for job in sink.jobs}
-            index = {"metadata": {"total_size": sum(job.num_bytes for job in jobs)}, "weight_map": weight_map}
-            write_atomically(folder / "model.safetensors.index.json", (json.dumps(index, indent=2) + "\n").encode())
-        quantization = quantization_config(jobs) if dtype == FP8 else None
+            write_atomically(folder / INDEX, index_text(weight_map, sum(job.num_bytes for job in jobs)).encode())
+        quantization = quantization_config([(job.name, job.shape) for job in jobs]) if quantise else None
         _copy_companions(companion, folder, {plain[0].dtype}, quantization)
 
     run(source, out, sinks, files, progress, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
@@ -124,7 +130,7 @@ def hf_tensors(folder: Path, config: Path | None = None) -> tuple[list[Job], Fil
     ``config`` is a folder with config.json where ``folder`` has none. Raises as `hf_to_megatron`.
     """
     shape = ModelShape.from_folder(config or folder, families=FAMILIES)
-    return _megatron_folder(folder, shape, None) if is_megatron(folder) else _hf_folder(folder, shape)
+    return _megatron_folder(folder, shape, None) if is_megatron(folder) else _hf_folder(folder, shape, None)
 
 
 def _layouts(shape: ModelShape) -> tuple[Layout, Layout]:
@@ -132,39 +138,63 @@ def _layouts(shape: ModelShape) -> tuple[Layout, Layout]:
     return hf_layout(shape), megatron_layout(shape)
 
 
-def _hf_folder(source: Path, shape: ModelShape) -> tuple[list[Job], Files]:
-    index = source / "model.safetensors.index.json"
-    placed: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
-    names = sorted(set(placed.values())) or ["model.safetensors"]
-    files = _opened(source, names)
-    entries = [(source / n, tensor, entry) for n in names for tensor, entry in read_header(files[source / n]).items()]
-    lost = placed.keys() - {name for _, name, _ in entries}
-    if lost:
-        raise WeightError(f"{index} places tensors that no file holds: {', '.join(sorted(lost)[:20])}")
+def _hf_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[list[Job], Files]:
+    """Every tensor of a folder, its block scales applied, in ``dtype`` or as it is stored."""
+    names, placed = weight_files(source)
+    files = Files([source / name for name in names])
+    entries = {tensor: (name, entry) for name in names for tensor, entry in read_header(files[source / name]).items()}
+    raise_misplaced(source, placed, {tensor: name for tensor, (name, _) in entries.items()})
     blocks = blocks_of(source)
-    scales, wrong = scales_of({name: (entry.dtype, entry.shape) for _, name, entry in entries}, blocks)
+    scales, wrong = scales_of({name: (entry.dtype, entry.shape) for name, (_, entry) in entries.items()}, blocks)
     raise_lines(f"{source} is not quantised as its config.json says", wrong)
-    weights = [(path, name, entry) for path, name, entry in entries if name not in scales.values()]
-    wanted = hf_layout(shape).local_shapes(0)
-    raise_misfits(str(source), {name: entry.shape for _, name, entry in weights}, wanted)
-    views = {name: partial(entry.view, files[path]) for path, name, entry in entries}
+    weights = {name: entry for name, (_, entry) in entries.items() if name not in scales.values()}
+    raise_misfits(str(source), {name: entry.shape for name, entry in weights.items()}, hf_layout(shape).local_shapes(0))
+    homes = {tensor: (entry, files[source / name]) for tensor, (name, entry) in entries.items()}
     jobs = []
-    for _, name, entry in weights:
+    for name in weights:
         if blocks is not None and name in scales:
-            pair = partial(_scaled, views[name], views[scales[name]], blocks.edges)
-            jobs.append(_stored(name, entry.shape, blocks.dtype, pair))
+            jobs.append(_scaled(name, homes[name], homes[scales[name]], blocks, dtype or blocks.dtype))
         else:
-            jobs.append(_stored(name, entry.shape, entry.dtype, views[name]))
+            entry, file = homes[name]
+            jobs.append(_in(dtype, _stored(name, entry.shape, entry.dtype, partial(entry.view, file))))
     return jobs, files
 
 
-def _scaled(weight: Callable[[], Tensor], scales: Callable[[], Tensor], edges: tuple[int, int]) -> Scaled:
-    return Scaled(weight=weight(), scales=scales(), edges=edges)
-
-
-def _stored(name: str, shape: Shape, dtype: torch.dtype, source: Callable[[], Boxes]) -> Job:
+def _stored(name: str, shape: Shape, dtype: DType, source: Callable[[], Boxes]) -> Job:
     box = tuple((0, size) for size in shape)
     return Job(name=name, shape=shape, dtype=dtype, parts=(Part(box=box, source=source, src_box=box),))
+
+
+def _in(dtype: DType | None, job: Job) -> Job:
+    if dtype is None or dtype is job.dtype:
+        return job
+    from rl_megatron.weights.quantize import cast
+
+    return cast(job, dtype)
+
+
+def _scaled(
+    name: str, weight: tuple[Entry, MappedFile], scales: tuple[Entry, MappedFile], blocks: Blocks, dtype: DType
+) -> Job:
+    from rl_megatron.weights.quantize import Scaled
+
+    def source() -> Scaled:
+        (numbers, file), (factors, other) = weight, scales
+        return Scaled(
+            weight=numbers.view(file),
+            scales=factors.view(other),
+            scale_dtype=factors.dtype,
+            edges=blocks.edges,
+            wanted=dtype,
+        )
+
+    return _stored(name, weight[0].shape, dtype, source)
+
+
+def _quantised(jobs: Sequence[Job]) -> list[Streamed]:
+    from rl_megatron.weights.quantize import quantised
+
+    return [part for job in jobs for part in quantised(job)]
 
 
 def _opened(folder: Path, names: Sequence[str]) -> Files:
@@ -174,7 +204,7 @@ def _opened(folder: Path, names: Sequence[str]) -> Files:
     return Files([folder / name for name in names])
 
 
-def _megatron_folder(source: Path, shape: ModelShape, dtype: torch.dtype | None) -> tuple[list[Job], Files]:
+def _megatron_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[list[Job], Files]:
     """Every Hugging Face tensor out of the chunks that hold a piece of it, whatever layout wrote them."""
     _, chunks = read_index(source)
     files = _opened(source, sorted({c.file for c in chunks}))
@@ -193,7 +223,7 @@ def _megatron_folder(source: Path, shape: ModelShape, dtype: torch.dtype | None)
             for index in _indices(chunk, depth):
                 at.setdefault((key, index), []).append(chunk)
     parts: dict[str, list[Part]] = {}
-    kinds: dict[str, torch.dtype] = {}
+    kinds: dict[str, DType] = {}
     for piece in plan(hf, megatron).receives(0):
         key, index = places[piece.dst_param]
         for chunk in at.get((key, index), []):
@@ -202,17 +232,17 @@ def _megatron_folder(source: Path, shape: ModelShape, dtype: torch.dtype | None)
                 view = partial(read_tensor, files[source / chunk.file], chunk)
                 part = _part(cut, chunk, index, piece.dst_box, piece.src_box, view)
                 parts.setdefault(piece.src_param, []).append(part)
-                kinds[piece.src_param] = dtype or chunk.dtype
+                kinds[piece.src_param] = chunk.dtype
     wanted = hf.local_shapes(0)
     short = [
-        f"{name}: {sum(_volume(p.box) for p in parts.get(name, ()))} of {torch.Size(size).numel()} elements"
+        f"{name}: {sum(_volume(p.box) for p in parts.get(name, ()))} of {prod(size)} elements"
         for name, size in wanted.items()
-        if sum(_volume(p.box) for p in parts.get(name, ())) != torch.Size(size).numel()
+        if sum(_volume(p.box) for p in parts.get(name, ())) != prod(size)
     ]
     if short:
         raise WeightError("\n  ".join([f"{source} does not hold these whole:", *short[:20]]))
     jobs = [Job(name=name, shape=size, dtype=kinds[name], parts=tuple(parts[name])) for name, size in wanted.items()]
-    return jobs, files
+    return [_in(dtype, job) for job in jobs], files
 
 
 def _indices(chunk: Chunk, depth: int) -> Iterator[Shape]:
@@ -230,7 +260,7 @@ def _intersection(chunk: Chunk, index: Shape, box: Box) -> Box | None:
     return cut if all(low < high for low, high in cut) else None
 
 
-def _part(cut: Box, chunk: Chunk, index: Shape, box: Box, hf_box: Box, view: Callable[[], Tensor]) -> Part:
+def _part(cut: Box, chunk: Chunk, index: Shape, box: Box, hf_box: Box, view: Callable[[], Bits]) -> Part:
     depth = len(index)
     inside = tuple((low - o, high - o) for (low, high), o in zip(cut, chunk.offsets[depth:], strict=True))
     there = tuple((low - b[0] + h[0], high - b[0] + h[0]) for (low, high), b, h in zip(cut, box, hf_box, strict=True))
@@ -239,10 +269,7 @@ def _part(cut: Box, chunk: Chunk, index: Shape, box: Box, hf_box: Box, view: Cal
 
 
 def _volume(box: Box) -> int:
-    out = 1
-    for low, high in box:
-        out *= high - low
-    return out
+    return prod(high - low for low, high in box)
 
 
 def _write_chunks(file: IO[bytes], jobs: Sequence[Streamed], progress: Progress) -> list[dict[str, object]]:
@@ -259,7 +286,7 @@ def _write_safetensors(file: IO[bytes], jobs: Sequence[Streamed], progress: Prog
     file.write(header_bytes([(job.name, job.dtype, job.shape) for job in jobs]))
     for job in jobs:
         for block in job.blocks(progress):
-            file.write(block.view(-1).view(torch.uint8).numpy().data)
+            file.write(block.reshape(-1).view(np.uint8).data)
     return []
 
 
@@ -285,11 +312,11 @@ def _global_sizes(chunks: Sequence[Chunk]) -> dict[str, Shape]:
 
 
 def _copy_companions(
-    source: Path, folder: Path, dtypes: set[torch.dtype], quantization: dict[str, Any] | None = None
+    source: Path, folder: Path, dtypes: set[DType], quantization: dict[str, Any] | None = None
 ) -> None:
     for path in companions(source):
         shutil.copyfile(path, folder / path.name)
-    (folder / "config.json").write_text(config_text(source, dtypes, quantization))
+    (folder / "config.json").write_text(config_text(source, {str(dtype) for dtype in dtypes}, quantization))
 
 
 def total_bytes(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""Files as tensors without reading them: memory maps that can be let go of, and the safetensors header.
+"""Files as arrays without reading them: memory maps that can be let go of, and the safetensors header. No torch.
 
 A page of a map that was touched counts as this process's memory until `MappedFile.forget`; the page cache keeps it.
 Format: huggingface/safetensors (8 bytes of header length, a JSON header, then the tensors' bytes).
@@ -10,30 +10,15 @@ import json
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from rl_megatron.errors import CheckpointError
+from rl_megatron.weights.dtypes import Bits, DType
 from rl_megatron.weights.layout import Shape
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 
 
@@ -49,13 +34,15 @@ class MappedFile:
         """A copy of a range."""
         return self._map[start:stop]
 
-    def tensor(self, dtype: torch.dtype, shape: Shape, start: int) -> Tensor:
-        """A contiguous view of the map."""
-        count = torch.Size(shape).numel()
+    def array(self, dtype: DType, shape: Shape, start: int) -> Bits:
+        """A contiguous view of the map, which the disk is asked for at once."""
+        count = prod(shape)
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        flat: Tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=count * dtype.itemsize, offset=start)
-        return flat.view(dtype).view(shape) if start % dtype.itemsize == 0 else flat.clone().view(dtype).view(shape)
+            return np.empty(shape, dtype.bits)
+        page = start // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_WILLNEED, page, start - page + count * dtype.itemsize)
+        flat = np.frombuffer(self._map, np.uint8, count * dtype.itemsize, start)
+        return flat.view(dtype.bits).reshape(shape)
 
     def forget(self) -> None:
         """Let go of the pages that were touched; views stay valid and read them again."""
@@ -66,14 +53,14 @@ class MappedFile:
 class Entry:
     """One tensor of a safetensors file."""
 
-    dtype: torch.dtype
+    dtype: DType
     shape: Shape
     start: int  # byte in the file
     stop: int
 
-    def view(self, file: MappedFile) -> Tensor:
+    def view(self, file: MappedFile) -> Bits:
         """The tensor, not read."""
-        return file.tensor(self.dtype, self.shape, self.start)
+        return file.array(self.dtype, self.shape, self.start)
 
 
 def read_header(file: MappedFile) -> dict[str, Entry]:
@@ -96,20 +83,20 @@ def _entry(raw: Mapping[str, object], base: int) -> Entry:
     if not isinstance(shape, list) or not isinstance(offsets, list):
         raise ValueError("a tensor without a shape or offsets")
     entry = Entry(
-        dtype=DTYPES[str(raw["dtype"])], shape=tuple(shape), start=base + int(offsets[0]), stop=base + int(offsets[1])
+        dtype=DType[str(raw["dtype"])], shape=tuple(shape), start=base + int(offsets[0]), stop=base + int(offsets[1])
     )
-    if entry.stop - entry.start != torch.Size(entry.shape).numel() * entry.dtype.itemsize:
+    if entry.stop - entry.start != prod(entry.shape) * entry.dtype.itemsize:
         raise ValueError(f"offsets {offsets} do not fit shape {shape}")
     return entry
 
 
-def header_bytes(tensors: Sequence[tuple[str, torch.dtype, Shape]]) -> bytes:
+def header_bytes(tensors: Sequence[tuple[str, DType, Shape]]) -> bytes:
     """The head of a safetensors file whose tensors follow in this order, without gaps."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, dtype, shape in tensors:
-        size = torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        size = prod(shape) * dtype.itemsize
+        header[name] = {"dtype": dtype.name, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)

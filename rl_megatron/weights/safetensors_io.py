@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_megatron.durable import publish_folder
-from rl_megatron.errors import CheckpointError, WeightError
-from rl_megatron.weights.layout import Box, Layout, Shape
-from rl_megatron.weights.mapped import DTYPES
-from rl_megatron.weights.plan import plan
-from rl_megatron.weights.quantize import blocks_of, dequantise, scales_of
-
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_COMPANIONS = (
-    "generation_config.json",
-    "tokenizer*",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
+from rl_megatron.errors import CheckpointError
+from rl_megatron.weights.block_scales import blocks_of, scales_of
+from rl_megatron.weights.dtypes import DType
+from rl_megatron.weights.hf_folder import (
+    INDEX,
+    companions,
+    config_text,
+    file_names,
+    index_text,
+    raise_lines,
+    raise_misfits,
+    raise_misplaced,
+    weight_files,
 )
-_MAX_LINES = 20  # of one error message; a wrong folder misses thousands of tensors
+from rl_megatron.weights.layout import Box, Layout, Shape
+from rl_megatron.weights.plan import plan
+from rl_megatron.weights.quantize import dequantise
 
 
 class Checkpoint:
@@ -43,23 +42,13 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = folder / _INDEX
-        if not index.is_file() and not (folder / _SINGLE).is_file():
-            raise CheckpointError(f"{folder}: neither {_INDEX} nor {_SINGLE} there; give a safetensors checkpoint")
-        placed: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
-        files = sorted(set(placed.values())) or [_SINGLE]
-        missing = [name for name in files if not (folder / name).is_file()]
-        if missing:
-            raise CheckpointError(f"{folder}: {_INDEX} names files that are not there: {', '.join(missing)}")
+        files, placed = weight_files(folder)
         opened = {name: _open(folder / name) for name in files}
-        self._home = {tensor: file for file in opened.values() for tensor in list(file.keys())}
-        keys = {name: set(file.keys()) for name, file in opened.items()}
-        raise_lines(
-            f"{folder}: {_INDEX} does not match its files",
-            [f"{file} has no tensor {name}" for name, file in placed.items() if name not in keys[file]],
-        )
+        where = {tensor: name for name, file in opened.items() for tensor in list(file.keys())}
+        raise_misplaced(folder, placed, where)
+        self._home = {tensor: opened[name] for tensor, name in where.items()}
         slices = {name: file.get_slice(name) for name, file in self._home.items()}
-        held = {name: (DTYPES[s.get_dtype()], tuple(s.get_shape())) for name, s in slices.items()}
+        held = {name: (DType[s.get_dtype()], tuple(s.get_shape())) for name, s in slices.items()}
         self._blocks = blocks_of(folder)
         self._scales, wrong = scales_of(held, self._blocks)
         raise_lines(f"{folder} is not quantised as its config.json says", wrong)
@@ -118,7 +107,8 @@ def write_folder(
     partial.mkdir(parents=True)
     try:
         _write_tensors(tensors, partial, max_shard_bytes)
-        (partial / "config.json").write_text(config_text(source_folder, {t.dtype for t in tensors.values()}))
+        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+        (partial / "config.json").write_text(config_text(source_folder, dtypes))
         for path in companions(source_folder):
             shutil.copyfile(path, partial / path.name)
         publish_folder(partial, out)
@@ -135,38 +125,13 @@ def _write_tensors(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes:
             free = max_shard_bytes
         shards[-1].append(name)
         free -= tensor.nbytes
-    single = len(shards) == 1
     weight_map: dict[str, str] = {}
-    for i, names in enumerate(shards, start=1):
-        file = _SINGLE if single else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+    for file, names in zip(file_names(len(shards)), shards, strict=True):
         shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
         save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))
-    if not single:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def companions(folder: Path) -> set[Path]:
-    """Generation config, tokenizer files and chat template beside a checkpoint."""
-    return {path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()}
-
-
-def config_text(source_folder: Path, dtypes: set[torch.dtype], quantization: Mapping[str, object] | None = None) -> str:
-    """The source's config.json, changed only where it would make a reader take the weights for another kind.
-
-    ``quantization`` is the ``quantization_config`` of what is written: None for plain weights.
-    """
-    text = (source_folder / "config.json").read_text()
-    config: dict[str, object] = json.loads(text)
-    new = {key: value for key, value in config.items() if key != "quantization_config"}
-    key = next((key for key in ("dtype", "torch_dtype") if key in config), None)
-    if key is not None and len(dtypes) == 1:
-        new[key] = str(*dtypes).removeprefix("torch.")
-    if quantization is not None:
-        new["quantization_config"] = quantization
-    return text if new == config else json.dumps(new, indent=2) + "\n"
+    if len(shards) > 1:
+        (folder / INDEX).write_text(index_text(weight_map, sum(tensor.nbytes for tensor in tensors.values())))
 
 
 def _open(path: Path) -> Any:  # safetensors' class has no types
@@ -174,25 +139,3 @@ def _open(path: Path) -> Any:  # safetensors' class has no types
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise CheckpointError(f"{path} is torn or no safetensors file ({error}); fetch or export it again") from error
-
-
-def raise_misfits(where: str, given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
-    """Raises WeightError that names each tensor that is missing, unknown or misshapen."""
-    raise_lines(f"{where} do not fit the model", list(_misfits(given, wanted)))
-
-
-def _misfits(given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Iterator[str]:
-    for name, shape in wanted.items():
-        if name not in given:
-            yield f"{name} is missing; it should have shape {shape}"
-        elif given[name] != shape:
-            yield f"{name} has shape {given[name]}; it should have {shape}"
-    for name in given.keys() - wanted.keys():
-        yield f"{name} is unknown; the model has no such tensor"
-
-
-def raise_lines(title: str, lines: list[str]) -> None:
-    """Raises WeightError of the ``lines`` under ``title`` where there are any."""
-    if lines:
-        more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
-        raise WeightError("\n  ".join([f"{title}:", *lines[:_MAX_LINES], *more]))

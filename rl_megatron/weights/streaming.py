@@ -1,7 +1,8 @@
 """Tensors made of pieces of other files' tensors, written file by file: bounded memory, and a kill costs one file.
 
-Input is memory-mapped; output leaves in blocks of a few MiB. Each file is written under a temporary name, synced and
-renamed, beside what its writer noted; the folder gets its own name when it is whole.
+Input is memory-mapped. What is whole rows of it goes straight from the map to the file; the rest is put together in
+blocks of a MiB. Each file is written under a temporary name, synced and renamed, beside what its writer noted; the
+folder gets its own name when it is whole. No torch: bytes move as they are.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import IO, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from rl_megatron.durable import publish_folder, sync, write_atomically
 from rl_megatron.errors import CheckpointError
+from rl_megatron.weights.dtypes import Bits, DType
 from rl_megatron.weights.layout import Box, Shape
 from rl_megatron.weights.mapped import MappedFile
 
-BLOCK_BYTES = 4 << 20  # of output in memory at once, a thread
-FORGET_BYTES = 256 << 20  # of input whose pages are kept at once, a thread
+BLOCK_BYTES = 1 << 20  # written at once: what was summed or put together is still in the cache
+FORGET_BYTES = 128 << 20  # of input whose pages are kept at once, a thread
+_FILES_A_CORE = 2  # written at once: while one waits for the disk to sync, another is copied
 _JOURNAL = "conversion.json"
 
 Progress = Callable[[int], None]
@@ -32,9 +35,9 @@ Progress = Callable[[int], None]
 
 
 class Boxes(Protocol):
-    """A tensor, or what makes one when it is read."""
+    """A stored tensor, or what makes one when it is read."""
 
-    def __getitem__(self, box: tuple[slice, ...], /) -> Tensor:
+    def __getitem__(self, box: tuple[slice, ...], /) -> Bits:
         """A box of it; every slice has a start and a stop."""
         ...
 
@@ -62,7 +65,7 @@ class Streamed(Protocol):
         ...
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> DType:
         """Of the blocks."""
         ...
 
@@ -71,41 +74,63 @@ class Streamed(Protocol):
         """Size of the tensor."""
         ...
 
-    def blocks(self, progress: Progress) -> Iterator[Tensor]:
-        """The tensor's rows, a few MiB at a time, in order; contiguous."""
+    def blocks(self, progress: Progress) -> Iterator[Bits]:
+        """The tensor's rows, about `BLOCK_BYTES` at a time, in order; contiguous."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One tensor to write: its parts cover it, but for padding, which is 0."""
+    """One tensor to write: its parts, of its dtype, cover it, but for padding, which is 0."""
 
     name: str
     shape: Shape
-    dtype: torch.dtype
+    dtype: DType
     parts: tuple[Part, ...]
 
     @property
     def num_bytes(self) -> int:
         """Size of the tensor."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
-    def blocks(self, progress: Progress, *, multiple: int = 1) -> Iterator[Tensor]:
-        """The tensor's rows, a few MiB and a ``multiple`` of rows at a time, in order."""
-        row = max(self.num_bytes // max(self.shape[0], 1), 1) if self.shape else self.num_bytes
-        step = max(BLOCK_BYTES // row // multiple, 1) * multiple
-        sources = [(part, part.source()) for part in self.parts]
-        rows = self.shape[0]
-        for low in range(0, rows, step):
-            high = min(low + step, rows)
-            block = torch.zeros((high - low, *self.shape[1:]), dtype=self.dtype)
+    def blocks(self, progress: Progress, *, multiple: int | None = None) -> Iterator[Bits]:
+        """The tensor's rows, about `BLOCK_BYTES` at a time, in order; contiguous.
+
+        With ``multiple``, a multiple of so many rows, of one size but for the last.
+        """
+        row = max(prod(self.shape[1:]) * self.dtype.itemsize, 1)
+        unit = multiple or 1
+        step = max(BLOCK_BYTES // row // unit, 1) * unit
+        parts = sorted(self.parts, key=lambda part: part.box)
+        straight = multiple is None and self._is_stack(parts)
+        for block in self._runs(parts, step) if straight else self._joined(parts, step):
+            progress(block.nbytes)
+            yield block
+
+    def _is_stack(self, parts: Sequence[Part]) -> bool:
+        """Whether the parts are whole rows, one behind the other, without padding."""
+        whole = tuple((0, size) for size in self.shape[1:])
+        starts, stops = ([part.box[0][i] for part in parts] for i in (0, 1))
+        behind = [0, *stops] == [*starts, self.shape[0]]
+        return behind and all(part.box[1:] == whole for part in parts)
+
+    def _runs(self, parts: Sequence[Part], step: int) -> Iterator[Bits]:
+        for part in parts:
+            source, ((first, last), *rest) = part.source(), part.src_box
+            for low in range(first, last, step):
+                yield np.ascontiguousarray(source[_slices(((low, min(low + step, last)), *rest))])
+
+    def _joined(self, parts: Sequence[Part], step: int) -> Iterator[Bits]:
+        sources = [(part, part.source()) for part in parts]
+        for low in range(0, self.shape[0], step):
+            high = min(low + step, self.shape[0])
+            block = np.zeros((high - low, *self.shape[1:]), self.dtype.bits)
             for part, source in sources:
                 start, stop = max(low, part.box[0][0]), min(high, part.box[0][1])
                 if start < stop:
                     shift = part.src_box[0][0] - part.box[0][0]
                     taken = source[_slices(((start + shift, stop + shift), *part.src_box[1:]))]
                     block[_slices(((start - low, stop - low), *part.box[1:]))] = taken
-            progress(block.nbytes)
             yield block
 
 
@@ -175,7 +200,7 @@ def run(
         partial_folder.mkdir(parents=True)
         write_atomically(path, json.dumps(journal).encode())
     notes: dict[str, list[dict[str, object]]] = {}
-    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(_FILES_A_CORE * len(os.sched_getaffinity(0))) as pool:
         written = pool.map(lambda sink: _write_file(partial_folder, sink, files, progress), sinks)
         try:
             notes.update(zip((sink.name for sink in sinks), written, strict=True))

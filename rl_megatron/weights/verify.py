@@ -5,9 +5,10 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Iterator
 from itertools import repeat
+from math import prod
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from rl_megatron.weights.convert import hf_tensors, is_megatron
 from rl_megatron.weights.streaming import FORGET_BYTES, Files, Job, Progress
@@ -45,14 +46,14 @@ def _wrong(job: Job, other: Job | None, progress: Progress) -> Iterator[str]:
         yield f"{job.name} is {job.dtype}, in the other checkpoint {other.dtype}"
         other = None
     bad = different = 0
-    pairs = zip(job.blocks(progress), other.blocks(lambda n: None) if other is not None else repeat(None), strict=False)
+    others = repeat(None) if other is None else other.blocks(lambda n: None, multiple=1)
+    pairs = zip(job.blocks(progress, multiple=1), others, strict=False)
     for block, same in pairs:
-        if block.is_floating_point():
-            bad += block.numel() - int(torch.isfinite(block.float()).sum())
+        bad += job.dtype.not_numbers(block)
         if same is not None:
-            different += int((block.view(torch.uint8) != same.view(torch.uint8)).sum())
+            different += int(np.count_nonzero(block.reshape(-1).view(np.uint8) != same.reshape(-1).view(np.uint8)))
     if bad:
-        yield f"{job.name}: {bad} of {torch.Size(job.shape).numel()} values are NaN or infinite"
+        yield f"{job.name}: {bad} of {prod(job.shape)} values are NaN or infinite"
     if different:
         yield f"{job.name}: {different} of {job.num_bytes} bytes differ"
 

@@ -20,8 +20,10 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights import convert
+from rl_megatron.weights.block_scales import BLOCK
+from rl_megatron.weights.dtypes import DType
 from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.quantize import BLOCK, dequantise, quantise
+from rl_megatron.weights.quantize import dequantise, quantise
 from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
 from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.verify import verify
@@ -121,7 +123,7 @@ def test_a_rank_cuts_its_boxes_out_of_blocks(foreign: tuple[Path, Path]) -> None
 
 def test_writing_quantises_linear_layers_alone(plain: Path, tmp_path: Path) -> None:
     convert.hf_to_megatron(plain, tmp_path / "megatron")
-    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "fp8", dtype=FP8, shard_bytes=300_000)
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "fp8", dtype=DType.F8_E4M3, shard_bytes=300_000)
     written, source = tensors(tmp_path / "fp8"), tensors(plain)
     assert written.keys() == source.keys() | {f"{name}_scale_inv" for name in source if is_linear(name)}
     for name, x in source.items():
@@ -144,9 +146,9 @@ def test_writing_quantises_linear_layers_alone(plain: Path, tmp_path: Path) -> N
 
 def test_float8_read_and_written_again_is_the_same_to_the_bit(plain: Path, tmp_path: Path) -> None:
     convert.hf_to_megatron(plain, tmp_path / "megatron")
-    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "fp8", dtype=FP8)
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "fp8", dtype=DType.F8_E4M3)
     convert.hf_to_megatron(tmp_path / "fp8", tmp_path / "read")
-    convert.megatron_to_hf(tmp_path / "read", tmp_path / "again", dtype=FP8)
+    convert.megatron_to_hf(tmp_path / "read", tmp_path / "again", dtype=DType.F8_E4M3)
     first, second = tensors(tmp_path / "fp8"), tensors(tmp_path / "again")
     for name, x in first.items():
         if name.endswith("_scale_inv"):
@@ -223,4 +225,4 @@ def test_other_quantisations_and_float8_for_megatron_are_refused(foreign: tuple[
         with pytest.raises(ConfigError, match=r"quant_method='mxfp4'.*allowed: quant_method='fp8'"):
             read(folder)
     with pytest.raises(ConfigError, match="holds no block scales"):
-        convert.hf_to_megatron(foreign[0], tmp_path / "out", dtype=FP8)
+        convert.hf_to_megatron(foreign[0], tmp_path / "out", dtype=DType.F8_E4M3)

@@ -1,0 +1,58 @@
+"""Element types of stored tensors, without torch: bytes are moved as unsigned integers of the same width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bits = NDArray[np.unsignedinteger]
+"""A stored tensor's elements, whatever they mean, as unsigned integers of their width."""
+
+
+class DType(StrEnum):
+    """The name is safetensors', the value torch's, as config.json and command lines have it."""
+
+    F64 = "float64"
+    F32 = "float32"
+    F16 = "float16"
+    BF16 = "bfloat16"
+    F8_E4M3 = "float8_e4m3fn"
+    F8_E5M2 = "float8_e5m2"
+    F8_E8M0 = "float8_e8m0fnu"
+    I64 = "int64"
+    I32 = "int32"
+    I16 = "int16"
+    I8 = "int8"
+    U8 = "uint8"
+    BOOL = "bool"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return _ITEMSIZES.get(self.name[-2:], 1)
+
+    @property
+    def bits(self) -> np.dtype[np.unsignedinteger]:
+        """The unsigned integer of that width."""
+        return np.dtype(f"u{self.itemsize}")
+
+    def not_numbers(self, values: Bits) -> int:
+        """How many of ``values`` are NaN or infinite; integers never are."""
+        mask = _EXPONENTS.get(self)
+        return 0 if mask is None else int(np.count_nonzero((values & values.dtype.type(mask)) == mask))
+
+
+_ITEMSIZES: Mapping[str, int] = {"64": 8, "32": 4, "16": 2}
+_EXPONENTS: Mapping[DType, int] = {
+    DType.F64: 0x7FF0_0000_0000_0000,
+    DType.F32: 0x7F80_0000,
+    DType.F16: 0x7C00,
+    DType.BF16: 0x7F80,
+    DType.F8_E4M3: 0x7F,  # no infinity, one NaN of either sign
+    DType.F8_E5M2: 0x7C,
+    DType.F8_E8M0: 0xFF,
+}
+"""All of these bits are set in what is no number."""

@@ -1,0 +1,100 @@
+"""What a Hugging Face folder holds beside its tensors: the index of its files, config.json, tokenizer. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.weights.layout import Shape
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
+_MAX_LINES = 20  # of one error message; a wrong folder misses thousands of tensors
+
+
+def weight_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
+    """The folder's safetensors files, and in which of them its index places each tensor (nothing without an index).
+
+    Raises CheckpointError naming each file that should be there and is not.
+    """
+    index = folder / INDEX
+    if not index.is_file() and not (folder / SINGLE).is_file():
+        raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} there; give a safetensors checkpoint")
+    placed: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    files = sorted(set(placed.values())) or [SINGLE]
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{folder}: {INDEX} names files that are not there: {', '.join(missing)}")
+    return files, placed
+
+
+def raise_misplaced(folder: Path, placed: Mapping[str, str], held: Mapping[str, str]) -> None:
+    """Raises WeightError naming each tensor that the index places in another file than it is ``held`` in."""
+    wrong = [f"{file} has no tensor {name}" for name, file in placed.items() if held.get(name) != file]
+    raise_lines(f"{folder}: {INDEX} does not match its files", wrong)
+
+
+def file_names(count: int) -> list[str]:
+    """What that many files of one checkpoint are called."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def index_text(weight_map: Mapping[str, str], total_bytes: int) -> str:
+    """The index of a checkpoint of more than one file."""
+    return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2) + "\n"
+
+
+def companions(folder: Path) -> set[Path]:
+    """Generation config, tokenizer files and chat template beside a checkpoint."""
+    return {path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()}
+
+
+def config_text(source_folder: Path, dtypes: set[str], quantization: Mapping[str, object] | None = None) -> str:
+    """The source's config.json, changed only where it would make a reader take the weights for another kind.
+
+    ``dtypes`` are torch's names; ``quantization`` is the ``quantization_config`` of what is written: None for plain
+    weights.
+    """
+    text = (source_folder / "config.json").read_text()
+    config: dict[str, object] = json.loads(text)
+    new = {key: value for key, value in config.items() if key != "quantization_config"}
+    key = next((key for key in ("dtype", "torch_dtype") if key in config), None)
+    if key is not None and len(dtypes) == 1:
+        new[key] = str(*dtypes)
+    if quantization is not None:
+        new["quantization_config"] = quantization
+    return text if new == config else json.dumps(new, indent=2) + "\n"
+
+
+def raise_misfits(where: str, given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+    """Raises WeightError that names each tensor that is missing, unknown or misshapen."""
+    raise_lines(f"{where} do not fit the model", list(_misfits(given, wanted)))
+
+
+def _misfits(given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Iterator[str]:
+    for name, shape in wanted.items():
+        if name not in given:
+            yield f"{name} is missing; it should have shape {shape}"
+        elif given[name] != shape:
+            yield f"{name} has shape {given[name]}; it should have {shape}"
+    for name in given.keys() - wanted.keys():
+        yield f"{name} is unknown; the model has no such tensor"
+
+
+def raise_lines(title: str, lines: list[str]) -> None:
+    """Raises WeightError of the ``lines`` under ``title`` where there are any."""
+    if lines:
+        more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
+        raise WeightError("\n  ".join([f"{title}:", *lines[:_MAX_LINES], *more]))
