@@ -29,6 +29,9 @@ def run(
     options = {} if shard_gb is None else {"shard_bytes": int(shard_gb * 1e9)}
     kind = None if dtype is None else DType(dtype)
     backwards = convert.is_megatron(source)
+    note = convert.left_out((config or source) if backwards else source)
+    if note is not None:
+        print(f"note: {note}", file=sys.stderr)
     with display(source) as progress:
         if backwards:
             convert.megatron_to_hf(source, out, config=config, dtype=kind, progress=progress, **options)

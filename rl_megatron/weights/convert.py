@@ -29,6 +29,7 @@ from rl_megatron.weights.hf_folder import (
     config_text,
     file_names,
     index_text,
+    is_draft,
     raise_lines,
     raise_misfits,
     raise_misplaced,
@@ -124,6 +125,16 @@ def megatron_to_hf(
     run(source, out, sinks, files, progress, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
 
 
+def left_out(folder: Path) -> str | None:
+    """What of the model that the config.json in ``folder`` tells of is never converted, as a line to show."""
+    shape = ModelShape.from_folder(folder, families=FAMILIES)
+    if not shape.draft_layers:
+        return None
+    layers = range(shape.num_layers, shape.num_layers + shape.draft_layers)
+    names = ", ".join(f"model.layers.{layer}" for layer in layers)
+    return f"{names}: multi-token prediction is not trained and not converted; the new config.json has none"
+
+
 def hf_tensors(folder: Path, config: Path | None = None) -> tuple[list[Job], Files]:
     """The Hugging Face tensors that a checkpoint of either kind holds, ready to be read block by block.
 
@@ -144,6 +155,7 @@ def _hf_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[li
     files = Files([source / name for name in names])
     entries = {tensor: (name, entry) for name in names for tensor, entry in read_header(files[source / name]).items()}
     raise_misplaced(source, placed, {tensor: name for tensor, (name, _) in entries.items()})
+    entries = {tensor: entry for tensor, entry in entries.items() if not is_draft(tensor, shape)}
     blocks = blocks_of(source)
     scales, wrong = scales_of({name: (entry.dtype, entry.shape) for name, (_, entry) in entries.items()}, blocks)
     raise_lines(f"{source} is not quantised as its config.json says", wrong)

@@ -41,6 +41,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         serves=True,
     ),
+    "deepseek_v2": _DEEPSEEK_V3,
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
 }

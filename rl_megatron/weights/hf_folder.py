@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.layout import Shape
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -19,6 +20,7 @@ _COMPANIONS = (
     "added_tokens.json",
     "chat_template*",
 )
+_DRAFT_KEYS = {"num_nextn_predict_layers", "num_mtp_modules"}  # of DeepSeek and GLM, of MiniMax
 _MAX_LINES = 20  # of one error message; a wrong folder misses thousands of tensors
 
 
@@ -70,12 +72,19 @@ def config_text(source_folder: Path, dtypes: set[str], quantization: Mapping[str
     text = (source_folder / "config.json").read_text()
     config: dict[str, object] = json.loads(text)
     new = {key: value for key, value in config.items() if key != "quantization_config"}
+    new.update(dict.fromkeys(_DRAFT_KEYS & config.keys(), 0))  # layers that are not written
     key = next((key for key in ("dtype", "torch_dtype") if key in config), None)
     if key is not None and len(dtypes) == 1:
         new[key] = str(*dtypes)
     if quantization is not None:
         new["quantization_config"] = quantization
     return text if new == config else json.dumps(new, indent=2) + "\n"
+
+
+def is_draft(name: str, shape: ModelShape) -> bool:
+    """Whether a tensor belongs to the layers behind the decoder, for multi-token prediction: nothing here has them."""
+    layers = range(shape.num_layers, shape.num_layers + shape.draft_layers)
+    return any(name.startswith(f"model.layers.{layer}.") for layer in layers)
 
 
 def raise_misfits(where: str, given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:

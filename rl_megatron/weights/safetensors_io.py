@@ -23,6 +23,7 @@ from rl_megatron.weights.hf_folder import (
     config_text,
     file_names,
     index_text,
+    is_draft,
     raise_lines,
     raise_misfits,
     raise_misplaced,
@@ -73,7 +74,8 @@ def read_boxes(checkpoint: Checkpoint, hf: Layout, layout: Layout, rank: int, te
     ``hf`` is the layout of the checkpoint itself. Values are cast to each tensor's dtype. Raises WeightError naming
     every tensor of the checkpoint, then of ``tensors``, that is missing, unknown or misshapen; nothing is written then.
     """
-    raise_misfits(f"{checkpoint.folder}", checkpoint.shapes(), hf.local_shapes(0))
+    given = {name: size for name, size in checkpoint.shapes().items() if not is_draft(name, hf.shape)}
+    raise_misfits(f"{checkpoint.folder}", given, hf.local_shapes(0))
     here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     raise_misfits(f"tensors of rank {rank}", here, layout.local_shapes(rank))
     moves = plan(hf, layout, placement={rank: rank})

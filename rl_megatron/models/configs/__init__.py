@@ -21,6 +21,7 @@ READERS: Mapping[str, Reader] = {
     "glm4_moe": grouped.glm4_moe,
     "gpt_oss": grouped.gpt_oss,
     "minimax_m2": grouped.minimax_m2,
+    "deepseek_v2": latent.deepseek_v2,
     "deepseek_v3": latent.deepseek_v3,
     "kimi_k2": latent.deepseek_v3,
 }

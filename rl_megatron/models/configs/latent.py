@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,41 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.configs.common import read_rope, refuse_others
 from rl_megatron.models.shape import LatentAttention, ModelShape, Router
 
+_FIXED: Mapping[str, object] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "moe_layer_freq": 1,
+    "hidden_act": "silu",
+    "rope_interleave": True,
+}
+
+
+def deepseek_v2(raw: dict[str, Any], path: Path) -> ModelShape:
+    """DeepSeek-V2 and V2-Lite: softmax scores, which are not made to add up to 1; groups are rated by their best."""
+    refuse_others(raw, path, {**_FIXED, "scoring_func": "softmax", "norm_topk_prob": False})
+    method = raw.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ConfigError(f"{path}: topk_method={method!r} is not supported; allowed: 'greedy', 'group_limited_greedy'")
+    router = Router(scaling=float(raw.get("routed_scaling_factor", 1.0)))
+    if method == "group_limited_greedy":
+        router = _grouped(raw, router, "max")
+    return _decoder(raw, path, router=router, normalize_top_k=False)
+
 
 def deepseek_v3(raw: dict[str, Any], path: Path) -> ModelShape:
-    """DeepSeek-V3 and Kimi-K2."""
-    refuse_others(raw, path, {"attention_bias": False, "moe_layer_freq": 1, "hidden_act": "silu"})
-    if raw.get("q_lora_rank") is None:
-        raise ConfigError(f"{path}: q_lora_rank={raw.get('q_lora_rank')!r} is not supported; it must be a number")
+    """DeepSeek-V3 and Kimi-K2: sigmoid scores and a bias for the choice; groups are rated by their two best."""
+    fixed = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
+    refuse_others(raw, path, {**_FIXED, **fixed})
+    router = Router(score="sigmoid", selection_bias=True, scaling=float(raw.get("routed_scaling_factor", 1.0)))
+    return _decoder(raw, path, router=_grouped(raw, router, "top2"), normalize_top_k=True)
+
+
+def _grouped(raw: Mapping[str, Any], router: Router, score: Any) -> Router:
+    groups, best = raw.get("n_group") or 1, raw.get("topk_group") or 1
+    return router if groups == 1 else replace(router, groups=groups, top_groups=best, group_score=score)
+
+
+def _decoder(raw: dict[str, Any], path: Path, *, router: Router, normalize_top_k: bool) -> ModelShape:
     latent = LatentAttention(
         query_rank=raw["q_lora_rank"],
         kv_rank=raw["kv_lora_rank"],
@@ -36,21 +67,15 @@ def deepseek_v3(raw: dict[str, Any], path: Path) -> ModelShape:
         vocab_size=raw["vocab_size"],
         rope_theta=theta,
         norm_eps=raw["rms_norm_eps"],
-        normalize_top_k=raw["norm_topk_prob"],
-        tie_embeddings=raw["tie_word_embeddings"],
+        normalize_top_k=normalize_top_k,
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         max_positions=raw["max_position_embeddings"],
         latent=latent,
         dense_layers=raw["first_k_dense_replace"],
         dense_width=raw["intermediate_size"],
-        shared_width=raw["n_shared_experts"] * raw["moe_intermediate_size"],
+        shared_width=(raw.get("n_shared_experts") or 0) * raw["moe_intermediate_size"],
         rope=rope,
-        router=Router(
-            score="sigmoid",
-            selection_bias=True,
-            groups=raw.get("n_group") or 1,
-            top_groups=raw.get("topk_group") or 1,
-            scaling=float(raw.get("routed_scaling_factor", 1.0)),
-        ),
+        router=router,
         qk_norm=None,
         draft_layers=raw.get("num_nextn_predict_layers") or 0,
     )
