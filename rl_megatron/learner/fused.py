@@ -89,7 +89,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [t, n, d] by ``cos`` and ``sin`` [t, 1, d / 2], halves convention (HF's rotate_half)."""
+    """Rotary embedding of [t, n, d] by ``cos`` and ``sin`` [t, 1, r / 2], halves convention (HF's rotate_half).
+
+    The first r dimensions turn, those behind them stay.
+    """
     out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return out
 
@@ -108,11 +111,14 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    a, b = x.float().chunk(2, -1)
+    size = 2 * cos.shape[-1]
+    a, b = x[..., :size].float().chunk(2, -1)
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    first, second = out.chunk(2, -1)
+    first, second = out[..., :size].chunk(2, -1)
     torch.mul(a, cos, out=first).addcmul_(b, sin, value=-sign)
     torch.mul(b, cos, out=second).addcmul_(a, sin, value=sign)
+    if size < x.shape[-1]:
+        out[..., size:] = x[..., size:]
     return out.to(x.dtype)
 
 

@@ -7,17 +7,13 @@ experts.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -25,11 +21,12 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,19 +34,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from rl_megatron.learner.fused import expert_mlp, from_slots, into_slots, linear, rms_norm, rotate
-from rl_megatron.learner.packed import LengthClass, PackedAttentionParams
-
-
-@dataclass
-class DecoderConfig(TransformerConfig):
-    """Megatron's configuration and the rotary base, which megatron keeps outside of it."""
-
-    rotary_base: float = 10000.0
-
-
-def _device(config: TransformerConfig) -> torch.device:
-    return torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
+from rl_megatron.learner.attention import AllHeadsNorm, PackedAttention
+from rl_megatron.learner.decoder_config import device_of
+from rl_megatron.learner.fused import expert_mlp, linear, rms_norm
+from rl_megatron.models.shape import ModelShape
 
 
 class RMSNorm(torch.nn.Module):
@@ -58,7 +46,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device(config)))
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device_of(config)))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +59,7 @@ class NormColumnLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        ones = torch.ones(input_size, dtype=config.params_dtype, device=_device(config))
+        ones = torch.ones(input_size, dtype=config.params_dtype, device=device_of(config))
         self.layer_norm_weight = torch.nn.Parameter(ones)
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -102,7 +90,7 @@ class GroupedColumnLinear(torch.nn.Module):
         shape = [output_size, input_size]
         shape[self.partition_dim] //= pg_collection.expt_tp.size()
         for expert in range(num_gemms):
-            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=_device(config)))
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device_of(config)))
             set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
             weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{expert}", weight)
@@ -153,60 +141,6 @@ class GroupedMLP(TEGroupedMLP):
         return expert_mlp(x, probs, tokens_per_expert.tolist(), self.linear_fc1.weights, self.linear_fc2.weights), None
 
 
-class PackedAttention(MegatronModule):
-    """Rotary embedding and causal attention of packed sequences over torch SDPA; GQA, TP (heads come cut), CP.
-
-    Sequences of like length are attended in one padded call (see packed.py), so cost does not grow with their number.
-    Under CP each rank gathers keys and values (backward: reduce-scatter) and attends its own zig-zag chunks.
-    """
-
-    def __init__(
-        self, config: DecoderConfig, *_: Any, softmax_scale: float | None = None, pg_collection: Any, **__: Any
-    ) -> None:
-        super().__init__(config=config)
-        self.cp = pg_collection.cp if config.context_parallel_size > 1 else None
-        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        even = torch.arange(0, config.kv_channels, 2, dtype=torch.float32, device=_device(config))
-        self.inverse_frequency = config.rotary_base ** -(even / config.kv_channels)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedAttentionParams, **__: Any
-    ) -> Tensor:
-        """query [t, h, d], key and value [t, g, d] -> [t, h * d]."""
-        packed = packed_seq_params
-        if packed.rotary is None:
-            angle = packed.positions[:, None].float() * self.inverse_frequency
-            packed.rotary = angle.cos()[:, None], angle.sin()[:, None]
-        query, key = rotate(query, *packed.rotary), rotate(key, *packed.rotary)
-        if self.cp is not None:
-            joined = torch.cat([key, value], -1).contiguous()
-            key, value = gather_from_sequence_parallel_region(joined, group=self.cp).split(key.shape[-1], -1)
-        if packed.queries is not None:
-            query = into_slots(query, packed.queries)
-        if packed.keys is not None:
-            key, value = into_slots(key, packed.keys), into_slots(value, packed.keys)
-        output = self._attend(query, key, value, packed.classes)
-        return output if packed.queries is None else from_slots(output, packed.queries)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, classes: Sequence[LengthClass]) -> Tensor:
-        """Slots of all classes, one call each -> [slots, h * d]."""
-        queries = _split(query, [c.count * c.query_length for c in classes])
-        keys, values = (_split(x, [c.count * c.key_length for c in classes]) for x in (key, value))
-        outputs = []
-        for part, *qkv in zip(classes, queries, keys, values, strict=True):
-            q, k, v = (x.unflatten(0, (part.count, -1)).transpose(1, 2) for x in qkv)
-            causal, grouped = part.mask is None, query.shape[1] != key.shape[1]
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=part.mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
-            )
-            outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-
-
-def _split(x: Tensor, sizes: list[int]) -> Sequence[Tensor]:
-    return x.split(sizes) if len(sizes) > 1 else [x]  # one part is no copy in the backward
-
-
 class LocalDispatcher(MoEAlltoAllTokenDispatcher):
     """The all-to-all dispatcher of a group of one: what is sorted by expert before the exchange is so after it."""
 
@@ -241,39 +175,59 @@ def _multiply(
     *,
     input: Tensor,
     weight: Tensor,
-    bias: None,
+    bias: Tensor | None,
     allreduce_dgrad: bool,
     sequence_parallel: bool,
     **others: Any,
 ) -> Tensor:
-    assert bias is None
     if not (allreduce_dgrad or sequence_parallel):
-        return linear(input, weight)
+        out = linear(input, weight)
+        return out if bias is None else out + bias
     flags = {"allreduce_dgrad": allreduce_dgrad, "sequence_parallel": sequence_parallel}
     return upstream(input=input, weight=weight, bias=bias, **flags, **others)
 
 
-def torch_layer_spec() -> ModuleSpec:
-    """One MoE decoder layer of the layers above, with the state-dict names of megatron's TransformerEngine spec."""
-    attention = SelfAttentionSubmodules(
-        linear_qkv=NormColumnLinear,
-        core_attention=PackedAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=RMSNorm,
-        k_layernorm=RMSNorm,
-    )
-    experts = ModuleSpec(
-        module=GroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedColumnLinear, linear_fc2=GroupedRowLinear)
-    )
+def torch_layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:
+    """Decoder layer ``layer`` of the layers above, with the state-dict names of megatron's TransformerEngine spec."""
+    sparse = layer in shape.moe_layers
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=_attention(shape)
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts)),
+            pre_mlp_layernorm=RMSNorm if sparse else IdentityOp,
+            mlp=_experts(shape) if sparse else ModuleSpec(module=MLP, submodules=_DENSE),
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+_DENSE = MLPSubmodules(linear_fc1=NormColumnLinear, linear_fc2=RowParallelLinear)
+_SHARED = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+_GROUPED = MLPSubmodules(linear_fc1=GroupedColumnLinear, linear_fc2=GroupedRowLinear)
+
+
+def _attention(shape: ModelShape) -> SelfAttentionSubmodules:
+    q_norm, k_norm = {
+        "head": (RMSNorm, RMSNorm),
+        "all": tuple(
+            ModuleSpec(module=AllHeadsNorm, params={"num_heads": heads})
+            for heads in (shape.num_heads, shape.num_kv_heads)
+        ),
+        None: (None, None),
+    }[shape.qk_norm]
+    return SelfAttentionSubmodules(
+        linear_qkv=NormColumnLinear,
+        core_attention=PackedAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=q_norm,
+        k_layernorm=k_norm,
+    )
+
+
+def _experts(shape: ModelShape) -> ModuleSpec:
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=_SHARED) if shape.shared_width else None
+    experts = ModuleSpec(module=GroupedMLP, submodules=_GROUPED)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))

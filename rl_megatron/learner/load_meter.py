@@ -18,7 +18,8 @@ class ExpertLoadMeter:
         self._counts = torch.zeros(num_layers, num_experts, device=device)
         for chunk in chunks:
             for layer in chunk.decoder.layers:
-                layer.mlp.router.register_forward_hook(self._hook(layer.layer_number - 1))
+                if layer.is_moe_layer:
+                    layer.mlp.router.register_forward_hook(self._hook(layer.layer_number - 1))
 
     def _hook(self, layer: int) -> Any:
         def count(_module: Any, _inputs: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -30,9 +31,14 @@ class ExpertLoadMeter:
         """Forget what was counted."""
         self._counts.zero_()
 
-    def read(self) -> float:
-        """Most over mean tokens of an expert, in the worst layer (1 is even); resets. Every rank calls it."""
+    def read(self) -> dict[str, float]:
+        """``moe/load_imbalance``: most over mean tokens of an expert, in the worst layer (1 is even); resets.
+
+        Empty for a model without experts. Every rank calls it.
+        """
+        if not self._counts.numel():
+            return {}
         dist.all_reduce(self._counts)
         worst = (self._counts.amax(1) / self._counts.mean(1).clamp(min=1)).max().item()
         self.reset()
-        return worst
+        return {"moe/load_imbalance": worst}

@@ -30,10 +30,10 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 from rl_megatron.learner import checkpoint  # noqa: E402
+from rl_megatron.learner.decoder_config import DecoderConfig  # noqa: E402
 from rl_megatron.learner.forward import Head, ValueHead, VocabHead, reduce_outputs, run_loss, run_scores  # noqa: E402
-from rl_megatron.learner.layers import DecoderConfig  # noqa: E402
 from rl_megatron.learner.load_meter import ExpertLoadMeter  # noqa: E402
-from rl_megatron.learner.model import build_chunks, make_config  # noqa: E402
+from rl_megatron.learner.model import build_chunks, keep_selection_biases_float32, make_config  # noqa: E402
 from rl_megatron.learner.naming import global_parameters  # noqa: E402
 from rl_megatron.learner.optimizer import make_optimizer  # noqa: E402
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch  # noqa: E402
@@ -81,6 +81,7 @@ class MegatronLearner:
         self._optimizer = make_optimizer(self._chunks, learner)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self._optimizer.scale_loss
+        keep_selection_biases_float32(models)
         self._load_meter = ExpertLoadMeter(models, shape.num_layers, shape.num_experts, device)
 
     @property
@@ -142,7 +143,7 @@ class MegatronLearner:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         _, grad_norm, _ = self._optimizer.step()
-        imbalance = self._load_meter.read()
+        balance = self._load_meter.read()
         if not math.isfinite(grad_norm):
             raise RLMegatronError(
                 f"gradient norm is {grad_norm} at learning rate {learning_rate}: the update was not finite; "
@@ -151,7 +152,7 @@ class MegatronLearner:
         if not parallel_state.is_pipeline_last_stage():
             return None
         total = reduce_outputs(outputs)
-        metrics = {**total.metrics, "moe/load_imbalance": imbalance}
+        metrics = {**total.metrics, **balance}
         return StepResult(loss=total.loss, grad_norm=grad_norm, metrics=metrics, histograms=total.histograms)
 
     def save(self, folder: Path) -> None:

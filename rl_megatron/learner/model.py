@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from rl_megatron.config import LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.layers import DecoderConfig, RMSNorm, specialise, torch_layer_spec
+from rl_megatron.learner.decoder_config import DecoderConfig
+from rl_megatron.learner.layers import RMSNorm, specialise, torch_layer_spec
+from rl_megatron.learner.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -46,35 +50,22 @@ def padded_vocab(shape: ModelShape, learner: LearnerSection) -> int:
 def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
     """Megatron's configuration of one rank. Fusions that want CUDA kernels are on only with TransformerEngine."""
     d, dtype, fused = learner.dims, DTYPES[learner.dtype], uses_transformer_engine(learner)
-    options: dict[str, Any] = {}
+    options = _attention_options(shape) | (_expert_options(shape, fused) if shape.num_experts else {})
     if d.vpp > 1:  # batched p2p is silently wrong with vpp at pp=2
         options |= {"virtual_pipeline_model_parallel_size": d.vpp, "overlap_p2p_comm": True, "batch_p2p_comm": False}
     if learner.recompute_layers:
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return DecoderConfig(
+        shape=shape,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.expert_width,
-        rotary_base=shape.rope_theta,
-        num_moe_experts=shape.num_experts,
-        moe_ffn_hidden_size=shape.expert_width,
-        moe_router_topk=shape.experts_per_token,
-        moe_router_pre_softmax=not shape.normalize_top_k,
-        moe_router_score_function="softmax",
-        moe_router_load_balancing_type="none",
-        moe_router_dtype="fp32",
-        moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=True,
-        moe_permute_fusion=fused,
-        qk_layernorm=True,
+        ffn_hidden_size=shape.dense_width or shape.expert_width,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
+        add_bias_linear=shape.out_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=d.tp,
@@ -89,6 +80,7 @@ def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
         use_cpu_initialization=learner.device == "cpu",
         perform_initialization=False,  # weights always come from a checkpoint
         variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # megatron checks it without experts too
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=fused,
@@ -99,6 +91,41 @@ def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
         cross_entropy_loss_fusion=False,
         **options,
     )
+
+
+def _attention_options(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_query_groups": shape.num_kv_heads,
+        "kv_channels": shape.head_dim,
+        "qk_layernorm": shape.qk_norm is not None,
+        "add_qkv_bias": shape.qkv_bias,
+    }
+
+
+def _expert_options(shape: ModelShape, fused: bool) -> dict[str, Any]:
+    router = shape.router
+    options: dict[str, Any] = {
+        "num_moe_experts": shape.num_experts,
+        "moe_ffn_hidden_size": shape.expert_width,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_router_pre_softmax": router.score == "softmax" and not shape.normalize_top_k,
+        "moe_router_score_function": router.score,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": True,
+        "moe_permute_fusion": fused,
+    }
+    if shape.dense_layers:  # makes megatron name layers one by one in checkpoints
+        options["moe_layer_freq"] = [int(layer in shape.moe_layers) for layer in range(shape.num_layers)]
+    if shape.shared_width:
+        options["moe_shared_expert_intermediate_size"] = shape.shared_width
+    if router.selection_bias:  # frozen: megatron would move it at each step
+        options |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}
+    if router.scaling != 1:
+        options["moe_router_topk_scaling_factor"] = router.scaling
+    if router.groups > 1:
+        options |= {"moe_router_num_groups": router.groups, "moe_router_group_topk": router.top_groups}
+    return options
 
 
 def build_chunks(shape: ModelShape, learner: LearnerSection, config: DecoderConfig) -> list[GPTModel]:
@@ -121,8 +148,13 @@ def _build_chunk(shape: ModelShape, learner: LearnerSection, config: DecoderConf
         share_embeddings_and_output_weights=shape.tie_embeddings,
         position_embedding_type="rope" if fused else "none",  # our torch attention rotates by itself
         rotary_base=shape.rope_theta,
+        rotary_percent=shape.rotary_dim / shape.head_dim,
         vp_stage=vp_stage,
     )
+    if fused:
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(
+            shape.rope_theta, shape.rotary_dim, shape.rope, model.rotary_pos_emb.inv_freq.device
+        )
     _mark_tensor_parallel(model)
     if not fused:
         specialise(model)
@@ -139,12 +171,18 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
                 set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
-def _block_spec(
-    shape: ModelShape, config: DecoderConfig, fused: bool, vp_stage: int | None
-) -> ModuleSpec | TransformerBlockSubmodules:
+def _block_spec(shape: ModelShape, config: DecoderConfig, fused: bool, vp_stage: int | None) -> Any:
     if fused:
-        return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=shape.num_experts, moe_grouped_gemm=True, qk_layernorm=True
-        )
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[torch_layer_spec()] * count, layer_norm=RMSNorm)
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    specs = [torch_layer_spec(shape, layer) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def keep_selection_biases_float32(chunks: Sequence[GPTModel]) -> None:
+    """Undo what half precision does to routers' buffers, before they are filled."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module._maintain_float32_expert_bias()

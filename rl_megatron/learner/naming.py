@@ -10,15 +10,17 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_SELECTION_BIAS = ".router.expert_bias"
 _EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.weight)(\d+)$")
 
 
 def global_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
-    """(global name, parameter) of every parameter this rank holds."""
+    """(global name, parameter) of every parameter this rank holds, and the routers' selection biases, buffers."""
     for chunk in chunks:
-        local_experts = chunk.config.num_moe_experts // chunk.config.expert_model_parallel_size
+        local_experts = (chunk.config.num_moe_experts or 0) // chunk.config.expert_model_parallel_size
         first_expert = parallel_state.get_expert_model_parallel_rank() * local_experts
-        for name, parameter in chunk.named_parameters():
+        buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(_SELECTION_BIAS))
+        for name, parameter in (*chunk.named_parameters(), *buffers):
             found = _LAYER.match(name)
             if found:
                 layer = chunk.decoder.layers[int(found[1])].layer_number - 1

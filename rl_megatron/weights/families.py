@@ -9,7 +9,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layout import Layout, ParamSpec
-from rl_megatron.weights.tables import deepseek_v3, qwen3_moe
+from rl_megatron.weights.tables import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +33,13 @@ _DEEPSEEK_V3 = Family(
     trains=False,
 )
 FAMILIES: Mapping[str, Family] = {
-    "qwen3_moe": Family(
-        tables={
-            "hf": qwen3_moe.HF_QWEN3_MOE,
-            "megatron": qwen3_moe.MEGATRON_QWEN3_MOE,
-            "engine": qwen3_moe.ENGINE_QWEN3_MOE,
-        },
-        serves=True,
-    ),
+    "qwen2": Family(tables=qwen2.TABLES),
+    "qwen3": Family(tables=qwen3.TABLES),
+    "qwen3_moe": Family(tables=qwen3_moe.TABLES, serves=True),
+    "llama": Family(tables=llama.TABLES),
+    "mistral": Family(tables=llama.TABLES),
+    "mixtral": Family(tables=mixtral.TABLES),
+    "glm4_moe": Family(tables=glm4_moe.TABLES),
     "deepseek_v2": _DEEPSEEK_V3,
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,

@@ -54,7 +54,8 @@ class ParamSpec:
     its pieces' names as well. ``axis=None`` is whole on every rank of its stage; ``padded`` fills the last band up to
     a multiple of ``Layout.vocab_multiple`` times the axis' degree. ``bands`` gets the axis' degree too (engines repeat
     heads when there are more ranks than heads); ``unit`` rows of a band (a head's) stay on one rank. ``others`` are
-    the sizes of the uncut dims, ``layers`` the layers that have the parameter.
+    the sizes of the uncut dims, ``layers`` the layers that have the parameter. ``keeps_dtype`` is for buffers that stay
+    float32 where the weights are cast.
     """
 
     name: str
@@ -67,6 +68,7 @@ class ParamSpec:
     unit: Callable[[ModelShape], int] = _one_row
     layers: Callable[[ModelShape], range] = _every_layer
     exists: Callable[[ModelShape, ParallelDims], bool] = _always
+    keeps_dtype: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,6 +75,11 @@ def vector(
     return ParamSpec(name=name, bands=whole(hf, size), others=_nothing, stage=stage, layers=layers)
 
 
+def cut_vector(name: str, bands: Bands, *, unit: Size = one, layers: Layers = every_layer) -> ParamSpec:
+    """A bias or a norm's scale that tp cuts as it cuts the rows in front of it."""
+    return ParamSpec(name=name, bands=bands, others=_nothing, axis="tp", unit=unit, layers=layers)
+
+
 def matrix(
     name: str,
     bands: Bands,

@@ -1,0 +1,151 @@
+"""Attention of packed sequences over torch: rotary embeddings, grouped queries, windows, sinks, TP and CP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from rl_megatron.learner.decoder_config import DecoderConfig, device_of
+from rl_megatron.learner.fused import from_slots, into_slots, rotate
+from rl_megatron.learner.packed import LengthClass, PackedAttentionParams
+from rl_megatron.learner.rotary import inverse_frequencies
+
+_LANE = 8  # head dimensions stay a multiple of it, which fast attention kernels want
+
+
+class PackedAttention(MegatronModule):
+    """Rotary embedding and causal attention of packed sequences over torch SDPA; GQA, TP (heads come cut), CP.
+
+    Sequences of like length are attended in one padded call (see packed.py), so cost does not grow with their number.
+    Under CP each rank gathers keys and values (backward: reduce-scatter) and attends its own zig-zag chunks. Sinks are
+    ``softmax_offset`` [heads / tp], as megatron's DotProductAttention names them.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer_number: int,
+        *_: Any,
+        softmax_scale: float | None = None,
+        pg_collection: Any,
+        **__: Any,
+    ) -> None:
+        super().__init__(config=config)
+        shape = config.shape
+        self.cp = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.window = shape.windows[layer_number - 1] if shape.windows else 0
+        self.rotary_factor = shape.rope.attention_factor
+        self.inverse_frequency = inverse_frequencies(shape.rope_theta, shape.rotary_dim, shape.rope, device_of(config))
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if shape.sinks:
+            heads = shape.num_heads // pg_collection.tp.size()
+            offset = torch.empty(heads, dtype=config.params_dtype, device=device_of(config))
+            self.softmax_offset = torch.nn.Parameter(offset)
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedAttentionParams, **__: Any
+    ) -> Tensor:
+        """query [t, h, d], key and value [t, g, d] -> [t, h * d]."""
+        packed = packed_seq_params
+        if packed.rotary is None:
+            angle = packed.positions[:, None].float() * self.inverse_frequency
+            packed.rotary = angle.cos()[:, None] * self.rotary_factor, angle.sin()[:, None] * self.rotary_factor
+        query, key = rotate(query, *packed.rotary), rotate(key, *packed.rotary)
+        if self.cp is not None:
+            joined = torch.cat([key, value], -1).contiguous()
+            key, value = gather_from_sequence_parallel_region(joined, group=self.cp).split(key.shape[-1], -1)
+        if packed.queries is not None:
+            query = into_slots(query, packed.queries)
+        if packed.keys is not None:
+            key, value = into_slots(key, packed.keys), into_slots(value, packed.keys)
+        output = self._attend(query, key, value, packed.classes)
+        return output if packed.queries is None else from_slots(output, packed.queries)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, classes: Sequence[LengthClass]) -> Tensor:
+        """Slots of all classes, one call each -> [slots, h * d]."""
+        queries = _split(query, [c.count * c.query_length for c in classes])
+        keys, values = (_split(x, [c.count * c.key_length for c in classes]) for x in (key, value))
+        outputs = []
+        for part, *qkv in zip(classes, queries, keys, values, strict=True):
+            q, k, v = (x.unflatten(0, (part.count, -1)).transpose(1, 2) for x in qkv)
+            if self.softmax_offset is not None:
+                out = self._attend_with_sinks(q, k, v, part, self.softmax_offset)
+            else:
+                mask = part.visible(self.window) if 0 < self.window < part.key_length else part.mask
+                grouped = query.shape[1] != key.shape[1]
+                out = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
+                )
+            outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _attend_with_sinks(self, query: Tensor, key: Tensor, value: Tensor, part: LengthClass, sinks: Tensor) -> Tensor:
+        """The sink is a last key that all queries see and whose value is 0.
+
+        It lies in a dimension of its own, where queries are the head's logit over the scale, it is 1 and others are 0.
+        """
+        size = query.shape[-1]
+        logit = (sinks / self.scale)[None, :, None, None].to(query.dtype)
+        query = F.pad(torch.cat([query, logit.expand(*query.shape[:-1], 1)], -1), (0, _LANE - 1))
+        key, value = (F.pad(x, (0, _LANE, 0, 1)) for x in (key, value))
+        key[..., -1, size] = 1
+        mask = F.pad(part.visible(self.window), (0, 1), value=True)
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return out[..., :size]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sinks, cut by TP."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        out: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
+        return out
+
+
+class AllHeadsNorm(torch.nn.Module):
+    """RMS norm over all heads of q or k at once, MiniMax-M2's; ``weight`` [heads * d / tp] is cut as the heads are."""
+
+    def __init__(self, config: DecoderConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int, **_: Any) -> None:
+        super().__init__()
+        self.eps, self.size, self.parallel = eps, num_heads * hidden_size, config.tensor_model_parallel_size > 1
+        local = self.size // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(local, dtype=config.params_dtype, device=device_of(config)))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, heads / tp, d] -> the same. Every TP rank calls it."""
+        wide = x.float()
+        squares = wide.square().sum((-2, -1), keepdim=True)
+        if self.parallel:  # each rank's output hangs on the sum of all: its gradient is summed as well
+            squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+        normed = wide * (squares / self.size + self.eps).rsqrt()
+        return normed.to(x.dtype) * self.weight.view(x.shape[-2:])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """One tensor over all heads."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        out: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+        return out
+
+
+def _split(x: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    return x.split(sizes) if len(sizes) > 1 else [x]  # one part is no copy in the backward

@@ -1,0 +1,22 @@
+"""Megatron's configuration of a decoder, with what our layers need to know beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rl_megatron.models.shape import ModelShape
+
+
+@dataclass
+class DecoderConfig(TransformerConfig):
+    """Megatron's configuration and the shape that it was made of."""
+
+    shape: ModelShape = None  # type: ignore[assignment]  # megatron's fields before it have defaults
+
+
+def device_of(config: TransformerConfig) -> torch.device:
+    """Where parameters are made."""
+    return torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())

@@ -1,0 +1,71 @@
+"""A tiny random model of each family, as transformers makes and saves it, with nothing left at a telltale 0 or 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BASE: Mapping[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GLM: Mapping[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "head_dim": 16,
+    "n_shared_experts": 1,
+    "attention_bias": True,
+    "routed_scaling_factor": 1.5,
+}
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
+    ),
+    "llama": ("llama", {"rope_parameters": LLAMA3}),
+    "llama_linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "mistral": ("mistral", {"head_dim": 16, "sliding_window": None}),
+    "mistral_window": ("mistral", {"sliding_window": 7}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "glm4_moe": ("glm4_moe", {**GLM, "first_k_dense_replace": 1, "use_qk_norm": True}),
+    "glm4_moe_air": ("glm4_moe", {**GLM, "first_k_dense_replace": 2, "n_shared_experts": 2, "use_qk_norm": False}),
+}
+"""Name -> (model_type, what differs from BASE)."""
+
+
+def save_model(name: str, folder: Path) -> Any:
+    """The model, saved in ``folder``; weights are spread so wide that a wrong rope, bias or route shows."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, differing = MODELS[name]
+    torch.manual_seed(sorted(MODELS).index(name))
+    config = AutoConfig.for_model(kind, **{**BASE, **differing})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for key, value in [*model.named_parameters(), *model.named_buffers()]:
+            if key in model.state_dict():
+                is_scale = key.endswith("norm.weight")
+                value.normal_(1.0 if is_scale else 0.0, 0.3 if value.dim() == 1 else 0.25)
+    model.save_pretrained(folder)
+    return model
