@@ -33,3 +33,14 @@ class WorkerDied(RLMegatronError):
 
 class WeightError(RLMegatronError):
     """Weights that do not fit: a missing, unknown or misshapen tensor; names it."""
+
+
+class SyncError(RLMegatronError):
+    """A weight version that did not arrive whole, so nobody serves it; names version, ranks and what was awaited."""
+
+
+class CorruptionError(SyncError):
+    """Weights that a receiver holds otherwise than they were sent; names tensor, box and both ranks.
+
+    The processes are in step and nothing but the data is lost: the same sync, tried again, repairs it.
+    """

@@ -202,8 +202,12 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """One finished weight push; ``num_bytes`` crossed a process boundary."""
+    """One finished weight push, or one process's part in it: ``num_bytes`` came to it from other processes.
+
+    ``verify_seconds`` is the part of ``seconds`` in which it computed digests.
+    """
 
     version: int
     num_bytes: int
     seconds: float
+    verify_seconds: float = 0.0

@@ -41,18 +41,22 @@ class Bucket:
 
 
 def cut_into_buckets(
-    transfers: Iterable[Transfer], dtype_of: Callable[[str], torch.dtype], bucket_bytes: int
+    transfers: Iterable[Transfer],
+    dtype_of: Callable[[str], torch.dtype],
+    bucket_bytes: int,
+    part_bytes: int | None = None,
 ) -> list[Bucket]:
     """One pair's transfers, at most ``bucket_bytes`` (or one element) a bucket; sender and receiver get the same.
 
-    ``dtype_of`` names the dtype of a destination tensor.
+    ``dtype_of`` names the dtype of a destination tensor. ``part_bytes`` bounds a part (None: as a bucket is).
     """
+    largest = min(bucket_bytes, part_bytes or bucket_bytes)
     out: list[Bucket] = []
     free = 0
     for t in sorted(transfers, key=lambda t: str(dtype_of(t.dst_param))):
         dtype = dtype_of(t.dst_param)
         sizes = tuple(stop - start for start, stop in t.dst_box)
-        for cut in _split(sizes, max(1, bucket_bytes // dtype.itemsize)):
+        for cut in _split(sizes, max(1, largest // dtype.itemsize)):
             num_bytes = volume(cut) * dtype.itemsize
             if not out or out[-1].dtype != dtype or num_bytes > free:
                 out.append(Bucket(dtype=dtype, parts=[]))

@@ -15,10 +15,13 @@ from torch import Tensor
 from rl_megatron.errors import WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
+from rl_megatron.weights.commit import Transport
 from rl_megatron.weights.layout import Layout
 from rl_megatron.weights.plan import Plan, plan
 from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.transports.memory import MemoryTransport
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
+from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
 
 SHAPE = ModelShape(
     num_layers=2,
@@ -102,7 +105,21 @@ def push_plan(dims: ParallelDims, engines: int) -> Plan:
     return plan(source, Layout(table=HF_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(dp=engines)))
 
 
-def check_push(rank: int, dims: ParallelDims, engines: int, dtype: torch.dtype) -> None:
+def over_gloo(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) -> Transport:
+    return ProcessGroupTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES)
+
+
+def through_memory(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) -> Transport:
+    return SharedMemoryTransport(moves, src=src, dst=dst, slot_bytes=BUCKET_BYTES, timeout_seconds=60)
+
+
+def check_push(
+    rank: int,
+    dims: ParallelDims,
+    engines: int,
+    dtype: torch.dtype,
+    connect: Callable[[Plan, dict[str, Tensor], dict[str, Tensor]], Transport],
+) -> None:
     """Two versions through one transport into ``engines`` processes that are learners as well; routers stay float32."""
     moves = push_plan(dims, engines)
     src = megatron_tensors(hf_tensors(0), dims, rank)
@@ -114,7 +131,7 @@ def check_push(rank: int, dims: ParallelDims, engines: int, dtype: torch.dtype) 
     dst = {}
     if rank < engines:
         dst = {name: torch.full(shape, torch.nan, dtype=dtype_of(name)) for name, shape in shapes.items()}
-    transport = ProcessGroupTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES)
+    transport = connect(moves, src, dst)
     for version in (1, 2):
         for name, tensor in megatron_tensors(hf_tensors(version), dims, rank).items():
             src[name].copy_(tensor)
@@ -124,21 +141,23 @@ def check_push(rank: int, dims: ParallelDims, engines: int, dtype: torch.dtype) 
             assert torch.equal(tensor, wanted[name].to(dtype_of(name))), name
         crossed = sum(
             torch.Size([stop - start for start, stop in t.dst_box]).numel() * dtype_of(t.dst_param).itemsize
-            for engine in range(engines)
-            for t in moves.receives(engine)
+            for t in moves.receives(rank)
             if t.src_rank != t.dst_rank
         )
         assert (update.version, update.num_bytes) == (version, crossed)
+    transport.close()
 
 
 def _two(rank: int, world_size: int) -> None:
-    check_push(rank, ParallelDims(ep=2, dp=2), 2, torch.float32)
-    check_push(rank, ParallelDims(pp=2), 1, torch.bfloat16)
+    for connect in (over_gloo, through_memory):
+        check_push(rank, ParallelDims(ep=2, dp=2), 2, torch.float32, connect)
+        check_push(rank, ParallelDims(pp=2), 1, torch.bfloat16, connect)
 
 
 def _four(rank: int, world_size: int) -> None:
-    check_push(rank, ParallelDims(tp=2, pp=2, ep=2), 4, torch.float32)
-    check_push(rank, ParallelDims(tp=2, ep=4, dp=2), 3, torch.bfloat16)
+    for connect in (over_gloo, through_memory):
+        check_push(rank, ParallelDims(tp=2, pp=2, ep=2), 4, torch.float32, connect)
+        check_push(rank, ParallelDims(tp=2, ep=4, dp=2), 3, torch.bfloat16, connect)
 
 
 @pytest.mark.parametrize(("world_size", "body"), [(2, _two), (4, _four)])
@@ -147,7 +166,8 @@ def test_engines_hold_each_version_exactly(world_size: int, body: Callable[[int,
 
 
 def _one_process(rank: int, world_size: int) -> None:
-    check_push(rank, ParallelDims(), 1, torch.float32)
+    check_push(rank, ParallelDims(), 1, torch.float32, over_gloo)
+    check_push(rank, ParallelDims(), 1, torch.bfloat16, lambda moves, src, dst: MemoryTransport(moves, src=src, dst=dst))
     transport = ProcessGroupTransport(
         push_plan(ParallelDims(), 1),
         src=megatron_tensors(hf_tensors(0), ParallelDims(), 0),

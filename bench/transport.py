@@ -1,0 +1,160 @@
+"""Weight sync: each transport, with and without digests, against gathering and broadcasting over the same processes.
+
+Run from the repository root: ``python -m bench.transport``. Four learner ranks (TP2, EP2) fill two engine ranks (TP2),
+six processes in all. Prints a Markdown table: medians of ``REPEATS`` rounds, all methods in turns in each; seconds are
+from a barrier to a barrier, CPU seconds the sum over the processes. The baseline has no conversion and no copies into
+an engine: each learner rank gathers every parameter over its TP and EP groups, rank 0 broadcasts all of it to the
+engine ranks, in buckets as large as the transport's or tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from bench.plan import LARGE, MID
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.commit import Transport
+from rl_megatron.weights.layout import Layout
+from rl_megatron.weights.plan import plan
+from rl_megatron.weights.tables import qwen3_moe
+from rl_megatron.weights.transports.process_group import ProcessGroupTransport
+from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
+
+REPEATS = 5
+LEARNER, ENGINE = ParallelDims(tp=2, ep=2, dp=2), ParallelDims(tp=2, etp=2)
+LEARNERS, ENGINES = LEARNER.world_size, ENGINE.world_size
+BUCKET_BYTES = 64 * 2**20
+
+
+class GatherAndBroadcast:
+    """Every learner rank materialises every parameter, rank 0 sends all of it to every engine rank."""
+
+    def __init__(self, learner: Layout, rank: int, src: Mapping[str, Tensor], bucket_bytes: int) -> None:
+        self._rank, self._src = rank, src
+        make = dist.new_group  # every process makes every group
+        tp = [make(list(ranks)) for ranks in ((0, 1), (2, 3))]
+        ep = [make(list(ranks)) for ranks in ((0, 2), (1, 3), (0, 1), (2, 3))]
+        self._out = make([0, *range(LEARNERS, LEARNERS + ENGINES)])
+        ranks_of_ep = [dist.get_process_group_ranks(group) for group in ep]
+        experts = [learner.expert_rank(spec, 0) for spec in learner.rows() if "{expert}" in spec.name]
+        assert experts
+        coordinate = [rank % (LEARNER.tp * LEARNER.dp) // LEARNER.etp % LEARNER.ep for rank in range(LEARNERS)]
+        self._tp = tp[rank // 2] if rank < LEARNERS else None
+        self._ep = next(
+            (g for g, r in zip(ep, ranks_of_ep, strict=True) if rank in r and coordinate[r[0]] != coordinate[r[1]]),
+            None,
+        )
+        self._buckets = list(self._cut(learner, bucket_bytes))
+
+    def _cut(self, learner: Layout, bucket_bytes: int) -> Sequence[tuple[str, list[str], int]]:
+        """(over which axis to gather, a rank's tensors, their elements); the same number on every rank."""
+        whole = {name: prod(size) for name, size in learner.local_shapes(0).items()}
+        kinds: dict[str, list[str]] = {"ep": [], "tp": [], "none": []}
+        for name in learner.local_shapes(min(self._rank, LEARNERS - 1)):
+            replicated = "norm" in name or "router" in name
+            kinds["ep" if ".experts." in name else "none" if replicated else "tp"].append(name)
+        sizes = {**{name: prod(size) for name, size in learner.local_shapes(LEARNERS - 1).items()}, **whole}
+        for rank in range(LEARNERS):
+            sizes |= {name: prod(size) for name, size in learner.local_shapes(rank).items()}
+        out: list[tuple[str, list[str], int]] = []
+        for kind, names in kinds.items():
+            for name in names:
+                if not out or out[-1][0] != kind or (out[-1][2] + sizes[name]) * 4 * 2 > bucket_bytes:
+                    out.append((kind, [], 0))
+                out[-1] = (kind, [*out[-1][1], name], out[-1][2] + sizes[name])
+        return out
+
+    def move(self) -> None:
+        for kind, names, elements in self._buckets:
+            parts = 1 if kind == "none" else 2
+            whole = torch.empty(parts * elements)
+            if self._rank < LEARNERS:
+                mine = torch.cat([self._src[name].view(-1) for name in names])
+                if kind == "none":
+                    whole = mine
+                else:
+                    dist.all_gather(list(whole.chunk(2)), mine, group=self._tp if kind == "tp" else self._ep)
+            if self._rank == 0 or self._rank >= LEARNERS:
+                dist.broadcast(whole, src=0, group=self._out)
+
+
+def timed(call: Callable[[], object]) -> tuple[float, float]:
+    """(seconds from a barrier to a barrier, CPU seconds of all processes)."""
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    call()
+    spent = torch.tensor(time.process_time() - cpu, dtype=torch.float64)
+    dist.barrier()
+    wall = time.perf_counter() - wall
+    dist.all_reduce(spent)
+    return wall, float(spent)
+
+
+def measure(rank: int, name: str, model: ModelShape) -> None:
+    """Print a model's rows."""
+    learner = Layout(table=qwen3_moe.MEGATRON_QWEN3_MOE, shape=model, dims=LEARNER)
+    engine = Layout(table=qwen3_moe.ENGINE_QWEN3_MOE, shape=model, dims=ENGINE)
+    moves = plan(learner, engine, placement={r: LEARNERS + r for r in range(ENGINES)})
+    sending = rank < LEARNERS
+    src = {n: torch.full(size, rank + 1.0) for n, size in learner.local_shapes(rank).items()} if sending else {}
+    local = {} if sending else engine.local_shapes(rank - LEARNERS)
+    dst = {n: torch.zeros(size) for n, size in local.items()}
+    total = sum(prod(size) for size in Layout(table=qwen3_moe.HF_QWEN3_MOE, shape=model).local_shapes(0).values()) * 4
+    moved = 4 * sum(moves.traffic().values())
+    transports: dict[str, Transport] = {
+        "gloo": ProcessGroupTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES, verify=False),
+        "gloo, digests": ProcessGroupTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES),
+        "shared memory": SharedMemoryTransport(moves, src=src, dst=dst, verify=False),
+        "shared memory, digests": SharedMemoryTransport(moves, src=src, dst=dst),
+    }
+    calls: dict[str, Callable[[], object]] = {
+        "gather and broadcast, buckets": GatherAndBroadcast(learner, rank, src, BUCKET_BYTES).move,
+        "gather and broadcast, tensors": GatherAndBroadcast(learner, rank, src, 1).move,
+    }
+    calls |= {kind: lambda transport=transport: transport.move(0) for kind, transport in transports.items()}
+    seen: dict[str, list[tuple[float, float]]] = {kind: [] for kind in calls}
+    for round_ in range(1 + REPEATS):
+        for kind, call in calls.items():
+            spent = timed(call)
+            if round_:  # the first touches all memory
+                seen[kind].append(spent)
+    medians = {kind: [statistics.median(column) for column in zip(*rows, strict=True)] for kind, rows in seen.items()}
+    base = medians["gather and broadcast, buckets"]
+    if rank == 0:
+        for kind, (wall, cpu) in medians.items():
+            print(
+                f"| {name}, {total / 1e6:.0f} MB, {moved / 1e6:.0f} MB moved | {kind} | {wall:.4f} | {wall / base[0]:.2f}"
+                f" | {cpu:.3f} | {cpu / base[1]:.2f} |",
+                flush=True,
+            )
+    for transport in transports.values():
+        transport.close()
+
+
+def process(rank: int, port: int) -> None:
+    """One of the six."""
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=LEARNERS + ENGINES)
+    if rank == 0:
+        print(f"| model | method | seconds | ratio | CPU seconds | ratio |\n|{' --- |' * 6}")
+    for name, model in (("mid", MID), ("large", LARGE)):
+        measure(rank, name, model)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        chosen = free.getsockname()[1]
+    mp.spawn(process, args=(chosen,), nprocs=LEARNERS + ENGINES)

@@ -1,0 +1,72 @@
+"""Versions of weights in one process: staged in place, served only once every process has staged them.
+
+Staging writes the engine's only copy, so from its start until the commit the engine serves nothing. Whoever drives the
+processes stages on all of them, then commits on all of them, or on none: the two phases of a commit.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rl_megatron.errors import SyncError
+from rl_megatron.types import WeightUpdate
+
+
+class Transport(Protocol):
+    """Executes a plan. Every process of the plan has one, with its own ends of it."""
+
+    def move(self, version: int) -> WeightUpdate:
+        """Write this process's destination tensors in place and verify them. All processes call it together.
+
+        Raises CorruptionError, after everything was moved, where a box is not what was sent, and SyncError where a
+        process was lost; either way the destination is in part written.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of buffers and connections. Not collective."""
+        ...
+
+
+class Servable(Protocol):
+    """An engine that knows which version of the weights it serves."""
+
+    def withdraw(self) -> None:
+        """Serve nothing until `serve`."""
+        ...
+
+    def serve(self, version: int) -> None:
+        """Serve the weights now in place as ``version``."""
+        ...
+
+
+class Replica:
+    """One process's engine behind a transport. A process that only sends has no engine."""
+
+    def __init__(self, transport: Transport, engine: Servable | None) -> None:
+        self._transport, self._engine = transport, engine
+        self._staged: int | None = None
+
+    def stage(self, version: int) -> WeightUpdate:
+        """Phase one: withdraw the engine, move and verify. Collective; raises as `Transport.move` does."""
+        self._staged = None
+        if self._engine is not None:
+            self._engine.withdraw()
+        update = self._transport.move(version)
+        self._staged = version
+        return update
+
+    def commit(self, version: int) -> None:
+        """Phase two: serve what was staged. Raises SyncError for any other version."""
+        if self._staged != version:
+            raise SyncError(
+                f"version {version} was to be committed, but what is staged here is "
+                f"{'nothing' if self._staged is None else f'version {self._staged}'}; push it again"
+            )
+        self._staged = None
+        if self._engine is not None:
+            self._engine.serve(version)
+
+    def close(self) -> None:
+        """Close the transport."""
+        self._transport.close()

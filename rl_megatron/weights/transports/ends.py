@@ -1,0 +1,249 @@
+"""One process's ends of a plan: what leaves it and what arrives, as messages that are packed, unpacked and verified.
+
+A message is a bucket's bytes and, where digests are on, a trailer: the version, then a 64-bit digest of each part as it
+was packed. The receiver computes the digest of each part again from the tensor that holds it after unpacking, strided
+or not, so what is compared is what will be served. On a CPU every part is small enough that its digest is computed from
+the cache that has just copied it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl_megatron.errors import CorruptionError, WeightError
+from rl_megatron.weights.buckets import Bucket, Part, cut_into_buckets
+from rl_megatron.weights.hashing import PIECE_BYTES, bytes_of, digest, digests
+from rl_megatron.weights.layout import Box
+from rl_megatron.weights.plan import Plan, Transfer
+
+_WORD = 8  # bytes of a digest
+_MOST_TOLD = 10  # problems of a process that an error lists
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dtypes:
+    """A process's destination dtypes: one, and the few tensors that have another."""
+
+    common: torch.dtype
+    others: Mapping[str, torch.dtype]
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Dtypes:
+        """Of destination tensors."""
+        counts = Counter(tensor.dtype for tensor in tensors.values())
+        common = counts.most_common(1)[0][0] if counts else torch.float32
+        return cls(common=common, others={n: t.dtype for n, t in tensors.items() if t.dtype != common})
+
+    def of(self, name: str) -> torch.dtype:
+        """Of one tensor."""
+        return self.others.get(name, self.common)
+
+
+Report = tuple[list[str], Dtypes]
+"""What a process tells the others before the first move: what does not fit, and its destination dtypes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A bucket bound to this process: ``views[i]``, inside ``buffer``, carries ``tensors[i]``."""
+
+    peer: int
+    bucket: Bucket
+    buffer: Tensor  # [bytes on the wire] uint8
+    payload: Tensor  # [bucket.num_bytes] uint8, the start of buffer
+    trailer: Tensor  # [1 + parts] int64, the end of buffer; [0] without digests
+    views: list[Tensor]
+    tensors: list[Tensor]
+    written: list[NDArray[np.uint8] | None]  # of each part, on a CPU: the bytes copied, None where they lie strided
+
+
+class Ends:
+    """What a process sends, receives and copies within itself, over ``src`` and ``dst``, its tensors by local name.
+
+    ``exchange`` gives every process's report for this one's. Raises WeightError, naming tensor and rank, on every
+    process where one has a missing, unknown or misshapen tensor. Elements are cast to the destination's dtype before
+    they are sent. Tensors are held by storage: change them in place.
+    """
+
+    def __init__(
+        self,
+        moves: Plan,
+        *,
+        rank: int,
+        src: Mapping[str, Tensor],
+        dst: Mapping[str, Tensor],
+        exchange: Callable[[Report], Sequence[Report]],
+        verify: bool,
+    ) -> None:
+        self.rank, self.verify = rank, verify
+        self.src = {name: tensor.detach() for name, tensor in src.items()}
+        self.dst = {name: tensor.detach() for name, tensor in dst.items()}
+        self.device = next((t.device for t in (*self.dst.values(), *self.src.values())), torch.device("cpu"))
+        receives, sends = list(moves.receives(rank)), list(moves.sends(rank))
+        local = [t for t in receives if t.src_rank == rank]
+        problems = list(_misfits([*local, *sends], receives, self.src, self.dst))
+        reports = exchange((problems, Dtypes.of_tensors(self.dst)))
+        lines = [f"rank {r}: {line}" for r, (found, _) in enumerate(reports) for line in found[:_MOST_TOLD]]
+        if lines:
+            raise WeightError("\n".join(lines))
+        self._dtypes = [dtypes for _, dtypes in reports]
+        self._pairs: dict[tuple[int, int], list[Transfer]] = {}
+        for t in (*receives, *sends):
+            if t.src_rank != t.dst_rank:
+                self._pairs.setdefault((t.src_rank, t.dst_rank), []).append(t)
+        pieces = cut_into_buckets(local, self._dtypes[rank].of, PIECE_BYTES) if local else []
+        self._local = [part for bucket in pieces for part in bucket.parts]
+        self._local_src = [view(self.src[part.src_param], part.src_box) for part in self._local]
+        self._local_dst = [view(self.dst[part.dst_param], part.dst_box) for part in self._local]
+        self._failures: list[str] = []
+        self._verify_seconds = 0.0
+
+    def buckets(self, bucket_bytes: int) -> dict[tuple[int, int], list[Bucket]]:
+        """Those of every (sender, receiver) that this process is one of; both cut the same."""
+        part_bytes = PIECE_BYTES if self.device.type == "cpu" else bucket_bytes
+        return {
+            pair: cut_into_buckets(moved, self._dtypes[pair[1]].of, bucket_bytes, part_bytes)
+            for pair, moved in self._pairs.items()
+        }
+
+    def wire_bytes(self, bucket: Bucket) -> int:
+        """Of a message: payload, padding to a word, trailer."""
+        return _padded(bucket.num_bytes) + _WORD * (1 + len(bucket.parts)) if self.verify else bucket.num_bytes
+
+    def bind(self, peer: int, bucket: Bucket, buffer: Tensor, *, leaving: bool) -> Message:
+        """``buffer`` may be longer than the message, which starts where it starts: at a word."""
+        payload = buffer[: bucket.num_bytes]
+        tensors = [
+            view(self.src[p.src_param], p.src_box) if leaving else view(self.dst[p.dst_param], p.dst_box)
+            for p in bucket.parts
+        ]
+        flat, views, start = payload.view(bucket.dtype), [], 0
+        for tensor in tensors:
+            views.append(flat[start : start + tensor.numel()].view(tensor.shape))
+            start += tensor.numel()
+        used = buffer[: self.wire_bytes(bucket)]
+        copied = (views if leaving else tensors) if self.verify and self.device.type == "cpu" else []
+        return Message(
+            peer=peer,
+            bucket=bucket,
+            buffer=used,
+            payload=payload,
+            trailer=used[_padded(bucket.num_bytes) :].view(torch.int64),
+            views=views,
+            tensors=tensors,
+            written=[bytes_of(tensor) if tensor.is_contiguous() else None for tensor in copied],
+        )
+
+    def begin(self) -> None:
+        """Forget what the last move found, and copy what stays in this process."""
+        self._failures, self._verify_seconds = [], 0.0
+        if not self.verify:
+            if self._local:
+                torch._foreach_copy_(self._local_dst, self._local_src)
+            return
+        for part, source, target in zip(self._local, self._local_src, self._local_dst, strict=True):
+            target.copy_(source)
+            started = time.perf_counter()
+            held, wanted = digest(bytes_of(target)), digest(bytes_of(source.to(target.dtype)))
+            self._verify_seconds += time.perf_counter() - started
+            if held != wanted:
+                self._failures.append(self._difference(part, self.rank))
+
+    def pack(self, message: Message, version: int) -> None:
+        """Fill the message's buffer."""
+        if not self.verify:
+            torch._foreach_copy_(message.views, message.tensors)
+        elif self.device.type == "cpu":
+            seals = _words(message.trailer)
+            seals[0] = version
+            for i, (packed, tensor) in enumerate(zip(message.views, message.tensors, strict=True)):
+                packed.copy_(tensor)
+                seals[i + 1] = self._digest(packed, message.written[i])
+        else:
+            torch._foreach_copy_(message.views, message.tensors)
+            message.trailer[0] = version
+            message.trailer[1:] = digests(message.views)
+
+    def unpack(self, message: Message, version: int) -> None:
+        """Write the message's tensors; what is not as it was sent is remembered for `finish`."""
+        if not self.verify:
+            torch._foreach_copy_(message.tensors, message.views)
+            return
+        parts = message.bucket.parts
+        if self.device.type == "cpu":
+            seals = _words(message.trailer)
+            sent_version = int(seals[0])
+            wrong = []
+            for i, (packed, tensor) in enumerate(zip(message.views, message.tensors, strict=True)):
+                tensor.copy_(packed)
+                if self._digest(tensor, message.written[i]) != seals[i + 1]:
+                    wrong.append(i)
+        else:
+            torch._foreach_copy_(message.tensors, message.views)
+            started = time.perf_counter()
+            sent_version = int(message.trailer[0])
+            wrong = (digests(message.tensors) != message.trailer[1:]).nonzero().flatten().tolist()
+            self._verify_seconds += time.perf_counter() - started
+        if sent_version != version:
+            self._failures.append(f"a message of rank {message.peer} says that it is of version {sent_version}")
+        self._failures += (self._difference(parts[i], message.peer) for i in wrong)
+
+    def finish(self, version: int) -> float:
+        """Seconds spent on digests. Raises CorruptionError for what `begin` and `unpack` found."""
+        if self._failures:
+            told = self._failures[:_MOST_TOLD]
+            more = len(self._failures) - len(told)
+            raise CorruptionError(
+                f"version {version} did not arrive whole at rank {self.rank} and is not served:\n"
+                + "\n".join(told + ([f"and {more} more"] if more else []))
+            )
+        return self._verify_seconds
+
+    def _digest(self, tensor: Tensor, written: NDArray[np.uint8] | None) -> int:
+        started = time.perf_counter()
+        out = digest(bytes_of(tensor) if written is None else written)
+        self._verify_seconds += time.perf_counter() - started
+        return out
+
+    def _difference(self, part: Part, sender: int) -> str:
+        return (
+            f"{part.dst_param} {part.dst_box} on rank {self.rank} is not {part.src_param} {part.src_box} "
+            f"as rank {sender} sent it"
+        )
+
+
+def view(tensor: Tensor, box: Box) -> Tensor:
+    """A box of a tensor."""
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _WORD) * _WORD
+
+
+def _words(trailer: Tensor) -> NDArray[np.uint64]:
+    return trailer.numpy().view(np.uint64)
+
+
+def _misfits(
+    leaving: Sequence[Transfer], arriving: Sequence[Transfer], src: Mapping[str, Tensor], dst: Mapping[str, Tensor]
+) -> Iterator[str]:
+    """Why this process's tensors cannot serve the plan, a line each."""
+    wanted_src = {t.src_param: t.src_shape for t in leaving}
+    wanted_dst = {t.dst_param: t.dst_shape for t in arriving}
+    for side, wanted, tensors in (("source", wanted_src, src), ("destination", wanted_dst, dst)):
+        for name, shape in wanted.items():
+            if name not in tensors:
+                yield f"{side} tensor {name} is missing; the plan needs it with shape {shape}"
+            elif tuple(tensors[name].shape) != shape:
+                yield f"{side} tensor {name} has shape {tuple(tensors[name].shape)}, the plan's layout says {shape}"
+    for name in dst.keys() - wanted_dst.keys():
+        yield f"destination tensor {name} is written by no transfer; leave it out or add it to the layout"

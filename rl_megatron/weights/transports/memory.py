@@ -1,0 +1,47 @@
+"""Executes a plan inside one process: straight copies, no process group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from rl_megatron.errors import WeightError
+from rl_megatron.types import WeightUpdate
+from rl_megatron.weights.plan import Plan
+from rl_megatron.weights.transports.ends import Ends
+
+
+class MemoryTransport:
+    """Copies where learner and engine share process ``rank``. Raises WeightError for a plan that needs another one."""
+
+    def __init__(
+        self,
+        moves: Plan,
+        *,
+        src: Mapping[str, Tensor],
+        dst: Mapping[str, Tensor],
+        rank: int = 0,
+        verify: bool = True,
+    ) -> None:
+        others = sorted({process for pair in moves.traffic() for process in pair} - {rank})
+        if others:
+            raise WeightError(
+                f"memory copies within one process, but the plan moves weights between this one ({rank}) and "
+                f"{', '.join(map(str, others))}; use weights.transport=shared_memory or process_group"
+            )
+        self._ends = Ends(
+            moves, rank=rank, src=src, dst=dst, exchange=lambda mine: [mine] * (rank + 1), verify=verify
+        )
+
+    def move(self, version: int) -> WeightUpdate:
+        """See commit.Transport."""
+        started = time.perf_counter()
+        self._ends.begin()
+        verified = self._ends.finish(version)
+        seconds = time.perf_counter() - started
+        return WeightUpdate(version=version, num_bytes=0, seconds=seconds, verify_seconds=verified)
+
+    def close(self) -> None:
+        """See commit.Transport. There is nothing to let go of."""

@@ -1,0 +1,232 @@
+"""Executes a plan between processes of one node through memory that both ends of a pair map: Linux, CPU tensors.
+
+Each pair has a ring of slots, small enough to stay in the cores' shared cache: a byte is read from the source's memory
+and written to the destination's, and never elsewhere. A Unix socket beside it carries a byte for each slot filled or
+emptied; it wakes whoever waits, orders the accesses, and ends at once when a process dies, however it dies. Rings are
+anonymous files handed through the socket (memfd_create, SCM_RIGHTS), and sockets have unguessable abstract names: the
+file system sees none of them, and the kernel drops them with their processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_megatron.errors import SyncError, WeightError
+from rl_megatron.types import WeightUpdate
+from rl_megatron.weights.buckets import Bucket
+from rl_megatron.weights.hashing import PIECE_BYTES
+from rl_megatron.weights.plan import Plan
+from rl_megatron.weights.transports.ends import Ends, Message
+from rl_megatron.weights.transports.process_group import reports_of
+
+_SLOTS = 4
+_STEP, _GAVE_UP = b".", b"!"
+_PAGE = 4096
+_HELLO = struct.Struct("=qq")  # the sender's rank, bytes of a slot
+_CREDENTIALS = struct.Struct("=iii")  # pid, uid, gid (SO_PEERCRED)
+
+
+class _LostError(Exception):
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank} was lost or is late: {why}")
+        self.rank = rank
+
+
+class _Link:
+    """This process's end of one pair: a socket, and messages each bound to its slot of the ring."""
+
+    def __init__(self, peer: int, connection: socket.socket, messages: list[Message], *, leaving: bool) -> None:
+        connection.setblocking(False)
+        self.peer, self.connection, self.leaving = peer, connection, leaving
+        self.messages = messages
+        self.done = self.told = 0  # messages packed or unpacked here; unpacked or packed there
+
+    @property
+    def ready(self) -> bool:
+        """Whether a slot waits to be filled, or emptied."""
+        if self.leaving:
+            return self.done < len(self.messages) and self.done < self.told + _SLOTS
+        return self.done < self.told
+
+    @property
+    def finished(self) -> bool:
+        """Whether every message has been unpacked."""
+        return (self.told if self.leaving else self.done) == len(self.messages)
+
+    def step(self, ends: Ends, version: int) -> None:
+        """Fill or empty one slot, and say so."""
+        (ends.pack if self.leaving else ends.unpack)(self.messages[self.done], version)
+        self.done += 1
+        with contextlib.suppress(OSError):  # gone: `listen` says so
+            self.connection.send(_STEP)  # there is room: fewer are on the way than there are slots
+
+    def listen(self) -> None:
+        """Hear what the other end has done. Raises _LostError where it is gone, or gave up because another is."""
+        try:
+            said = self.connection.recv(_PAGE)
+        except OSError as error:
+            raise _LostError(self.peer, str(error)) from error
+        if not said:
+            raise _LostError(self.peer, "its connection is closed")
+        steps, gave_up, lost = said.partition(_GAVE_UP)
+        if gave_up:
+            raise _LostError(int(lost), f"rank {self.peer} says so")
+        self.told += len(steps)
+
+    def give_up(self, lost: int) -> None:
+        """Tell the other end, if it is still there, which rank is lost, and close."""
+        with contextlib.suppress(OSError):
+            self.connection.send(_GAVE_UP + str(lost).encode())
+        self.connection.close()
+
+
+class SharedMemoryTransport:
+    """As ProcessGroupTransport, between processes of one machine. Making one is collective over ``group``.
+
+    Once a process is lost the others need a new one. A process that says nothing for ``timeout_seconds`` is lost.
+    """
+
+    def __init__(
+        self,
+        moves: Plan,
+        *,
+        src: Mapping[str, Tensor],
+        dst: Mapping[str, Tensor],
+        group: dist.ProcessGroup | None = None,
+        slot_bytes: int = PIECE_BYTES,
+        timeout_seconds: float = 600.0,
+        verify: bool = True,
+    ) -> None:
+        rank = dist.get_rank(group)
+        self._ends = Ends(moves, rank=rank, src=src, dst=dst, exchange=reports_of(group), verify=verify)
+        self._timeout = timeout_seconds
+        self._links = self._connect(self._ends.buckets(slot_bytes), group)
+        arriving = (message for link in self._links if not link.leaving for message in link.messages)
+        self._num_bytes = sum(message.bucket.num_bytes for message in arriving)
+
+    def move(self, version: int) -> WeightUpdate:
+        """See commit.Transport."""
+        started = time.perf_counter()
+        self._ends.begin()
+        for link in self._links:
+            link.done = link.told = 0
+        try:
+            unfinished = [link for link in self._links if not link.finished]
+            while unfinished:
+                ready = [link for link in unfinished if link.ready]
+                for link in ready:
+                    link.step(self._ends, version)
+                unfinished = [link for link in unfinished if not link.finished]
+                self._hear(unfinished, wait=not ready)
+        except _LostError as error:
+            raise self._failed(version, error) from error
+        verified = self._ends.finish(version)
+        seconds = time.perf_counter() - started
+        return WeightUpdate(version=version, num_bytes=self._num_bytes, seconds=seconds, verify_seconds=verified)
+
+    def close(self) -> None:
+        """See commit.Transport. The other ends hear of it."""
+        for link in self._links:
+            link.connection.close()
+        self._links = []
+
+    def _hear(self, links: list[_Link], *, wait: bool) -> None:
+        """Take what the other ends said; where there is nothing to do, sleep until one says something."""
+        poll = select.poll()
+        waiting = {link.connection.fileno(): link for link in links}
+        for descriptor in waiting:
+            poll.register(descriptor, select.POLLIN)
+        heard = poll.poll(self._timeout * 1000 if wait and links else 0)
+        if wait and links and not heard:
+            raise _LostError(links[0].peer, f"it said nothing for {self._timeout:g} s")
+        for descriptor, _ in heard:
+            waiting[descriptor].listen()
+
+    def _failed(self, version: int, error: _LostError) -> SyncError:
+        """Gives up on every link, so that nobody waits for this process."""
+        waits = [link for link in self._links if not link.finished and not link.ready]
+        told = []
+        for link in sorted(waits, key=lambda link: link.peer != error.rank)[:3]:
+            at = link.told if link.leaving else link.done
+            part = link.messages[at].bucket.parts[0]
+            told.append(
+                f"rank {link.peer} to {'empty' if link.leaving else 'fill'} slot {at} of {len(link.messages)} "
+                f"({part.dst_param} {part.dst_box})"
+            )
+        for link in self._links:
+            link.give_up(error.rank)
+        self._links = []
+        return SyncError(
+            f"version {version} is not served: {error}. Rank {self._ends.rank} waited for {', '.join(told)}. Start the "
+            "lost process again, connect anew and push"
+        )
+
+    def _connect(
+        self, buckets: Mapping[tuple[int, int], list[Bucket]], group: dist.ProcessGroup | None
+    ) -> list[_Link]:
+        """A link for every pair, those that leave first, each process beginning with another."""
+        rank = self._ends.rank
+        if self._ends.device.type != "cpu":
+            raise WeightError("shared_memory moves tensors of CPU memory; use weights.transport=process_group")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.settimeout(self._timeout)
+            listener.bind(b"\0rl_megatron-" + secrets.token_hex(16).encode())
+            listener.listen(dist.get_world_size(group))
+            here = (Path("/proc/sys/kernel/random/boot_id").read_text(), listener.getsockname())
+            places = [here] * dist.get_world_size(group)
+            dist.all_gather_object(places, here, group=group)
+            receivers = sorted((to for frm, to in buckets if frm == rank), key=lambda to: (to - rank) % len(places))
+            senders = [frm for frm, to in buckets if to == rank]
+            far = [peer for peer in (*receivers, *senders) if places[peer][0] != here[0]]
+            if far:
+                raise WeightError(
+                    f"shared_memory needs one machine, but rank {rank} is on another than rank {far[0]}; "
+                    "use weights.transport=process_group"
+                )
+            links = [self._offer(to, places[to][1], buckets[rank, to]) for to in receivers]
+            return links + [self._accept(listener, buckets) for _ in senders]
+
+    def _offer(self, to: int, address: bytes, buckets: list[Bucket]) -> _Link:
+        slot = -(-max(self._ends.wire_bytes(bucket) for bucket in buckets) // _PAGE) * _PAGE
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(self._timeout)
+        connection.connect(address)
+        ring = os.memfd_create("weights", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(ring, slot * _SLOTS)
+            socket.send_fds(connection, [_HELLO.pack(self._ends.rank, slot)], [ring])
+            return _Link(to, connection, self._bound(to, buckets, ring, slot, leaving=True), leaving=True)
+        finally:
+            os.close(ring)
+
+    def _accept(self, listener: socket.socket, buckets: Mapping[tuple[int, int], list[Bucket]]) -> _Link:
+        connection, _ = listener.accept()
+        connection.settimeout(self._timeout)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
+            raise WeightError("a process of another user offered weights; nothing was taken from it")
+        hello, (ring,), _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+        try:
+            frm, slot = _HELLO.unpack(hello)
+            moved = buckets[frm, self._ends.rank]
+            return _Link(frm, connection, self._bound(frm, moved, ring, slot, leaving=False), leaving=False)
+        finally:
+            os.close(ring)
+
+    def _bound(self, peer: int, buckets: list[Bucket], ring: int, slot: int, *, leaving: bool) -> list[Message]:
+        whole = torch.frombuffer(mmap.mmap(ring, slot * _SLOTS), dtype=torch.uint8)
+        slots = whole.view(_SLOTS, slot)
+        return [self._ends.bind(peer, b, slots[i % _SLOTS], leaving=leaving) for i, b in enumerate(buckets)]
