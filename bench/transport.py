@@ -54,7 +54,9 @@ class GatherAndBroadcast:
             (g for g, r in zip(ep, ranks_of_ep, strict=True) if rank in r and coordinate[r[0]] != coordinate[r[1]]),
             None,
         )
-        self._buckets = list(self._cut(learner, bucket_bytes))
+        self._buckets = self._cut(learner, bucket_bytes)
+        largest = max(elements for _, _, elements in self._buckets)
+        self._mine, self._whole = torch.zeros(largest), torch.zeros(2 * largest)
 
     def _cut(self, learner: Layout, bucket_bytes: int) -> Sequence[tuple[str, list[str], int]]:
         """(over which axis to gather, a rank's tensors, their elements); the same number on every rank."""
@@ -75,14 +77,12 @@ class GatherAndBroadcast:
         return out
 
     def move(self) -> None:
+        """Once through the model."""
         for kind, names, elements in self._buckets:
-            parts = 1 if kind == "none" else 2
-            whole = torch.empty(parts * elements)
+            mine, whole = self._mine[:elements], self._whole[: elements if kind == "none" else 2 * elements]
             if self._rank < LEARNERS:
-                mine = torch.cat([self._src[name].view(-1) for name in names])
-                if kind == "none":
-                    whole = mine
-                else:
+                torch.cat([self._src[name].view(-1) for name in names], out=whole if kind == "none" else mine)
+                if kind != "none":
                     dist.all_gather(list(whole.chunk(2)), mine, group=self._tp if kind == "tp" else self._ep)
             if self._rank == 0 or self._rank >= LEARNERS:
                 dist.broadcast(whole, src=0, group=self._out)
@@ -132,11 +132,8 @@ def measure(rank: int, name: str, model: ModelShape) -> None:
     base = medians["gather and broadcast, buckets"]
     if rank == 0:
         for kind, (wall, cpu) in medians.items():
-            print(
-                f"| {name}, {total / 1e6:.0f} MB, {moved / 1e6:.0f} MB moved | {kind} | {wall:.4f} | {wall / base[0]:.2f}"
-                f" | {cpu:.3f} | {cpu / base[1]:.2f} |",
-                flush=True,
-            )
+            ratios = f"{wall:.4f} | {wall / base[0]:.2f} | {cpu:.3f} | {cpu / base[1]:.2f}"
+            print(f"| {name}, {total / 1e6:.0f} MB, {moved / 1e6:.0f} MB moved | {kind} | {ratios} |", flush=True)
     for transport in transports.values():
         transport.close()
 

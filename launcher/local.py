@@ -23,7 +23,7 @@ from typing import Any
 
 from launcher import worker
 from rl_megatron.config import RunConfig
-from rl_megatron.errors import RLMegatronError, WorkerDied
+from rl_megatron.errors import CorruptionError, RLMegatronError, WorkerDied
 from rl_megatron.interfaces import Roles
 from rl_megatron.types import (
     Batch,
@@ -295,12 +295,30 @@ class WeightGroup:
         self._group = group
 
     async def push(self, version: int) -> WeightUpdate:
-        """See interfaces.WeightSync."""
-        updates: list[WeightUpdate] = await self._group.each("push", version)
+        """See interfaces.WeightSync. Served once all replicas have staged and verified it; tried twice.
+
+        Raises CorruptionError where boxes arrived corrupted twice.
+        """
+        updates, failures = await self._stage(version)
+        if failures:
+            logger.warning("weights were corrupted on their way and are moved again: %s", failures[0])
+            again, failures = await self._stage(version)
+            updates += again
+        if failures:
+            raise failures[0]
+        await self._group.each("commit", version)
         return WeightUpdate(
             version=version,
-            num_bytes=updates[0].num_bytes,
+            num_bytes=sum(u.num_bytes for u in updates),
             seconds=max(u.seconds for u in updates),
+            verify_seconds=max(u.verify_seconds for u in updates),
+        )
+
+    async def _stage(self, version: int) -> tuple[list[WeightUpdate], list[CorruptionError]]:
+        answers: list[WeightUpdate | CorruptionError] = await self._group.each("stage", version)
+        return (
+            [answer for answer in answers if isinstance(answer, WeightUpdate)],
+            [answer for answer in answers if isinstance(answer, CorruptionError)],
         )
 
     async def export(self, folder: Path) -> None:

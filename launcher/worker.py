@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_megatron.config import RunConfig
-from rl_megatron.errors import RLMegatronError
+from rl_megatron.errors import CorruptionError, RLMegatronError
 from rl_megatron.types import Completion, GenerationRequest, Loss, Samples, StepResult, WeightUpdate
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def main(connection: Connection, rank: int, rendezvous: str) -> None:
         from rl_megatron.observability.log import run_log
 
         with run_log(run_folder, role="rank", rank=rank):
-            worker = Worker(config, model_folder, rank, rendezvous)
+            worker = Worker(config, model_folder, run_folder, rank, rendezvous)
             _reply(connection, "ok", None)
             _serve(connection, worker)
     except EOFError:  # the controller closed the pipe
@@ -88,9 +88,9 @@ class Worker:
     The models of a role: "policy", "critic", and "reference", which is the policy with other weights.
     """
 
-    CALLS = ("generate", "push", "export", "start_from", "score", "train_step", "save", "load", "close")
+    CALLS = ("generate", "stage", "commit", "export", "start_from", "score", "train_step", "save", "load", "close")
 
-    def __init__(self, config: RunConfig, model_folder: Path, rank: int, rendezvous: str) -> None:
+    def __init__(self, config: RunConfig, model_folder: Path, run_folder: Path, rank: int, rendezvous: str) -> None:
         from rl_megatron.learner import world
         from rl_megatron.learner.megatron import make_critic, make_policy
         from rl_megatron.learner.model import DTYPES
@@ -118,18 +118,27 @@ class Worker:
         self._hf = hf_layout(self._shape)
         self._layout = megatron_layout(self._shape, config.learner.dims, vocab_multiple=config.learner.vocab_multiple)
         self.start_from("policy", model_folder)
-        self._connect()
+        self._connect(config, run_folder / "weights")
 
-    def _connect(self) -> None:
+    def _connect(self, config: RunConfig, folder: Path) -> None:
         """Plan the way from every learner rank to every engine replica."""
         from rl_megatron.types import ParallelDims
+        from rl_megatron.weights.commit import Replica
         from rl_megatron.weights.plan import plan
-        from rl_megatron.weights.transports.process_group import ProcessGroupTransport
+        from rl_megatron.weights.transports.connect import connect
 
         replicas = replace(self._hf, dims=ParallelDims(dp=self._layout.dims.world_size))
         transfers = plan(self._layout, replicas)
         tensors = dict(self._learners["policy"].tensors)
-        self._transport = ProcessGroupTransport(transfers, src=tensors, dst=self._engine.tensors)
+        transport = connect(
+            config.weights,
+            transfers,
+            src=tensors,
+            dst=self._engine.tensors,
+            folder=folder,
+            timeout_seconds=config.learner.timeout_seconds,
+        )
+        self._replica = Replica(transport, self._engine)
 
     def start_from(self, role: str, folder: Path) -> None:
         """Fill this rank's part of a model from a Hugging Face folder, or from one of megatron's own kind.
@@ -158,11 +167,19 @@ class Worker:
         """Completions of each request, by this rank's engine replica."""
         return self._engine.generate(requests)
 
-    def push(self, version: int) -> WeightUpdate:
-        """Move the learner's weights into this rank's engine and serve them as ``version``."""
-        update = self._transport.move(version)
-        self._engine.serve(version)
-        return update
+    def stage(self, version: int) -> WeightUpdate | CorruptionError:
+        """Move the learner's weights into this rank's engine, which serves nothing until `commit`.
+
+        Corrupted weights are an answer, not an end: they can be moved again.
+        """
+        try:
+            return self._replica.stage(version)
+        except CorruptionError as error:
+            return error
+
+    def commit(self, version: int) -> None:
+        """Serve the weights that were staged."""
+        self._replica.commit(version)
 
     def export(self, folder: Path) -> None:
         """Write what this rank's engine holds as a Hugging Face folder."""
@@ -200,4 +217,5 @@ class Worker:
 
     def close(self) -> None:
         """Leave the process groups, after every rank arrived."""
+        self._replica.close()
         self._leave()

@@ -159,6 +159,21 @@ class LearnerSection(Section):
         return ParallelDims(tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=etp, cp=self.cp, dp=dp)
 
 
+class WeightsSection(Section):
+    """How the learner's weights reach the rollout engines (docs/weights.md says what each transport is for)."""
+
+    transport: Literal["process_group", "shared_memory", "memory", "disk"] = "process_group"
+    """process_group: gloo or NCCL; shared_memory: one machine, CPU; memory: one process; disk: a folder all see."""
+    verify: bool = True
+    """Whether receivers compare a 64-bit digest of every box that they hold with the sender's."""
+    delta: bool = False
+    """Whether to send only what changed since the version before; transport=process_group."""
+    bucket_mb: Positive = 64
+    """Most MiB that a process packs and sends at once; transport=process_group."""
+    folder: Path | None = None
+    """Where transport=disk keeps the newest version; null: ``weights`` in the run's folder."""
+
+
 class WarmStartSection(Section):
     """Supervised steps on correct answers by the same learner, before RL; ends early at ``stop_at_accuracy``."""
 
@@ -240,6 +255,7 @@ class RunConfig(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     learner: LearnerSection = LearnerSection()
+    weights: WeightsSection = WeightsSection()
     warm_start: WarmStartSection = WarmStartSection()
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
@@ -248,7 +264,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
-        problems = [*_layout_problems(self.learner), *_batch_problems(self)]
+        problems = [*_layout_problems(self.learner), *_transport_problems(self), *_batch_problems(self)]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -271,6 +287,26 @@ def _layout_problems(learner: LearnerSection) -> list[str]:
         )
     if d.vpp > 1 and d.pp == 1:
         out.append(f"learner.vpp={d.vpp} needs a pipeline, but learner.pp=1; set learner.vpp=1 or learner.pp >= 2")
+    return out
+
+
+def _transport_problems(c: RunConfig) -> list[str]:
+    out, kind, processes = [], c.weights.transport, c.learner.dims.world_size
+    if kind == "memory" and processes > 1:
+        out.append(
+            f"weights.transport=memory copies within one process, but the learner has {processes}; "
+            "set weights.transport=shared_memory or process_group"
+        )
+    if kind == "shared_memory" and c.learner.device != "cpu":
+        out.append(
+            f"weights.transport=shared_memory moves CPU memory, but learner.device={c.learner.device}; "
+            "set weights.transport=process_group"
+        )
+    if c.weights.delta and kind != "process_group":
+        out.append(
+            f"weights.delta=true saves bytes of a network, but weights.transport={kind}; "
+            "set weights.transport=process_group or weights.delta=false"
+        )
     return out
 
 

@@ -123,6 +123,11 @@ METRICS: Mapping[str, Metric] = _rows(
     ("seconds/critic", "s", "forward, backward and optimizer of the critic's minibatches"),
     ("seconds/train", "s", "forward, backward and optimizer of all minibatches"),
     ("seconds/weights", "s", "weight push to the rollout engine"),
+    (
+        "seconds/verify",
+        "s",
+        "part of seconds/weights: digests of what was sent and of what is held, by the slowest rank",
+    ),
     ("seconds/eval", "s", "held-out evaluation; only in rows that evaluated"),
     ("seconds/checkpoint", "s", "writing the checkpoint of the step before; only in rows after one"),
     (

@@ -109,6 +109,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Seconds a step", metric="seconds/step", compared=True),
             Curve(title="Rollout speed", metric="tokens_per_second/rollout"),
             Curve(title="Training speed", metric="tokens_per_second/train"),
+            Curve(title="Seconds of weight digests", metric="seconds/verify"),
         ),
     ),
 )

@@ -25,7 +25,7 @@ class LocalEngine:
         self, shape: ModelShape, *, slots: int, dtype: torch.dtype, device: torch.device | str, max_length: int
     ) -> None:
         self.model = ReferenceModel(shape, dtype=dtype, device=device, max_length=max_length)
-        self.version = 0
+        self.version: int | None = 0
         self._slots, self._max_length = slots, max_length
         self._cache: KVCache | None = None
 
@@ -33,6 +33,10 @@ class LocalEngine:
     def tensors(self) -> dict[str, Tensor]:
         """Every Hugging Face tensor, as a view to be written in place between calls of `generate`."""
         return self.model.tensors
+
+    def withdraw(self) -> None:
+        """Serve nothing until `serve`: ``tensors`` are being written."""
+        self.version = None
 
     def serve(self, version: int) -> None:
         """Mark the weights now in ``tensors`` as ``version`` on everything sampled from here on."""
@@ -44,6 +48,10 @@ class LocalEngine:
 
         A completion depends on its request and its number in it alone (up to the rounding of other batch shapes).
         """
+        version = self.version
+        if version is None:
+            asked = ", ".join(repr(request.id) for request in requests[:3])
+            raise EngineError(f"request {asked}: the weights are being replaced; ask after the next commit")
         for request in requests:
             self._check(request)
         wanted = [request for request in requests if request.num_completions]
@@ -53,7 +61,7 @@ class LocalEngine:
             decoding = Decoding(self.model, wanted, self._reserve(wanted))
             while decoding.unfinished:
                 decoding.step()
-        completions = iter(decoding.completions(self.version))
+        completions = iter(decoding.completions(version))
         return [[next(completions) for _ in range(request.num_completions)] for request in requests]
 
     def _reserve(self, requests: Sequence[GenerationRequest]) -> KVCache:

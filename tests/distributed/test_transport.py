@@ -19,6 +19,7 @@ from rl_megatron.weights.commit import Transport
 from rl_megatron.weights.layout import Layout
 from rl_megatron.weights.plan import Plan, plan
 from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.transports.delta import DeltaTransport
 from rl_megatron.weights.transports.memory import MemoryTransport
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
@@ -109,6 +110,10 @@ def over_gloo(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) -> Tr
     return ProcessGroupTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES)
 
 
+def changes_only(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) -> Transport:
+    return DeltaTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES)
+
+
 def through_memory(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) -> Transport:
     return SharedMemoryTransport(moves, src=src, dst=dst, slot_bytes=BUCKET_BYTES, timeout_seconds=60)
 
@@ -149,13 +154,13 @@ def check_push(
 
 
 def _two(rank: int, world_size: int) -> None:
-    for connect in (over_gloo, through_memory):
+    for connect in (over_gloo, through_memory, changes_only):
         check_push(rank, ParallelDims(ep=2, dp=2), 2, torch.float32, connect)
         check_push(rank, ParallelDims(pp=2), 1, torch.bfloat16, connect)
 
 
 def _four(rank: int, world_size: int) -> None:
-    for connect in (over_gloo, through_memory):
+    for connect in (over_gloo, through_memory, changes_only):
         check_push(rank, ParallelDims(tp=2, pp=2, ep=2), 4, torch.float32, connect)
         check_push(rank, ParallelDims(tp=2, ep=4, dp=2), 3, torch.bfloat16, connect)
 
@@ -167,7 +172,9 @@ def test_engines_hold_each_version_exactly(world_size: int, body: Callable[[int,
 
 def _one_process(rank: int, world_size: int) -> None:
     check_push(rank, ParallelDims(), 1, torch.float32, over_gloo)
-    check_push(rank, ParallelDims(), 1, torch.bfloat16, lambda moves, src, dst: MemoryTransport(moves, src=src, dst=dst))
+    check_push(
+        rank, ParallelDims(), 1, torch.bfloat16, lambda moves, src, dst: MemoryTransport(moves, src=src, dst=dst)
+    )
     transport = ProcessGroupTransport(
         push_plan(ParallelDims(), 1),
         src=megatron_tensors(hf_tensors(0), ParallelDims(), 0),

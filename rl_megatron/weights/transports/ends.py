@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -106,9 +107,13 @@ class Ends:
         self._failures: list[str] = []
         self._verify_seconds = 0.0
 
-    def buckets(self, bucket_bytes: int) -> dict[tuple[int, int], list[Bucket]]:
-        """Those of every (sender, receiver) that this process is one of; both cut the same."""
-        part_bytes = PIECE_BYTES if self.device.type == "cpu" else bucket_bytes
+    def buckets(self, bucket_bytes: int, part_bytes: int | None = None) -> dict[tuple[int, int], list[Bucket]]:
+        """Those of every (sender, receiver) that this process is one of; both cut the same.
+
+        ``part_bytes`` None: parts that fit a CPU's cache, or whole buckets on a GPU.
+        """
+        if part_bytes is None:
+            part_bytes = PIECE_BYTES if self.device.type == "cpu" else bucket_bytes
         return {
             pair: cut_into_buckets(moved, self._dtypes[pair[1]].of, bucket_bytes, part_bytes)
             for pair, moved in self._pairs.items()
@@ -196,6 +201,13 @@ class Ends:
             self._failures.append(f"a message of rank {message.peer} says that it is of version {sent_version}")
         self._failures += (self._difference(parts[i], message.peer) for i in wrong)
 
+    def write(self, part: Part, source: Tensor, sender: int, sent: int) -> None:
+        """Write one part of a CPU tensor from ``source``, whose digest was ``sent`` when ``sender`` wrote it."""
+        target = view(self.dst[part.dst_param], part.dst_box)
+        target.copy_(source)
+        if self.verify and self._digest(target, None) != sent:
+            self._failures.append(self._difference(part, sender))
+
     def finish(self, version: int) -> float:
         """Seconds spent on digests. Raises CorruptionError for what `begin` and `unpack` found."""
         if self._failures:
@@ -218,6 +230,17 @@ class Ends:
             f"{part.dst_param} {part.dst_box} on rank {self.rank} is not {part.src_param} {part.src_box} "
             f"as rank {sender} sent it"
         )
+
+
+def reports_of(group: dist.ProcessGroup | None) -> Callable[[Report], list[Report]]:
+    """How an `Ends` hears from every rank of a group."""
+
+    def exchange(mine: Report) -> list[Report]:
+        reports = [mine] * dist.get_world_size(group)
+        dist.all_gather_object(reports, mine, group=group)
+        return reports
+
+    return exchange
 
 
 def view(tensor: Tensor, box: Box) -> Tensor:

@@ -31,9 +31,7 @@ class MemoryTransport:
                 f"memory copies within one process, but the plan moves weights between this one ({rank}) and "
                 f"{', '.join(map(str, others))}; use weights.transport=shared_memory or process_group"
             )
-        self._ends = Ends(
-            moves, rank=rank, src=src, dst=dst, exchange=lambda mine: [mine] * (rank + 1), verify=verify
-        )
+        self._ends = Ends(moves, rank=rank, src=src, dst=dst, exchange=lambda mine: [mine] * (rank + 1), verify=verify)
 
     def move(self, version: int) -> WeightUpdate:
         """See commit.Transport."""

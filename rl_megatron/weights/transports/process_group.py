@@ -20,7 +20,10 @@ from rl_megatron.errors import SyncError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.buckets import Bucket
 from rl_megatron.weights.plan import Plan, Rounds
-from rl_megatron.weights.transports.ends import Ends, Message, Report
+from rl_megatron.weights.transports.ends import Ends, Message, reports_of
+
+Operation = tuple[Callable[..., object], Tensor, int]
+"""torch.distributed's isend or irecv, what is sent or where it arrives, and the peer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,7 @@ class ProcessGroupTransport:
         self.ends.begin()
         under_way = Step(send=None, receive=None)
         for step in self.steps:
-            posted = self._post(step, version)
+            posted = self.post(step, version)
             self._finish(under_way, version)
             under_way = posted
         self._finish(under_way, version)
@@ -99,9 +102,9 @@ class ProcessGroupTransport:
         largest = max((self.ends.wire_bytes(bucket) for bucket in buckets), default=0)
         return [torch.empty(largest, dtype=torch.uint8, device=self.ends.device) for _ in range(2)]
 
-    def _post(self, step: Step, version: int) -> Step:
+    def post(self, step: Step, version: int) -> Step:
         """Start a step's messages."""
-        ops: list[tuple[Callable[..., object], Tensor, int]] = []
+        ops: list[Operation] = []
         if step.receive is not None:
             ops.append((dist.irecv, step.receive.buffer, step.receive.peer))
         if step.send is not None:
@@ -109,7 +112,7 @@ class ProcessGroupTransport:
             ops.append((dist.isend, step.send.buffer, step.send.peer))
         return Step(send=step.send, receive=step.receive, works=self.start(ops, version))
 
-    def start(self, ops: Sequence[tuple[Callable[..., object], Tensor, int]], version: int) -> list[dist.Work]:
+    def start(self, ops: Sequence[Operation], version: int) -> list[dist.Work]:
         """Start sends and receives together. Raises SyncError for a lost process."""
         made = [dist.P2POp(op, buffer, group=self.group, group_peer=peer) for op, buffer, peer in ops]
         try:
@@ -119,24 +122,21 @@ class ProcessGroupTransport:
             raise SyncError(f"version {version}: rank {self.ends.rank} cannot reach {peers}: {error}") from error
 
     def _finish(self, step: Step, version: int) -> None:
+        self.wait(step, version)
+        if step.receive is not None:
+            self.arrived(step.receive, version)
+
+    def wait(self, step: Step, version: int) -> None:
+        """Wait for a step's messages. Raises SyncError for a lost process."""
         try:
             for work in step.works:
                 work.wait()
         except RuntimeError as error:
             raise SyncError(_awaited(step, version, self.ends.rank, error)) from error
-        if step.receive is not None:
-            self.ends.unpack(step.receive, version)
 
-
-def reports_of(group: dist.ProcessGroup | None) -> Callable[[Report], list[Report]]:
-    """How an `Ends` hears from every rank of a group."""
-
-    def exchange(mine: Report) -> list[Report]:
-        reports = [mine] * dist.get_world_size(group)
-        dist.all_gather_object(reports, mine, group=group)
-        return reports
-
-    return exchange
+    def arrived(self, message: Message, version: int) -> None:
+        """Take a message whose bytes are there."""
+        self.ends.unpack(message, version)
 
 
 def _awaited(step: Step, version: int, rank: int, error: Exception) -> str:

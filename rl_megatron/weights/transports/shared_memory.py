@@ -27,12 +27,10 @@ from torch import Tensor
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.buckets import Bucket
-from rl_megatron.weights.hashing import PIECE_BYTES
 from rl_megatron.weights.plan import Plan
-from rl_megatron.weights.transports.ends import Ends, Message
-from rl_megatron.weights.transports.process_group import reports_of
+from rl_megatron.weights.transports.ends import Ends, Message, reports_of
 
-_SLOTS = 4
+_SLOTS = 2
 _STEP, _GAVE_UP = b".", b"!"
 _PAGE = 4096
 _HELLO = struct.Struct("=qq")  # the sender's rank, bytes of a slot
@@ -106,21 +104,21 @@ class SharedMemoryTransport:
         src: Mapping[str, Tensor],
         dst: Mapping[str, Tensor],
         group: dist.ProcessGroup | None = None,
-        slot_bytes: int = PIECE_BYTES,
+        slot_bytes: int = 2**20,
         timeout_seconds: float = 600.0,
         verify: bool = True,
     ) -> None:
         rank = dist.get_rank(group)
-        self._ends = Ends(moves, rank=rank, src=src, dst=dst, exchange=reports_of(group), verify=verify)
+        self.ends = Ends(moves, rank=rank, src=src, dst=dst, exchange=reports_of(group), verify=verify)
         self._timeout = timeout_seconds
-        self._links = self._connect(self._ends.buckets(slot_bytes), group)
+        self._links = self._connect(self.ends.buckets(slot_bytes), group)
         arriving = (message for link in self._links if not link.leaving for message in link.messages)
         self._num_bytes = sum(message.bucket.num_bytes for message in arriving)
 
     def move(self, version: int) -> WeightUpdate:
         """See commit.Transport."""
         started = time.perf_counter()
-        self._ends.begin()
+        self.ends.begin()
         for link in self._links:
             link.done = link.told = 0
         try:
@@ -128,12 +126,12 @@ class SharedMemoryTransport:
             while unfinished:
                 ready = [link for link in unfinished if link.ready]
                 for link in ready:
-                    link.step(self._ends, version)
+                    link.step(self.ends, version)
                 unfinished = [link for link in unfinished if not link.finished]
                 self._hear(unfinished, wait=not ready)
         except _LostError as error:
             raise self._failed(version, error) from error
-        verified = self._ends.finish(version)
+        verified = self.ends.finish(version)
         seconds = time.perf_counter() - started
         return WeightUpdate(version=version, num_bytes=self._num_bytes, seconds=seconds, verify_seconds=verified)
 
@@ -170,16 +168,14 @@ class SharedMemoryTransport:
             link.give_up(error.rank)
         self._links = []
         return SyncError(
-            f"version {version} is not served: {error}. Rank {self._ends.rank} waited for {', '.join(told)}. Start the "
+            f"version {version} is not served: {error}. Rank {self.ends.rank} waited for {', '.join(told)}. Start the "
             "lost process again, connect anew and push"
         )
 
-    def _connect(
-        self, buckets: Mapping[tuple[int, int], list[Bucket]], group: dist.ProcessGroup | None
-    ) -> list[_Link]:
+    def _connect(self, buckets: Mapping[tuple[int, int], list[Bucket]], group: dist.ProcessGroup | None) -> list[_Link]:
         """A link for every pair, those that leave first, each process beginning with another."""
-        rank = self._ends.rank
-        if self._ends.device.type != "cpu":
+        rank = self.ends.rank
+        if self.ends.device.type != "cpu":
             raise WeightError("shared_memory moves tensors of CPU memory; use weights.transport=process_group")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.settimeout(self._timeout)
@@ -200,14 +196,14 @@ class SharedMemoryTransport:
             return links + [self._accept(listener, buckets) for _ in senders]
 
     def _offer(self, to: int, address: bytes, buckets: list[Bucket]) -> _Link:
-        slot = -(-max(self._ends.wire_bytes(bucket) for bucket in buckets) // _PAGE) * _PAGE
+        slot = -(-max(self.ends.wire_bytes(bucket) for bucket in buckets) // _PAGE) * _PAGE
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(self._timeout)
         connection.connect(address)
         ring = os.memfd_create("weights", os.MFD_CLOEXEC)
         try:
             os.ftruncate(ring, slot * _SLOTS)
-            socket.send_fds(connection, [_HELLO.pack(self._ends.rank, slot)], [ring])
+            socket.send_fds(connection, [_HELLO.pack(self.ends.rank, slot)], [ring])
             return _Link(to, connection, self._bound(to, buckets, ring, slot, leaving=True), leaving=True)
         finally:
             os.close(ring)
@@ -221,7 +217,7 @@ class SharedMemoryTransport:
         hello, (ring,), _, _ = socket.recv_fds(connection, _HELLO.size, 1)
         try:
             frm, slot = _HELLO.unpack(hello)
-            moved = buckets[frm, self._ends.rank]
+            moved = buckets[frm, self.ends.rank]
             return _Link(frm, connection, self._bound(frm, moved, ring, slot, leaving=False), leaving=False)
         finally:
             os.close(ring)
@@ -229,4 +225,4 @@ class SharedMemoryTransport:
     def _bound(self, peer: int, buckets: list[Bucket], ring: int, slot: int, *, leaving: bool) -> list[Message]:
         whole = torch.frombuffer(mmap.mmap(ring, slot * _SLOTS), dtype=torch.uint8)
         slots = whole.view(_SLOTS, slot)
-        return [self._ends.bind(peer, b, slots[i % _SLOTS], leaving=leaving) for i, b in enumerate(buckets)]
+        return [self.ends.bind(peer, b, slots[i % _SLOTS], leaving=leaving) for i, b in enumerate(buckets)]

@@ -1,0 +1,141 @@
+"""The process-group transport sending only elements whose bits changed since the version before: lossless, bit for bit.
+
+For networks that are slower than memory. A sender keeps what it sent last, once more the bytes that it sends; a
+receiver takes its own weights as the base. Both ends of a pair must have finished the same version, else, as at first
+and after a failure, the whole bucket goes; it also goes where it is not larger than its changes. Digests are of the
+whole boxes after the change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_megatron.types import WeightUpdate
+from rl_megatron.weights.plan import Plan
+from rl_megatron.weights.transports.ends import Message
+from rl_megatron.weights.transports.process_group import Operation, ProcessGroupTransport, Step
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 2**16  # elements whose places differ in 16 bits
+_WHOLE = -1
+
+
+class DeltaTransport(ProcessGroupTransport):
+    """As ProcessGroupTransport. Between moves nobody but this transport may write ``dst``."""
+
+    def __init__(
+        self,
+        moves: Plan,
+        *,
+        src: Mapping[str, Tensor],
+        dst: Mapping[str, Tensor],
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = 64 * 2**20,
+        verify: bool = True,
+    ) -> None:
+        super().__init__(moves, src=src, dst=dst, group=group, bucket_bytes=bucket_bytes, verify=verify)
+        self._base = {id(s.send): torch.empty_like(s.send.payload) for s in self.steps if s.send is not None}
+        self._frames: dict[int, Tensor] = {}  # of messages that are arriving as changes
+        self._finished = -1
+        self._same: list[bool] = []
+        self._received = 0
+
+    def move(self, version: int) -> WeightUpdate:
+        """See commit.Transport. ``num_bytes`` are those of the changes and their places."""
+        finished = torch.tensor([self._finished], device=self.ends.device)
+        everyone = [torch.empty_like(finished) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(everyone, finished, group=self.group)
+        self._same = [self._finished >= 0 and int(theirs) == self._finished for theirs in everyone]
+        self._finished, self._received = -1, 0
+        self._frames.clear()
+        update = super().move(version)
+        self._finished = version
+        return WeightUpdate(
+            version=version,
+            num_bytes=self._received,
+            seconds=update.seconds,
+            verify_seconds=update.verify_seconds,
+        )
+
+    def post(self, step: Step, version: int) -> Step:
+        """Start a step's messages: their sizes first."""
+        out = self._encode(step.send, version) if step.send is not None else None
+        changed = torch.tensor([_WHOLE if out is None else out[0]], device=self.ends.device)
+        coming = torch.tensor([_WHOLE], device=self.ends.device)
+        sizes: list[Operation] = []
+        if step.receive is not None and self._same[step.receive.peer]:
+            sizes.append((dist.irecv, coming, step.receive.peer))
+        if step.send is not None and self._same[step.send.peer]:
+            sizes.append((dist.isend, changed, step.send.peer))
+        self.wait(Step(send=step.send, receive=step.receive, works=self.start(sizes, version)), version)
+        ops: list[Operation] = []
+        if step.receive is not None:
+            ops.append((dist.irecv, self._room(step.receive, int(coming)), step.receive.peer))
+        if step.send is not None and out is not None:
+            ops.append((dist.isend, out[1], step.send.peer))
+        return Step(send=step.send, receive=step.receive, works=self.start(ops, version))
+
+    def arrived(self, message: Message, version: int) -> None:
+        """Change a copy of what is held here, and take that as the message."""
+        frame = self._frames.pop(id(message), None)
+        if frame is not None:
+            torch._foreach_copy_(message.views, message.tensors)
+            _decode(frame, message)
+        super().arrived(message, version)
+
+    def _encode(self, message: Message, version: int) -> tuple[int, Tensor]:
+        """(elements that changed, bytes to send), or the whole message where that is not larger."""
+        self.ends.pack(message, version)
+        base, bits = self._base[id(message)], _BITS[message.bucket.dtype.itemsize]
+        now = message.payload.view(bits)
+        places = (now != base.view(bits)).nonzero().flatten() if self._same[message.peer] else None
+        base.copy_(message.payload)
+        if places is None or _frame_bytes(message, len(places)) >= len(message.buffer):
+            return _WHOLE, message.buffer
+        counts = torch.bincount(places // _BLOCK, minlength=_blocks(message)).to(torch.int32)
+        low = (places % _BLOCK).to(torch.int32).to(torch.uint16)
+        pieces = (message.trailer, counts, now[places], low)
+        return len(places), torch.cat([_flat_bytes(piece) for piece in pieces])
+
+    def _room(self, message: Message, changed: int) -> Tensor:
+        """Where the bytes of ``changed`` elements arrive, or those of the whole message."""
+        if changed == _WHOLE:
+            self._received += message.bucket.num_bytes
+            return message.buffer
+        frame = torch.empty(_frame_bytes(message, changed), dtype=torch.uint8, device=self.ends.device)
+        self._received += len(frame) - message.trailer.nbytes
+        self._frames[id(message)] = frame
+        return frame
+
+
+def _blocks(message: Message) -> int:
+    return -(-(message.bucket.num_bytes // message.bucket.dtype.itemsize) // _BLOCK)
+
+
+def _frame_bytes(message: Message, changed: int) -> int:
+    """Trailer, changes of each block of places, changed elements, low half of their places."""
+    return message.trailer.nbytes + 4 * _blocks(message) + changed * (message.bucket.dtype.itemsize + 2)
+
+
+def _decode(frame: Tensor, message: Message) -> None:
+    size, blocks, trailer = message.bucket.dtype.itemsize, _blocks(message), message.trailer.nbytes
+    changed = (len(frame) - trailer - 4 * blocks) // (size + 2)
+    head, counts, values, low = frame.split([trailer, 4 * blocks, size * changed, 2 * changed])
+    starts = torch.arange(blocks, device=frame.device) * _BLOCK
+    block_of = torch.repeat_interleave(starts, _typed(counts, torch.int32).to(torch.int64))
+    places = block_of + _typed(low, torch.uint16).to(torch.int64)
+    message.payload.view(_BITS[size])[places] = _typed(values, _BITS[size])
+    _flat_bytes(message.trailer).copy_(head)
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _typed(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as elements; copied where they do not lie at one."""
+    return (data if data.storage_offset() % dtype.itemsize == 0 else data.clone()).view(dtype)

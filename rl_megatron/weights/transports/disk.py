@@ -1,0 +1,140 @@
+"""Executes a plan through a folder that all processes see: learner and engines may be on machines without a link.
+
+A version is a folder ``version_<v>`` of safetensors files, one a sender, that has its name only once every file is
+whole and durable. A file holds each box that its rank sends, once however many ranks want it, and last the boxes'
+digests; receivers map the files and read the boxes that they want. The newest version stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_megatron.durable import publish_folder, remove_folder
+from rl_megatron.errors import CheckpointError, SyncError
+from rl_megatron.types import WeightUpdate
+from rl_megatron.weights.buckets import Part
+from rl_megatron.weights.hashing import bytes_of, digest
+from rl_megatron.weights.mapped import MappedFile, header_bytes, read_header
+from rl_megatron.weights.plan import Plan
+from rl_megatron.weights.transports.ends import Ends, reports_of, view
+
+_DIGESTS = "digests"
+_PART_BYTES = 64 * 2**20
+
+
+class DiskTransport:
+    """As ProcessGroupTransport, through ``folder``; the group carries only who is ready. Making one is collective."""
+
+    def __init__(
+        self,
+        moves: Plan,
+        *,
+        src: Mapping[str, Tensor],
+        dst: Mapping[str, Tensor],
+        folder: Path,
+        group: dist.ProcessGroup | None = None,
+        verify: bool = True,
+    ) -> None:
+        self._folder, self._group = folder, group
+        self._rank = dist.get_rank(group)
+        self._ends = Ends(moves, rank=self._rank, src=src, dst=dst, exchange=reports_of(group), verify=verify)
+        self._num_bytes = 0
+        self._leaving: dict[str, tuple[Tensor, torch.dtype]] = {}  # by name in the file
+        self._arriving: dict[int, list[tuple[str, Part]]] = {}  # by sender
+        for (sender, receiver), buckets in self._ends.buckets(_PART_BYTES, _PART_BYTES).items():
+            parts = [(_name(part, bucket.dtype), part, bucket.dtype) for bucket in buckets for part in bucket.parts]
+            if sender == self._rank:
+                sent = {name: (view(self._ends.src[p.src_param], p.src_box), dtype) for name, p, dtype in parts}
+                self._leaving |= sent
+            if receiver == self._rank:
+                self._arriving[sender] = [(name, part) for name, part, _ in parts]
+                self._num_bytes += sum(bucket.num_bytes for bucket in buckets)
+
+    def move(self, version: int) -> WeightUpdate:
+        """See commit.Transport. Raises SyncError on every process where one cannot write or read its files."""
+        started = time.perf_counter()
+        self._ends.begin()
+        final = self._folder / f"version_{version:06d}"
+        work = final.with_name(f".{final.name}.partial")
+        first = self._rank == 0
+        self._together(version, lambda: self._clear(work) if first else None)
+        self._together(version, lambda: self._write(work) if self._leaving else None)
+        self._together(version, lambda: self._publish(work, final) if first else None)
+        self._together(version, lambda: self._read(final))
+        verified = self._ends.finish(version)
+        seconds = time.perf_counter() - started
+        return WeightUpdate(version=version, num_bytes=self._num_bytes, seconds=seconds, verify_seconds=verified)
+
+    def close(self) -> None:
+        """See commit.Transport. The newest version stays on disk."""
+
+    def _together(self, version: int, call: Callable[[], None]) -> None:
+        """Do it and wait for all, or raise what went wrong on any process."""
+        problem = ""
+        try:
+            call()
+        except (OSError, CheckpointError) as error:
+            problem = f"rank {self._rank}: {error}"
+        problems = [problem] * dist.get_world_size(self._group)
+        try:
+            dist.all_gather_object(problems, problem, group=self._group)
+        except RuntimeError as error:
+            raise SyncError(
+                f"version {version} is not served: rank {self._rank} waited for the others at {self._folder}; a "
+                f"process was lost or is late ({error}). Start it again, connect anew and push"
+            ) from error
+        if any(problems):
+            raise SyncError(f"version {version} is not served:\n" + "\n".join(filter(None, problems)))
+
+    def _clear(self, work: Path) -> None:
+        """Remove what a killed run left, and make room for a version."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for left in self._folder.glob(".version_*.partial"):
+            remove_folder(left)
+        work.mkdir()
+
+    def _write(self, work: Path) -> None:
+        boxes = self._leaving
+        heads = [(name, dtype, tuple(tensor.shape)) for name, (tensor, dtype) in boxes.items()]
+        sums = torch.zeros(len(boxes), dtype=torch.uint64)
+        with (work / _file_of(self._rank)).open("wb") as file:
+            file.write(header_bytes([*heads, (_DIGESTS, torch.int64, (len(boxes),))]))
+            for i, (tensor, dtype) in enumerate(boxes.values()):
+                data = bytes_of(tensor.to(dtype))
+                sums.numpy()[i] = digest(data)
+                file.write(data.data)
+            file.write(bytes_of(sums).data)
+
+    def _publish(self, work: Path, final: Path) -> None:
+        older = [path for path in self._folder.glob("version_*") if path != final]
+        remove_folder(final)  # of a try that failed
+        publish_folder(work, final)
+        for path in older:
+            remove_folder(path)
+
+    def _read(self, final: Path) -> None:
+        for sender, parts in self._arriving.items():
+            file = MappedFile(final / _file_of(sender))
+            entries = read_header(file)
+            sums = entries[_DIGESTS].view(file).view(torch.uint64).numpy()
+            place = {name: i for i, name in enumerate(entries)}
+            missing = [name for name, _ in parts if name not in entries]
+            if missing:
+                raise CheckpointError(f"{file.path} lacks {missing[0]}; its rank has another plan")
+            for name, part in parts:
+                self._ends.write(part, entries[name].view(file), sender, int(sums[place[name]]))
+
+
+def _file_of(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+def _name(part: Part, dtype: torch.dtype) -> str:
+    box = ",".join(f"{low}:{high}" for low, high in part.src_box)
+    return f"{part.src_param}[{box}] {str(dtype).removeprefix('torch.')}"
