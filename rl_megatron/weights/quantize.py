@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from rl_megatron.weights.bits import to_bits, to_tensor
 from rl_megatron.weights.block_scales import BLOCK, SCALES, is_quantised
 from rl_megatron.weights.dtypes import Bits, DType
 from rl_megatron.weights.layout import Shape
@@ -17,20 +18,6 @@ from rl_megatron.weights.streaming import Boxes, Job, Progress, Streamed
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max
-
-
-def to_tensor(bits: Bits, dtype: DType) -> Tensor:
-    """The numbers that stored elements mean; shares their memory."""
-    signed = torch.from_numpy(bits.view(f"i{dtype.itemsize}"))
-    return signed.view(getattr(torch, dtype))
-
-
-def to_bits(tensor: Tensor) -> Bits:
-    """As they are stored; shares the memory of a contiguous tensor."""
-    contiguous = tensor.contiguous()
-    width = contiguous.element_size()
-    bits: Bits = contiguous.view(getattr(torch, f"int{8 * width}")).numpy().view(f"u{width}")
-    return bits
 
 
 def dequantise(weight: Tensor, scales: Tensor, start: Sequence[int], edges: tuple[int, int]) -> Tensor:

@@ -18,7 +18,9 @@ from torch import Tensor
 from rl_megatron.durable import publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError, SyncError
 from rl_megatron.types import WeightUpdate
+from rl_megatron.weights.bits import dtype_of, to_tensor
 from rl_megatron.weights.buckets import Part
+from rl_megatron.weights.dtypes import DType
 from rl_megatron.weights.hashing import bytes_of, digest
 from rl_megatron.weights.mapped import MappedFile, header_bytes, read_header
 from rl_megatron.weights.plan import Plan
@@ -101,10 +103,10 @@ class DiskTransport:
 
     def _write(self, work: Path) -> None:
         boxes = self._leaving
-        heads = [(name, dtype, tuple(tensor.shape)) for name, (tensor, dtype) in boxes.items()]
+        heads = [(name, dtype_of(dtype), tuple(tensor.shape)) for name, (tensor, dtype) in boxes.items()]
         sums = torch.zeros(len(boxes), dtype=torch.uint64)
         with (work / _file_of(self._rank)).open("wb") as file:
-            file.write(header_bytes([*heads, (_DIGESTS, torch.int64, (len(boxes),))]))
+            file.write(header_bytes([*heads, (_DIGESTS, DType.I64, (len(boxes),))]))
             for i, (tensor, dtype) in enumerate(boxes.values()):
                 data = bytes_of(tensor.to(dtype))
                 sums.numpy()[i] = digest(data)
@@ -122,13 +124,15 @@ class DiskTransport:
         for sender, parts in self._arriving.items():
             file = MappedFile(final / _file_of(sender))
             entries = read_header(file)
-            sums = entries[_DIGESTS].view(file).view(torch.uint64).numpy()
+            sums = entries[_DIGESTS].view(file)
             place = {name: i for i, name in enumerate(entries)}
             missing = [name for name, _ in parts if name not in entries]
             if missing:
                 raise CheckpointError(f"{file.path} lacks {missing[0]}; its rank has another plan")
             for name, part in parts:
-                self._ends.write(part, entries[name].view(file), sender, int(sums[place[name]]))
+                self._ends.write(
+                    part, to_tensor(entries[name].view(file), entries[name].dtype), sender, int(sums[place[name]])
+                )
 
 
 def _file_of(rank: int) -> str:
