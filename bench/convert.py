@@ -1,6 +1,6 @@
 """Seconds and memory of converting a random Qwen3-MoE between Hugging Face and megatron files, beside ``cp -r``.
 
-    python -m bench.convert [--gb 2 4 8] [--dir FOLDER] [--repeats 3]
+    python -m bench.convert [--gb 2 4 8] [--dir FOLDER] [--repeats 3] [--mbridge-gb 4]
 
 Each conversion is a process of its own on files in the page cache (*warm*), or with the page cache dropped before
 (*cold*, as root). ``cp -r`` of the same bytes runs before each, and both times include the sync that makes the result
@@ -90,14 +90,16 @@ def timed(work: Callable[[], object], *, cold: bool) -> float:
     return time.perf_counter() - began
 
 
-def tool(direction: str, source: Path, out: Path) -> float:
-    """Convert as a user does, by the tool in a process of its own; its peak of resident memory in MiB."""
-    name = {"to_megatron": "hf_to_megatron", "to_hf": "megatron_to_hf"}[direction]
-    child = subprocess.Popen([sys.executable, f"tools/{name}.py", source, out], stderr=subprocess.DEVNULL)
+TOOLS = {"to_megatron": "tools/hf_to_megatron.py", "to_hf": "tools/megatron_to_hf.py"}
+
+
+def peak_of(*arguments: str | Path) -> float:
+    """Run python with ``arguments`` to its end; its peak of resident memory in MiB."""
+    child = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, used = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
-        raise RuntimeError(f"tools/{name}.py ended with exit status {child.returncode}")
+        raise RuntimeError(f"{arguments} ended with exit status {child.returncode}")
     return used.ru_maxrss / 1024
 
 
@@ -111,8 +113,16 @@ def measure(direction: str, source: Path, out: Path, repeats: int, *, cold: bool
         theirs.append(timed(partial(subprocess.run, ["cp", "-r", source, copy], check=True), cold=cold))
         shutil.rmtree(copy)
         shutil.rmtree(out, ignore_errors=True)
-        ours.append(timed(lambda: peaks.append(tool(direction, source, out)), cold=cold))
+        ours.append(timed(lambda: peaks.append(peak_of(TOOLS[direction], source, out)), cold=cold))
     return statistics.median(ours), statistics.median(theirs), max(peaks)
+
+
+def mbridge(direction: str, source: Path, out: Path) -> tuple[float, float]:
+    """Seconds of mbridge, through a model in memory, and its peak MiB; once, warm."""
+    peaks: list[float] = []
+    command = ("-m", "bench.mbridge_convert", direction, source, out)
+    seconds = timed(lambda: peaks.append(peak_of(*command)), cold=False)
+    return seconds, peaks[0]
 
 
 def main() -> None:
@@ -121,9 +131,10 @@ def main() -> None:
     parser.add_argument("--gb", type=float, nargs="+", default=[2, 4, 8])
     parser.add_argument("--dir", type=Path, default=None)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--mbridge-gb", type=float, default=4, help="largest model that mbridge converts as well")
     options = parser.parse_args()
-    print("| GB | direction | cache | cp -r and sync, s | ours, s | ratio | wanted | peak MiB |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| GB | direction | cache | cp -r and sync, s | ours, s | ratio | wanted | MiB | mbridge, s | its MiB |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for gigabytes in options.gb:
         with tempfile.TemporaryDirectory(dir=options.dir) as scratch:
             hf, megatron, back = (Path(scratch) / name for name in ("hf", "megatron", "back"))
@@ -134,7 +145,12 @@ def main() -> None:
                     ours, theirs, peak = measure(direction, source, out, options.repeats, cold=cold)
                     cache, ratio = "cold" if cold else "warm", ours / theirs
                     times = f"{theirs:.2f} | {ours:.2f} | {ratio:.2f}"
-                    print(f"| {size:.1f} | {direction} | {cache} | {times} | 1.5 | {peak:.0f} |", flush=True)
+                    theirs_too = "| |"
+                    if gigabytes <= options.mbridge_gb and not cold:
+                        needed, held = mbridge(direction, source, Path(scratch) / f"mbridge_{direction}")
+                        theirs_too = f"{needed:.2f} | {held:.0f} |"
+                    row = f"| {size:.1f} | {direction} | {cache} | {times} | 1.5 | {peak:.0f} | {theirs_too}"
+                    print(row, flush=True)
 
 
 if __name__ == "__main__":
