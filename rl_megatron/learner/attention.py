@@ -65,10 +65,14 @@ class PackedAttention(MegatronModule):
         if packed.rotary is None:
             angle = packed.positions[:, None].float() * self.inverse_frequency
             packed.rotary = angle.cos()[:, None] * self.rotary_factor, angle.sin()[:, None] * self.rotary_factor
-        query, key = rotate(query, *packed.rotary), rotate(key, *packed.rotary)
+        return self.attend(rotate(query, *packed.rotary), rotate(key, *packed.rotary), value, packed)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedAttentionParams) -> Tensor:
+        """As ``forward``, of queries and keys that were turned; values may have another width."""
         if self.cp is not None:
             joined = torch.cat([key, value], -1).contiguous()
-            key, value = gather_from_sequence_parallel_region(joined, group=self.cp).split(key.shape[-1], -1)
+            widths = [key.shape[-1], value.shape[-1]]
+            key, value = gather_from_sequence_parallel_region(joined, group=self.cp).split(widths, -1)
         if packed.queries is not None:
             query = into_slots(query, packed.queries)
         if packed.keys is not None:

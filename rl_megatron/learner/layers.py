@@ -187,13 +187,18 @@ def _multiply(
     return upstream(input=input, weight=weight, bias=bias, **flags, **others)
 
 
-def torch_layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:
-    """Decoder layer ``layer`` of the layers above, with the state-dict names of megatron's TransformerEngine spec."""
+def torch_layer_spec(shape: ModelShape, layer: int, latent: ModuleSpec | None = None) -> ModuleSpec:
+    """Decoder layer ``layer`` of the layers above, with the state-dict names of megatron's TransformerEngine spec.
+
+    ``latent`` attention takes the place of grouped-query attention, behind a norm of its own.
+    """
     sparse = layer in shape.moe_layers
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            self_attention=ModuleSpec(
+            input_layernorm=RMSNorm if latent else IdentityOp,
+            self_attention=latent
+            or ModuleSpec(
                 module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=_attention(shape)
             ),
             self_attn_bda=get_bias_dropout_add,

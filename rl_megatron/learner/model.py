@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from rl_megatron.config import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.decoder_config import DecoderConfig
+from rl_megatron.learner.latent import latent_attention_spec
 from rl_megatron.learner.layers import RMSNorm, specialise, torch_layer_spec
 from rl_megatron.learner.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
@@ -176,7 +177,8 @@ def _block_spec(shape: ModelShape, config: DecoderConfig, fused: bool, vp_stage:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    specs = [torch_layer_spec(shape, layer) for layer in layers]
+    latent = latent_attention_spec(shape) if shape.latent else None
+    specs = [torch_layer_spec(shape, layer, latent) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 

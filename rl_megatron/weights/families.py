@@ -24,14 +24,6 @@ class Family:
     serves: bool = False
 
 
-_DEEPSEEK_V3 = Family(
-    tables={
-        "hf": deepseek_v3.HF_DEEPSEEK_V3,
-        "megatron": deepseek_v3.MEGATRON_DEEPSEEK_V3,
-        "engine": deepseek_v3.ENGINE_DEEPSEEK_V3,
-    },
-    trains=False,
-)
 FAMILIES: Mapping[str, Family] = {
     "qwen2": Family(tables=qwen2.TABLES),
     "qwen3": Family(tables=qwen3.TABLES),
@@ -40,9 +32,9 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family(tables=llama.TABLES),
     "mixtral": Family(tables=mixtral.TABLES),
     "glm4_moe": Family(tables=glm4_moe.TABLES),
-    "deepseek_v2": _DEEPSEEK_V3,
-    "deepseek_v3": _DEEPSEEK_V3,
-    "kimi_k2": _DEEPSEEK_V3,
+    "deepseek_v2": Family(tables=deepseek_v3.TABLES_V2),
+    "deepseek_v3": Family(tables=deepseek_v3.TABLES),
+    "kimi_k2": Family(tables=deepseek_v3.TABLES),
 }
 """``models.configs`` reads each one's config.json."""
 

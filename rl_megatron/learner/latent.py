@@ -1,0 +1,151 @@
+"""Multi-head latent attention of packed sequences (DeepSeek-V2, arXiv:2405.04434), under TransformerEngine's names.
+
+Upstream: megatron-core ``transformer/multi_latent_attention.py``, whose rotary code wants CUDA. Queries (through a
+latent of their own, or not), keys and values come out of low-rank latents; the part of a head that turns has one key
+for all heads. With TP every rank makes the latents of its share of the sequence with whole down projections, and its
+heads of all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rl_megatron.learner.attention import PackedAttention
+from rl_megatron.learner.decoder_config import DecoderConfig, device_of
+from rl_megatron.learner.fused import linear, rms_norm, rotate
+from rl_megatron.learner.layers import NormColumnLinear
+from rl_megatron.learner.packed import PackedAttentionParams
+from rl_megatron.learner.rotary import inverse_frequencies
+from rl_megatron.models.shape import ModelShape, Rope
+
+LATENT_NORM_EPS = 1e-6  # of the latents' norms; transformers gives them no other, whatever rms_norm_eps is
+
+
+class WholeLinear(torch.nn.Module):
+    """``weight`` [out, in], whole on every TP rank, which each uses for its own tokens: their gradients are summed."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig) -> None:
+        super().__init__()
+        weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=device_of(config))
+        self.weight = torch.nn.Parameter(weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return linear(x, self.weight)
+
+
+class LatentUpLinear(NormColumnLinear):
+    """Norm of a latent and column-parallel up projection."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """[s, b, rank] -> ([s * tp, b, out / tp], None)."""
+        out: tuple[Tensor, Tensor | None] = ColumnParallelLinear.forward(
+            self, rms_norm(x, self.layer_norm_weight, LATENT_NORM_EPS), *args, **kwargs
+        )
+        return out
+
+
+class LatentSelfAttention(MegatronModule):
+    """The attention of one layer; ``shape`` has ``latent``."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer_number: int,
+        *,
+        shape: ModelShape,
+        pg_collection: ProcessGroupCollection,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        assert shape.latent is not None
+        self.sizes = m = shape.latent
+        self.layer_number, self.tp = layer_number, pg_collection.tp
+        heads, head = shape.num_heads, m.nope_dim + m.rope_dim
+        self.heads = heads // self.tp.size()
+        options: dict[str, Any] = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": False,
+            "tp_group": self.tp,
+        }
+        cut = {**options, "gather_output": False}
+        if m.query_rank is None:
+            self.linear_q_proj = ColumnParallelLinear(shape.hidden_size, heads * head, **cut)
+        else:
+            self.linear_q_down_proj = WholeLinear(shape.hidden_size, m.query_rank, config=config)
+            self.linear_q_up_proj = LatentUpLinear(m.query_rank, heads * head, **cut)
+        self.linear_kv_down_proj = WholeLinear(shape.hidden_size, m.kv_rank + m.rope_dim, config=config)
+        self.linear_kv_up_proj = LatentUpLinear(m.kv_rank, heads * (m.nope_dim + m.value_dim), **cut)
+        self.core_attention = PackedAttention(
+            config,
+            layer_number=layer_number,
+            softmax_scale=softmax_scale(head, shape.rope),
+            pg_collection=pg_collection,
+        )
+        self.linear_proj = RowParallelLinear(
+            heads * m.value_dim, shape.hidden_size, input_is_parallel=True, skip_bias_add=True, **options
+        )
+        self.frequencies = inverse_frequencies(shape.rope_theta, m.rope_dim, shape.rope, device_of(config))
+        self.rotary_scale = shape.rope.attention_factor
+
+    def forward(
+        self, hidden: Tensor, *_: Any, packed_seq_params: PackedAttentionParams, **__: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[t / tp, 1, h] -> ([t / tp, 1, h], None)."""
+        query, key, value = self._queries_keys_values(hidden, packed_seq_params)
+        attended = self.core_attention.attend(query, key, value, packed_seq_params)
+        out: tuple[Tensor, Tensor | None] = self.linear_proj(attended[:, None])
+        return out
+
+    def _queries_keys_values(self, hidden: Tensor, packed: PackedAttentionParams) -> tuple[Tensor, Tensor, Tensor]:
+        m = self.sizes
+        if m.query_rank is None:
+            query, _ = self.linear_q_proj(hidden)
+        else:
+            query, _ = self.linear_q_up_proj(self.linear_q_down_proj(hidden))
+        latent, shared = self.linear_kv_down_proj(hidden).split([m.kv_rank, m.rope_dim], -1)
+        if self.config.sequence_parallel:
+            shared = gather_from_sequence_parallel_region(shared.contiguous(), group=self.tp)
+        up, _ = self.linear_kv_up_proj(latent)
+        still, turning = query.view(-1, self.heads, m.nope_dim + m.rope_dim).split([m.nope_dim, m.rope_dim], -1)
+        key, value = up.view(-1, self.heads, m.nope_dim + m.value_dim).split([m.nope_dim, m.value_dim], -1)
+        if packed.rotary is None:
+            angle = packed.positions[:, None].float() * self.frequencies
+            packed.rotary = (angle.cos() * self.rotary_scale)[:, None], (angle.sin() * self.rotary_scale)[:, None]
+        turned, shared = (rotate(_halves(x), *packed.rotary) for x in (turning, shared))
+        query = torch.cat([still, turned], -1)
+        return query, torch.cat([key, shared.expand(-1, self.heads, -1)], -1), value
+
+
+def _halves(x: Tensor) -> Tensor:
+    """Pairs (0, 1), (2, 3), … that turn together, laid out as `rotate` has them: first members, then second.
+
+    Queries and keys are laid out alike, so their products are those of the pairs.
+    """
+    out: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return out
+
+
+def softmax_scale(head_dim: int, rope: Rope) -> float:
+    """What products are multiplied with; DeepSeek grows it by the square of YaRN's factor for all dimensions."""
+    if not rope.mscale_all_dim or rope.factor <= 1:
+        return 1.0 / math.sqrt(head_dim)
+    grown = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+    return grown * grown / math.sqrt(head_dim)
+
+
+def latent_attention_spec(shape: ModelShape) -> ModuleSpec:
+    """Self-attention of a layer of a ``shape`` with ``latent``. The layer's input norm stands by itself before it."""
+    return ModuleSpec(module=LatentSelfAttention, params={"shape": shape})
