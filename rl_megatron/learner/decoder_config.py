@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from rl_megatron.models.shape import ModelShape
 
@@ -15,6 +15,11 @@ class DecoderConfig(TransformerConfig):
     """Megatron's configuration and the shape that it was made of."""
 
     shape: ModelShape = None  # type: ignore[assignment]  # megatron's fields before it have defaults
+
+
+@dataclass
+class LatentDecoderConfig(DecoderConfig, MLATransformerConfig):
+    """With the options of megatron's own latent attention, which only its TransformerEngine layers use."""
 
 
 def device_of(config: TransformerConfig) -> torch.device:

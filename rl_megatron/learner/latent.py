@@ -20,6 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rl_megatron.errors import ConfigError
 from rl_megatron.learner.attention import PackedAttention
 from rl_megatron.learner.decoder_config import DecoderConfig, device_of
 from rl_megatron.learner.fused import linear, rms_norm, rotate
@@ -140,10 +141,52 @@ def _halves(x: Tensor) -> Tensor:
 
 def softmax_scale(head_dim: int, rope: Rope) -> float:
     """What products are multiplied with; DeepSeek grows it by the square of YaRN's factor for all dimensions."""
-    if not rope.mscale_all_dim or rope.factor <= 1:
-        return 1.0 / math.sqrt(head_dim)
-    grown = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
-    return grown * grown / math.sqrt(head_dim)
+    return _grown(rope.factor, rope.mscale_all_dim) ** 2 / math.sqrt(head_dim)
+
+
+def _grown(factor: float, mscale: float) -> float:
+    """YaRN's factor; 1 where the context is not stretched or ``mscale`` is 0."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def megatron_latent_options(shape: ModelShape) -> dict[str, Any]:
+    """Options of megatron's own latent attention (MLATransformerConfig). Raises ConfigError for what it cannot do."""
+    m, rope = shape.latent, shape.rope
+    assert m is not None
+    stretched = rope.kind == "yarn"
+    mscale = rope.mscale if rope.mscale and rope.mscale_all_dim else 1.0  # transformers takes both or none
+    grown = [_grown(rope.factor, x) for x in (mscale, rope.mscale_all_dim)]
+    if (
+        rope.kind not in ("default", "yarn")
+        or not rope.truncate
+        or not math.isclose(rope.attention_factor, grown[0] / grown[1] if stretched else 1.0)
+        or shape.norm_eps != LATENT_NORM_EPS
+    ):
+        raise ConfigError(
+            f"megatron's latent attention on TransformerEngine takes no {rope}, or no rms_norm_eps={shape.norm_eps}; "
+            f"allowed: plain or truncated YaRN embeddings without attention_factor, {LATENT_NORM_EPS}. "
+            "Use learner.layers=torch"
+        )
+    options = {
+        "q_lora_rank": m.query_rank,
+        "kv_lora_rank": m.kv_rank,
+        "qk_head_dim": m.nope_dim,
+        "qk_pos_emb_head_dim": m.rope_dim,
+        "v_head_dim": m.value_dim,
+        "qk_layernorm": True,
+        "rotary_base": shape.rope_theta,
+        "rope_type": "yarn" if stretched else "rope",
+        "mscale": mscale,
+        "mscale_all_dim": rope.mscale_all_dim,
+    }
+    if stretched:
+        options |= {
+            "rotary_scaling_factor": rope.factor,
+            "original_max_position_embeddings": rope.original_positions,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+        }
+    return options
 
 
 def latent_attention_spec(shape: ModelShape) -> ModuleSpec:

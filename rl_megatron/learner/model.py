@@ -22,8 +22,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from rl_megatron.config import LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.decoder_config import DecoderConfig
-from rl_megatron.learner.latent import latent_attention_spec
+from rl_megatron.learner.decoder_config import DecoderConfig, LatentDecoderConfig
+from rl_megatron.learner.latent import latent_attention_spec, megatron_latent_options
 from rl_megatron.learner.layers import RMSNorm, specialise, torch_layer_spec
 from rl_megatron.learner.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
@@ -51,12 +51,13 @@ def padded_vocab(shape: ModelShape, learner: LearnerSection) -> int:
 def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
     """Megatron's configuration of one rank. Fusions that want CUDA kernels are on only with TransformerEngine."""
     d, dtype, fused = learner.dims, DTYPES[learner.dtype], uses_transformer_engine(learner)
-    options = _attention_options(shape) | (_expert_options(shape, fused) if shape.num_experts else {})
+    options = _attention_options(shape, fused) | (_expert_options(shape, fused) if shape.num_experts else {})
     if d.vpp > 1:  # batched p2p is silently wrong with vpp at pp=2
         options |= {"virtual_pipeline_model_parallel_size": d.vpp, "overlap_p2p_comm": True, "batch_p2p_comm": False}
     if learner.recompute_layers:
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return DecoderConfig(
+    kind = LatentDecoderConfig if fused and shape.latent else DecoderConfig
+    return kind(
         shape=shape,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -87,19 +88,21 @@ def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
         masked_softmax_fusion=fused,
-        apply_rope_fusion=fused,
         persist_layer_norm=fused,
         cross_entropy_loss_fusion=False,
         **options,
     )
 
 
-def _attention_options(shape: ModelShape) -> dict[str, Any]:
+def _attention_options(shape: ModelShape, fused: bool) -> dict[str, Any]:
+    if fused and shape.latent:
+        return megatron_latent_options(shape)
     return {
         "num_query_groups": shape.num_kv_heads,
         "kv_channels": shape.head_dim,
         "qk_layernorm": shape.qk_norm is not None,
         "add_qkv_bias": shape.qkv_bias,
+        "apply_rope_fusion": fused,
     }
 
 
@@ -125,8 +128,20 @@ def _expert_options(shape: ModelShape, fused: bool) -> dict[str, Any]:
     if router.scaling != 1:
         options["moe_router_topk_scaling_factor"] = router.scaling
     if router.groups > 1:
+        _refuse_groups(shape)
         options |= {"moe_router_num_groups": router.groups, "moe_router_group_topk": router.top_groups}
     return options
+
+
+def _refuse_groups(shape: ModelShape) -> None:
+    """Megatron rates a group by as many of its best experts as the groups share ``experts_per_token`` out."""
+    router = shape.router
+    rated, wanted = shape.experts_per_token // router.top_groups, {"top2": 2, "max": 1}[router.group_score]
+    if rated != wanted:
+        raise ConfigError(
+            f"{shape.family} rates a group of experts by its best {wanted}; megatron-core would by its best {rated}, "
+            f"for {shape.experts_per_token} experts of {router.top_groups} groups. This model cannot be trained here"
+        )
 
 
 def build_chunks(shape: ModelShape, learner: LearnerSection, config: DecoderConfig) -> list[GPTModel]:
@@ -152,7 +167,7 @@ def _build_chunk(shape: ModelShape, learner: LearnerSection, config: DecoderConf
         rotary_percent=shape.rotary_dim / shape.head_dim,
         vp_stage=vp_stage,
     )
-    if fused:
+    if fused and shape.latent is None:  # latent attention has its own
         model.rotary_pos_emb.inv_freq = inverse_frequencies(
             shape.rope_theta, shape.rotary_dim, shape.rope, model.rotary_pos_emb.inv_freq.device
         )
