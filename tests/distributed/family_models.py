@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,21 @@ GLM: Mapping[str, Any] = {
     "attention_bias": True,
     "routed_scaling_factor": 1.5,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 4}
+LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 10,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "rms_norm_eps": 1e-5,  # the latents' norms have 1e-6 all the same
+}
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
@@ -49,6 +65,25 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mistral_window": ("mistral", {"sliding_window": 7}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "glm4_moe": ("glm4_moe", {**GLM, "first_k_dense_replace": 1, "use_qk_norm": True}),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.6}},
+    ),
+    "kimi_k2": (
+        "deepseek_v3",
+        {**LATENT, "n_group": 1, "topk_group": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
+    ),
     "glm4_moe_air": ("glm4_moe", {**GLM, "first_k_dense_replace": 2, "n_shared_experts": 2, "use_qk_norm": False}),
 }
 """Name -> (model_type, what differs from BASE)."""
@@ -68,4 +103,7 @@ def save_model(name: str, folder: Path) -> Any:
                 is_scale = key.endswith("norm.weight")
                 value.normal_(1.0 if is_scale else 0.0, 0.3 if value.dim() == 1 else 0.25)
     model.save_pretrained(folder)
+    if name == "kimi_k2":  # transformers knows the model under DeepSeek's name alone
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": name}))
     return model
