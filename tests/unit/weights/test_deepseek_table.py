@@ -1,18 +1,26 @@
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, WeightError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape, Router
+from rl_megatron.weights import convert
+from rl_megatron.weights.families import hf_layout, megatron_layout
 from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.safetensors_io import Checkpoint
+from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
 from rl_megatron.weights.tables.deepseek_v3 import HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3
 from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE
 
@@ -41,38 +49,116 @@ SHAPE = ModelShape(
 )
 
 
-def test_the_hf_table_is_what_transformers_writes(tmp_path: Path) -> None:
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+V2_LITE = replace(
+    SHAPE,
+    family="deepseek_v2",
+    normalize_top_k=False,
+    latent=LatentAttention(query_rank=None, kv_rank=12, nope_dim=4, rope_dim=2, value_dim=5),
+    router=Router(),
+)
 
-    latent = SHAPE.latent
+
+def save_with_transformers(shape: ModelShape, folder: Path) -> None:
+    """A random model of ``shape``, written by transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    latent = shape.latent
     assert latent is not None
-    config = DeepseekV3Config(
-        vocab_size=SHAPE.vocab_size,
-        hidden_size=SHAPE.hidden_size,
-        intermediate_size=SHAPE.dense_width,
-        moe_intermediate_size=SHAPE.expert_width,
-        num_hidden_layers=SHAPE.num_layers,
-        num_attention_heads=SHAPE.num_heads,
-        num_key_value_heads=SHAPE.num_heads,
+    v2: Mapping[str, Any] = {"topk_method": "greedy", "norm_topk_prob": False}
+    v3: Mapping[str, Any] = {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0}
+    config = AutoConfig.for_model(
+        shape.family,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.dense_width,
+        moe_intermediate_size=shape.expert_width,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_heads,
         n_shared_experts=2,
-        n_routed_experts=SHAPE.num_experts,
-        num_experts_per_tok=SHAPE.experts_per_token,
-        n_group=1,
-        topk_group=1,
+        n_routed_experts=shape.num_experts,
+        num_experts_per_tok=shape.experts_per_token,
         kv_lora_rank=latent.kv_rank,
         q_lora_rank=latent.query_rank,
         qk_rope_head_dim=latent.rope_dim,
         v_head_dim=latent.value_dim,
         qk_nope_head_dim=latent.nope_dim,
-        first_k_dense_replace=SHAPE.dense_layers,
-        max_position_embeddings=SHAPE.max_positions,
-        num_nextn_predict_layers=0,
+        first_k_dense_replace=shape.dense_layers,
+        max_position_embeddings=shape.max_positions,
+        **(v2 if shape.family == "deepseek_v2" else v3),
     )
-    DeepseekV3ForCausalLM(config).save_pretrained(tmp_path)
-    assert ModelShape.from_folder(tmp_path, families=("deepseek_v3",)) == SHAPE
-    assert Checkpoint(tmp_path).shapes() == Layout(table=HF_DEEPSEEK_V3, shape=SHAPE).local_shapes(0)
-    with pytest.raises(ConfigError, match=r"model_type='deepseek_v3' is not supported; allowed: 'qwen3_moe'"):
-        ModelShape.from_folder(tmp_path, families=("qwen3_moe",))
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for key, value in (*model.named_parameters(), *model.named_buffers()):
+            if key in model.state_dict():
+                value.normal_()
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=[SHAPE, V2_LITE], ids=["v3", "v2-lite"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelShape, Path]:
+    folder = tmp_path_factory.mktemp("deepseek")
+    save_with_transformers(request.param, folder)
+    return request.param, folder
+
+
+def test_the_hf_table_is_what_transformers_writes(saved: tuple[ModelShape, Path]) -> None:
+    shape, folder = saved
+    assert ModelShape.from_folder(folder, families=(shape.family,)) == shape
+    assert Checkpoint(folder).shapes() == hf_layout(shape).local_shapes(0)
+    with pytest.raises(ConfigError, match=rf"model_type='{shape.family}' is not supported; allowed: 'qwen3_moe'"):
+        ModelShape.from_folder(folder, families=("qwen3_moe",))
+
+
+def test_megatrons_tensors_are_those_that_mbridge_makes(saved: tuple[ModelShape, Path]) -> None:
+    from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+
+    shape, folder = saved
+    bridge = object.__new__(DeepseekV3Bridge)  # its rules alone: they need neither model nor process groups
+    bridge.dtype = bridge.make_vocab_size_divisible_by = None
+    layout, hf = megatron_layout(shape, vocab_multiple=1), load_file(folder / "model.safetensors")
+    ours = {name: torch.full(size, torch.nan) for name, size in layout.local_shapes(0).items()}
+    read_boxes(Checkpoint(folder), hf_layout(shape), layout, 0, ours)
+    used: set[str] = set()
+    for name, tensor in ours.items():
+        sources = bridge._weight_name_mapping_mcore_to_hf(name)
+        used.update(sources)
+        assert torch.equal(tensor, bridge._weight_to_mcore_format(name, [hf[source] for source in sources])), name
+    assert used == hf.keys()
+
+
+def with_draft_layer(folder: Path, out: Path) -> dict[str, Tensor]:
+    """A copy whose checkpoint has a layer for multi-token prediction, as DeepSeek-V3's own has; what it stands for."""
+    tensors = load_file(folder / "model.safetensors")
+    names = ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head.head", "mlp.gate", "self_attn.o_proj")
+    drafts = {f"model.layers.3.{name}.weight": torch.ones(2, 2) for name in names}
+    out.mkdir()
+    save_file(tensors | drafts, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    return tensors
+
+
+def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
+    save_with_transformers(SHAPE, tmp_path / "plain")
+    tensors = with_draft_layer(tmp_path / "plain", tmp_path / "draft")
+    assert "model.layers.3: multi-token prediction is not trained" in (convert.left_out(tmp_path / "draft") or "")
+    convert.hf_to_megatron(tmp_path / "draft", tmp_path / "megatron")
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(back[name], tensor), name
+    assert json.loads((tmp_path / "back/config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert convert.left_out(tmp_path / "back") is None
+    shape = ModelShape.from_folder(tmp_path / "draft")
+    found = {name: torch.empty(size) for name, size in hf_layout(shape).local_shapes(0).items()}
+    read_boxes(Checkpoint(tmp_path / "draft"), hf_layout(shape), hf_layout(shape), 0, found)
+    assert torch.equal(found["lm_head.weight"], tensors["lm_head.weight"])
+    config = json.loads((tmp_path / "draft/config.json").read_text())
+    (tmp_path / "draft/config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(WeightError, match=r"model\.layers\.3\.\S+ is unknown"):
+        convert.hf_to_megatron(tmp_path / "draft", tmp_path / "other")
 
 
 def megatrons_own_shapes() -> dict[str, tuple[int, ...]]:
