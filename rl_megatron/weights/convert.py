@@ -159,7 +159,8 @@ def _hf_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[li
     blocks = blocks_of(source)
     scales, wrong = scales_of({name: (entry.dtype, entry.shape) for name, (_, entry) in entries.items()}, blocks)
     raise_lines(f"{source} is not quantised as its config.json says", wrong)
-    weights = {name: entry for name, (_, entry) in entries.items() if name not in scales.values()}
+    beside = set(scales.values())
+    weights = {name: entry for name, (_, entry) in entries.items() if name not in beside}
     raise_misfits(str(source), {name: entry.shape for name, entry in weights.items()}, hf_layout(shape).local_shapes(0))
     homes = {tensor: (entry, files[source / name]) for tensor, (name, entry) in entries.items()}
     jobs = []

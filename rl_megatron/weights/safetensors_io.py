@@ -53,7 +53,8 @@ class Checkpoint:
         self._blocks = blocks_of(folder)
         self._scales, wrong = scales_of(held, self._blocks)
         raise_lines(f"{folder} is not quantised as its config.json says", wrong)
-        self._shapes = {name: shape for name, (_, shape) in held.items() if name not in self._scales.values()}
+        beside = set(self._scales.values())
+        self._shapes = {name: shape for name, (_, shape) in held.items() if name not in beside}
 
     def shapes(self) -> dict[str, Shape]:
         """Shape of every tensor by name, without block scales."""
