@@ -120,6 +120,11 @@ class ModelShape:
         return range(self.dense_layers if self.num_experts else self.num_layers, self.num_layers)
 
     @property
+    def uniform(self) -> bool:
+        """All layers have the same parts."""
+        return not (self.num_experts and self.dense_layers)
+
+    @property
     def active_parameters(self) -> int:
         """Weights that a token is multiplied with: its experts only, the output layer included."""
         sparse, width = len(self.moe_layers), self.experts_per_token * self.expert_width + self.shared_width

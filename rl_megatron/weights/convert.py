@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -74,13 +75,13 @@ def hf_to_megatron(
         for name, size in megatron.local_shapes(0).items()
     ]
     sinks = [
-        Sink(name=f"__{i}_0.distcp", jobs=tuple(group), write=_write_chunks)
+        Sink(name=f"__{i}_0.distcp", jobs=tuple(group), write=partial(_write_chunks, stacked=shape.uniform))
         for i, group in enumerate(in_files(jobs, shard_bytes))
     ]
 
     def finish(folder: Path, notes: Mapping[str, list[dict[str, object]]]) -> None:
         chunks = [
-            _noted_chunk(sink.name, job, note)
+            _noted_chunk(sink.name, job, place_of(job.name, stacked=shape.uniform), note)
             for sink in sinks
             for job, note in zip(sink.jobs, notes[sink.name], strict=True)
         ]
@@ -149,6 +150,11 @@ def _layouts(shape: ModelShape) -> tuple[Layout, Layout]:
     return hf_layout(shape), megatron_layout(shape)
 
 
+def _keeping_dtype(layout: Layout) -> set[str]:
+    """Names of what is not cast with the weights."""
+    return set(replace(layout, table=[row for row in layout.table if row.keeps_dtype]).local_shapes(0))
+
+
 def _hf_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[list[Job], Files]:
     """Every tensor of a folder, its block scales applied, in ``dtype`` or as it is stored."""
     names, placed = weight_files(source)
@@ -163,13 +169,14 @@ def _hf_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[li
     weights = {name: entry for name, (_, entry) in entries.items() if name not in beside}
     raise_misfits(str(source), {name: entry.shape for name, entry in weights.items()}, hf_layout(shape).local_shapes(0))
     homes = {tensor: (entry, files[source / name]) for tensor, (name, entry) in entries.items()}
-    jobs = []
+    jobs, exact = [], _keeping_dtype(hf_layout(shape))
     for name in weights:
         if blocks is not None and name in scales:
             jobs.append(_scaled(name, homes[name], homes[scales[name]], blocks, dtype or blocks.dtype))
         else:
             entry, file = homes[name]
-            jobs.append(_in(dtype, _stored(name, entry.shape, entry.dtype, partial(entry.view, file))))
+            job = _stored(name, entry.shape, entry.dtype, partial(entry.view, file))
+            jobs.append(job if name in exact else _in(dtype, job))
     return jobs, files
 
 
@@ -225,7 +232,7 @@ def _megatron_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tu
     for chunk in chunks:
         by_key.setdefault(chunk.key, []).append(chunk)
     hf, megatron = _layouts(shape)
-    places = {param: place_of(param) for param in megatron.local_shapes(0)}
+    places = {param: place_of(param, stacked=shape.uniform) for param in megatron.local_shapes(0)}
     missing = sorted({key for key, _ in places.values()} - by_key.keys())
     if missing:
         raise WeightError(f"{source} lacks {', '.join(missing[:20])}; its config.json tells of another model")
@@ -255,7 +262,8 @@ def _megatron_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tu
     if short:
         raise WeightError("\n  ".join([f"{source} does not hold these whole:", *short[:20]]))
     jobs = [Job(name=name, shape=size, dtype=kinds[name], parts=tuple(parts[name])) for name, size in wanted.items()]
-    return [_in(dtype, job) for job in jobs], files
+    exact = _keeping_dtype(hf)
+    return [job if job.name in exact else _in(dtype, job) for job in jobs], files
 
 
 def _indices(chunk: Chunk, depth: int) -> Iterator[Shape]:
@@ -285,11 +293,13 @@ def _volume(box: Box) -> int:
     return prod(high - low for low, high in box)
 
 
-def _write_chunks(file: IO[bytes], jobs: Sequence[Streamed], progress: Progress) -> list[dict[str, object]]:
+def _write_chunks(
+    file: IO[bytes], jobs: Sequence[Streamed], progress: Progress, *, stacked: bool
+) -> list[dict[str, object]]:
     notes: list[dict[str, object]] = []
     for job in jobs:
         start = file.tell()
-        _, index = place_of(job.name)
+        _, index = place_of(job.name, stacked=stacked)
         shape = (*(1 for _ in index), *job.shape)
         notes.append({"start": start, "length": write_tensor(file, job.dtype, shape, job.blocks(progress))})
     return notes
@@ -303,8 +313,8 @@ def _write_safetensors(file: IO[bytes], jobs: Sequence[Streamed], progress: Prog
     return []
 
 
-def _noted_chunk(file: str, job: Streamed, note: Mapping[str, object]) -> Chunk:
-    key, index = place_of(job.name)
+def _noted_chunk(file: str, job: Streamed, place: tuple[str, Shape], note: Mapping[str, object]) -> Chunk:
+    key, index = place
     return Chunk(
         key=key,
         offsets=(*index, *(0 for _ in job.shape)),

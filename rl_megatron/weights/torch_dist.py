@@ -2,8 +2,8 @@
 
 Upstream: torch ``distributed/checkpoint`` (``filesystem.py``, ``metadata.py``): files ``*.distcp`` hold one zip, as
 torch.save writes it, per chunk; ``.metadata`` is a pickle that says which chunk of which tensor lies where. Megatron
-stacks layers and experts: ``decoder.layers.3.x`` is chunk (3, ...) of ``decoder.layers.x``. The pickles are in
-``torch_pickle``.
+stacks layers and experts: ``decoder.layers.3.x`` is chunk (3, ...) of ``decoder.layers.x``; layers that differ from one
+another it does not stack. The pickles are in ``torch_pickle``.
 """
 
 from __future__ import annotations
@@ -55,15 +55,19 @@ class Chunk:
     length: int
 
 
-def place_of(param: str) -> tuple[str, Shape]:
-    """The stacked tensor's name and the leading indices of a parameter under global names (weights/tables)."""
+def place_of(param: str, *, stacked: bool) -> tuple[str, Shape]:
+    """The stacked tensor's name and the leading indices of a parameter under global names (weights/tables).
+
+    ``stacked`` says whether layers are; experts always are.
+    """
     layer = _LAYER.match(param)
     if layer is None:
         return param, ()
+    prefix, index = ("decoder.layers.", (int(layer[1]),)) if stacked else (f"decoder.layers.{layer[1]}.", ())
     expert = _EXPERT.match(layer[2])
     if expert is None:
-        return f"decoder.layers.{layer[2]}", (int(layer[1]),)
-    return f"decoder.layers.mlp.experts.experts.{expert[1]}.weight", (int(layer[1]), int(expert[2]))
+        return prefix + layer[2], index
+    return f"{prefix}mlp.experts.experts.{expert[1]}.weight", (*index, int(expert[2]))
 
 
 def write_tensor(file: IO[bytes], dtype: DType, shape: Shape, blocks: Iterable[Bits]) -> int:

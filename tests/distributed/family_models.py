@@ -107,3 +107,7 @@ def save_model(name: str, folder: Path) -> Any:
         path = folder / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": name}))
     return model
+
+
+SPARSE = [name for name, (_, differing) in MODELS.items() if "num_experts_per_tok" in differing]
+DENSE = [name for name in MODELS if name not in SPARSE]
