@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_megatron.durable import write_atomically
-from rl_megatron.weights.layout import Layout, ParamSpec, coordinates
+from rl_megatron.weights.layout import Layout, ParamSpec, coordinates, degree
 from rl_megatron.weights.parsing import model_shape, parse_layout
 from tools import conversion
 
@@ -51,7 +51,7 @@ def ranks(layout: Layout, title: str) -> Table:
     for rank in range(layout.dims.world_size):
         at, held = coordinates(layout.dims, rank), sum(prod(s) for s in layout.local_shapes(rank).values())
         per = layout.shape.num_experts // layout.dims.ep
-        experts = f"{at.ep * per}–{(at.ep + 1) * per - 1}"
+        experts = f"{at.ep * per}–{(at.ep + 1) * per - 1}" if per else "none"
         place = (rank, at.tp, at.pp, at.ep, at.etp, _layers(layout, at.pp), experts, f"{held:,}", f"{held / whole:.1%}")
         table.add_row(*map(str, place))
     return table
@@ -101,9 +101,8 @@ def _share(layout: Layout, spec: ParamSpec, rank: int) -> str | None:
     at, d = coordinates(layout.dims, rank), layout.dims
     if all(at.pp not in stages for stages in layout.layer_stages(spec).values()):
         return None
-    degree = {None: 1, "tp": d.tp, "etp": d.etp}[spec.axis]
-    index = {None: 0, "tp": at.tp, "etp": at.etp}[spec.axis]
-    part = "all" if degree == 1 else f"{index + 1}/{degree}"
+    chunks = degree(d, spec.axis)
+    part = "all" if chunks == 1 else f"{at.on(spec.axis) + 1}/{chunks}"
     return f"e{at.ep + 1}/{d.ep} {part}" if "{expert}" in spec.name else part
 
 

@@ -20,7 +20,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rl_megatron.errors import ConfigError
 from rl_megatron.learner.attention import PackedAttention
 from rl_megatron.learner.decoder_config import DecoderConfig, device_of
 from rl_megatron.learner.fused import linear, rms_norm, rotate
@@ -149,24 +148,24 @@ def _grown(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
+def megatron_has(shape: ModelShape) -> bool:
+    """Whether megatron's own latent attention, over TransformerEngine, computes what ``shape`` says."""
+    rope = shape.rope
+    mscale = _megatrons_mscale(rope)
+    factor = _grown(rope.factor, mscale) / _grown(rope.factor, rope.mscale_all_dim)
+    known = rope.kind == "default" or (rope.kind == "yarn" and rope.truncate)
+    return known and math.isclose(rope.attention_factor, factor) and shape.norm_eps == LATENT_NORM_EPS
+
+
+def _megatrons_mscale(rope: Rope) -> float:
+    return rope.mscale if rope.mscale and rope.mscale_all_dim else 1.0  # transformers takes both or none
+
+
 def megatron_latent_options(shape: ModelShape) -> dict[str, Any]:
-    """Options of megatron's own latent attention (MLATransformerConfig). Raises ConfigError for what it cannot do."""
+    """Options of megatron's own latent attention (MLATransformerConfig), where `megatron_has` it."""
     m, rope = shape.latent, shape.rope
     assert m is not None
     stretched = rope.kind == "yarn"
-    mscale = rope.mscale if rope.mscale and rope.mscale_all_dim else 1.0  # transformers takes both or none
-    grown = [_grown(rope.factor, x) for x in (mscale, rope.mscale_all_dim)]
-    if (
-        rope.kind not in ("default", "yarn")
-        or not rope.truncate
-        or not math.isclose(rope.attention_factor, grown[0] / grown[1] if stretched else 1.0)
-        or shape.norm_eps != LATENT_NORM_EPS
-    ):
-        raise ConfigError(
-            f"megatron's latent attention on TransformerEngine takes no {rope}, or no rms_norm_eps={shape.norm_eps}; "
-            f"allowed: plain or truncated YaRN embeddings without attention_factor, {LATENT_NORM_EPS}. "
-            "Use learner.layers=torch"
-        )
     options = {
         "q_lora_rank": m.query_rank,
         "kv_lora_rank": m.kv_rank,
@@ -176,7 +175,7 @@ def megatron_latent_options(shape: ModelShape) -> dict[str, Any]:
         "qk_layernorm": True,
         "rotary_base": shape.rope_theta,
         "rope_type": "yarn" if stretched else "rope",
-        "mscale": mscale,
+        "mscale": _megatrons_mscale(rope),
         "mscale_all_dim": rope.mscale_all_dim,
     }
     if stretched:

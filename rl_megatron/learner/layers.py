@@ -36,6 +36,7 @@ from torch import Tensor
 
 from rl_megatron.learner.attention import AllHeadsNorm, PackedAttention
 from rl_megatron.learner.decoder_config import device_of
+from rl_megatron.learner.experts import FusedExperts
 from rl_megatron.learner.fused import expert_mlp, linear, rms_norm
 from rl_megatron.models.shape import ModelShape
 
@@ -234,5 +235,5 @@ def _attention(shape: ModelShape) -> SelfAttentionSubmodules:
 
 def _experts(shape: ModelShape) -> ModuleSpec:
     shared = ModuleSpec(module=SharedExpertMLP, submodules=_SHARED) if shape.shared_width else None
-    experts = ModuleSpec(module=GroupedMLP, submodules=_GROUPED)
+    experts = FusedExperts if shape.expert_bias else ModuleSpec(module=GroupedMLP, submodules=_GROUPED)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))

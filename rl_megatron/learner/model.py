@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from rl_megatron.config import LearnerSection
 from rl_megatron.errors import ConfigError
+from rl_megatron.learner.buildable import refuse, torch_only
 from rl_megatron.learner.decoder_config import DecoderConfig, LatentDecoderConfig
 from rl_megatron.learner.latent import latent_attention_spec, megatron_latent_options
 from rl_megatron.learner.layers import RMSNorm, specialise, torch_layer_spec
@@ -31,15 +32,21 @@ from rl_megatron.models.shape import ModelShape
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def uses_transformer_engine(learner: LearnerSection) -> bool:
+def uses_transformer_engine(shape: ModelShape, learner: LearnerSection) -> bool:
     """Whether layers come from TransformerEngine. Raises ConfigError where it is asked for and cannot be used."""
+    lacking = torch_only(shape)
+    if learner.layers == "transformer_engine" and lacking:
+        raise ConfigError(
+            f"learner.layers=transformer_engine: model_type={shape.family!r} has {lacking}, for which our layers are "
+            f"used; use learner.layers=auto or torch"
+        )
     installed = importlib.util.find_spec("transformer_engine") is not None
     if learner.layers == "transformer_engine" and not (installed and learner.device == "cuda"):
         raise ConfigError(
             f"learner.layers=transformer_engine with learner.device={learner.device}: TransformerEngine is "
             f"{'installed' if installed else 'not installed'} and needs CUDA; use learner.layers=auto or torch"
         )
-    return learner.layers != "torch" and installed and learner.device == "cuda"
+    return learner.layers != "torch" and installed and learner.device == "cuda" and lacking is None
 
 
 def padded_vocab(shape: ModelShape, learner: LearnerSection) -> int:
@@ -49,8 +56,12 @@ def padded_vocab(shape: ModelShape, learner: LearnerSection) -> int:
 
 
 def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
-    """Megatron's configuration of one rank. Fusions that want CUDA kernels are on only with TransformerEngine."""
-    d, dtype, fused = learner.dims, DTYPES[learner.dtype], uses_transformer_engine(learner)
+    """Megatron's configuration of one rank. Fusions that want CUDA kernels are on only with TransformerEngine.
+
+    Raises ConfigError for what megatron cannot build (`buildable`).
+    """
+    d, dtype, fused = learner.dims, DTYPES[learner.dtype], uses_transformer_engine(shape, learner)
+    refuse(shape, learner)
     options = _attention_options(shape, fused) | (_expert_options(shape, fused) if shape.num_experts else {})
     if d.vpp > 1:  # batched p2p is silently wrong with vpp at pp=2
         options |= {"virtual_pipeline_model_parallel_size": d.vpp, "overlap_p2p_comm": True, "batch_p2p_comm": False}
@@ -127,21 +138,9 @@ def _expert_options(shape: ModelShape, fused: bool) -> dict[str, Any]:
         options |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}
     if router.scaling != 1:
         options["moe_router_topk_scaling_factor"] = router.scaling
-    if router.groups > 1:
-        _refuse_groups(shape)
+    if router.top_groups < router.groups:
         options |= {"moe_router_num_groups": router.groups, "moe_router_group_topk": router.top_groups}
     return options
-
-
-def _refuse_groups(shape: ModelShape) -> None:
-    """Megatron rates a group by as many of its best experts as the groups share ``experts_per_token`` out."""
-    router = shape.router
-    rated, wanted = shape.experts_per_token // router.top_groups, {"top2": 2, "max": 1}[router.group_score]
-    if rated != wanted:
-        raise ConfigError(
-            f"{shape.family} rates a group of experts by its best {wanted}; megatron-core would by its best {rated}, "
-            f"for {shape.experts_per_token} experts of {router.top_groups} groups. This model cannot be trained here"
-        )
 
 
 def build_chunks(shape: ModelShape, learner: LearnerSection, config: DecoderConfig) -> list[GPTModel]:
@@ -151,7 +150,7 @@ def build_chunks(shape: ModelShape, learner: LearnerSection, config: DecoderConf
 
 
 def _build_chunk(shape: ModelShape, learner: LearnerSection, config: DecoderConfig, vp_stage: int | None) -> GPTModel:
-    fused = uses_transformer_engine(learner)
+    fused = uses_transformer_engine(shape, learner)
     virtual: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage} if vp_stage is not None else {}
     model = GPTModel(
         config=config,

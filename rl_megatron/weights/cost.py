@@ -132,9 +132,8 @@ def _held(layout: Layout, per_node: int) -> tuple[list[int], list[int], int]:
             at = coordinates(layout.dims, rank)
             if not layers[at.pp]:
                 continue
-            chunk = 0 if spec.axis is None else at.tp if spec.axis == "tp" else at.etp
             stage, ep = at.pp if "{layer}" in spec.name else 0, at.ep if "{expert}" in spec.name else 0
-            for held in chunks[chunk]:
+            for held in chunks[at.on(spec.axis)]:
                 key = held.hf, held.hf_box, stage, ep
                 elements[key] = volume(held.hf_box) * layers[at.pp] * experts
                 own[rank] += elements[key]

@@ -9,7 +9,17 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layout import Layout, ParamSpec
-from rl_megatron.weights.tables import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe
+from rl_megatron.weights.tables import (
+    deepseek_v3,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    minimax_m2,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +42,8 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family(tables=llama.TABLES),
     "mixtral": Family(tables=mixtral.TABLES),
     "glm4_moe": Family(tables=glm4_moe.TABLES),
+    "gpt_oss": Family(tables=gpt_oss.TABLES),
+    "minimax_m2": Family(tables=minimax_m2.TABLES),
     "deepseek_v2": Family(tables=deepseek_v3.TABLES_V2),
     "deepseek_v3": Family(tables=deepseek_v3.TABLES),
     "kimi_k2": Family(tables=deepseek_v3.TABLES),

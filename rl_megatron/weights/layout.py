@@ -19,7 +19,7 @@ from rl_megatron.types import ParallelDims
 
 Box = tuple[tuple[int, int], ...]  # half-open (start, stop) of each tensor dim
 Shape = tuple[int, ...]
-Axis = Literal["tp", "etp"]
+Axis = Literal["tp", "etp", "ep"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,15 @@ class Coordinates:
     ep: int
     etp: int
 
+    def on(self, axis: Axis | None) -> int:
+        """The chunk of a row cut by ``axis``."""
+        return 0 if axis is None else {"tp": self.tp, "etp": self.etp, "ep": self.ep}[axis]
+
+
+def degree(dims: ParallelDims, axis: Axis | None) -> int:
+    """How many chunks ``axis`` cuts a row into."""
+    return 1 if axis is None else {"tp": dims.tp, "etp": dims.etp, "ep": dims.ep}[axis]
+
 
 def coordinates(dims: ParallelDims, rank: int) -> Coordinates:
     """Place of a global rank: megatron-core's order ``tp-cp-ep-dp-pp``, experts being ``etp-ep-(rest)`` in a stage."""
@@ -122,8 +131,7 @@ def _places(dims: ParallelDims, axis: Axis | None, by_expert: bool) -> Mapping[t
     out: dict[tuple[int, int], list[int]] = {}
     for rank in range(dims.tp * dims.cp * dims.dp):
         at = coordinates(dims, rank)
-        chunk = 0 if axis is None else at.tp if axis == "tp" else at.etp
-        out.setdefault((chunk, at.ep if by_expert else 0), []).append(rank)
+        out.setdefault((at.on(axis), at.ep if by_expert else 0), []).append(rank)
     return {key: tuple(ranks) for key, ranks in out.items()}
 
 
@@ -186,7 +194,7 @@ class Layout:
         }
 
     def _degree(self, spec: ParamSpec) -> int:
-        return 1 if spec.axis is None else self.dims.tp if spec.axis == "tp" else self.dims.etp
+        return degree(self.dims, spec.axis)
 
     def _bands(self, spec: ParamSpec) -> tuple[Band, ...]:
         bands = spec.bands(self.shape, self._degree(spec))
@@ -241,15 +249,17 @@ class Layout:
                 f"{d.tp * d.cp * d.dp}; change one of them"
             )
         yield from self._stage_problems()
+        if d.ep > 1 and not shape.num_experts:
+            yield f"ep = {d.ep}: the model has no experts; use ep=1"
         if shape.num_experts % d.ep:
             yield f"ep = {d.ep} does not divide {shape.num_experts} experts; lower ep"
         for spec in self.rows():
-            unit, degree = spec.unit(shape), self._degree(spec)
+            unit, chunks = spec.unit(shape), self._degree(spec)
             for band in self._bands(spec):
-                if _rows_of(band) % (unit * degree):
+                if _rows_of(band) % (unit * chunks):
                     size = f"{_rows_of(band)}" + (f" in heads of {unit}" if unit > 1 else "")
                     yield (
-                        f"{spec.axis} = {degree} does not divide dim {spec.dim} of {spec.name}, {size}; "
+                        f"{spec.axis} = {chunks} does not divide dim {spec.dim} of {spec.name}, {size}; "
                         f"lower {spec.axis}"
                     )
 

@@ -23,8 +23,8 @@ from rl_megatron.config import LearnerSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Samples
 from rl_megatron.weights import convert
-from tests.distributed.family_models import DENSE, MODELS, SPARSE, save_model
 from tests.distributed.ranks import run_ranks
+from tests.family_models import DENSE, MODELS, SPARSE, save_model
 
 if TYPE_CHECKING:
     from rl_megatron.learner.megatron import MegatronLearner

@@ -12,6 +12,7 @@ from rl_megatron.weights.layout import Axis, Band, ParamSpec, Piece, Shape
 
 Bands = Callable[[ModelShape, int], tuple[Band, ...]]
 Size = Callable[[ModelShape], int]
+Others = Callable[[ModelShape], Shape]
 Layers = Callable[[ModelShape], range]
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"

@@ -28,6 +28,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
 GLM: Mapping[str, Any] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -85,6 +94,21 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**LATENT, "n_group": 1, "topk_group": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
     ),
     "glm4_moe_air": ("glm4_moe", {**GLM, "first_k_dense_replace": 2, "n_shared_experts": 2, "use_qk_norm": False}),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "swiglu_limit": 1.0,
+            "rope_parameters": YARN,
+        },
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    ),
 }
 """Name -> (model_type, what differs from BASE)."""
 

@@ -1,0 +1,170 @@
+"""Tables of all families against what transformers saves, and readers of config.json against transformers' own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rl_megatron.errors import ConfigError, WeightError
+from rl_megatron.models.configs import READERS
+from rl_megatron.models.shape import ModelShape, Router
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights import convert
+from rl_megatron.weights.families import FAMILIES, family_of, hf_layout
+from rl_megatron.weights.layout import Layout
+from rl_megatron.weights.plan import plan
+from rl_megatron.weights.safetensors_io import Checkpoint
+from tests.family_models import MODELS, save_model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    for name in MODELS:
+        save_model(name, root / name)
+    return root
+
+
+def changed(folder: Path, out: Path, **values: Any) -> Path:
+    """The folder's config.json alone with other values; None removes a key."""
+    out.mkdir()
+    raw = json.loads((folder / "config.json").read_text()) | values
+    (out / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    return out
+
+
+def test_every_family_is_read_has_tables_and_is_tested() -> None:
+    assert READERS.keys() == FAMILIES.keys()
+    here = {kind for kind, _ in MODELS.values()}
+    assert here == {name for name, family in FAMILIES.items() if family.trains}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_hf_table_is_what_transformers_saves(name: str, saved: Path) -> None:
+    shape = ModelShape.from_folder(saved / name)
+    assert Checkpoint(saved / name).shapes() == hf_layout(shape).local_shapes(0)
+
+
+@pytest.mark.parametrize("family", sorted({kind for kind, _ in MODELS.values()}))
+def test_no_row_is_without_a_model(family: str, saved: Path) -> None:
+    shapes = [ModelShape.from_folder(saved / name) for name, (kind, _) in MODELS.items() if kind == family]
+    for table in FAMILIES[family].tables.values():
+        used = set()
+        for shape, tied, pp in product(shapes, (False, True), (1, 2)):
+            layout = Layout(table=table, shape=replace(shape, tie_embeddings=tied), dims=ParallelDims(pp=pp))
+            used |= {id(row) for row in layout.rows() if layout.layer_stages(row)}
+        assert [row.name for row in table if id(row) not in used] == []
+
+
+def test_engines_get_their_stacks(saved: Path) -> None:
+    """By hand for GLM-4.5, tp=2: biases, dense and shared MLPs and experts, each part cut by itself."""
+    shape = ModelShape.from_folder(saved / "glm4_moe")
+    hf = load_file(saved / "glm4_moe" / "model.safetensors")
+    dims = ParallelDims(tp=2, etp=2)
+    engine = Layout(table=family_of(shape).tables["engine"], shape=shape, dims=dims)
+    for rank in range(2):
+        got = {name: torch.full(size, float("nan")) for name, size in engine.local_shapes(rank).items()}
+        for t in plan(hf_layout(shape), engine, placement={rank: rank}).receives(rank):
+            piece = hf[t.src_param][tuple(slice(*span) for span in t.src_box)]
+            got[t.dst_param][tuple(slice(*span) for span in t.dst_box)] = piece
+
+        def halves(pattern: str, *parts: str, dim: int = 0, rank: int = rank) -> Tensor:
+            return torch.cat([hf[pattern.format(part)].chunk(2, dim)[rank] for part in parts], dim)
+
+        layer = "model.layers.2."
+        wanted = {
+            layer + "self_attn.qkv_proj.bias": halves(layer + "self_attn.{}_proj.bias", *"qkv"),
+            layer + "self_attn.qkv_proj.weight": halves(layer + "self_attn.{}_proj.weight", *"qkv"),
+            "model.layers.0.mlp.gate_up_proj.weight": halves("model.layers.0.mlp.{}_proj.weight", "gate", "up"),
+            layer + "mlp.shared_experts.gate_up_proj.weight": halves(
+                layer + "mlp.shared_experts.{}_proj.weight", "gate", "up"
+            ),
+            layer + "mlp.experts.w13_weight.3": halves(layer + "mlp.experts.3.{}_proj.weight", "gate", "up"),
+            layer + "mlp.experts.w2_weight.3": halves(layer + "mlp.experts.3.{}_proj.weight", "down", dim=1),
+            layer + "mlp.gate.e_score_correction_bias": hf[layer + "mlp.gate.e_score_correction_bias"],
+        }
+        for name, tensor in wanted.items():
+            assert torch.equal(got[name], tensor), name
+
+
+def test_transformers_4_wrote_ropes_otherwise(saved: Path, tmp_path: Path) -> None:
+    new = json.loads((saved / "llama" / "config.json").read_text())["rope_parameters"]
+    scaling = {key: value for key, value in new.items() if key != "rope_theta"}
+    old = changed(
+        saved / "llama", tmp_path / "old", rope_parameters=None, rope_theta=new["rope_theta"], rope_scaling=scaling
+    )
+    assert ModelShape.from_folder(old) == ModelShape.from_folder(saved / "llama")
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported; allowed: False"),
+        ("llama", {"attention_bias": True}, "attention_bias=True is not supported; allowed: False"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' is not supported; allowed: "),
+        ("mistral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; allowed: 'silu'"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method='mxfp4' is not supported; conv"),
+        ("gpt_oss", {"layer_types": ["linear_attention"] * 4}, "layer_types=.* is not supported; allowed: 'full_att"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported; allowed: 'sigmoid'"),
+        ("glm4_moe", {"model_type": "glm5"}, "model_type='glm5' is not supported; allowed: 'qwen2', 'qwen3'"),
+    ],
+)
+def test_what_the_rows_do_not_cover_is_refused(
+    name: str, values: dict[str, Any], message: str, saved: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelShape.from_folder(changed(saved / name, tmp_path / "other", **values))
+
+
+def test_public_configs_have_the_fields_that_matter() -> None:
+    """MiniMax-M2's and GLM-4.5's own spelling (their config.json on the hub), which transformers rewrites."""
+    path = Path("config.json")
+    common = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    common |= {"vocab_size": 99, "rms_norm_eps": 1e-5, "max_position_embeddings": 128, "num_experts_per_tok": 2}
+    minimax = READERS["minimax_m2"](
+        {**common, "model_type": "minimax_m2", "head_dim": 32, "rotary_dim": 16, "num_local_experts": 4}
+        | {"intermediate_size": 8, "rope_theta": 5e6, "use_mtp": True, "num_mtp_modules": 3},
+        path,
+    )
+    assert (minimax.rotary_dim, minimax.draft_layers, minimax.rope_theta) == (16, 3, 5e6)
+    assert minimax.router == Router(score="sigmoid", selection_bias=True)
+    glm = READERS["glm4_moe"](
+        {**common, "model_type": "glm4_moe", "head_dim": 32, "n_routed_experts": 4, "n_shared_experts": 1}
+        | {"moe_intermediate_size": 8, "intermediate_size": 16, "first_k_dense_replace": 1, "attention_bias": True}
+        | {"num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5, "use_qk_norm": False, "rope_theta": 1e6},
+        path,
+    )
+    assert (glm.rotary_dim, glm.draft_layers, glm.qk_norm, glm.qkv_bias) == (16, 1, None, True)
+    assert (glm.router.scaling, glm.moe_layers) == (2.5, range(1, 4))
+
+
+def test_layers_for_multi_token_prediction_are_left_aside(saved: Path, tmp_path: Path) -> None:
+    source = saved / "glm4_moe_air"
+    tensors = load_file(source / "model.safetensors")
+    changed(source, tmp_path / "hf", num_nextn_predict_layers=1)
+    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.ones(2, 2)}, tmp_path / "hf" / "model.safetensors")
+    convert.hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert load_file(tmp_path / "back" / "model.safetensors").keys() == tensors.keys()
+    save_file(tensors | {"model.layers.5.eh_proj.weight": torch.ones(2, 2)}, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(WeightError, match=r"model.layers.5.eh_proj.weight is unknown"):
+        convert.hf_to_megatron(tmp_path / "hf", tmp_path / "other")
+
+
+def test_a_cast_leaves_the_routers_selection_bias_alone(saved: Path, tmp_path: Path) -> None:
+    convert.hf_to_megatron(saved / "minimax_m2", tmp_path / "megatron", dtype=torch.bfloat16)
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back", dtype=torch.float16)
+    original, back = (load_file(x / "model.safetensors") for x in (saved / "minimax_m2", tmp_path / "back"))
+    for name, tensor in back.items():
+        if name.endswith("e_score_correction_bias"):
+            assert torch.equal(tensor, original[name])
+        else:
+            assert tensor.dtype == torch.float16
