@@ -30,7 +30,7 @@ from rl_megatron.data.prompts import PromptStream, load_prompts
 from rl_megatron.durable import remove_folder
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.shape import ModelShape, Rope
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
@@ -85,7 +85,7 @@ async def _train(parts: Parts, progress: Progress, stop: asyncio.Event, start: r
     config = parts.config
     progress.note("preparing the model")
     model_folder = await asyncio.to_thread(_model_folder, config)
-    shape = ModelShape.from_folder(model_folder, families=_served())
+    shape = ModelShape.from_folder(model_folder, families=FAMILIES)
     _check_fits(config, shape)
     progress.note(f"starting {config.learner.dims.world_size} learner processes and loading data")
     launcher: Launcher = LocalLauncher(model_folder, parts.folder)
@@ -108,14 +108,20 @@ async def _train(parts: Parts, progress: Progress, stop: asyncio.Event, start: r
                 await roles.weights.export(exported)
 
 
-def _served() -> list[str]:
-    """Families that both the learner and the engine of ``rollout=local`` run."""
-    return [name for name, family in FAMILIES.items() if family.trains and family.serves]
-
-
 def _check_fits(config: RunConfig, shape: ModelShape) -> None:
     """Raises ConfigError naming every size of the model that the configuration does not fit."""
     problems = []
+    served = [name for name, family in FAMILIES.items() if family.trains and family.serves]
+    if shape.family not in served:
+        problems.append(
+            f"model_type={shape.family!r}: the engine that samples here does not run it; allowed: "
+            f"{', '.join(map(repr, served))}"
+        )
+    elif shape.rope != Rope():
+        problems.append(
+            f"rope_type={shape.rope.kind!r}: the engine that samples here has plain rotary embeddings of whole heads; "
+            f"allowed: 'default'"
+        )
     try:
         megatron_layout(shape, config.learner.dims)
     except ConfigError as error:
