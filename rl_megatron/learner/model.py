@@ -111,7 +111,7 @@ def _attention_options(shape: ModelShape, fused: bool) -> dict[str, Any]:
     return {
         "num_query_groups": shape.num_kv_heads,
         "kv_channels": shape.head_dim,
-        "qk_layernorm": shape.qk_norm is not None,
+        "qk_layernorm": shape.qk_norm == "head",  # megatron sums those norms' gradients over tp, by their names
         "add_qkv_bias": shape.qkv_bias,
         "apply_rope_fusion": fused,
     }
