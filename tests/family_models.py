@@ -89,6 +89,18 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "deepseek_v3",
         {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.6}},
     ),
+    "deepseek_v2_grouped": (
+        "deepseek_v2",
+        {
+            **LATENT,
+            "num_experts_per_tok": 2,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "moonlight": ("deepseek_v3", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "kimi_k2": (
         "deepseek_v3",
         {**LATENT, "n_group": 1, "topk_group": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},

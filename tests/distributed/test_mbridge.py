@@ -10,7 +10,7 @@ import torch
 
 from rl_megatron.config import LearnerSection
 from rl_megatron.models.shape import ModelShape
-from tests.distributed.family_models import MODELS, save_model
+from tests.family_models import MODELS, save_model
 from tests.distributed.ranks import run_ranks
 
 LAYOUTS: dict[str, dict[str, int]] = {"one": {}, "tp2-ep2": {"tp": 2, "ep": 2}}
