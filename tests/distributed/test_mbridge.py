@@ -10,8 +10,8 @@ import torch
 
 from rl_megatron.config import LearnerSection
 from rl_megatron.models.shape import ModelShape
-from tests.family_models import MODELS, save_model
 from tests.distributed.ranks import run_ranks
+from tests.family_models import MODELS, save_model
 
 LAYOUTS: dict[str, dict[str, int]] = {"one": {}, "tp2-ep2": {"tp": 2, "ep": 2}}
 NAMES = {"mistral": "llama"}  # whose names and shapes it has; mbridge knows only those
