@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,6 @@ LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "beta_fast": 4.0,
-    "beta_slow": 1.0,
-    "truncate": False,
     "original_max_position_embeddings": 16,
 }
 GLM: Mapping[str, Any] = {
@@ -114,7 +106,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "head_dim": 16,
             "sliding_window": 5,
             "swiglu_limit": 1.0,
-            "rope_parameters": YARN,
+            "rope_parameters": {**YARN, "truncate": False},
         },
     ),
     "minimax_m2": (
@@ -130,7 +122,7 @@ def save_model(name: str, folder: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, differing = MODELS[name]
-    torch.manual_seed(sorted(MODELS).index(name))
+    torch.manual_seed(zlib.crc32(name.encode()))
     config = AutoConfig.for_model(kind, **{**BASE, **differing})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():

@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], Sequence[str]]] = {
     "tp2-ep2": ({"tp": 2, "ep": 2}, SPARSE),
     "pp2": ({"pp": 2}, [*MODELS]),
     "pp2-vpp2": ({"pp": 2, "vpp": 2}, ["glm4_moe"]),
-    "cp2": ({"cp": 2}, [*MODELS]),
+    "cp2": ({"cp": 2}, ["qwen3_moe", "mistral_window", "glm4_moe", "gpt_oss", "minimax_m2", "deepseek_v3"]),
 }
 SAVED_IN = ("tp2", "tp2-ep2")  # and read back by the tools
 

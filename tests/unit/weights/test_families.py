@@ -19,7 +19,7 @@ from rl_megatron.models.shape import ModelShape, Router
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights import convert
 from rl_megatron.weights.dtypes import DType
-from rl_megatron.weights.families import FAMILIES, family_of, hf_layout
+from rl_megatron.weights.families import FAMILIES, family_of, hf_layout, megatron_layout
 from rl_megatron.weights.layout import Layout
 from rl_megatron.weights.plan import plan
 from rl_megatron.weights.safetensors_io import Checkpoint
@@ -63,6 +63,19 @@ def test_no_row_is_without_a_model(family: str, saved: Path) -> None:
             layout = Layout(table=table, shape=replace(shape, tie_embeddings=tied), dims=ParallelDims(pp=pp))
             used |= {id(row) for row in layout.rows() if layout.layer_stages(row)}
         assert [row.name for row in table if id(row) not in used] == []
+
+
+def test_a_dense_model_has_nothing_for_ep_to_spread(saved: Path) -> None:
+    shape = ModelShape.from_folder(saved / "llama")
+    with pytest.raises(ConfigError, match="ep = 2: the model has no experts; use ep=1"):
+        megatron_layout(shape, ParallelDims(ep=2, dp=2))
+
+
+def test_fused_experts_are_spread_along_their_first_dim(saved: Path) -> None:
+    shape = ModelShape.from_folder(saved / "gpt_oss")
+    layout, name = megatron_layout(shape, ParallelDims(ep=2, dp=2)), "decoder.layers.1.mlp.experts.down_proj"
+    moves = [t for t in plan(hf_layout(shape), layout, placement={1: 1}).receives(1) if t.dst_param == name]
+    assert [(t.src_box, t.dst_box) for t in moves] == [(((2, 4), (0, 48), (0, 32)), ((0, 2), (0, 48), (0, 32)))]
 
 
 def test_engines_get_their_stacks(saved: Path) -> None:
