@@ -16,7 +16,7 @@ from torch import Tensor
 
 PIECE_BYTES = 256 * 2**10  # with its copy well inside a core's second-level cache
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_KEY = -7046029254386353131  # splitmix64's odd step
+_KEY = -7046029254386353131  # odd, 2**64 over the golden ratio
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
@@ -33,8 +33,8 @@ def digest(data: NDArray[np.uint8]) -> int:
 def digests(tensors: Sequence[Tensor]) -> Tensor:
     """[len(tensors)] int64 on their device, without waiting for it.
 
-    Of each tensor the sum of its words, each times an odd number of its place's own, modulo 2**64: one wrong word
-    always changes it, and words that changed places do but for one case in about 2**63.
+    Of each tensor the sum of its words, mixed, each times an odd number of its place's own, modulo 2**64: one wrong
+    word always changes it; several, or words that changed places, do but for about one case in 2**63.
     """
     return torch.stack([_sum_of_words(tensor.detach().contiguous().view(-1).view(torch.uint8)) for tensor in tensors])
 
@@ -42,7 +42,12 @@ def digests(tensors: Sequence[Tensor]) -> Tensor:
 def _sum_of_words(data: Tensor) -> Tensor:
     size = next(size for size in _WORDS if data.numel() % size == 0)
     aligned = data if data.storage_offset() % size == 0 else data.clone()
-    words = aligned.view(_WORDS[size]).to(torch.int64)
-    place = torch.arange(1, len(words) + 1, device=data.device) * _KEY
-    place = (place ^ (place >> 30)) * -4658895280553007687
-    return (words * ((place ^ (place >> 27)) | 1)).sum()
+    words = _mixed(aligned.view(_WORDS[size]).to(torch.int64), 29)
+    places = _mixed(torch.arange(1, len(words) + 1, device=data.device), 31)
+    return (words * (places | 1)).sum()
+
+
+def _mixed(numbers: Tensor, shift: int) -> Tensor:
+    """One to one; a difference in the high bits alone, as of two signs, would else cancel out in a sum."""
+    spread = numbers * _KEY
+    return spread ^ (spread >> shift)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +14,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from rl_megatron.errors import WeightError
+from rl_megatron.errors import CorruptionError, WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.commit import Transport
 from rl_megatron.weights.layout import Layout
+from rl_megatron.weights.mapped import MappedFile, read_header
 from rl_megatron.weights.plan import Plan, plan
 from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.transports.delta import DeltaTransport
+from rl_megatron.weights.transports.disk import DiskTransport
 from rl_megatron.weights.transports.memory import MemoryTransport
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
@@ -43,7 +47,7 @@ SHAPE = ModelShape(
 BUCKET_BYTES = 40  # a row of the hidden size fits (32 bytes), one of the attention output does not (64)
 
 
-def _process(rank: int, world_size: int, port: int, body: Callable[[int, int], None]) -> None:
+def _process(rank: int, world_size: int, port: int, body: Callable[[int, Path], None], folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -53,16 +57,16 @@ def _process(rank: int, world_size: int, port: int, body: Callable[[int, int], N
         timeout=timedelta(seconds=60),
     )
     try:
-        body(rank, world_size)
+        body(rank, folder)
     finally:
         dist.destroy_process_group()
 
 
-def spawn(world_size: int, body: Callable[[int, int], None]) -> None:
+def spawn(world_size: int, body: Callable[[int, Path], None], folder: Path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(_process, args=(world_size, port, body), nprocs=world_size)
+    mp.spawn(_process, args=(world_size, port, body, folder), nprocs=world_size)
 
 
 def hf_tensors(version: int) -> dict[str, Tensor]:
@@ -114,6 +118,10 @@ def changes_only(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) ->
     return DeltaTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES)
 
 
+def by_files(folder: Path, moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) -> Transport:
+    return DiskTransport(moves, src=src, dst=dst, folder=folder)
+
+
 def through_memory(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) -> Transport:
     return SharedMemoryTransport(moves, src=src, dst=dst, slot_bytes=BUCKET_BYTES, timeout_seconds=60)
 
@@ -153,24 +161,56 @@ def check_push(
     transport.close()
 
 
-def _two(rank: int, world_size: int) -> None:
-    for connect in (over_gloo, through_memory, changes_only):
+def _changed_on_disk(rank: int, folder: Path) -> None:
+    """A byte of a file changes behind its writer's back: the version is refused, and written again."""
+    dims = ParallelDims(ep=2, dp=2)
+    dst = hf_tensors(0)
+    transport = DiskTransport(
+        push_plan(dims, 2), src=megatron_tensors(hf_tensors(1), dims, rank), dst=dst, folder=folder
+    )
+    transport.move(1)
+    assert sorted(path.name for path in folder.iterdir()) == ["version_000001"]
+    publish = transport._publish
+
+    def flip(work: Path, final: Path) -> None:
+        publish(work, final)
+        with (final / "rank_00001.safetensors").open("r+b") as file:
+            file.seek(read_header(MappedFile(Path(file.name)))["digests"].start - 1)  # the last box's last byte
+            byte = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte[0] ^ 1]))
+
+    transport._publish = flip
+    if rank == 0:
+        with pytest.raises(CorruptionError, match=r"version 2 .*\n.* on rank 0 is not .* as rank 1 sent it"):
+            transport.move(2)
+    else:
+        transport.move(2)
+    transport._publish = publish
+    transport.move(2)
+    assert all(torch.equal(dst[name], tensor) for name, tensor in hf_tensors(1).items())
+    assert sorted(path.name for path in folder.iterdir()) == ["version_000002"]
+
+
+def _two(rank: int, folder: Path) -> None:
+    for connect in (over_gloo, through_memory, changes_only, partial(by_files, folder / "versions")):
         check_push(rank, ParallelDims(ep=2, dp=2), 2, torch.float32, connect)
         check_push(rank, ParallelDims(pp=2), 1, torch.bfloat16, connect)
+    _changed_on_disk(rank, folder / "changed")
 
 
-def _four(rank: int, world_size: int) -> None:
-    for connect in (over_gloo, through_memory, changes_only):
+def _four(rank: int, folder: Path) -> None:
+    for connect in (over_gloo, through_memory, changes_only, partial(by_files, folder / "versions")):
         check_push(rank, ParallelDims(tp=2, pp=2, ep=2), 4, torch.float32, connect)
         check_push(rank, ParallelDims(tp=2, ep=4, dp=2), 3, torch.bfloat16, connect)
 
 
 @pytest.mark.parametrize(("world_size", "body"), [(2, _two), (4, _four)])
-def test_engines_hold_each_version_exactly(world_size: int, body: Callable[[int, int], None]) -> None:
-    spawn(world_size, body)
+def test_engines_hold_each_version_exactly(world_size: int, body: Callable[[int, Path], None], tmp_path: Path) -> None:
+    spawn(world_size, body, tmp_path)
 
 
-def _one_process(rank: int, world_size: int) -> None:
+def _one_process(rank: int, folder: Path) -> None:
     check_push(rank, ParallelDims(), 1, torch.float32, over_gloo)
     check_push(
         rank, ParallelDims(), 1, torch.bfloat16, lambda moves, src, dst: MemoryTransport(moves, src=src, dst=dst)
@@ -183,11 +223,11 @@ def _one_process(rank: int, world_size: int) -> None:
     assert transport.move(0).num_bytes == 0
 
 
-def test_one_process_copies_and_sends_nothing() -> None:
-    spawn(1, _one_process)
+def test_one_process_copies_and_sends_nothing(tmp_path: Path) -> None:
+    spawn(1, _one_process, tmp_path)
 
 
-def _misfits(rank: int, world_size: int) -> None:
+def _misfits(rank: int, folder: Path) -> None:
     dims = ParallelDims(ep=2, dp=2)
     src, dst = megatron_tensors(hf_tensors(0), dims, rank), hf_tensors(0)
     if rank == 1:
@@ -205,5 +245,5 @@ def _misfits(rank: int, world_size: int) -> None:
     ]
 
 
-def test_every_process_hears_of_one_processs_misfits() -> None:
-    spawn(2, _misfits)
+def test_every_process_hears_of_one_processs_misfits(tmp_path: Path) -> None:
+    spawn(2, _misfits, tmp_path)

@@ -31,13 +31,13 @@ class MemoryTransport:
                 f"memory copies within one process, but the plan moves weights between this one ({rank}) and "
                 f"{', '.join(map(str, others))}; use weights.transport=shared_memory or process_group"
             )
-        self._ends = Ends(moves, rank=rank, src=src, dst=dst, exchange=lambda mine: [mine] * (rank + 1), verify=verify)
+        self.ends = Ends(moves, rank=rank, src=src, dst=dst, exchange=lambda mine: [mine] * (rank + 1), verify=verify)
 
     def move(self, version: int) -> WeightUpdate:
         """See commit.Transport."""
         started = time.perf_counter()
-        self._ends.begin()
-        verified = self._ends.finish(version)
+        self.ends.begin()
+        verified = self.ends.finish(version)
         seconds = time.perf_counter() - started
         return WeightUpdate(version=version, num_bytes=0, seconds=seconds, verify_seconds=verified)
 

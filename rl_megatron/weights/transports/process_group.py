@@ -119,7 +119,10 @@ class ProcessGroupTransport:
             return list(dist.batch_isend_irecv(made)) if made else []
         except RuntimeError as error:
             peers = ", ".join(f"rank {peer}" for _, _, peer in ops)
-            raise SyncError(f"version {version}: rank {self.ends.rank} cannot reach {peers}: {error}") from error
+            raise SyncError(
+                f"version {version} is not served: rank {self.ends.rank} cannot reach {peers} ({error}). Start the "
+                "lost process again, connect anew and push"
+            ) from error
 
     def _finish(self, step: Step, version: int) -> None:
         self.wait(step, version)

@@ -1,0 +1,86 @@
+"""What a process serves between the phases of a commit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from rl_megatron.errors import CorruptionError, SyncError, WeightError
+from rl_megatron.types import ParallelDims, WeightUpdate
+from rl_megatron.weights.commit import Replica
+from rl_megatron.weights.layout import Layout
+from rl_megatron.weights.plan import plan
+from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.transports.memory import MemoryTransport
+from tests.distributed.test_transport import SHAPE, hf_tensors, megatron_tensors, push_plan
+
+
+@dataclass
+class Engine:
+    version: int | None = 7
+
+    def withdraw(self) -> None:
+        self.version = None
+
+    def serve(self, version: int) -> None:
+        self.version = version
+
+
+def one_process() -> tuple[Replica, Engine]:
+    moves = plan(Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE), Layout(table=HF_QWEN3_MOE, shape=SHAPE))
+    src = megatron_tensors(hf_tensors(0), ParallelDims(), 0)
+    transport, engine = MemoryTransport(moves, src=src, dst=hf_tensors(1)), Engine()
+    return Replica(transport, engine), engine
+
+
+def test_a_version_is_served_from_its_commit_and_nothing_while_it_is_staged() -> None:
+    replica, engine = one_process()
+    replica.stage(8)
+    assert engine.version is None
+    replica.commit(8)
+    assert engine.version == 8
+
+
+def test_what_was_not_staged_is_not_committed() -> None:
+    replica, _ = one_process()
+    with pytest.raises(SyncError, match="version 8 was to be committed, but what is staged here is nothing"):
+        replica.commit(8)
+    replica.stage(9)
+    with pytest.raises(SyncError, match="is version 9"):
+        replica.commit(8)
+
+
+class Torn:
+    """A transport that fails at its second version."""
+
+    def __init__(self) -> None:
+        self.moved = 0
+
+    def move(self, version: int) -> WeightUpdate:
+        self.moved += 1
+        if self.moved == 2:
+            raise CorruptionError(f"version {version} did not arrive whole")
+        return WeightUpdate(version=version, num_bytes=0, seconds=0.0)
+
+    def close(self) -> None: ...
+
+
+def test_a_failed_version_takes_the_staged_one_with_it_and_serves_nothing() -> None:
+    engine = Engine()
+    replica = Replica(Torn(), engine)
+    replica.stage(8)
+    with pytest.raises(CorruptionError):
+        replica.stage(9)
+    for version in (8, 9):
+        with pytest.raises(SyncError, match="is nothing"):
+            replica.commit(version)
+    assert engine.version is None
+    replica.stage(9)
+    replica.commit(9)
+    assert engine.version == 9
+
+
+def test_memory_refuses_a_plan_of_several_processes() -> None:
+    with pytest.raises(WeightError, match=r"between this one \(0\) and 1; use weights.transport=shared_memory"):
+        MemoryTransport(push_plan(ParallelDims(ep=2, dp=2), 2), src={}, dst={})
