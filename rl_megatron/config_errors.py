@@ -96,7 +96,7 @@ def _near_key(place: _Place) -> str:
         beside = difflib.get_close_matches(name, place.section.model_fields, n=1)
         if beside:
             return _did_you_mean([section + dot + beside[0]])
-    nearest = difflib.get_close_matches(name, everywhere, n=1)
+    nearest = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.65)
     return _did_you_mean(everywhere[nearest[0]] if nearest else [])
 
 
