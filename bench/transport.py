@@ -1,10 +1,11 @@
 """Weight sync: each transport, with and without digests, against gathering and broadcasting over the same processes.
 
 Run from the repository root: ``python -m bench.transport``. Four learner ranks (TP2, EP2) fill two engine ranks (TP2),
-six processes in all. Prints a Markdown table: medians of ``REPEATS`` rounds, all methods in turns in each; seconds are
-from a barrier to a barrier, CPU seconds the sum over the processes. The baseline has no conversion and no copies into
-an engine: each learner rank gathers every parameter over its TP and EP groups, rank 0 broadcasts all of it to the
-engine ranks, in buckets as large as the transport's or tensor by tensor.
+six processes in all. Prints what one core and one connection can do, then a Markdown table: medians of ``REPEATS``
+rounds (the baseline's: ``BASELINE_REPEATS``), all methods in turns in each; seconds are from a barrier to a barrier,
+CPU seconds the sum over the processes. The baseline has no conversion and no copies into an engine: each learner rank
+gathers every parameter over its TP and EP groups, rank 0 broadcasts all of it to the engine ranks, in buckets or tensor
+by tensor; ratios are to the faster.
 """
 
 from __future__ import annotations
@@ -24,16 +25,19 @@ from bench.plan import LARGE, MID
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.commit import Transport
+from rl_megatron.weights.hashing import PIECE_BYTES, digest
 from rl_megatron.weights.layout import Layout
 from rl_megatron.weights.plan import plan
 from rl_megatron.weights.tables import qwen3_moe
+from rl_megatron.weights.transports.delta import DeltaTransport
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
 
-REPEATS = 5
+REPEATS, BASELINE_REPEATS = 9, 3
+DTYPE = torch.bfloat16
 LEARNER, ENGINE = ParallelDims(tp=2, ep=2, dp=2), ParallelDims(tp=2, etp=2)
 LEARNERS, ENGINES = LEARNER.world_size, ENGINE.world_size
-BUCKET_BYTES = 64 * 2**20
+BUCKET_BYTES, BASELINE_BYTES = 64 * 2**20, 8 * 2**20  # each at its best: 64 MiB makes the baseline slower
 
 
 class GatherAndBroadcast:
@@ -56,7 +60,7 @@ class GatherAndBroadcast:
         )
         self._buckets = self._cut(learner, bucket_bytes)
         largest = max(elements for _, _, elements in self._buckets)
-        self._mine, self._whole = torch.zeros(largest), torch.zeros(2 * largest)
+        self._mine, self._whole = torch.zeros(largest, dtype=DTYPE), torch.zeros(2 * largest, dtype=DTYPE)
 
     def _cut(self, learner: Layout, bucket_bytes: int) -> Sequence[tuple[str, list[str], int]]:
         """(over which axis to gather, a rank's tensors, their elements); the same number on every rank."""
@@ -71,7 +75,7 @@ class GatherAndBroadcast:
         out: list[tuple[str, list[str], int]] = []
         for kind, names in kinds.items():
             for name in names:
-                if not out or out[-1][0] != kind or (out[-1][2] + sizes[name]) * 4 * 2 > bucket_bytes:
+                if not out or out[-1][0] != kind or (out[-1][2] + sizes[name]) * 2 * DTYPE.itemsize > bucket_bytes:
                     out.append((kind, [], 0))
                 out[-1] = (kind, [*out[-1][1], name], out[-1][2] + sizes[name])
         return out
@@ -100,36 +104,81 @@ def timed(call: Callable[[], object]) -> tuple[float, float]:
     return wall, float(spent)
 
 
+def floors(rank: int) -> None:
+    """Print what any transport pays here: copies by one core, XXH3 of cached pieces, one stream over loopback."""
+    piece, total = torch.ones(PIECE_BYTES, dtype=torch.uint8), 512 * 2**20
+    if rank == 0:
+        memory = torch.ones(total // PIECE_BYTES, PIECE_BYTES, dtype=torch.uint8)
+        works: dict[str, Callable[[], object]] = {
+            "packs": lambda: [piece.copy_(row) for row in memory],
+            "unpacks": lambda: [row.copy_(piece) for row in memory],
+            "digests": lambda: [digest(memoryview(piece.numpy())) for _ in memory],
+        }
+        rates = []
+        for what, work in works.items():
+            seconds = []
+            for _ in range(REPEATS):
+                started = time.perf_counter()
+                work()
+                seconds.append(time.perf_counter() - started)
+            rates.append(f"{what} {total / statistics.median(seconds) / 1e9:.0f} GB/s")
+        print(f"one core {', '.join(rates)}", flush=True)
+    dist.barrier()
+    buffer, seconds = torch.ones(BUCKET_BYTES, dtype=torch.uint8), []
+    for _ in range(2 * REPEATS):
+        dist.barrier()
+        started = time.perf_counter()
+        if rank == 0:
+            dist.send(buffer, LEARNERS)
+        elif rank == LEARNERS:
+            dist.recv(buffer, 0)
+            seconds.append(time.perf_counter() - started)
+    if rank == LEARNERS:
+        print(f"gloo, one pair: {BUCKET_BYTES / statistics.median(seconds) / 1e9:.1f} GB/s\n", flush=True)
+    dist.barrier()
+
+
+def change(src: Mapping[str, Tensor]) -> None:
+    """Three elements of a hundred."""
+    for tensor in src.values():
+        tensor.view(-1)[::33] += 1
+
+
 def measure(rank: int, name: str, model: ModelShape) -> None:
     """Print a model's rows."""
     learner = Layout(table=qwen3_moe.MEGATRON_QWEN3_MOE, shape=model, dims=LEARNER)
     engine = Layout(table=qwen3_moe.ENGINE_QWEN3_MOE, shape=model, dims=ENGINE)
     moves = plan(learner, engine, placement={r: LEARNERS + r for r in range(ENGINES)})
-    sending = rank < LEARNERS
-    src = {n: torch.full(size, rank + 1.0) for n, size in learner.local_shapes(rank).items()} if sending else {}
-    local = {} if sending else engine.local_shapes(rank - LEARNERS)
-    dst = {n: torch.zeros(size) for n, size in local.items()}
-    total = sum(prod(size) for size in Layout(table=qwen3_moe.HF_QWEN3_MOE, shape=model).local_shapes(0).values()) * 4
-    moved = 4 * sum(moves.traffic().values())
+    held = learner.local_shapes(rank) if rank < LEARNERS else {}
+    wanted = engine.local_shapes(rank - LEARNERS) if rank >= LEARNERS else {}
+    src = {n: torch.full(size, rank + 1.0, dtype=DTYPE) for n, size in held.items()}
+    dst = {n: torch.zeros(size, dtype=DTYPE) for n, size in wanted.items()}
+    whole = Layout(table=qwen3_moe.HF_QWEN3_MOE, shape=model).local_shapes(0)
+    total = DTYPE.itemsize * sum(prod(size) for size in whole.values())
+    moved = DTYPE.itemsize * sum(moves.traffic().values())
     transports: dict[str, Transport] = {
         "gloo": ProcessGroupTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES, verify=False),
         "gloo, digests": ProcessGroupTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES),
         "shared memory": SharedMemoryTransport(moves, src=src, dst=dst, verify=False),
         "shared memory, digests": SharedMemoryTransport(moves, src=src, dst=dst),
+        "gloo, digests, 3 % changed": DeltaTransport(moves, src=src, dst=dst, bucket_bytes=BUCKET_BYTES),
     }
     calls: dict[str, Callable[[], object]] = {
-        "gather and broadcast, buckets": GatherAndBroadcast(learner, rank, src, BUCKET_BYTES).move,
+        "gather and broadcast, buckets": GatherAndBroadcast(learner, rank, src, BASELINE_BYTES).move,
         "gather and broadcast, tensors": GatherAndBroadcast(learner, rank, src, 1).move,
     }
     calls |= {kind: lambda transport=transport: transport.move(0) for kind, transport in transports.items()}
     seen: dict[str, list[tuple[float, float]]] = {kind: [] for kind in calls}
     for round_ in range(1 + REPEATS):
         for kind, call in calls.items():
+            if kind.startswith("gather") and round_ > BASELINE_REPEATS:
+                continue
+            change(src)
             spent = timed(call)
             if round_:  # the first touches all memory
                 seen[kind].append(spent)
     medians = {kind: [statistics.median(column) for column in zip(*rows, strict=True)] for kind, rows in seen.items()}
-    base = medians["gather and broadcast, buckets"]
+    base = min(medians[kind] for kind in calls if kind.startswith("gather"))
     if rank == 0:
         for kind, (wall, cpu) in medians.items():
             ratios = f"{wall:.4f} | {wall / base[0]:.2f} | {cpu:.3f} | {cpu / base[1]:.2f}"
@@ -143,6 +192,7 @@ def process(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=LEARNERS + ENGINES)
+    floors(rank)
     if rank == 0:
         print(f"| model | method | seconds | ratio | CPU seconds | ratio |\n|{' --- |' * 6}")
     for name, model in (("mid", MID), ("large", LARGE)):

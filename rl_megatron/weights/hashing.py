@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
 from torch import Tensor
 
 PIECE_BYTES = 256 * 2**10  # with its copy well inside a core's second-level cache
@@ -19,15 +17,14 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _KEY = -7046029254386353131  # odd, 2**64 over the golden ratio
 
 
-def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+def bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's elements in order: a view where they lie so in CPU memory, else a copy."""
-    data: NDArray[np.uint8] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return data
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def digest(data: NDArray[np.uint8]) -> int:
+def digest(data: memoryview) -> int:
     """Of bytes, as an unsigned number."""
-    return xxhash.xxh3_64_intdigest(data.data)
+    return xxhash.xxh3_64_intdigest(data)
 
 
 def digests(tensors: Sequence[Tensor]) -> Tensor:

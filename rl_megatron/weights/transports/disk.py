@@ -110,8 +110,8 @@ class DiskTransport:
             for i, (tensor, dtype) in enumerate(boxes.values()):
                 data = bytes_of(tensor.to(dtype))
                 sums.numpy()[i] = digest(data)
-                file.write(data.data)
-            file.write(bytes_of(sums).data)
+                file.write(data)
+            file.write(bytes_of(sums))
 
     def _publish(self, work: Path, final: Path) -> None:
         older = [path for path in self._folder.glob("version_*") if path != final]
