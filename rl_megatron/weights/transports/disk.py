@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -124,7 +125,7 @@ class DiskTransport:
         for sender, parts in self._arriving.items():
             file = MappedFile(final / _file_of(sender))
             entries = read_header(file)
-            sums = entries[_DIGESTS].view(file)
+            sums = entries[_DIGESTS].view(file).view(np.uint64)
             place = {name: i for i, name in enumerate(entries)}
             missing = [name for name, _ in parts if name not in entries]
             if missing:
