@@ -1,4 +1,4 @@
-"""Weights: seconds and memory to plan a move at cluster scale, and gloo processes moving a model against broadcasts.
+"""Weights: seconds and memory to plan a move at cluster scale; `bench.transport` times moves.
 
 Run from the repository root: ``python -m bench.plan``. Prints Markdown tables. Each plan has a process and a core of
 its own. ``seconds`` is the plan; ``a process's part`` counts the transfers of one rank, then the seconds to write them
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
 import time
@@ -25,7 +24,6 @@ from rl_megatron.weights.layout import Layout, split_layers
 from rl_megatron.weights.plan import plan
 from rl_megatron.weights.tables import deepseek_v3, qwen3_moe
 
-REPEATS = 5
 QWEN3 = (qwen3_moe.HF_QWEN3_MOE, qwen3_moe.MEGATRON_QWEN3_MOE, qwen3_moe.ENGINE_QWEN3_MOE)
 DEEPSEEK = (deepseek_v3.HF_DEEPSEEK_V3, deepseek_v3.MEGATRON_DEEPSEEK_V3, deepseek_v3.ENGINE_DEEPSEEK_V3)
 Numbers = Mapping[str, int]
@@ -153,54 +151,8 @@ def planning() -> None:
         )
 
 
-def moving(rank: int, port: int) -> None:
-    """Expert-parallel learners of two processes, each with a full engine copy: our transport, then broadcasts."""
-    import torch
-    import torch.distributed as dist
-
-    from rl_megatron.weights.transports.process_group import ProcessGroupTransport
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    if rank == 0:
-        print(
-            "\n| 2 gloo processes, float32 | model MB | moved MB | plan to buckets s | move s | broadcast a tensor s |"
-        )
-        print("| --- | --- | --- | --- | --- | --- |")
-    for name, model in (("mid", MID), ("large", LARGE)):
-        learner = Layout(table=qwen3_moe.MEGATRON_QWEN3_MOE, shape=model, dims=ParallelDims(ep=2, dp=2))
-        engines = Layout(table=qwen3_moe.HF_QWEN3_MOE, shape=model, dims=ParallelDims(dp=2))
-        src = {name: torch.ones(size) for name, size in learner.local_shapes(rank).items()}
-        dst = {name: torch.zeros(size) for name, size in engines.local_shapes(rank).items()}
-        started = time.perf_counter()
-        transport = ProcessGroupTransport(plan(learner, engines), src=src, dst=dst)
-        setup = time.perf_counter() - started
-        transport.move(0)
-        updates = [transport.move(version) for version in range(1, 1 + REPEATS)]
-        assert all(bool((tensor == 1).all()) for tensor in dst.values())
-        baseline = []
-        for _ in range(REPEATS):
-            dist.barrier()
-            started = time.perf_counter()
-            for i, tensor in enumerate(dst.values()):  # what a gather-then-broadcast sync does after its gather
-                dist.broadcast(tensor, src=i % 2)
-            baseline.append(time.perf_counter() - started)
-        if rank == 0:
-            total = sum(tensor.numel() * 4 for tensor in dst.values()) / 1e6
-            best = min(update.seconds for update in updates)
-            moved = updates[0].num_bytes / 1e6
-            print(f"| {name} | {total:.0f} | {moved:.0f} | {setup:.2f} | {best:.4f} | {min(baseline):.4f} |")
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         measure(*json.loads(sys.argv[1]))
         sys.exit()
     planning()
-    import torch.multiprocessing as mp
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = free.getsockname()[1]
-    mp.spawn(moving, args=(address,), nprocs=2)
