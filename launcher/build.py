@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher import resuming
+from launcher.engines import LEAST_HEAD_DIM, ServedLauncher
 from launcher.local import LocalLauncher
 from launcher.run_name import claim
 from launcher.stop import stop_signals
@@ -89,6 +90,8 @@ async def _train(parts: Parts, progress: Progress, stop: asyncio.Event, start: r
     _check_fits(config, shape)
     progress.note(f"starting {config.learner.dims.world_size} learner processes and loading data")
     launcher: Launcher = LocalLauncher(model_folder, parts.folder)
+    if config.rollout.served:
+        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape)
     async with contextlib.AsyncExitStack() as stack:
         starting = asyncio.create_task(stack.enter_async_context(launcher.start(config)))
         try:
@@ -141,7 +144,10 @@ def _check_fits(config: RunConfig, shape: ModelShape) -> None:
 def _model_folder(config: RunConfig) -> Path:
     if config.model.path is not None:
         return config.model.path
-    return make_tiny_model(config.model.tiny, config.model.cache_dir, config.seed)
+    tiny = config.model.tiny
+    if config.rollout.served and tiny.head_dim is None:
+        tiny = tiny.model_copy(update={"head_dim": LEAST_HEAD_DIM})
+    return make_tiny_model(tiny, config.model.cache_dir, config.seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,11 @@ from rl_megatron.errors import CorruptionError, RLMegatronError
 from rl_megatron.types import Completion, GenerationRequest, Loss, Samples, StepResult, WeightUpdate
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from rl_megatron.rollout.local import LocalEngine
+    from rl_megatron.weights.mirror import Mirror
 
 _PR_SET_PDEATHSIG = 1
 _SENDING = threading.Lock()  # one message at a time into the pipe
@@ -93,9 +97,7 @@ class Worker:
     def __init__(self, config: RunConfig, model_folder: Path, run_folder: Path, rank: int, rendezvous: str) -> None:
         from rl_megatron.learner import world
         from rl_megatron.learner.megatron import make_critic, make_policy
-        from rl_megatron.learner.model import DTYPES
         from rl_megatron.models.shape import ModelShape
-        from rl_megatron.rollout.local import LocalEngine
         from rl_megatron.weights.families import hf_layout, megatron_layout
 
         self._rank, self._model_folder, self._leave = rank, model_folder, world.leave
@@ -108,37 +110,53 @@ class Worker:
             learner = config.learner.model_copy(update={"optimizer": section.optimizer})
             self._learners["critic"] = make_critic(self._shape, learner, device)
         self._reference: dict[str, Tensor] = {}
-        self._engine = LocalEngine(
-            self._shape,
-            slots=config.rollout.slots,
-            dtype=DTYPES[config.learner.dtype],
-            device=device,
-            max_length=config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
-        )
         self._hf = hf_layout(self._shape)
         self._layout = megatron_layout(self._shape, config.learner.dims, vocab_multiple=config.learner.vocab_multiple)
+        self._holder = self._make_holder(config, run_folder, device)
         self.start_from("policy", model_folder)
         self._connect(config, run_folder / "weights")
 
+    def _make_holder(self, config: RunConfig, run_folder: Path, device: torch.device) -> LocalEngine | Mirror | None:
+        """Where pushes go: this rank's engine; where servers sample, the mirror that they read, on rank 0 alone."""
+        from launcher.engines import mirror_path
+        from rl_megatron.learner.model import DTYPES
+        from rl_megatron.rollout.local import LocalEngine
+        from rl_megatron.weights.mirror import Mirror
+
+        dtype, section = DTYPES[config.learner.dtype], config.rollout
+        if not section.served:
+            longest = section.max_prompt_tokens + section.max_new_tokens
+            return LocalEngine(self._shape, slots=section.slots, dtype=dtype, device=device, max_length=longest)
+        if self._rank:
+            return None
+        path, shapes = mirror_path(config, run_folder), self._hf.local_shapes(0)
+        return Mirror(path, shapes, dtype, self._model_folder / "config.json")
+
     def _connect(self, config: RunConfig, folder: Path) -> None:
-        """Plan the way from every learner rank to every engine replica."""
+        """Plan the way from every learner rank to every engine replica beside one, or to rank 0's mirror."""
         from rl_megatron.types import ParallelDims
         from rl_megatron.weights.commit import Replica
         from rl_megatron.weights.plan import plan
         from rl_megatron.weights.transports.connect import connect
 
-        replicas = replace(self._hf, dims=ParallelDims(dp=self._layout.dims.world_size))
+        holders = 1 if config.rollout.served else self._layout.dims.world_size
+        replicas = replace(self._hf, dims=ParallelDims(dp=holders))
         transfers = plan(self._layout, replicas)
         tensors = dict(self._learners["policy"].tensors)
         transport = connect(
             config.weights,
             transfers,
             src=tensors,
-            dst=self._engine.tensors,
+            dst=self._held,
             folder=folder,
             timeout_seconds=config.learner.timeout_seconds,
         )
-        self._replica = Replica(transport, self._engine)
+        self._replica = Replica(transport, self._holder)
+
+    @property
+    def _held(self) -> dict[str, Tensor]:
+        """The Hugging Face tensors that a push writes here."""
+        return self._holder.tensors if self._holder is not None else {}
 
     def start_from(self, role: str, folder: Path) -> None:
         """Fill this rank's part of a model from a Hugging Face folder, or from one of megatron's own kind.
@@ -165,7 +183,10 @@ class Worker:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Completions of each request, by this rank's engine replica."""
-        return self._engine.generate(requests)
+        from rl_megatron.rollout.local import LocalEngine
+
+        assert isinstance(self._holder, LocalEngine)
+        return self._holder.generate(requests)
 
     def stage(self, version: int) -> WeightUpdate | CorruptionError:
         """Move the learner's weights into this rank's engine, which serves nothing until `commit`.
@@ -182,10 +203,10 @@ class Worker:
         self._replica.commit(version)
 
     def export(self, folder: Path) -> None:
-        """Write what this rank's engine holds as a Hugging Face folder."""
+        """Write what was pushed last as a Hugging Face folder."""
         from rl_megatron.weights.safetensors_io import write_folder
 
-        write_folder(self._engine.tensors, self._model_folder, folder)
+        write_folder(self._held, self._model_folder, folder)
 
     def score(self, role: str, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
         """See MegatronLearner.score."""

@@ -33,7 +33,8 @@ class TinyModelSection(Section):
     num_layers: Positive = 2
     num_heads: Positive = 4
     num_kv_heads: Positive = 2
-    head_dim: Positive = 16
+    head_dim: Positive | None = None
+    """Null: 16, or 32 where servers sample (engines' CPU kernels have none smaller)."""
     num_experts: Positive = 8
     experts_per_token: Positive = 2
     expert_width: Positive = 32
@@ -84,11 +85,43 @@ class FileData(Section):
     """Use only the first so many held-out problems; null uses all."""
 
 
+class ServerSection(Section):
+    """The servers of an engine that is no part of the learner's processes (docs/engines.md)."""
+
+    addresses: str | None = None
+    """Running servers to use, ``http://host:port``, several with commas between; null: servers are started here."""
+    token_file: Path | None = None
+    """File with the token that running servers want; those started here get one of their own."""
+    replicas: Positive = 1
+    """Servers to start."""
+    tp: Positive = 1
+    """Tensor-parallel degree of each."""
+    options: str | None = None
+    """More options of a server's command line, written as in a shell."""
+    start_seconds: PositiveFloat = 600.0
+    """How long a server may take until it is ready."""
+    timeout_seconds: PositiveFloat = 600.0
+    """How long a request, or one part of a weight update, may take."""
+    retries: NonNegative = 3
+    """Attempts after the first, on another replica where there is one, when no connection, no answer or 5xx came."""
+    backoff_seconds: PositiveFloat = 0.5
+    """Wait before the first retry; it doubles each time."""
+    concurrency: Positive = 256
+    """Requests in flight at most."""
+    weights_dir: Path = Path("/dev/shm")
+    """Where weights are handed over: shared memory, or a folder that the servers see too."""
+    probe_tolerance: PositiveFloat | None = None
+    """Largest difference of a probe's log-probs, in nats, at which new weights are served; null: 1e-3 in float32, 0.25
+    in bfloat16."""
+
+
 class RolloutSection(Section):
     """How a step's completions are sampled."""
 
-    engine: Literal["local"] = "local"
-    """What samples: the in-process engine."""
+    engine: Literal["local", "vllm", "sglang"] = "local"
+    """What samples: an engine inside the learner's processes, or servers."""
+    python: Path | None = None
+    """Interpreter that the engine is installed in; null: the one that trains."""
     prompts_per_step: Positive = 32
     """Prompts of a step."""
     group_size: Positive = 8
@@ -111,6 +144,12 @@ class RolloutSection(Section):
     """dynamic_sampling=refill: batches sampled for one step at most."""
     slots: Positive = 512
     """Sequences an engine replica decodes at once."""
+    server: ServerSection = ServerSection()
+
+    @property
+    def served(self) -> bool:
+        """Whether servers sample, so that the learner's processes hold no engine."""
+        return self.engine != "local"
 
 
 class LearnerSection(Section):
@@ -264,7 +303,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
-        problems = [*_layout_problems(self.learner), *_transport_problems(self), *_batch_problems(self)]
+        problems = [
+            *_layout_problems(self.learner),
+            *_transport_problems(self),
+            *_batch_problems(self),
+            *_server_problems(self.rollout),
+        ]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -330,6 +374,18 @@ def _batch_problems(c: RunConfig) -> list[str]:
         out.append("algorithm.preference_beta wants pairs of a group's completions; set rollout.group_size=2 or more")
     if _offline(c) and not pairs:
         out.append("data.rejected_field makes pairs, which algorithm=dpo trains on; set it, or leave the field out")
+    return out
+
+
+def _server_problems(r: RolloutSection) -> list[str]:
+    out = []
+    if r.server.addresses and (r.python or r.server.replicas > 1 or r.server.options):
+        out.append(
+            f"rollout.server.addresses={r.server.addresses} are running servers; rollout.python, "
+            "rollout.server.replicas and rollout.server.options are for starting some: leave them out"
+        )
+    if r.server.token_file and not r.server.addresses:
+        out.append("rollout.server.token_file is for rollout.server.addresses; servers started here make a token")
     return out
 
 

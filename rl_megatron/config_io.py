@@ -1,8 +1,9 @@
 """YAML under conf/ + ``key=value`` overrides -> `RunConfig`, and back to YAML. No other module composes configs.
 
 ``group=name`` puts conf/<group>/<name>.yaml in the place of that section, whole; ``a.b=v`` sets one value; groups are
-chosen first, wherever they stand. A YAML file may start from others with ``defaults: [base, {group: name}]``. Defaults
-of keys live in config.py alone, and what the schema says of a bad value is put into words by config_errors.py.
+chosen first, wherever they stand. A YAML file may start from others with ``defaults: [base, {group: name}]``; a group's
+file that starts from ``_section_`` is laid over the section as it stood. Defaults of keys live in config.py alone, and
+what the schema says of a bad value is put into words by config_errors.py.
 
 YAML here is YAML 1.2's core schema, not PyYAML's 1.1: ``3e-4`` is a number, ``off`` and ``no`` are text, and a key that
 is given twice is an error.
@@ -80,13 +81,20 @@ class _Composer:
         self._root = root
         self._unread: set[str] = set()  # sections whose file could not be read
 
-    def compose(self, path: Path, above: tuple[Path, ...] = (), asked: str = "") -> dict[str, Any]:
-        """The file's values over those of its ``defaults``; ``above``: the files that led here, ``asked``: a choice."""
+    def compose(
+        self, path: Path, above: tuple[Path, ...] = (), asked: str = "", section: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The file's values over those of its ``defaults``; ``above``: the files that led here, ``asked``: a choice.
+
+        ``section`` is what stood in the place of the choice, which ``_section_`` among its defaults keeps.
+        """
         tree = self._read(path, above, asked)
         entries = tree.pop("defaults", [])
         base: dict[str, Any] = {}
         for entry in entries if isinstance(entries, list) else [entries]:
             match entry:
+                case "_section_" if section is not None:
+                    base = _merged(base, section)
                 case str():
                     beside = path.parent / f"{entry}.yaml"
                     parent = beside if beside.is_file() else self._root / f"{entry}.yaml"
@@ -98,8 +106,10 @@ class _Composer:
         return _merged(base, tree)
 
     def choose(self, tree: dict[str, Any], group: str, choice: str) -> None:
-        """Put <group>/<choice>.yaml in the place of the section, whole."""
-        tree[group] = self.compose(self._root / group / f"{choice}.yaml", asked=f"{group}={choice}: ")
+        """Put <group>/<choice>.yaml in the place of the section, whole, or over it where the file says so."""
+        path, before = self._root / group / f"{choice}.yaml", tree.get(group)
+        kept = before if isinstance(before, dict) else {}
+        tree[group] = self.compose(path, asked=f"{group}={choice}: ", section=kept)
 
     def put(self, tree: dict[str, Any], key: str, value: object) -> None:
         """Set one value at a dotted key."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 NUM_BYTES = 256
 SPECIAL_TOKENS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}  # ids 256, 257, 258
+HEAD_DIM = 16  # where none is given
 TOKENIZER_SIZE = NUM_BYTES + len(SPECIAL_TOKENS)
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -37,6 +38,7 @@ def make_tiny_model(spec: TinyModelSection, folder: Path, seed: int, *, vocab_si
     """
     if vocab_size < TOKENIZER_SIZE:
         raise ConfigError(f"vocab_size={vocab_size} is less than the tokenizer's {TOKENIZER_SIZE} tokens")
+    spec = spec.model_copy(update={"head_dim": spec.head_dim or HEAD_DIM})
     recipe = {**spec.model_dump(), "vocab_size": vocab_size, "seed": seed, "format": FORMAT}
     name = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     target = folder / f"tiny-{name}"

@@ -1,0 +1,59 @@
+"""Between the trainer and an engine server: runs it in a session of its own and ends all of it when the trainer ends.
+
+The trainer holds the other end of this process's standard input, which closes however the trainer ends, by SIGKILL too.
+``python engine_guard.py <file to remove at the end, or -> <command...>``; standard library alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_STOP_SECONDS = 10.0
+
+
+def main(remove: str, command: list[str]) -> int:
+    """The server's exit status, once it and its children are gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the closed pipe is the one way to end
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)
+    threading.Thread(target=_end_with_trainer, args=(server,), daemon=True).start()
+    status = server.wait()
+    _signal_all(server, signal.SIGKILL)  # what its children left running
+    if remove != "-":
+        for path in Path(remove).parent.glob(f"{Path(remove).name}*"):
+            path.unlink(missing_ok=True)
+    return status
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _end_with_trainer(server: subprocess.Popen[bytes]) -> None:
+    while os.read(0, 1):
+        pass
+    _signal_all(server, signal.SIGTERM)
+    try:
+        server.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        _signal_all(server, signal.SIGKILL)
+
+
+def _signal_all(server: subprocess.Popen[bytes], number: int) -> None:
+    try:
+        os.killpg(server.pid, number)
+    except ProcessLookupError:
+        return
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

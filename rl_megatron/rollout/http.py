@@ -1,0 +1,66 @@
+"""JSON over HTTP to one engine server. What may pass with another attempt is told apart from what will not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx2
+
+from rl_megatron.errors import EngineError
+
+_PASSING = (408, 429)  # statuses below 500 that another attempt may not meet
+_SHOWN = 2000  # characters of an answer in an error
+
+
+class AttemptFailed(Exception):
+    """No connection, no answer in time, or a server's own fault: another attempt may succeed."""
+
+
+class Server:
+    """One engine server at ``url``; every answer must come in ``timeout_seconds``. Proxies are not asked."""
+
+    def __init__(self, url: str, *, token: str | None, timeout_seconds: float) -> None:
+        self.url, self._limit = url.rstrip("/"), timeout_seconds
+        self.in_flight = 0
+        self.lost: str | None = None  # why it is asked no more
+        self._client = httpx2.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=None,  # one limit for all of a request, below
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=False,
+        )
+
+    async def post(self, path: str, body: object = None, *, params: Mapping[str, str] | None = None) -> Any:
+        """The answer's JSON, None where it is empty. Raises as ``get`` does."""
+        return await self._ask("POST", path, body, params)
+
+    async def get(self, path: str) -> Any:
+        """Likewise. Raises AttemptFailed, or EngineError with what the server said where it refuses for good."""
+        return await self._ask("GET", path, None, None)
+
+    async def _ask(self, method: str, path: str, body: object, params: Mapping[str, str] | None) -> Any:
+        what = f"{self.url}{path}"
+        try:
+            async with asyncio.timeout(self._limit):
+                response = await self._client.request(method, path, json=body, params=params)
+        except TimeoutError as error:
+            raise AttemptFailed(f"{what}: no answer in rollout.server.timeout_seconds={self._limit:g}") from error
+        except httpx2.TransportError as error:
+            raise AttemptFailed(f"{what}: {type(error).__name__}: {error}") from error
+        status, text = response.status_code, response.text
+        if status >= 500 or status in _PASSING:
+            raise AttemptFailed(f"{what}: status {status}: {text[:_SHOWN]}")
+        if status >= 300:
+            raise EngineError(f"{what}: status {status}: {text[:_SHOWN]}")
+        try:
+            return json.loads(text) if text else None
+        except ValueError as error:
+            raise EngineError(f"{what}: the answer is not JSON: {text[:80]!r}") from error
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._client.aclose()

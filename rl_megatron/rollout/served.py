@@ -1,0 +1,234 @@
+"""Engine servers as one RolloutEngine: replicas, retries, and new weights served only once somebody vouched for them.
+
+An adapter (vllm.py, sglang.py) says a request or an order in its server's words; everything else is here, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar
+
+from rl_megatron.config import ServerSection
+from rl_megatron.errors import EngineError, WeightError
+from rl_megatron.rollout.http import AttemptFailed, Server
+from rl_megatron.types import Completion, FinishReason, GenerationRequest
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_GRACE_SECONDS = 2.0  # a server that dies fails its last requests before its end is known
+FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions:
+    """What a server that is started must know."""
+
+    python: Path
+    model_folder: Path
+    port: int
+    dtype: str
+    max_length: int  # tokens of a prompt and its completion
+    slots: int
+    tp: int
+    token: str
+    extra: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A server's command line, and what its environment has beside the trainer's."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What a running server says of itself."""
+
+    version: str
+    dtype: str
+    architecture: str
+    max_length: int
+    problems: tuple[str, ...]  # what keeps it from being used, each with the way out
+
+
+class Adapter(Protocol):
+    """One kind of engine. Weight versions are labels there; every method but ``command`` raises as `Server` does."""
+
+    name: str
+    module: str  # what must be importable in its interpreter
+
+    def command(self, options: StartOptions) -> Command:
+        """How a server is started."""
+        ...
+
+    async def describe(self, server: Server) -> Description:
+        """What the server is, and what it lacks."""
+        ...
+
+    async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
+        """All completions of ``request``, aborted ones too. ``request_id`` is a name for ``abort``."""
+        ...
+
+    async def abort(self, server: Server, request_id: str) -> None:
+        """End a request; what was sampled of it is its answer."""
+        ...
+
+    async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
+        """Stop sampling; running requests wait, or end as they are."""
+        ...
+
+    async def resume(self, server: Server) -> None:
+        """Sample on."""
+        ...
+
+    async def load(self, server: Server, path: Path, version: int, label: str) -> None:
+        """Load the mirror file ``path``, drop cached prefixes. Raises WeightError naming a tensor that is wrong."""
+        ...
+
+    async def relabel(self, server: Server, label: str) -> None:
+        """Name the weights that it holds."""
+        ...
+
+
+def version_of(label: object) -> int:
+    """The version that a label names. Raises EngineError for one that this trainer did not give."""
+    text = str(label).removesuffix("?")
+    if not text.isdecimal():
+        raise EngineError(
+            f"the server sampled with weights labelled {label!r}, which no push of this run gave: was it started again?"
+        )
+    return int(text)
+
+
+class ServedEngine:
+    """A RolloutEngine over servers. Weights are served from ``commit`` on, and by nobody after ``load`` until then.
+
+    ``load`` and ``commit`` belong to the weight sync. Requests that run meanwhile wait in the engine and go on with the
+    new weights; their answers are held back until these are committed.
+    """
+
+    def __init__(self, adapter: Adapter, servers: Sequence[Server], section: ServerSection) -> None:
+        self.adapter, self._servers, self._section = adapter, tuple(servers), section
+        self._slots = asyncio.Semaphore(section.concurrency)
+        self._version: int | None = None
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    @property
+    def servers(self) -> list[Server]:
+        """Those that are there. Raises EngineError, saying how the last one went, where none is."""
+        alive = [s for s in self._servers if s.lost is None]
+        if not alive:
+            raise EngineError(f"no {self.adapter.name} server is left: {self._servers[-1].lost}")
+        return alive
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        """See interfaces.RolloutEngine."""
+        if not request.num_completions:
+            return []
+        async with self._slots:
+            await self._vouched(request)
+            completions = await self._with_retries(request, lambda s, rid: self.adapter.generate(s, request, rid))
+            version = await self._vouched(request)
+        if len(completions) != request.num_completions:
+            raise EngineError(
+                f"request {request.id!r}: {len(completions)} completions came, {request.num_completions} were asked for"
+            )
+        newest = max(c.versions[1] for c in completions)
+        if newest > version:
+            raise EngineError(f"request {request.id!r} was sampled with version {newest}, but {version} is served")
+        return completions
+
+    async def _vouched(self, request: GenerationRequest) -> int:
+        """The version that is served, once no update is under way."""
+        await self._settled.wait()
+        if self._version is None:
+            raise EngineError(f"request {request.id!r}: no weights are served; push some first")
+        return self._version
+
+    async def _with_retries(
+        self, request: GenerationRequest, attempt: Callable[[Server, str], Awaitable[list[Completion]]]
+    ) -> list[Completion]:
+        wait, failed = self._section.backoff_seconds, ""
+        for left in range(self._section.retries, -1, -1):
+            server = min(self.servers, key=lambda s: (s.url == failed, s.in_flight))
+            server.in_flight += 1
+            try:
+                return await attempt(server, f"{request.id} {uuid.uuid4().hex}")
+            except AttemptFailed as error:
+                if not left:
+                    tries = self._section.retries + 1
+                    raise EngineError(f"request {request.id!r}: {error}; attempts made: {tries}") from error
+                logger.warning("request %r: %s; again in %g s", request.id, error, wait)
+                failed = server.url
+            except EngineError as error:
+                raise EngineError(f"request {request.id!r}: {error}") from error
+            finally:
+                server.in_flight -= 1
+            await asyncio.sleep(wait)
+            wait *= 2
+        raise AssertionError("the last attempt returns or raises")
+
+    async def load(self, path: Path, version: int) -> None:
+        """Every replica holds ``version`` when this returns, and nothing is served. Raises WeightError."""
+        self._settled.clear()
+        self._version = None
+
+        async def one(server: Server) -> None:
+            await self.adapter.pause(server, "keep")
+            await self.adapter.load(server, path, version, f"{version}?")
+            await self.adapter.resume(server)
+
+        try:
+            await self._everywhere(version, one)
+        except BaseException:
+            self._settled.set()
+            raise
+
+    async def sample_everywhere(self, requests: Sequence[GenerationRequest]) -> dict[str, list[list[Completion]]]:
+        """By each replica, whatever it holds; by URL."""
+
+        async def all_of(server: Server) -> list[list[Completion]]:
+            answers = (self.adapter.generate(server, r, f"{r.id} {uuid.uuid4().hex}") for r in requests)
+            return list(await asyncio.gather(*answers))
+
+        return await self._everywhere(None, all_of)
+
+    async def commit(self, version: int) -> None:
+        """Serve what ``load`` brought, as ``version``."""
+        await self._everywhere(version, lambda server: self.adapter.relabel(server, str(version)))
+        self._version = version
+        self._settled.set()
+
+    def refuse(self) -> None:
+        """Serve nothing until another ``load`` is committed; requests that wait fail."""
+        self._settled.set()
+
+    async def _everywhere(self, version: int | None, order: Callable[[Server], Awaitable[T]]) -> dict[str, T]:
+        """``order`` on every replica at once. Raises WeightError that names the replicas it failed on."""
+        servers = self.servers
+        answers = await asyncio.gather(*(order(s) for s in servers), return_exceptions=True)
+        if any(isinstance(a, AttemptFailed) for a in answers):
+            await asyncio.sleep(_GRACE_SECONDS)
+        problems = []
+        for server, answer in zip(servers, answers, strict=True):
+            if isinstance(answer, AttemptFailed | EngineError | WeightError):
+                problems.append(f"{server.url}: {server.lost or answer}")
+            elif isinstance(answer, BaseException):
+                raise answer
+        if problems:
+            what = "a probe of new weights" if version is None else f"version {version}"
+            raise WeightError("\n  ".join([f"{what} failed, and is not served:", *problems]))
+        return {s.url: a for s, a in zip(servers, answers, strict=True) if not isinstance(a, BaseException)}
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await asyncio.gather(*(server.close() for server in self._servers))

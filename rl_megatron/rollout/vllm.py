@@ -1,0 +1,138 @@
+"""vLLM's words: its token-in token-out endpoint and its weight update API, as of 0.32.0."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from rl_megatron.errors import WeightError
+from rl_megatron.rollout.http import AttemptFailed, Server
+from rl_megatron.rollout.served import (
+    FINISH_REASONS,
+    Command,
+    Description,
+    StartOptions,
+    version_of,
+)
+from rl_megatron.types import Completion, GenerationRequest
+
+_NEEDED = ("/inference/v1/generate", "/start_weight_update", "/update_weight_version", "/collective_rpc", "/pause")
+
+
+class VLLMAdapter:
+    """See served.Adapter.
+
+    Seeds are not passed on: a request that has one ends vLLM 0.32.0 when it resumes after a pause.
+    """
+
+    name = "vLLM"
+    module = "vllm"
+
+    def command(self, options: StartOptions) -> Command:
+        """See served.Adapter."""
+        return Command(
+            arguments=(
+                str(options.python),
+                *("-m", "vllm.entrypoints.openai.api_server"),
+                *("--model", str(options.model_folder), "--served-model-name", "policy", "--load-format", "dummy"),
+                *("--host", "127.0.0.1", "--port", str(options.port)),
+                *("--dtype", options.dtype, "--tensor-parallel-size", str(options.tp)),
+                *("--max-model-len", str(options.max_length), "--max-num-seqs", str(options.slots)),
+                *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+                *("--worker-extension-cls", "rl_megatron.rollout.vllm_worker.WorkerExtension"),
+                *("--weight-transfer-config", json.dumps({"backend": "rl_megatron_mirror"})),
+                *("--enable-scale-out", "--disable-uvicorn-access-log", "--enforce-eager"),
+                *(("--distributed-executor-backend", "uni") if options.tp == 1 else ()),  # one process less
+                *options.extra,
+            ),
+            environment={
+                "VLLM_SERVER_DEV_MODE": "1",  # the weight update API is behind it
+                "VLLM_API_KEY": options.token,
+                "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, where it runs on a CPU
+                "VLLM_NO_USAGE_STATS": "1",
+                "HF_HUB_OFFLINE": "1",
+            },
+        )
+
+    async def describe(self, server: Server) -> Description:
+        """See served.Adapter."""
+        paths = (await server.get("/openapi.json"))["paths"]
+        problems = [f"it has no {path}; start it as docs/engines.md says" for path in _NEEDED if path not in paths]
+        model = (await server.get("/v1/models"))["data"][0]
+        found: dict[str, str] = {}
+        if not problems:
+            found = (await self._rpc(server, "rl_megatron_describe"))[0]
+            if found["logprobs_mode"] != "processed_logprobs":
+                problems.append(
+                    f"its log-probs are {found['logprobs_mode']}; start it with --logprobs-mode processed_logprobs, "
+                    "so that they are those of the distribution that is sampled from"
+                )
+        return Description(
+            version=(await server.get("/version"))["version"],
+            dtype=found.get("dtype", "unknown"),
+            architecture=found.get("architecture", "unknown"),
+            max_length=int(model["max_model_len"]),
+            problems=tuple(problems),
+        )
+
+    async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
+        """See served.Adapter."""
+        p = request.params
+        sampling = {
+            "n": request.num_completions,
+            "temperature": p.temperature,
+            "top_p": p.top_p,
+            "max_tokens": p.max_new_tokens,
+            "stop_token_ids": list(p.stop_token_ids),
+            "ignore_eos": True,  # what ends a completion is in the line above
+            "logprobs": 0,  # of the sampled token
+            "detokenize": False,
+        }
+        body = {"request_id": request_id, "token_ids": list(request.token_ids), "sampling_params": sampling}
+        answer = await server.post("/inference/v1/generate", body)
+        return [_completion(c) for c in sorted(answer["choices"], key=lambda c: int(c["index"]))]
+
+    async def abort(self, server: Server, request_id: str) -> None:
+        """See served.Adapter."""
+        await server.post("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})
+
+    async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
+        """See served.Adapter."""
+        await server.post("/pause", params={"mode": mode})
+
+    async def resume(self, server: Server) -> None:
+        """See served.Adapter."""
+        await server.post("/resume")
+
+    async def load(self, server: Server, path: Path, version: int, label: str) -> None:
+        """See served.Adapter."""
+        await server.post("/start_weight_update")
+        await server.post("/update_weights", {"update_info": {"path": str(path), "version": version}})
+        await server.post("/finish_weight_update", {"weight_version": label})
+        await server.post("/reset_prefix_cache")
+        for _, differing in await self._rpc(server, "rl_megatron_differing", str(path), version):
+            if differing:
+                raise WeightError(f"it holds other bytes than the learner wrote in {', '.join(differing[:20])}")
+
+    async def relabel(self, server: Server, label: str) -> None:
+        """See served.Adapter."""
+        await server.post("/update_weight_version", {"new_version": label})
+
+    async def _rpc(self, server: Server, method: str, *arguments: object) -> Any:
+        """What each worker of the server answers."""
+        return (await server.post("/collective_rpc", {"method": method, "args": list(arguments)}))["results"]
+
+
+def _completion(choice: dict[str, Any]) -> Completion:
+    token_ids = tuple(choice["token_ids"])
+    content = (choice["logprobs"] or {}).get("content") or []
+    if len(content) != len(token_ids):
+        raise AttemptFailed(f"{len(content)} log-probs came with {len(token_ids)} tokens")
+    versions = [version_of(span["version"]) for span in choice["weight_versions"] or ()]
+    return Completion(
+        token_ids=token_ids,
+        logprobs=tuple(float(c["logprob"]) for c in content),
+        finish_reason=FINISH_REASONS[choice["finish_reason"]],
+        versions=(min(versions), max(versions)) if versions else (0, 0),
+    )
