@@ -1,7 +1,7 @@
 """Between the trainer and an engine server: runs it in a session of its own and ends all of it when the trainer ends.
 
 The trainer holds the other end of this process's standard input, which closes however the trainer ends, by SIGKILL too.
-``python engine_guard.py <file to remove at the end, or -> <command...>``; standard library alone.
+``python engine_guard.py <file to remove after the trainer> <command...>``; standard library alone.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ def main(remove: str, command: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the closed pipe is the one way to end
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)
-    threading.Thread(target=_end_with_trainer, args=(server,), daemon=True).start()
+    trainer_gone = threading.Event()
+    threading.Thread(target=_end_with_trainer, args=(server, trainer_gone), daemon=True).start()
     status = server.wait()
     _signal_all(server, signal.SIGKILL)  # what its children left running
-    if remove != "-":
+    if trainer_gone.is_set():
         for path in Path(remove).parent.glob(f"{Path(remove).name}*"):
             path.unlink(missing_ok=True)
     return status
@@ -38,9 +39,10 @@ def _die_with_parent() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _end_with_trainer(server: subprocess.Popen[bytes]) -> None:
+def _end_with_trainer(server: subprocess.Popen[bytes], trainer_gone: threading.Event) -> None:
     while os.read(0, 1):
         pass
+    trainer_gone.set()
     _signal_all(server, signal.SIGTERM)
     try:
         server.wait(_STOP_SECONDS)

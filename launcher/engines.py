@@ -118,7 +118,7 @@ class ServedEngines:
             else:
                 started = await self._start(stack, mirror)
                 servers = [s.server for s in started]
-            engine = ServedEngine(self._adapter, servers, self._section)
+            engine = ServedEngine(self._adapter, servers, self._section, max_length=self._max_length)
             stack.push_async_callback(engine.close)
             self._check([(s.url, await self._described(s)) for s in servers])
             yield engine
@@ -141,9 +141,12 @@ class ServedEngines:
         started = [
             await self._start_one(stack, number, python, packages, mirror) for number in range(self._section.replicas)
         ]
-        async with asyncio.TaskGroup() as tasks:
-            for one in started:
-                tasks.create_task(self._ready(one))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for one in started:
+                    tasks.create_task(self._ready(one))
+        except ExceptionGroup as failed:  # the first is the cause; callers catch it by its type
+            raise failed.exceptions[0] from failed
         for one in started:
             watch = asyncio.create_task(_watch(one))
             stack.callback(watch.cancel)
@@ -171,13 +174,13 @@ class ServedEngines:
             guard = await asyncio.create_subprocess_exec(
                 sys.executable,
                 str(engine_guard.__file__),
-                str(mirror) if number == 0 else "-",
+                str(mirror),
                 *command.arguments,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": str(packages), **command.environment},
+                env={**os.environ, "PYTHONPATH": _joined(packages), **command.environment},
             )
         stack.push_async_callback(_end, guard)
         server = Server(f"http://127.0.0.1:{port}", token=token, timeout_seconds=section.timeout_seconds)
@@ -250,6 +253,11 @@ async def _check_interpreter(python: Path, adapter: Adapter) -> None:
             f"rollout.python={python}: {adapter.name} is not installed there; docs/engines.md says how to install it, "
             "and rollout.python=<its environment>/bin/python where it is"
         )
+
+
+def _joined(packages: Path) -> str:
+    """``packages`` before what the user's own PYTHONPATH names."""
+    return os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
 
 
 def _free_port() -> int:

@@ -112,11 +112,12 @@ class ServedEngine:
     """A RolloutEngine over servers. Weights are served from ``commit`` on, and by nobody after ``load`` until then.
 
     ``load`` and ``commit`` belong to the weight sync. Requests that run meanwhile wait in the engine and go on with the
-    new weights; their answers are held back until these are committed.
+    new weights; their answers are held back until these are committed. A prompt and its completion have at most
+    ``max_length`` tokens.
     """
 
-    def __init__(self, adapter: Adapter, servers: Sequence[Server], section: ServerSection) -> None:
-        self.adapter, self._servers, self._section = adapter, tuple(servers), section
+    def __init__(self, adapter: Adapter, servers: Sequence[Server], section: ServerSection, *, max_length: int) -> None:
+        self.adapter, self._servers, self._section, self._max_length = adapter, tuple(servers), section, max_length
         self._slots = asyncio.Semaphore(section.concurrency)
         self._version: int | None = None
         self._settled = asyncio.Event()
@@ -134,6 +135,12 @@ class ServedEngine:
         """See interfaces.RolloutEngine."""
         if not request.num_completions:
             return []
+        asked = len(request.token_ids) + request.params.max_new_tokens
+        if asked > self._max_length:  # a server would cut the completion short
+            raise EngineError(
+                f"request {request.id!r}: {len(request.token_ids)} prompt tokens + max_new_tokens="
+                f"{request.params.max_new_tokens} = {asked} exceed the engine's max_length={self._max_length}"
+            )
         async with self._slots:
             await self._vouched(request)
             completions = await self._with_retries(request, lambda s, rid: self.adapter.generate(s, request, rid))
@@ -213,21 +220,28 @@ class ServedEngine:
         self._settled.set()
 
     async def _everywhere(self, version: int | None, order: Callable[[Server], Awaitable[T]]) -> dict[str, T]:
-        """``order`` on every replica at once. Raises WeightError that names the replicas it failed on."""
+        """``order`` on every replica at once; one that ends meanwhile is done without.
+
+        Raises WeightError that names the replicas it failed on.
+        """
         servers = self.servers
         answers = await asyncio.gather(*(order(s) for s in servers), return_exceptions=True)
         if any(isinstance(a, AttemptFailed) for a in answers):
             await asyncio.sleep(_GRACE_SECONDS)
+        done: dict[str, T] = {}
         problems = []
         for server, answer in zip(servers, answers, strict=True):
-            if isinstance(answer, AttemptFailed | EngineError | WeightError):
-                problems.append(f"{server.url}: {server.lost or answer}")
-            elif isinstance(answer, BaseException):
+            if not isinstance(answer, BaseException):
+                done[server.url] = answer
+            elif not isinstance(answer, AttemptFailed | EngineError | WeightError):
                 raise answer
-        if problems:
+            elif server.lost is None:
+                problems.append(f"{server.url}: {answer}")
+        if problems or not done:
             what = "a probe of new weights" if version is None else f"version {version}"
-            raise WeightError("\n  ".join([f"{what} failed, and is not served:", *problems]))
-        return {s.url: a for s, a in zip(servers, answers, strict=True) if not isinstance(a, BaseException)}
+            lost = [str(server.lost) for server in servers if server.lost is not None]
+            raise WeightError("\n  ".join([f"{what} failed, and is not served:", *problems, *lost]))
+        return done
 
     async def close(self) -> None:
         """Close all connections."""

@@ -80,7 +80,7 @@ class VLLMAdapter:
         """See served.Adapter."""
         p = request.params
         sampling = {
-            "n": request.num_completions,
+            "n": request.num_completions if p.temperature else 1,  # greedy ones are all the same
             "temperature": p.temperature,
             "top_p": p.top_p,
             "max_tokens": p.max_new_tokens,
@@ -91,7 +91,8 @@ class VLLMAdapter:
         }
         body = {"request_id": request_id, "token_ids": list(request.token_ids), "sampling_params": sampling}
         answer = await server.post("/inference/v1/generate", body)
-        return [_completion(c) for c in sorted(answer["choices"], key=lambda c: int(c["index"]))]
+        completions = [_completion(c) for c in sorted(answer["choices"], key=lambda c: int(c["index"]))]
+        return completions if p.temperature else completions * request.num_completions
 
     async def abort(self, server: Server, request_id: str) -> None:
         """See served.Adapter."""

@@ -1,0 +1,193 @@
+"""The engines under test, each behind the same few calls; transformers' forward is the oracle of every log-prob."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from launcher.engines import SERVERS, ServedEngines
+from rl_megatron.config import RunConfig
+from rl_megatron.config_io import load
+from rl_megatron.interfaces import RolloutEngine
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.local import LocalEngine
+from rl_megatron.rollout.served import ServedEngine
+from rl_megatron.types import (
+    Batch,
+    Completion,
+    GenerationRequest,
+    ParallelDims,
+    SamplingParams,
+    Scores,
+    WeightUpdate,
+)
+from rl_megatron.weights.mirror import Mirror
+from rl_megatron.weights.served import Probe, ServedWeights
+
+REPO = Path(__file__).resolve().parents[2]
+MAX_LENGTH = 512
+T = TypeVar("T")
+Change = Callable[[dict[str, Tensor]], None]
+
+
+def interpreter(engine: str) -> Path:
+    """Where ``make test-engines`` installs an engine."""
+    return REPO / ".engines" / engine / "bin" / "python"
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a tiny model's folder."""
+    return load_file(folder / "model.safetensors")
+
+
+@cache
+def _forward(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logits_of(folder: Path, token_ids: Sequence[int]) -> Tensor:
+    """Transformers' logits [L, V] of a sequence."""
+    logits: Tensor = _forward(folder)(torch.tensor([list(token_ids)])).logits[0].float()
+    return logits
+
+
+def logprobs_of(folder: Path, prompt: Sequence[int], sampled: Sequence[int], temperature: float) -> Tensor:
+    """Transformers' log-probs of what was sampled behind a prompt."""
+    logits = logits_of(folder, [*prompt, *sampled])[len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(list(sampled))[:, None])[:, 0]
+
+
+def request(
+    prompt: Sequence[int] = range(30, 50), *, n: int = 1, new: int = 16, temperature: float = 1.0, **options: Any
+) -> GenerationRequest:
+    """A request that nothing but its length ends, unless ``options`` of SamplingParams say so."""
+    params = {"top_p": 1.0, "stop_token_ids": (), "seed": 1} | options
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=new, **params)
+    return GenerationRequest(id="test", token_ids=tuple(prompt), num_completions=n, params=sampling)
+
+
+class Bench(Protocol):
+    """An engine and a way to give it a folder's weights."""
+
+    name: str
+
+    def push(self, folder: Path, version: int) -> None:
+        """Serve the folder's weights as ``version``."""
+        ...
+
+    def generate(self, *requests: GenerationRequest) -> list[Sequence[Completion]]:
+        """Answers to requests made at once."""
+        ...
+
+
+class LocalBench:
+    """The engine inside the learner's processes."""
+
+    name = "local"
+
+    def __init__(self, shape: ModelShape) -> None:
+        self._engine = LocalEngine(shape, slots=64, dtype=torch.float32, device="cpu", max_length=MAX_LENGTH)
+
+    def push(self, folder: Path, version: int) -> None:
+        for name, tensor in weights_of(folder).items():
+            self._engine.tensors[name].copy_(tensor)
+        self._engine.serve(version)
+
+    def generate(self, *requests: GenerationRequest) -> list[Sequence[Completion]]:
+        return list(self._engine.generate(requests))
+
+
+@dataclass(kw_only=True)
+class FolderSync:
+    """A WeightSync whose learner is a folder: writes its tensors into the mirror, ``change``d where a test says so."""
+
+    mirror: Mirror
+    folder: Path = Path()
+    change: Change = field(default=lambda tensors: None)
+    after: Callable[[], None] = field(default=lambda: None)
+
+    async def push(self, version: int) -> WeightUpdate:
+        self.mirror.unseal()
+        tensors = weights_of(self.folder)
+        self.change(tensors)
+        for name, tensor in tensors.items():
+            self.mirror.tensors[name].copy_(tensor)
+        self.mirror.seal(version)
+        self.after()
+        return WeightUpdate(version=version, num_bytes=self.mirror.num_bytes, seconds=0.0)
+
+    async def export(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    async def score(self, batch: Batch) -> Scores:
+        return [[self._scores(m.input_ids, m.targets, m.cu_seqlens) for m in row] for row in batch.micro_batches]
+
+    def _scores(self, inputs: Tensor, targets: Tensor, bounds: Tensor) -> Tensor:
+        out = [
+            logits_of(self.folder, inputs[a:b].tolist()).log_softmax(-1).gather(1, targets[a:b, None])[:, 0]
+            for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+        ]
+        return torch.cat(out)
+
+
+class ServedBench:
+    """Engine servers, started as a run starts them."""
+
+    def __init__(self, name: str, engine: ServedEngine, sync: FolderSync, path: Path, runner: asyncio.Runner) -> None:
+        self.name, self.engine, self.sync, self.path, self._runner = name, engine, sync, path, runner
+        probe = Probe.make(vocab_size=259, max_length=MAX_LENGTH, temperature=1.0, tolerance=1e-4)
+        self.weights = ServedWeights(
+            inner=sync, path=path, replicas=engine, learner=sync, dims=ParallelDims(), probe=probe
+        )
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        async def limited() -> T:
+            async with asyncio.timeout(120):
+                return await work
+
+        return self._runner.run(limited())
+
+    def push(self, folder: Path, version: int, change: Change | None = None) -> None:
+        self.sync.folder, self.sync.change = folder, change or (lambda tensors: None)
+        self.run(self.weights.push(version))
+
+    def generate(self, *requests: GenerationRequest) -> list[Sequence[Completion]]:
+        async def all_of() -> list[Sequence[Completion]]:
+            engine: RolloutEngine = self.engine
+            return list(await asyncio.gather(*(engine.generate(r) for r in requests)))
+
+        return self.run(all_of())
+
+
+def config_of(engine: str, **keys: object) -> RunConfig:
+    """A run's configuration with servers of ``engine``; keys of ``rollout.server`` by name."""
+    given = [f"rollout.server.{key}={value}" for key, value in keys.items()]
+    return load("tiny_cpu", [f"rollout={engine}", f"rollout.python={interpreter(engine)}", "rollout.slots=64", *given])
+
+
+@contextlib.contextmanager
+def served(engine: str, model: Path, folder: Path, **keys: object) -> Iterator[ServedBench]:
+    """Servers of ``engine`` for the length of a with block."""
+    shape = ModelShape.from_folder(model)
+    path = folder / "weights.safetensors"
+    shapes: Mapping[str, tuple[int, ...]] = {n: tuple(t.shape) for n, t in weights_of(model).items()}
+    config = config_of(engine, **keys)
+    with asyncio.Runner() as runner:
+        stack = contextlib.AsyncExitStack()
+        servers = ServedEngines(config, SERVERS[engine](), model, folder, min(MAX_LENGTH, shape.max_positions))
+        try:
+            running = runner.run(stack.enter_async_context(servers.running(path)))
+            yield ServedBench(engine, running, FolderSync(mirror=Mirror(path, shapes, torch.float32)), path, runner)
+        finally:
+            runner.run(stack.aclose())

@@ -1,0 +1,76 @@
+"""What every rollout engine must do, embedded or a server, against transformers' forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_megatron.errors import EngineError
+from tests.engines.benches import Bench, logits_of, logprobs_of, request
+
+PROMPTS = [[(7 * i + j) % 256 for j in range(4 + 9 * i)] for i in range(6)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_of_the_weights_pushed_last(bench: Bench, models: tuple[Path, Path], temperature: float) -> None:
+    requests = [request(prompt, n=3, temperature=temperature) for prompt in PROMPTS]
+    for version, (folder, other) in enumerate([models, models[::-1], models], start=1):
+        bench.push(folder, version)
+        for asked, completions in zip(requests, bench.generate(*requests), strict=True):
+            assert len(completions) == 3
+            assert len({c.token_ids for c in completions}) > 1
+            for c in completions:
+                mine = torch.tensor(c.logprobs)
+                expected = logprobs_of(folder, asked.token_ids, c.token_ids, temperature)
+                torch.testing.assert_close(mine, expected, atol=1e-4, rtol=0)
+                assert (mine - logprobs_of(other, asked.token_ids, c.token_ids, temperature)).abs().max() > 0.1
+                assert (c.finish_reason, c.versions, len(c.token_ids)) == ("length", (version, version), 16)
+
+
+def test_logprobs_under_top_p_are_of_the_nucleus(bench: Bench, models: tuple[Path, Path]) -> None:
+    bench.push(models[0], 1)
+    asked = request(n=4, top_p=0.5)
+    for c in bench.generate(asked)[0]:
+        logits = logits_of(models[0], [*asked.token_ids, *c.token_ids])[len(asked.token_ids) - 1 : -1]
+        ordered, ids = logits.softmax(-1).sort(dim=-1, descending=True)
+        inside = ordered.cumsum(-1) - ordered < 0.5
+        mass = (ordered * inside).sum(-1)
+        rank = (ids == torch.tensor(c.token_ids)[:, None]).int().argmax(-1)
+        assert inside.gather(1, rank[:, None]).all()
+        expected = (ordered.gather(1, rank[:, None])[:, 0] / mass).log()
+        torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_temperature_0_takes_the_most_likely(bench: Bench, models: tuple[Path, Path]) -> None:
+    bench.push(models[1], 1)
+    asked = request(n=2, temperature=0.0)
+    for c in bench.generate(asked)[0]:
+        logits = logits_of(models[1], [*asked.token_ids, *c.token_ids])[len(asked.token_ids) - 1 : -1]
+        assert logits.argmax(-1).tolist() == list(c.token_ids)
+
+
+def test_a_stop_token_ends_a_completion_and_is_its_last(bench: Bench, models: tuple[Path, Path]) -> None:
+    bench.push(models[0], 1)
+    stops = tuple(range(0, 259, 12))
+    completions = bench.generate(request(n=32, new=12, stop_token_ids=stops))[0]
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    for c in completions:
+        ended = c.token_ids[-1] in stops
+        assert c.finish_reason == ("stop" if ended else "length")
+        assert not set(stops) & set(c.token_ids[:-1])
+        assert len(c.logprobs) == len(c.token_ids) == (12 if not ended else len(c.token_ids))
+
+
+def test_no_completions_are_none(bench: Bench, models: tuple[Path, Path]) -> None:
+    bench.push(models[0], 1)
+    assert list(bench.generate(request(n=0))[0]) == []
+
+
+@pytest.mark.parametrize("bad", [request([9999]), request(range(100), new=500)], ids=["token id", "length"])
+def test_what_cannot_be_served_is_refused_by_its_id(bench: Bench, models: tuple[Path, Path], bad: object) -> None:
+    bench.push(models[0], 1)
+    with pytest.raises(EngineError, match="'test'"):
+        bench.generate(bad)  # type: ignore[arg-type]
+    assert len(bench.generate(request())[0]) == 1

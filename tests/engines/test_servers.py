@@ -1,0 +1,132 @@
+"""What only a server can get wrong: updates under way, faults on the way to it, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_megatron.errors import EngineError, WeightError
+from rl_megatron.types import Completion
+from tests.engines.benches import MAX_LENGTH, ServedBench, logprobs_of, request
+
+LONG = request(new=400)
+
+
+def swap_gate_and_up(tensors: dict[str, Tensor]) -> None:
+    """The fault that a round trip cannot see."""
+    at = "model.layers.1.mlp.experts.3."
+    gate, up = f"{at}gate_proj.weight", f"{at}up_proj.weight"
+    tensors[gate], tensors[up] = tensors[up], tensors[gate]
+
+
+def flip_a_byte(server: ServedBench) -> Callable[[], None]:
+    """After the file was sealed."""
+
+    def flip() -> None:
+        server.sync.mirror.tensors["model.layers.0.mlp.experts.5.down_proj.weight"].view(torch.uint8)[3, 7] ^= 1
+
+    return flip
+
+
+def lose_the_seal(server: ServedBench) -> Callable[[], None]:
+    """What a sender leaves that dies while it writes."""
+    return server.sync.mirror.unseal
+
+
+@pytest.mark.parametrize(
+    ("change", "after", "named"),
+    [
+        (swap_gate_and_up, None, r"log-probs of the probe are up to [\d.e-]+ nats"),
+        (None, flip_a_byte, r"experts\.5\.down_proj\.weight has other bytes"),
+        (None, lose_the_seal, "holds version None, not 2"),
+    ],
+    ids=["gate and up swapped", "byte flipped", "sender died"],
+)
+def test_a_wrong_sync_is_refused_and_never_served(
+    server: ServedBench,
+    models: tuple[Path, Path],
+    change: Callable[[dict[str, Tensor]], None] | None,
+    after: Callable[[ServedBench], Callable[[], None]] | None,
+    named: str,
+) -> None:
+    server.push(models[0], 1)
+    server.sync.after = after(server) if after else lambda: None
+    with pytest.raises(WeightError, match=named):
+        server.push(models[1], 2, change)
+    server.sync.after = lambda: None
+    with pytest.raises(EngineError, match="no weights are served"):
+        server.generate(request())
+    server.push(models[1], 3)
+    (completion,) = server.generate(request())[0]
+    assert completion.versions == (3, 3)
+    expected = logprobs_of(models[1], request().token_ids, completion.token_ids, 1.0)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_a_running_request_goes_on_over_an_update(server: ServedBench, models: tuple[Path, Path]) -> None:
+    server.push(models[0], 1)
+
+    async def update_meanwhile() -> Completion:
+        running = asyncio.create_task(server.engine.generate(LONG))
+        await asyncio.sleep(0.3)
+        server.sync.folder = models[1]
+        await server.weights.push(2)
+        (completion,) = await running
+        return completion
+
+    completion = server.run(update_meanwhile())
+    assert completion.versions == (1, 2)
+    assert (completion.finish_reason, len(completion.token_ids)) == ("length", 400)
+    token_ids = completion.token_ids
+    gaps = [
+        (torch.tensor(completion.logprobs) - logprobs_of(folder, LONG.token_ids, token_ids, 1.0)).abs()
+        for folder in models
+    ]
+    by_first = int((gaps[0] > 1e-3).int().argmax())  # the first token that the old weights did not sample
+    assert 0 < by_first < 400
+    assert gaps[0][:by_first].max() < 1e-4
+
+
+def test_an_aborted_request_keeps_what_was_sampled(server: ServedBench, models: tuple[Path, Path]) -> None:
+    server.push(models[0], 1)
+    (replica,) = server.engine.servers
+
+    async def abort() -> Completion:
+        running = asyncio.create_task(server.engine.adapter.generate(replica, LONG, "mine"))
+        await asyncio.sleep(0.3)
+        await server.engine.adapter.abort(replica, "mine")
+        (completion,) = await running
+        return completion
+
+    completion = server.run(abort())
+    assert completion.finish_reason == "abort"
+    assert 0 < len(completion.token_ids) == len(completion.logprobs) < 400
+
+
+def test_a_pause_can_end_what_runs(server: ServedBench, models: tuple[Path, Path]) -> None:
+    server.push(models[0], 1)
+    (replica,) = server.engine.servers
+
+    async def pause() -> Completion:
+        running = asyncio.create_task(server.engine.adapter.generate(replica, LONG, "mine"))
+        await asyncio.sleep(0.3)
+        await server.engine.adapter.pause(replica, "abort")
+        (completion,) = await running
+        await server.engine.adapter.resume(replica)
+        return completion
+
+    assert server.run(pause()).finish_reason == "abort"
+    assert len(server.generate(request())[0]) == 1
+
+
+def test_a_server_says_what_it_is(server: ServedBench) -> None:
+    (replica,) = server.engine.servers
+    described = server.run(server.engine.adapter.describe(replica))
+    assert described.problems == ()
+    assert (described.dtype, described.architecture) == ("float32", "Qwen3MoeForCausalLM")
+    assert described.max_length == MAX_LENGTH
