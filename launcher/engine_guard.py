@@ -1,18 +1,18 @@
 """Between the trainer and an engine server: runs it in a session of its own and ends all of it when the trainer ends.
 
 The trainer holds the other end of this process's standard input, which closes however the trainer ends, by SIGKILL too.
-``python engine_guard.py <file to remove after the trainer> <command...>``; standard library alone.
+``python engine_guard.py <folder to remove after the trainer> <command...>``; standard library alone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 10.0
@@ -28,8 +28,7 @@ def main(remove: str, command: list[str]) -> int:
     status = server.wait()
     _signal_all(server, signal.SIGKILL)  # what its children left running
     if trainer_gone.is_set():
-        for path in Path(remove).parent.glob(f"{Path(remove).name}*"):
-            path.unlink(missing_ok=True)
+        shutil.rmtree(remove, ignore_errors=True)
     return status
 
 

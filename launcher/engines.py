@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -27,12 +28,13 @@ from rl_megatron.interfaces import Launcher, Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.http import AttemptFailed, Server
 from rl_megatron.rollout.served import Adapter, Description, ServedEngine, StartOptions
+from rl_megatron.rollout.sglang import SGLangAdapter
 from rl_megatron.rollout.vllm import VLLMAdapter
 from rl_megatron.weights.served import PROBE_LENGTH, Probe, ServedWeights
 
 logger = logging.getLogger(__name__)
 
-SERVERS: Mapping[str, type[Adapter]] = {"vllm": VLLMAdapter}
+SERVERS: Mapping[str, type[Adapter]] = {"sglang": SGLangAdapter, "vllm": VLLMAdapter}
 LEAST_HEAD_DIM = 32  # of vLLM's attention kernels on CPUs
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # nats
 _STOP_SECONDS = 20.0
@@ -42,7 +44,13 @@ _TAIL = 20  # lines of a log in an error
 def mirror_path(config: RunConfig, run_folder: Path) -> Path:
     """The file in which this run's weights are handed to servers."""
     digest = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
-    return config.rollout.server.weights_dir / f"rl_megatron-{digest}.safetensors"
+    return config.rollout.server.weights_dir / f"rl_megatron-{digest}" / "model.safetensors"
+
+
+def longest_sequence(config: RunConfig, shape: ModelShape) -> int:
+    """Tokens of the longest prompt and completion, a probe's among them."""
+    longest = max(config.rollout.max_prompt_tokens + config.rollout.max_new_tokens, PROBE_LENGTH)
+    return min(longest, shape.max_positions)
 
 
 class ServedLauncher:
@@ -55,11 +63,9 @@ class ServedLauncher:
     async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
         """See interfaces.Launcher. Raises ConfigError where a server does not fit, EngineError where none comes up."""
         adapter = SERVERS[config.rollout.engine]()
-        longest = max(config.rollout.max_prompt_tokens + config.rollout.max_new_tokens, PROBE_LENGTH)
-        max_length = min(longest, self._shape.max_positions)
         path = mirror_path(config, self._run_folder)
         async with contextlib.AsyncExitStack() as stack:
-            engine = ServedEngines(config, adapter, self._model_folder, self._run_folder, max_length)
+            engine = ServedEngines(config, adapter, self._model_folder, self._run_folder, self._shape)
             starting = asyncio.create_task(stack.enter_async_context(engine.running(path)))
             try:
                 roles = await stack.enter_async_context(self._inner.start(config))
@@ -70,7 +76,7 @@ class ServedLauncher:
             replicas = await starting
             probe = Probe.make(
                 vocab_size=self._shape.vocab_size,
-                max_length=max_length,
+                max_length=longest_sequence(config, self._shape),
                 temperature=config.rollout.temperature,
                 tolerance=config.rollout.server.probe_tolerance or _TOLERANCE[config.learner.dtype],
             )
@@ -104,21 +110,29 @@ class ServedEngines:
     """The servers of one run."""
 
     def __init__(
-        self, config: RunConfig, adapter: Adapter, model_folder: Path, run_folder: Path, max_length: int
+        self, config: RunConfig, adapter: Adapter, model_folder: Path, run_folder: Path, shape: ModelShape
     ) -> None:
         self._config, self._section, self._adapter = config, config.rollout.server, adapter
-        self._model_folder, self._run_folder, self._max_length = model_folder.resolve(), run_folder, max_length
+        self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
+        self._max_length = longest_sequence(config, shape)
 
     @contextlib.asynccontextmanager
     async def running(self, mirror: Path) -> AsyncIterator[ServedEngine]:
-        """Ready and checked servers; those that were started are gone at the end, and ``mirror`` with them."""
+        """Ready and checked servers; those that were started are gone at the end, and ``mirror``'s folder with them."""
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(shutil.rmtree, mirror.parent, ignore_errors=True)
             if self._section.addresses:
                 servers = self._attached()
             else:
                 started = await self._start(stack, mirror)
                 servers = [s.server for s in started]
-            engine = ServedEngine(self._adapter, servers, self._section, max_length=self._max_length)
+            engine = ServedEngine(
+                self._adapter,
+                servers,
+                self._section,
+                max_length=self._max_length,
+                vocab_size=self._shape.vocab_size,
+            )
             stack.push_async_callback(engine.close)
             self._check([(s.url, await self._described(s)) for s in servers])
             yield engine
@@ -138,6 +152,8 @@ class ServedEngines:
         # The engine's interpreter sees this package alone, never the packages that lie beside it.
         packages = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl_megatron-")))
         (packages / "rl_megatron").symlink_to(Path(__file__).resolve().parent.parent / "rl_megatron")
+        (packages / "model").mkdir()
+        shutil.copy(self._model_folder / "config.json", packages / "model")
         started = [
             await self._start_one(stack, number, python, packages, mirror) for number in range(self._section.replicas)
         ]
@@ -160,7 +176,9 @@ class ServedEngines:
             StartOptions(
                 python=python,
                 model_folder=self._model_folder,
+                bare_folder=packages / "model",
                 port=port,
+                device=self._config.learner.device,
                 dtype=self._config.learner.dtype,
                 max_length=self._max_length,
                 slots=self._config.rollout.slots,
@@ -174,7 +192,7 @@ class ServedEngines:
             guard = await asyncio.create_subprocess_exec(
                 sys.executable,
                 str(engine_guard.__file__),
-                str(mirror),
+                str(mirror.parent),
                 *command.arguments,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=file,
@@ -210,8 +228,13 @@ class ServedEngines:
 
     def _check(self, found: Sequence[tuple[str, Description]]) -> None:
         """Raises ConfigError with everything at once that keeps the servers from being used."""
-        wanted = self._config.learner.dtype
+        wanted, top_p = self._config.learner.dtype, self._config.rollout.top_p
         problems = []
+        if top_p < 1 and not self._adapter.renormalises_top_p:
+            problems.append(
+                f"rollout.top_p={top_p}: {self._adapter.name}'s log-probs are not of the tokens that top_p leaves, so "
+                "importance ratios would be wrong; set rollout.top_p=1"
+            )
         for url, described in found:
             logger.info("%s %s at %s: %s", self._adapter.name, described.version, url, described)
             problems += [f"{url}: {problem}" for problem in described.problems]

@@ -31,7 +31,9 @@ class StartOptions:
 
     python: Path
     model_folder: Path
+    bare_folder: Path  # with the model's config.json alone
     port: int
+    device: str  # cpu or an accelerator
     dtype: str
     max_length: int  # tokens of a prompt and its completion
     slots: int
@@ -64,6 +66,7 @@ class Adapter(Protocol):
 
     name: str
     module: str  # what must be importable in its interpreter
+    renormalises_top_p: bool  # whether log-probs are of the distribution that top_p leaves
 
     def command(self, options: StartOptions) -> Command:
         """How a server is started."""
@@ -77,7 +80,7 @@ class Adapter(Protocol):
         """All completions of ``request``, aborted ones too. ``request_id`` is a name for ``abort``."""
         ...
 
-    async def abort(self, server: Server, request_id: str) -> None:
+    async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
         """End a request; what was sampled of it is its answer."""
         ...
 
@@ -113,11 +116,14 @@ class ServedEngine:
 
     ``load`` and ``commit`` belong to the weight sync. Requests that run meanwhile wait in the engine and go on with the
     new weights; their answers are held back until these are committed. A prompt and its completion have at most
-    ``max_length`` tokens.
+    ``max_length`` tokens, of ids below ``vocab_size``: what else a server would cut short, or die of, is refused here.
     """
 
-    def __init__(self, adapter: Adapter, servers: Sequence[Server], section: ServerSection, *, max_length: int) -> None:
-        self.adapter, self._servers, self._section, self._max_length = adapter, tuple(servers), section, max_length
+    def __init__(
+        self, adapter: Adapter, servers: Sequence[Server], section: ServerSection, *, max_length: int, vocab_size: int
+    ) -> None:
+        self.adapter, self._servers, self._section = adapter, tuple(servers), section
+        self._max_length, self._vocab_size = max_length, vocab_size
         self._slots = asyncio.Semaphore(section.concurrency)
         self._version: int | None = None
         self._settled = asyncio.Event()
@@ -135,12 +141,7 @@ class ServedEngine:
         """See interfaces.RolloutEngine."""
         if not request.num_completions:
             return []
-        asked = len(request.token_ids) + request.params.max_new_tokens
-        if asked > self._max_length:  # a server would cut the completion short
-            raise EngineError(
-                f"request {request.id!r}: {len(request.token_ids)} prompt tokens + max_new_tokens="
-                f"{request.params.max_new_tokens} = {asked} exceed the engine's max_length={self._max_length}"
-            )
+        self._check(request)
         async with self._slots:
             await self._vouched(request)
             completions = await self._with_retries(request, lambda s, rid: self.adapter.generate(s, request, rid))
@@ -153,6 +154,19 @@ class ServedEngine:
         if newest > version:
             raise EngineError(f"request {request.id!r} was sampled with version {newest}, but {version} is served")
         return completions
+
+    def _check(self, request: GenerationRequest) -> None:
+        prompt, new = request.token_ids, request.params.max_new_tokens
+        if not prompt or min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            problem = f"the prompt must have one or more token ids in [0, {self._vocab_size}), got {prompt[:8]}..."
+        elif len(prompt) + new > self._max_length:
+            problem = (
+                f"{len(prompt)} prompt tokens + max_new_tokens={new} exceed the engine's "
+                f"max_length={self._max_length}; shorten the prompt or lower max_new_tokens"
+            )
+        else:
+            return
+        raise EngineError(f"request {request.id!r}: {problem}")
 
     async def _vouched(self, request: GenerationRequest) -> int:
         """The version that is served, once no update is under way."""

@@ -28,6 +28,7 @@ class VLLMAdapter:
 
     name = "vLLM"
     module = "vllm"
+    renormalises_top_p = True
 
     def command(self, options: StartOptions) -> Command:
         """See served.Adapter."""
@@ -94,7 +95,7 @@ class VLLMAdapter:
         completions = [_completion(c) for c in sorted(answer["choices"], key=lambda c: int(c["index"]))]
         return completions if p.temperature else completions * request.num_completions
 
-    async def abort(self, server: Server, request_id: str) -> None:
+    async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
         """See served.Adapter."""
         await server.post("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})
 

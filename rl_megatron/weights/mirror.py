@@ -1,14 +1,15 @@
 """Every Hugging Face tensor of a model in one mapped file: how weights reach an engine that is a process of its own.
 
-The file is safetensors, in shared memory or on a shared disk. Beside it ``<file>.json`` tells which version it holds
-whole and a checksum of each tensor, so that a reader knows what it read. Engines import this file too: it needs torch
-alone.
+The file is ``model.safetensors`` of a Hugging Face folder, in shared memory or on a shared disk, so that an engine's
+own loader reads it too. Beside it ``model.safetensors.json`` tells which version it holds whole and a checksum of each
+tensor, so that a reader knows what it read. Engines import this module: it needs torch alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,10 +23,15 @@ from rl_megatron.weights.mapped import MappedFile, header_bytes, read_header
 
 
 class Mirror:
-    """The writer's side. What is written into ``tensors`` is in the file; ``seal`` says that it is whole."""
+    """The writer's side. What is written into ``tensors`` is in the file; ``seal`` says that it is whole.
 
-    def __init__(self, path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype) -> None:
+    ``config`` is the config.json that the folder of ``path`` gets.
+    """
+
+    def __init__(self, path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, config: Path) -> None:
         self.path = path
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        shutil.copyfile(config, path.with_name("config.json"))
         head = header_bytes([(name, dtype, shape) for name, shape in shapes.items()])
         sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in shapes.items()}
         self.num_bytes = sum(sizes.values())

@@ -36,6 +36,7 @@ from rl_megatron.weights.served import Probe, ServedWeights
 
 REPO = Path(__file__).resolve().parents[2]
 MAX_LENGTH = 512
+LENGTHS = ("rollout.max_prompt_tokens=100", "rollout.max_new_tokens=412")
 T = TypeVar("T")
 Change = Callable[[dict[str, Tensor]], None]
 
@@ -81,6 +82,7 @@ class Bench(Protocol):
     """An engine and a way to give it a folder's weights."""
 
     name: str
+    renormalises_top_p: bool
 
     def push(self, folder: Path, version: int) -> None:
         """Serve the folder's weights as ``version``."""
@@ -95,6 +97,7 @@ class LocalBench:
     """The engine inside the learner's processes."""
 
     name = "local"
+    renormalises_top_p = True
 
     def __init__(self, shape: ModelShape) -> None:
         self._engine = LocalEngine(shape, slots=64, dtype=torch.float32, device="cpu", max_length=MAX_LENGTH)
@@ -146,6 +149,7 @@ class ServedBench:
 
     def __init__(self, name: str, engine: ServedEngine, sync: FolderSync, path: Path, runner: asyncio.Runner) -> None:
         self.name, self.engine, self.sync, self.path, self._runner = name, engine, sync, path, runner
+        self.renormalises_top_p = engine.adapter.renormalises_top_p
         probe = Probe.make(vocab_size=259, max_length=MAX_LENGTH, temperature=1.0, tolerance=1e-4)
         self.weights = ServedWeights(
             inner=sync, path=path, replicas=engine, learner=sync, dims=ParallelDims(), probe=probe
@@ -173,21 +177,24 @@ class ServedBench:
 def config_of(engine: str, **keys: object) -> RunConfig:
     """A run's configuration with servers of ``engine``; keys of ``rollout.server`` by name."""
     given = [f"rollout.server.{key}={value}" for key, value in keys.items()]
-    return load("tiny_cpu", [f"rollout={engine}", f"rollout.python={interpreter(engine)}", "rollout.slots=64", *given])
+    return load(
+        "tiny_cpu", [f"rollout={engine}", f"rollout.python={interpreter(engine)}", "rollout.slots=64", *LENGTHS, *given]
+    )
 
 
 @contextlib.contextmanager
 def served(engine: str, model: Path, folder: Path, **keys: object) -> Iterator[ServedBench]:
     """Servers of ``engine`` for the length of a with block."""
     shape = ModelShape.from_folder(model)
-    path = folder / "weights.safetensors"
+    path = folder / "weights" / "model.safetensors"
     shapes: Mapping[str, tuple[int, ...]] = {n: tuple(t.shape) for n, t in weights_of(model).items()}
     config = config_of(engine, **keys)
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
-        servers = ServedEngines(config, SERVERS[engine](), model, folder, min(MAX_LENGTH, shape.max_positions))
+        servers = ServedEngines(config, SERVERS[engine](), model, folder, shape)
         try:
             running = runner.run(stack.enter_async_context(servers.running(path)))
-            yield ServedBench(engine, running, FolderSync(mirror=Mirror(path, shapes, torch.float32)), path, runner)
+            mirror = Mirror(path, shapes, torch.float32, model / "config.json")
+            yield ServedBench(engine, running, FolderSync(mirror=mirror), path, runner)
         finally:
             runner.run(stack.aclose())

@@ -99,7 +99,7 @@ def test_an_aborted_request_keeps_what_was_sampled(server: ServedBench, models: 
     async def abort() -> Completion:
         running = asyncio.create_task(server.engine.adapter.generate(replica, LONG, "mine"))
         await asyncio.sleep(0.3)
-        await server.engine.adapter.abort(replica, "mine")
+        await server.engine.adapter.abort(replica, LONG, "mine")
         (completion,) = await running
         return completion
 

@@ -1,0 +1,126 @@
+"""SGLang's words: its native generate endpoint and its weight update from a folder, as of 0.5.21."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Literal
+
+from rl_megatron.errors import EngineError
+from rl_megatron.rollout.http import Server
+from rl_megatron.rollout.served import (
+    FINISH_REASONS,
+    Command,
+    Description,
+    StartOptions,
+    version_of,
+)
+from rl_megatron.types import Completion, GenerationRequest
+from rl_megatron.weights import mirror
+
+_NEEDED = ("/generate", "/update_weights_from_disk", "/update_weight_version", "/pause_generation", "/server_info")
+_ON_CPU = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.1"),
+    *("--max-total-tokens", "65536"),
+)
+
+
+class SGLangAdapter:
+    """See served.Adapter. Its log-probs come from before top-p (sampler.py), so only 1 is served."""
+
+    name = "SGLang"
+    module = "sglang"
+    renormalises_top_p = False
+
+    def command(self, options: StartOptions) -> Command:
+        """See served.Adapter."""
+        return Command(
+            arguments=(
+                str(options.python),
+                *("-m", "sglang.launch_server"),
+                # Its end-of-sequence tokens would end completions beside those that a request names.
+                *("--model-path", str(options.bare_folder), "--json-model-override-args", '{"eos_token_id": null}'),
+                *("--load-format", "dummy"),
+                *("--host", "127.0.0.1", "--port", str(options.port), "--api-key", options.token),
+                *("--dtype", options.dtype, "--tp-size", str(options.tp)),
+                *("--context-length", str(options.max_length), "--max-running-requests", str(options.slots)),
+                *("--skip-server-warmup", "--sleep-on-idle", "--skip-tokenizer-init"),
+                *("--weight-version", "0?"),
+                *(_ON_CPU if options.device == "cpu" else ()),
+                *options.extra,
+            ),
+            environment={"HF_HUB_OFFLINE": "1"},
+        )
+
+    async def describe(self, server: Server) -> Description:
+        """See served.Adapter."""
+        paths = (await server.get("/openapi.json"))["paths"]
+        problems = [f"it has no {path}; docs/engines.md names the version" for path in _NEEDED if path not in paths]
+        info, settings = await server.get("/model_info"), await server.get("/server_info")
+        return Description(
+            version=str(settings["version"]),
+            dtype=str(settings["dtype"]),
+            architecture=",".join(info["architectures"] or ()),
+            max_length=int(settings["context_length"] or 0),
+            problems=tuple(problems),
+        )
+
+    async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
+        """See served.Adapter."""
+        p = request.params
+        if p.top_p < 1:
+            raise EngineError("SGLang's log-probs are not of the tokens that top_p leaves; ask with top_p=1")
+        body = {
+            "rid": _names(request, request_id),
+            "input_ids": [list(request.token_ids)] * request.num_completions,  # the radix cache shares the prompt
+            "sampling_params": {
+                "temperature": p.temperature,
+                "max_new_tokens": p.max_new_tokens,
+                "stop_token_ids": list(p.stop_token_ids),
+                "ignore_eos": not p.stop_token_ids,  # it would ignore these too
+                "skip_special_tokens": False,
+            },
+            "return_logprob": True,
+        }
+        return [_completion(answer["meta_info"]) for answer in await server.post("/generate", body)]
+
+    async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
+        """See served.Adapter."""
+        for name in _names(request, request_id):
+            await server.post("/abort_request", {"rid": name})
+
+    async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
+        """See served.Adapter. Requests that are kept lose their cache, and compute it anew with the new weights."""
+        await server.post("/pause_generation", {"mode": "retract" if mode == "keep" else "abort"})
+
+    async def resume(self, server: Server) -> None:
+        """See served.Adapter."""
+        await server.post("/continue_generation", {})
+
+    async def load(self, server: Server, path: Path, version: int, label: str) -> None:
+        """See served.Adapter. The file is checked here, right before SGLang's own loader reads it."""
+        await asyncio.to_thread(mirror.read, path, version)
+        body = {"model_path": str(path.parent), "load_format": "auto", "weight_version": label, "flush_cache": True}
+        await server.post("/update_weights_from_disk", body)
+
+    async def relabel(self, server: Server, label: str) -> None:
+        """See served.Adapter."""
+        await server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
+
+def _names(request: GenerationRequest, request_id: str) -> list[str]:
+    return [f"{request_id} {number}" for number in range(request.num_completions)]
+
+
+def _completion(said: dict[str, Any]) -> Completion:
+    """From the ``meta_info`` of one answer; its log-probs are (log-prob, token id, text) each."""
+    tokens = said["output_token_logprobs"]
+    spans = said.get("weight_versions") or [{"version": said["weight_version"]}]
+    versions = [version_of(span["version"]) for span in spans]
+    return Completion(
+        token_ids=tuple(int(token) for _, token, _ in tokens),
+        logprobs=tuple(float(logprob) for logprob, _, _ in tokens),
+        finish_reason=FINISH_REASONS[said["finish_reason"]["type"]],
+        versions=(min(versions), max(versions)),
+    )
