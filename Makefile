@@ -1,5 +1,6 @@
 # make train [ARGS="algorithm=cispo seed=1"]   the default run, or one changed by key=value
 # make test                                    linters, then every test
+# make test-engines                            the tests that want vLLM and SGLang, which it installs under .engines/
 # make lint                                    linters alone (what pre-commit runs)
 # make clean                                   remove the environment and caches; runs/ stays
 
@@ -8,7 +9,7 @@ BIN := .venv/bin
 ENVIRONMENT := .venv/.installed
 ARGS ?=
 
-.PHONY: train test lint clean
+.PHONY: train test test-engines lint clean
 .DELETE_ON_ERROR:
 
 train: $(ENVIRONMENT)
@@ -16,6 +17,9 @@ train: $(ENVIRONMENT)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
+test-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/engines
 
 lint: $(ENVIRONMENT)
 	$(BIN)/ruff check .
@@ -25,11 +29,19 @@ lint: $(ENVIRONMENT)
 	$(BIN)/codespell
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info
+	rm -rf .venv .engines .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info
 
 # torch by itself first and at its exact version: a looser range draws gigabytes of other builds.
 $(ENVIRONMENT): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
 	$(BIN)/pip install -q -c constraints.txt -e .[dev]
+	touch $@
+
+# Engines want other versions than the learner and than each other. SGLang has no CPU kernels: stand-ins go into its
+# environment, where every process of its loads them.
+.engines/%/.installed: tests/engines/%.txt
+	$(PYTHON) -m venv .engines/$*
+	.engines/$*/bin/pip install -q --no-deps -r $<
+	if [ -d tests/engines/$*_cpu ]; then cp -r tests/engines/$*_cpu/. .engines/$*/lib/python3.11/site-packages/; fi
 	touch $@

@@ -11,6 +11,7 @@ import httpx2
 
 from rl_megatron.errors import EngineError
 
+KEEP_ALIVE_SECONDS = 2.0  # uvicorn closes an idle connection after 5: a request must not meet that
 _PASSING = (408, 429)  # statuses below 500 that another attempt may not meet
 _SHOWN = 2000  # characters of an answer in an error
 
@@ -30,7 +31,9 @@ class Server:
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=None,  # one limit for all of a request, below
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=httpx2.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
+            ),
             trust_env=False,
         )
 

@@ -144,7 +144,7 @@ class ServedEngine:
         self._check(request)
         async with self._slots:
             await self._vouched(request)
-            completions = await self._with_retries(request, lambda s, rid: self.adapter.generate(s, request, rid))
+            completions = await self._sampled(request, self._least_busy)
             version = await self._vouched(request)
         if len(completions) != request.num_completions:
             raise EngineError(
@@ -175,21 +175,24 @@ class ServedEngine:
             raise EngineError(f"request {request.id!r}: no weights are served; push some first")
         return self._version
 
-    async def _with_retries(
-        self, request: GenerationRequest, attempt: Callable[[Server, str], Awaitable[list[Completion]]]
-    ) -> list[Completion]:
-        wait, failed = self._section.backoff_seconds, ""
+    def _least_busy(self, failed: Server | None) -> Server:
+        """Another than ``failed`` where there is one."""
+        return min(self.servers, key=lambda s: (s is failed, s.in_flight))
+
+    async def _sampled(self, request: GenerationRequest, pick: Callable[[Server | None], Server]) -> list[Completion]:
+        """Completions by the replica that ``pick`` chooses, given the one that failed in the attempt before."""
+        wait, failed = self._section.backoff_seconds, None
         for left in range(self._section.retries, -1, -1):
-            server = min(self.servers, key=lambda s: (s.url == failed, s.in_flight))
+            server = pick(failed)
             server.in_flight += 1
             try:
-                return await attempt(server, f"{request.id} {uuid.uuid4().hex}")
+                return await self.adapter.generate(server, request, f"{request.id} {uuid.uuid4().hex}")
             except AttemptFailed as error:
                 if not left:
                     tries = self._section.retries + 1
                     raise EngineError(f"request {request.id!r}: {error}; attempts made: {tries}") from error
                 logger.warning("request %r: %s; again in %g s", request.id, error, wait)
-                failed = server.url
+                failed = server
             except EngineError as error:
                 raise EngineError(f"request {request.id!r}: {error}") from error
             finally:
@@ -218,8 +221,7 @@ class ServedEngine:
         """By each replica, whatever it holds; by URL."""
 
         async def all_of(server: Server) -> list[list[Completion]]:
-            answers = (self.adapter.generate(server, r, f"{r.id} {uuid.uuid4().hex}") for r in requests)
-            return list(await asyncio.gather(*answers))
+            return list(await asyncio.gather(*(self._sampled(r, lambda failed: server) for r in requests)))
 
         return await self._everywhere(None, all_of)
 

@@ -22,8 +22,8 @@ _NEEDED = ("/generate", "/update_weights_from_disk", "/update_weight_version", "
 _ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.1"),
-    *("--max-total-tokens", "65536"),
 )
+_MARGIN = 8  # of its context that a request may not use
 
 
 class SGLangAdapter:
@@ -35,6 +35,7 @@ class SGLangAdapter:
 
     def command(self, options: StartOptions) -> Command:
         """See served.Adapter."""
+        cached = options.slots * (options.max_length + _MARGIN)
         return Command(
             arguments=(
                 str(options.python),
@@ -44,13 +45,16 @@ class SGLangAdapter:
                 *("--load-format", "dummy"),
                 *("--host", "127.0.0.1", "--port", str(options.port), "--api-key", options.token),
                 *("--dtype", options.dtype, "--tp-size", str(options.tp)),
-                *("--context-length", str(options.max_length), "--max-running-requests", str(options.slots)),
+                *("--context-length", str(options.max_length + _MARGIN), "--max-running-requests", str(options.slots)),
                 *("--skip-server-warmup", "--sleep-on-idle", "--skip-tokenizer-init"),
                 *("--weight-version", "0?"),
-                *(_ON_CPU if options.device == "cpu" else ()),
+                *((*_ON_CPU, "--max-total-tokens", str(cached)) if options.device == "cpu" else ()),
                 *options.extra,
             ),
-            environment={"HF_HUB_OFFLINE": "1"},
+            environment={
+                "HF_HUB_OFFLINE": "1",
+                "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the margin may lie beyond the model's positions
+            },
         )
 
     async def describe(self, server: Server) -> Description:
@@ -62,7 +66,7 @@ class SGLangAdapter:
             version=str(settings["version"]),
             dtype=str(settings["dtype"]),
             architecture=",".join(info["architectures"] or ()),
-            max_length=int(settings["context_length"] or 0),
+            max_length=int(settings["context_length"] or _MARGIN) - _MARGIN,
             problems=tuple(problems),
         )
 
