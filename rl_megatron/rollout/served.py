@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
 from rl_megatron.config import ServerSection
-from rl_megatron.errors import EngineError, WeightError
+from rl_megatron.errors import EngineError, SyncError
 from rl_megatron.rollout.http import AttemptFailed, Server
 from rl_megatron.types import Completion, FinishReason, GenerationRequest
 
@@ -93,7 +93,7 @@ class Adapter(Protocol):
         ...
 
     async def load(self, server: Server, path: Path, version: int, label: str) -> None:
-        """Load the mirror file ``path``, drop cached prefixes. Raises WeightError naming a tensor that is wrong."""
+        """Load the mirror file ``path``, drop cached prefixes. Raises SyncError naming a tensor that is wrong."""
         ...
 
     async def relabel(self, server: Server, label: str) -> None:
@@ -202,7 +202,7 @@ class ServedEngine:
         raise AssertionError("the last attempt returns or raises")
 
     async def load(self, path: Path, version: int) -> None:
-        """Every replica holds ``version`` when this returns, and nothing is served. Raises WeightError."""
+        """Every replica holds ``version`` when this returns, and nothing is served. Raises SyncError."""
         self._settled.clear()
         self._version = None
 
@@ -238,7 +238,7 @@ class ServedEngine:
     async def _everywhere(self, version: int | None, order: Callable[[Server], Awaitable[T]]) -> dict[str, T]:
         """``order`` on every replica at once; one that ends meanwhile is done without.
 
-        Raises WeightError that names the replicas it failed on.
+        Raises SyncError that names the replicas it failed on.
         """
         servers = self.servers
         answers = await asyncio.gather(*(order(s) for s in servers), return_exceptions=True)
@@ -249,14 +249,14 @@ class ServedEngine:
         for server, answer in zip(servers, answers, strict=True):
             if not isinstance(answer, BaseException):
                 done[server.url] = answer
-            elif not isinstance(answer, AttemptFailed | EngineError | WeightError):
+            elif not isinstance(answer, AttemptFailed | EngineError | SyncError):
                 raise answer
             elif server.lost is None:
                 problems.append(f"{server.url}: {answer}")
         if problems or not done:
             what = "a probe of new weights" if version is None else f"version {version}"
             lost = [str(server.lost) for server in servers if server.lost is not None]
-            raise WeightError("\n  ".join([f"{what} failed, and is not served:", *problems, *lost]))
+            raise SyncError("\n  ".join([f"{what} failed, and is not served:", *problems, *lost]))
         return done
 
     async def close(self) -> None:

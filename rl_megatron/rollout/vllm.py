@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_megatron.errors import WeightError
+from rl_megatron.errors import CorruptionError
 from rl_megatron.rollout.http import AttemptFailed, Server
 from rl_megatron.rollout.served import (
     FINISH_REASONS,
@@ -115,7 +115,7 @@ class VLLMAdapter:
         await server.post("/reset_prefix_cache")
         for _, differing in await self._rpc(server, "rl_megatron_differing", str(path), version):
             if differing:
-                raise WeightError(f"it holds other bytes than the learner wrote in {', '.join(differing[:20])}")
+                raise CorruptionError(f"it holds other bytes than the learner wrote in {', '.join(differing[:20])}")
 
     async def relabel(self, server: Server, label: str) -> None:
         """See served.Adapter."""

@@ -54,7 +54,7 @@ class MirrorEngine(WeightTransferEngine):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: MirrorUpdate) -> None:
-        """Raises WeightError that names the tensor whose bytes are not the learner's."""
+        """Raises CorruptionError that names the tensor whose bytes are not the learner's."""
         tensors = mirror.read(Path(update_info.path), update_info.version)
         self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors.items())
 

@@ -2,7 +2,7 @@
 
 The file is ``model.safetensors`` of a Hugging Face folder, in shared memory or on a shared disk, so that an engine's
 own loader reads it too. Beside it ``model.safetensors.json`` tells which version it holds whole and a checksum of each
-tensor, so that a reader knows what it read. Engines import this module: it needs torch alone.
+tensor, so that a reader knows what it read. Engines import this module: it needs what any engine has.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_megatron.durable import write_atomically
-from rl_megatron.errors import WeightError
+from rl_megatron.errors import CorruptionError, SyncError
+from rl_megatron.weights.dtypes import DType
 from rl_megatron.weights.layout import Shape
 from rl_megatron.weights.mapped import MappedFile, header_bytes, read_header
 
 
 class Mirror:
-    """The writer's side. What is written into ``tensors`` is in the file; ``seal`` says that it is whole.
+    """The writer's side. What is written into ``tensors`` is in the file; ``serve`` says that it is whole.
 
     ``config`` is the config.json that the folder of ``path`` gets.
     """
@@ -32,7 +34,8 @@ class Mirror:
         self.path = path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         shutil.copyfile(config, path.with_name("config.json"))
-        head = header_bytes([(name, dtype, shape) for name, shape in shapes.items()])
+        kind = DType(str(dtype).removeprefix("torch."))
+        head = header_bytes([(name, kind, shape) for name, shape in shapes.items()])
         sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in shapes.items()}
         self.num_bytes = sum(sizes.values())
         with path.open("wb") as file:
@@ -43,39 +46,37 @@ class Mirror:
         named = zip(shapes.items(), pieces, strict=True)
         self.tensors: dict[str, Tensor] = {name: piece.view(dtype).view(shape) for (name, shape), piece in named}
 
-    def unseal(self) -> None:
-        """The tensors are about to change: nobody may read them until ``seal``."""
+    def withdraw(self) -> None:
+        """The tensors are about to change: nobody may read them until ``serve``."""
         _note(self.path).unlink(missing_ok=True)
 
-    def seal(self, version: int) -> None:
+    def serve(self, version: int) -> None:
         """The tensors are ``version``'s, all of them."""
         note = {"version": version, "checksums": {name: checksum(t) for name, t in self.tensors.items()}}
         write_atomically(_note(self.path), json.dumps(note).encode())
 
 
 def read(path: Path, version: int) -> dict[str, Tensor]:
-    """Tensors by name, as views of the file, each compared with its checksum.
+    """Tensors by name, each compared with its checksum.
 
-    Raises WeightError where the file is not ``version``'s, lacks a tensor or holds other bytes than were sealed; it
-    names the tensor.
+    Raises SyncError where the file is not ``version``'s, CorruptionError naming a tensor that it lacks or that has
+    other bytes than were sealed.
     """
-    checksums = sealed_checksums(path, version)
-    file = MappedFile(path)
-    tensors = {name: entry.view(file) for name, entry in read_header(file).items()}
+    checksums, tensors = sealed_checksums(path, version), load_file(path)
     for name in checksums.keys() ^ tensors.keys():
-        raise WeightError(f"{path}, version {version}: {name} is in the file or among its checksums, not in both")
+        raise CorruptionError(f"{path}, version {version}: {name} is in the file or among its checksums, not in both")
     for name, tensor in tensors.items():
         if checksum(tensor) != checksums[name]:
-            raise WeightError(f"{path}, version {version}: {name} has other bytes than the learner wrote; push again")
+            raise CorruptionError(f"{path}, version {version}: {name} has other bytes than the learner wrote")
     return tensors
 
 
 def sealed_checksums(path: Path, version: int) -> dict[str, str]:
-    """What `checksum` gives for each tensor of ``version``. Raises WeightError where the file holds another."""
+    """What `checksum` gives for each tensor of ``version``. Raises SyncError where the file holds another."""
     note = _note(path)
     sealed = json.loads(note.read_text()) if note.is_file() else {"version": None, "checksums": {}}
     if sealed["version"] != version:
-        raise WeightError(f"{path} holds version {sealed['version']}, not {version}: its sender died or was overtaken")
+        raise SyncError(f"{path} holds version {sealed['version']}, not {version}: its sender died or was overtaken")
     checksums: dict[str, str] = sealed["checksums"]
     return checksums
 
@@ -86,7 +87,7 @@ def shapes(path: Path) -> dict[str, Shape]:
 
 
 def checksum(tensor: Tensor) -> str:
-    """SHA-1 of a CPU tensor's bytes: against faults, not against attackers."""
+    """SHA-1 of a CPU tensor's bytes, against faults; not every engine's environment has xxhash."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha1(flat.numpy().data, usedforsecurity=False).hexdigest()
 

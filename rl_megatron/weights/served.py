@@ -15,7 +15,7 @@ from typing import Protocol
 
 from rl_megatron.data.packing import pack
 from rl_megatron.data.samples import to_samples
-from rl_megatron.errors import WeightError
+from rl_megatron.errors import SyncError
 from rl_megatron.interfaces import Scorer, WeightSync
 from rl_megatron.types import (
     Completion,
@@ -35,7 +35,7 @@ class Replicas(Protocol):
     """The engine servers, as a weight sync sees them."""
 
     async def load(self, path: Path, version: int) -> None:
-        """Every replica holds the mirror file's weights; none serves them. Raises WeightError."""
+        """Every replica holds the mirror file's weights; none serves them. Raises SyncError."""
         ...
 
     async def sample_everywhere(self, requests: Sequence[GenerationRequest]) -> Mapping[str, list[list[Completion]]]:
@@ -88,7 +88,7 @@ class ServedWeights:
         self._learner, self._dims, self._probe = learner, dims, probe
 
     async def push(self, version: int) -> WeightUpdate:
-        """See interfaces.WeightSync. Raises WeightError where what a replica holds is not what the learner has."""
+        """See interfaces.WeightSync. Raises SyncError where what a replica holds is not what the learner has."""
         started = time.perf_counter()
         moved = await self._inner.push(version)
         await self._replicas.load(self._path, version)
@@ -117,7 +117,7 @@ class ServedWeights:
                     f"rollout.server.probe_tolerance is {self._probe.tolerance:g}"
                 )
         if problems:
-            raise WeightError(
+            raise SyncError(
                 "\n  ".join([f"version {version} arrived wrong, and is not served:", *problems])
                 + "\n  the engine loads this model's weights wrongly, or it computes with another precision"
             )

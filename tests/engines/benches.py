@@ -121,12 +121,12 @@ class FolderSync:
     after: Callable[[], None] = field(default=lambda: None)
 
     async def push(self, version: int) -> WeightUpdate:
-        self.mirror.unseal()
+        self.mirror.withdraw()
         tensors = weights_of(self.folder)
         self.change(tensors)
         for name, tensor in tensors.items():
             self.mirror.tensors[name].copy_(tensor)
-        self.mirror.seal(version)
+        self.mirror.serve(version)
         self.after()
         return WeightUpdate(version=version, num_bytes=self.mirror.num_bytes, seconds=0.0)
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from launcher.engines import SERVERS
-from rl_megatron.errors import ConfigError, EngineError, WeightError
+from rl_megatron.errors import ConfigError, EngineError, SyncError
 from tests.e2e.processes import alive, eventually
 from tests.engines.benches import REPO, interpreter, request, served
 from tests.engines.conftest import needs
@@ -30,7 +30,7 @@ def test_experts_that_a_reload_leaves_unpacked_are_refused(
     monkeypatch.setenv("PYTHONPATH", f"{REPO / 'tests' / 'engines'}")
     broken = "'--worker-extension-cls broken_vllm.WorkerExtension'"
     with served("vllm", models[0], tmp_path, options=broken) as server:
-        with pytest.raises(WeightError, match=r"log-probs of the probe are up to [\d.]+ nats"):
+        with pytest.raises(SyncError, match=r"log-probs of the probe are up to [\d.]+ nats"):
             server.push(models[1], 1)
         with pytest.raises(EngineError, match="no weights are served"):
             server.generate(request())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_megatron.errors import EngineError, WeightError
+from rl_megatron.errors import EngineError, SyncError
 from rl_megatron.types import Completion
 from tests.engines.benches import MAX_LENGTH, ServedBench, logprobs_of, request
 
@@ -35,7 +35,7 @@ def flip_a_byte(server: ServedBench) -> Callable[[], None]:
 
 def lose_the_seal(server: ServedBench) -> Callable[[], None]:
     """What a sender leaves that dies while it writes."""
-    return server.sync.mirror.unseal
+    return server.sync.mirror.withdraw
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_wrong_sync_is_refused_and_never_served(
 ) -> None:
     server.push(models[0], 1)
     server.sync.after = after(server) if after else lambda: None
-    with pytest.raises(WeightError, match=named):
+    with pytest.raises(SyncError, match=named):
         server.push(models[1], 2, change)
     server.sync.after = lambda: None
     with pytest.raises(EngineError, match="no weights are served"):
