@@ -1,0 +1,249 @@
+"""Retries, replicas, versions and limits of engine servers, with real HTTP and an adapter of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from rl_megatron.config import ServerSection
+from rl_megatron.errors import EngineError, SyncError
+from rl_megatron.rollout.http import Server
+from rl_megatron.rollout.served import Command, Description, ServedEngine, StartOptions, version_of
+from rl_megatron.types import Completion, GenerationRequest, SamplingParams
+
+Answer = Callable[[str, dict[str, Any], int], tuple[int, object]]
+PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token_ids=(), seed=0)
+REQUEST = GenerationRequest(id="step 1: 2+2=", token_ids=(1, 2), num_completions=1, params=PARAMS)
+SECTION = ServerSection(retries=2, backoff_seconds=0.01, timeout_seconds=5.0, concurrency=3)
+
+
+class Words:
+    """An adapter whose server answers {"label": ...} to /generate."""
+
+    name, module, renormalises_top_p = "Words", "words", True
+
+    def command(self, options: StartOptions) -> Command:
+        raise NotImplementedError
+
+    async def describe(self, server: Server) -> Description:
+        raise NotImplementedError
+
+    async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
+        version = version_of((await server.post("/generate", {"id": request_id}))["label"])
+        done = Completion(token_ids=(7,), logprobs=(-0.5,), finish_reason="stop", versions=(version, version))
+        return [done] * request.num_completions
+
+    async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
+        raise NotImplementedError
+
+    async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
+        await server.post("/pause")
+
+    async def resume(self, server: Server) -> None:
+        await server.post("/resume")
+
+    async def load(self, server: Server, path: Path, version: int, label: str) -> None:
+        await server.post("/load", {"label": label})
+
+    async def relabel(self, server: Server, label: str) -> None:
+        await server.post("/relabel", {"label": label})
+
+
+class Fake(ThreadingHTTPServer):
+    """Answers as ``answer(path, body, number of the request)`` says, else with the label that it was given last."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.lock, self.asked, self.label = threading.Lock(), list[str](), "0"
+        self.now = self.most = 0
+        self.answer: Answer = lambda path, body, number: (200, {"label": self.label})
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Fake
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
+        fake = self.server
+        with fake.lock:
+            number = len(fake.asked)
+            fake.asked.append(self.path)
+            fake.label = body.get("label", fake.label)
+            fake.now += 1
+            fake.most = max(fake.most, fake.now)
+        try:
+            status, answer = fake.answer(self.path, body, number)
+        finally:
+            with fake.lock:
+                fake.now -= 1
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def running(count: int) -> Iterator[list[Fake]]:
+    fakes = [Fake() for _ in range(count)]
+    with ExitStack() as stack:
+        for fake in fakes:
+            threading.Thread(target=fake.serve_forever, args=(0.01,), daemon=True).start()
+            stack.callback(fake.server_close)
+            stack.callback(fake.shutdown)
+        yield fakes
+
+
+@pytest.fixture
+def fakes() -> Iterator[list[Fake]]:
+    with running(2) as both:
+        yield both
+
+
+def engine_of(fakes: list[Fake], **changes: Any) -> ServedEngine:
+    section = SECTION.model_copy(update=changes)
+    servers = [Server(fake.url, token="t", timeout_seconds=section.timeout_seconds) for fake in fakes]
+    return ServedEngine(Words(), servers, section, max_length=8, vocab_size=10)
+
+
+async def push(engine: ServedEngine, version: int) -> None:
+    await engine.load(Path("weights"), version)
+    await engine.commit(version)
+
+
+def test_a_failed_attempt_goes_to_another_replica(fakes: list[Fake]) -> None:
+    fakes[0].answer = lambda path, body, number: (500, {}) if path == "/generate" else (200, {})
+
+    async def ask() -> Completion:
+        engine = engine_of(fakes)
+        await push(engine, 4)
+        return (await engine.generate(REQUEST))[0]
+
+    assert asyncio.run(ask()).versions == (4, 4)
+    assert (fakes[0].asked.count("/generate"), fakes[1].asked.count("/generate")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "changes", "said", "attempts"),
+    [
+        ((503, {}), {}, "status 503: {}; attempts made: 3", 3),
+        ((400, "too hot"), {}, 'status 400: "too hot"', 1),
+        ((200, {"label": "default"}), {}, "labelled 'default', which no push of this run gave", 1),
+        (None, {"timeout_seconds": 0.1}, "no answer in rollout.server.timeout_seconds=0.1; attempts made: 3", 3),
+    ],
+    ids=["server error", "refusal", "a server that was started again", "silence"],
+)
+def test_what_cannot_be_served_names_the_request(
+    answer: tuple[int, object] | None, changes: dict[str, Any], said: str, attempts: int
+) -> None:
+    with running(1) as (fake,):
+        over = threading.Event()
+
+        async def ask() -> None:
+            engine = engine_of([fake], **changes)
+            await push(engine, 1)
+            fake.answer = lambda path, body, number: answer or (over.wait(10), (200, {}))[1]  # type: ignore[return-value]
+            await engine.generate(REQUEST)
+
+        with pytest.raises(EngineError) as caught:
+            asyncio.run(ask())
+        over.set()
+        assert str(caught.value).startswith("request 'step 1: 2+2=':")
+        assert said in str(caught.value)
+        assert fake.asked.count("/generate") == attempts
+
+
+def test_no_more_requests_are_in_flight_than_allowed(fakes: list[Fake]) -> None:
+    def slow(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        time.sleep(0.02)
+        return 200, {"label": "1"}
+
+    async def ask() -> None:
+        engine = engine_of(fakes)
+        await push(engine, 1)
+        for fake in fakes:
+            fake.answer, fake.most = slow, 0
+        await asyncio.gather(*(engine.generate(REQUEST) for _ in range(12)))
+
+    asyncio.run(ask())
+    counts = [fake.asked.count("/generate") for fake in fakes]
+    assert sum(counts) == 12
+    assert min(counts) >= 3  # the replica with the fewest requests in flight is asked
+    assert max(fake.most for fake in fakes) <= 2  # of three, over two replicas
+
+
+def test_nothing_is_served_between_load_and_commit(fakes: list[Fake]) -> None:
+    """A request waits for the commit; refused weights fail it."""
+
+    async def ask(commit: bool) -> Completion:
+        engine = engine_of(fakes)
+        await push(engine, 1)
+        await engine.load(Path("weights"), 2)
+        waiting = asyncio.create_task(engine.generate(REQUEST))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        assert fakes[0].asked[-1] == "/resume"
+        if commit:
+            await engine.commit(2)
+        else:
+            engine.refuse()
+        return (await waiting)[0]
+
+    assert asyncio.run(ask(True)).versions == (2, 2)
+    with pytest.raises(EngineError, match="no weights are served"):
+        asyncio.run(ask(False))
+
+
+def test_a_load_that_fails_on_one_replica_names_it(fakes: list[Fake]) -> None:
+    fakes[1].answer = lambda path, body, number: (400, "no space") if path == "/load" else (200, {})
+
+    async def ask() -> None:
+        engine = engine_of(fakes)
+        with pytest.raises(SyncError, match=rf"version 3 failed, and is not served:\n  {fakes[1].url}.*no space"):
+            await engine.load(Path("weights"), 3)
+        await engine.generate(REQUEST)
+
+    with pytest.raises(EngineError, match="no weights are served"):
+        asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"token_ids": (1, 10)}, r"token ids in \[0, 10\)"),
+        ({"token_ids": ()}, "one or more token ids"),
+        ({"token_ids": (1,) * 7}, "7 prompt tokens [+] max_new_tokens=2 exceed the engine's max_length=8"),
+    ],
+)
+def test_requests_that_a_server_would_mistreat_are_not_sent(
+    fakes: list[Fake], changes: dict[str, Any], said: str
+) -> None:
+    bad = GenerationRequest(**{"id": "x", "token_ids": (1,), "num_completions": 1, "params": PARAMS} | changes)
+
+    async def ask() -> None:
+        engine = engine_of(fakes)
+        await push(engine, 1)
+        await engine.generate(bad)
+
+    with pytest.raises(EngineError, match=said):
+        asyncio.run(ask())
+    assert "/generate" not in fakes[0].asked + fakes[1].asked
