@@ -43,5 +43,8 @@ $(ENVIRONMENT): pyproject.toml constraints.txt
 .engines/%/.installed: tests/engines/%.txt
 	$(PYTHON) -m venv .engines/$*
 	.engines/$*/bin/pip install -q --no-deps -r $<
-	if [ -d tests/engines/$*_cpu ]; then cp -r tests/engines/$*_cpu/. .engines/$*/lib/python3.11/site-packages/; fi
+	if [ -d tests/engines/$*_cpu ]; then cp -r tests/engines/$*_cpu/. \
+		"$$(.engines/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; fi
 	touch $@
+
+.engines/sglang/.installed: $(wildcard tests/engines/sglang_cpu/*)

@@ -113,18 +113,7 @@ async def _train(parts: Parts, progress: Progress, stop: asyncio.Event, start: r
 
 def _check_fits(config: RunConfig, shape: ModelShape) -> None:
     """Raises ConfigError naming every size of the model that the configuration does not fit."""
-    problems = []
-    served = [name for name, family in FAMILIES.items() if family.trains and family.serves]
-    if shape.family not in served:
-        problems.append(
-            f"model_type={shape.family!r}: the engine that samples here does not run it; allowed: "
-            f"{', '.join(map(repr, served))}"
-        )
-    elif shape.rope != Rope():
-        problems.append(
-            f"rope_type={shape.rope.kind!r}: the engine that samples here has plain rotary embeddings of whole heads; "
-            f"allowed: 'default'"
-        )
+    problems = _engine_problems(config, shape)
     try:
         megatron_layout(shape, config.learner.dims)
     except ConfigError as error:
@@ -139,6 +128,22 @@ def _check_fits(config: RunConfig, shape: ModelShape) -> None:
         )
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _engine_problems(config: RunConfig, shape: ModelShape) -> list[str]:
+    """Why the engine cannot sample from the model; servers say themselves what they do not run."""
+    served = config.rollout.served
+    allowed = [name for name, family in FAMILIES.items() if family.trains and (family.serves or served)]
+    if shape.family not in allowed:
+        return [
+            f"model_type={shape.family!r}: rollout={config.rollout.engine} does not run it; allowed: "
+            f"{', '.join(map(repr, allowed))}"
+        ]
+    if not served and shape.rope != Rope():
+        return [
+            f"rope_type={shape.rope.kind!r}: rollout=local has plain rotary embeddings of whole heads; allowed: 'default'"
+        ]
+    return []
 
 
 def _model_folder(config: RunConfig) -> Path:

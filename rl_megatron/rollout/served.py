@@ -143,16 +143,19 @@ class ServedEngine:
             return []
         self._check(request)
         async with self._slots:
-            await self._vouched(request)
+            before = await self._vouched(request)
             completions = await self._sampled(request, self._least_busy)
-            version = await self._vouched(request)
+            after = await self._vouched(request)
         if len(completions) != request.num_completions:
             raise EngineError(
                 f"request {request.id!r}: {len(completions)} completions came, {request.num_completions} were asked for"
             )
-        newest = max(c.versions[1] for c in completions)
-        if newest > version:
-            raise EngineError(f"request {request.id!r} was sampled with version {newest}, but {version} is served")
+        strays = {v for c in completions for v in c.versions if not before <= v <= after}
+        if strays:
+            raise EngineError(
+                f"request {request.id!r} was sampled with version {min(strays)}, but {before} to {after} were served: "
+                "was a server started again, or fed by another run?"
+            )
         return completions
 
     def _check(self, request: GenerationRequest) -> None:

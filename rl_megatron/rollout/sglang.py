@@ -47,7 +47,6 @@ class SGLangAdapter:
                 *("--dtype", options.dtype, "--tp-size", str(options.tp)),
                 *("--context-length", str(options.max_length + _MARGIN), "--max-running-requests", str(options.slots)),
                 *("--skip-server-warmup", "--sleep-on-idle", "--skip-tokenizer-init"),
-                *("--weight-version", "0?"),
                 *((*_ON_CPU, "--max-total-tokens", str(cached)) if options.device == "cpu" else ()),
                 *options.extra,
             ),

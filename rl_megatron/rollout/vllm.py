@@ -131,10 +131,10 @@ def _completion(choice: dict[str, Any]) -> Completion:
     content = (choice["logprobs"] or {}).get("content") or []
     if len(content) != len(token_ids):
         raise AttemptFailed(f"{len(content)} log-probs came with {len(token_ids)} tokens")
-    versions = [version_of(span["version"]) for span in choice["weight_versions"] or ()]
+    versions = [version_of(span["version"]) for span in choice["weight_versions"] or [{"version": None}]]
     return Completion(
         token_ids=token_ids,
         logprobs=tuple(float(c["logprob"]) for c in content),
         finish_reason=FINISH_REASONS[choice["finish_reason"]],
-        versions=(min(versions), max(versions)) if versions else (0, 0),
+        versions=(min(versions), max(versions)),
     )

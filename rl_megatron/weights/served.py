@@ -92,15 +92,22 @@ class ServedWeights:
         started = time.perf_counter()
         moved = await self._inner.push(version)
         await self._replicas.load(self._path, version)
+        loaded = time.perf_counter()
         try:
             sampled = await self._replicas.sample_everywhere(self._probe.requests)
             await self._verify(version, sampled)
+            verify_seconds = moved.verify_seconds + time.perf_counter() - loaded
             await self._replicas.commit(version)
         except BaseException:
             self._replicas.refuse()
             raise
         read = len(sampled) * self._path.stat().st_size
-        return replace(moved, num_bytes=moved.num_bytes + read, seconds=time.perf_counter() - started)
+        return replace(
+            moved,
+            num_bytes=moved.num_bytes + read,
+            seconds=time.perf_counter() - started,
+            verify_seconds=verify_seconds,
+        )
 
     async def export(self, folder: Path) -> None:
         """See interfaces.WeightSync."""

@@ -183,12 +183,16 @@ def config_of(engine: str, **keys: object) -> RunConfig:
 
 
 @contextlib.contextmanager
-def served(engine: str, model: Path, folder: Path, **keys: object) -> Iterator[ServedBench]:
-    """Servers of ``engine`` for the length of a with block."""
+def served(
+    engine: str, model: Path, folder: Path, *, dtype: str | None = None, **keys: object
+) -> Iterator[ServedBench]:
+    """Servers of ``engine`` for the length of a with block, for a learner of ``dtype``."""
     shape = ModelShape.from_folder(model)
     path = folder / "weights" / "model.safetensors"
     shapes: Mapping[str, tuple[int, ...]] = {n: tuple(t.shape) for n, t in weights_of(model).items()}
     config = config_of(engine, **keys)
+    if dtype is not None:
+        config = config.model_copy(update={"learner": config.learner.model_copy(update={"dtype": dtype})})
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
         servers = ServedEngines(config, SERVERS[engine](), model, folder, shape)

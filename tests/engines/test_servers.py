@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_megatron.errors import EngineError, SyncError
+from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.types import Completion
-from tests.engines.benches import MAX_LENGTH, ServedBench, logprobs_of, request
+from tests.engines.benches import MAX_LENGTH, ServedBench, logprobs_of, request, served
 
 LONG = request(new=400)
 
@@ -130,3 +130,25 @@ def test_a_server_says_what_it_is(server: ServedBench) -> None:
     assert described.problems == ()
     assert (described.dtype, described.architecture) == ("float32", "Qwen3MoeForCausalLM")
     assert described.max_length == MAX_LENGTH
+
+
+def test_running_servers_are_attached_to_and_left_running(
+    server: ServedBench, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (replica,) = server.engine.servers
+    token = tmp_path / "token.txt"
+    token.write_text(replica._client.headers["Authorization"].removeprefix("Bearer ") + "\n")
+    attach = {"addresses": replica.url, "token_file": token}
+    with served(server.name, models[0], tmp_path, **attach) as attached:
+        attached.push(models[1], 7)
+        assert attached.generate(request(n=2))[0][1].versions == (7, 7)
+    server.push(models[0], 1)
+    assert len(server.generate(request())[0]) == 1
+    with (
+        pytest.raises(ConfigError, match=r"computes in float32, learner\.dtype=bfloat16; make them equal"),
+        served(server.name, models[0], tmp_path, dtype="bfloat16", **attach),
+    ):
+        pass
+    token.write_text("wrong")
+    with pytest.raises(EngineError, match=r"status 40[13]"), served(server.name, models[0], tmp_path, **attach):
+        pass

@@ -148,9 +148,10 @@ def test_a_failed_attempt_goes_to_another_replica(fakes: list[Fake]) -> None:
         ((503, {}), {}, "status 503: {}; attempts made: 3", 3),
         ((400, "too hot"), {}, 'status 400: "too hot"', 1),
         ((200, {"label": "default"}), {}, "labelled 'default', which no push of this run gave", 1),
+        ((200, {"label": "3"}), {}, "was sampled with version 3, but 4 to 4 were served", 1),
         (None, {"timeout_seconds": 0.1}, "no answer in rollout.server.timeout_seconds=0.1; attempts made: 3", 3),
     ],
-    ids=["server error", "refusal", "a server that was started again", "silence"],
+    ids=["server error", "refusal", "a server that was started again", "of another run", "silence"],
 )
 def test_what_cannot_be_served_names_the_request(
     answer: tuple[int, object] | None, changes: dict[str, Any], said: str, attempts: int
@@ -160,14 +161,14 @@ def test_what_cannot_be_served_names_the_request(
 
         async def ask() -> None:
             engine = engine_of([fake], **changes)
-            await push(engine, 1)
+            await push(engine, 4)
             fake.answer = lambda path, body, number: answer or (over.wait(10), (200, {}))[1]  # type: ignore[return-value]
             await engine.generate(REQUEST)
 
         with pytest.raises(EngineError) as caught:
             asyncio.run(ask())
         over.set()
-        assert str(caught.value).startswith("request 'step 1: 2+2=':")
+        assert str(caught.value).startswith("request 'step 1: 2+2='")
         assert said in str(caught.value)
         assert fake.asked.count("/generate") == attempts
 
