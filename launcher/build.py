@@ -136,12 +136,13 @@ def _engine_problems(config: RunConfig, shape: ModelShape) -> list[str]:
     allowed = [name for name, family in FAMILIES.items() if family.trains and (family.serves or served)]
     if shape.family not in allowed:
         return [
-            f"model_type={shape.family!r}: rollout={config.rollout.engine} does not run it; allowed: "
+            f"model_type={shape.family!r}: the engine that samples here does not run it; allowed: "
             f"{', '.join(map(repr, allowed))}"
         ]
     if not served and shape.rope != Rope():
         return [
-            f"rope_type={shape.rope.kind!r}: rollout=local has plain rotary embeddings of whole heads; allowed: 'default'"
+            f"rope_type={shape.rope.kind!r}: the engine that samples here has plain rotary embeddings of whole heads; "
+            "allowed: 'default'"
         ]
     return []
 
