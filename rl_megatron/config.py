@@ -201,14 +201,14 @@ class LearnerSection(Section):
 class WeightsSection(Section):
     """How the learner's weights reach the rollout engines (docs/weights.md says what each transport is for)."""
 
-    transport: Literal["process_group", "shared_memory", "memory", "disk"] = "process_group"
-    """process_group: gloo or NCCL; shared_memory: one machine, CPU; memory: one process; disk: a folder all see."""
+    transport: Literal["process_group", "shared_memory", "cuda_ipc", "memory", "disk"] = "process_group"
+    """process_group: gloo or NCCL; shared_memory, cuda_ipc: one node; memory: one process; disk: a folder all see."""
     verify: bool = True
     """Whether receivers compare a 64-bit digest of every box that they hold with the sender's."""
     delta: bool = False
     """Whether to send only what changed since the version before; transport=process_group."""
     bucket_mb: Positive = 64
-    """Most MiB that a process packs and sends at once; transport=process_group."""
+    """Most MiB that a process packs and sends at once; transport=process_group or cuda_ipc."""
     folder: Path | None = None
     """Where transport=disk keeps the newest version; null: ``weights`` in the run's folder."""
 
@@ -341,9 +341,10 @@ def _transport_problems(c: RunConfig) -> list[str]:
             f"weights.transport=memory copies within one process, but the learner has {processes}; "
             "set weights.transport=shared_memory or process_group"
         )
-    if kind == "shared_memory" and c.learner.device != "cpu":
+    needed = {"shared_memory": "cpu", "cuda_ipc": "cuda"}.get(kind, c.learner.device)
+    if needed != c.learner.device:
         out.append(
-            f"weights.transport=shared_memory moves CPU memory, but learner.device={c.learner.device}; "
+            f"weights.transport={kind} moves memory of {needed}, but learner.device={c.learner.device}; "
             "set weights.transport=process_group"
         )
     if c.weights.delta and kind != "process_group":

@@ -22,6 +22,7 @@ from rl_megatron.weights.layout import Layout
 from rl_megatron.weights.mapped import MappedFile, read_header
 from rl_megatron.weights.plan import Plan, plan
 from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
 from rl_megatron.weights.transports.delta import DeltaTransport
 from rl_megatron.weights.transports.disk import DiskTransport
 from rl_megatron.weights.transports.memory import MemoryTransport
@@ -126,16 +127,21 @@ def through_memory(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) 
     return SharedMemoryTransport(moves, src=src, dst=dst, slot_bytes=4 * BUCKET_BYTES, timeout_seconds=60)
 
 
+def through_gpu_memory(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) -> Transport:
+    return CudaIpcTransport(moves, src=src, dst=dst, slot_bytes=4 * BUCKET_BYTES, timeout_seconds=60)
+
+
 def check_push(
     rank: int,
     dims: ParallelDims,
     engines: int,
     dtype: torch.dtype,
     connect: Callable[[Plan, dict[str, Tensor], dict[str, Tensor]], Transport],
+    device: str = "cpu",
 ) -> None:
     """Two versions through one transport into ``engines`` processes that are learners as well; routers stay float32."""
     moves = push_plan(dims, engines)
-    src = megatron_tensors(hf_tensors(0), dims, rank)
+    src = {name: tensor.to(device) for name, tensor in megatron_tensors(hf_tensors(0), dims, rank).items()}
     shapes = Layout(table=HF_QWEN3_MOE, shape=SHAPE).local_shapes(0)
 
     def dtype_of(name: str) -> torch.dtype:
@@ -143,7 +149,7 @@ def check_push(
 
     dst = {}
     if rank < engines:
-        dst = {name: torch.full(shape, torch.nan, dtype=dtype_of(name)) for name, shape in shapes.items()}
+        dst = {n: torch.full(size, torch.nan, dtype=dtype_of(n), device=device) for n, size in shapes.items()}
     transport = connect(moves, src, dst)
     for version in (1, 2):
         for name, tensor in megatron_tensors(hf_tensors(version), dims, rank).items():
@@ -151,7 +157,7 @@ def check_push(
         update = transport.move(version)
         wanted = hf_tensors(version)
         for name, tensor in dst.items():
-            assert torch.equal(tensor, wanted[name].to(dtype_of(name))), name
+            assert torch.equal(tensor.cpu(), wanted[name].to(dtype_of(name))), name
         crossed = sum(
             torch.Size([stop - start for start, stop in t.dst_box]).numel() * dtype_of(t.dst_param).itemsize
             for t in moves.receives(rank)
@@ -199,10 +205,32 @@ def _two(rank: int, folder: Path) -> None:
     _changed_on_disk(rank, folder / "changed")
 
 
+def _on_gpu(rank: int, folder: Path) -> None:
+    check_push(rank, ParallelDims(ep=2, dp=2), 2, torch.float32, through_gpu_memory, "cuda")
+    check_push(rank, ParallelDims(pp=2), 1, torch.bfloat16, through_gpu_memory, "cuda")
+
+
+def _refused(rank: int, folder: Path) -> None:
+    with pytest.raises(WeightError, match=r"cuda_ipc moves tensors in memory of cuda, rank 0 has some on cpu; use"):
+        through_gpu_memory(
+            push_plan(ParallelDims(), 1), megatron_tensors(hf_tensors(0), ParallelDims(), 0), hf_tensors(0)
+        )
+
+
 def _four(rank: int, folder: Path) -> None:
     for connect in (over_gloo, through_memory):
         check_push(rank, ParallelDims(tp=2, pp=2, ep=2), 4, torch.float32, connect)
         check_push(rank, ParallelDims(tp=2, ep=4, dp=2), 3, torch.bfloat16, connect)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA IPC needs a GPU")
+def test_two_processes_of_one_gpu_hold_each_version_exactly(tmp_path: Path) -> None:
+    spawn(2, _on_gpu, tmp_path)
+
+
+def test_cuda_ipc_refuses_tensors_of_cpu_memory(tmp_path: Path) -> None:
+    spawn(1, _refused, tmp_path)
 
 
 @pytest.mark.parametrize(("world_size", "body"), [(2, _two), (4, _four)])

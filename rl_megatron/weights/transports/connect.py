@@ -10,6 +10,7 @@ from torch import Tensor
 from rl_megatron.config import WeightsSection
 from rl_megatron.weights.commit import Transport
 from rl_megatron.weights.plan import Plan
+from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
 from rl_megatron.weights.transports.delta import DeltaTransport
 from rl_megatron.weights.transports.disk import DiskTransport
 from rl_megatron.weights.transports.memory import MemoryTransport
@@ -31,13 +32,18 @@ def connect(
     """Collective over the default process group, but for ``memory``, which needs none. Raises as the transports do.
 
     ``folder`` is where ``disk`` keeps versions unless the section says where. A process group has a time limit of its
-    own; ``timeout_seconds`` is that of shared memory.
+    own; ``timeout_seconds`` is that of shared memory and CUDA IPC.
     """
     verify = section.verify
     if section.transport == "memory":
         return MemoryTransport(moves, src=src, dst=dst, verify=verify)
     if section.transport == "shared_memory":
         return SharedMemoryTransport(moves, src=src, dst=dst, timeout_seconds=timeout_seconds, verify=verify)
+    if section.transport == "cuda_ipc":
+        slot = section.bucket_mb * _MIB
+        return CudaIpcTransport(
+            moves, src=src, dst=dst, slot_bytes=slot, timeout_seconds=timeout_seconds, verify=verify
+        )
     if section.transport == "disk":
         return DiskTransport(moves, src=src, dst=dst, folder=section.folder or folder, verify=verify)
     kind = DeltaTransport if section.delta else ProcessGroupTransport

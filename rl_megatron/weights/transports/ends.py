@@ -194,6 +194,11 @@ class Ends:
             self._failures.append(f"a message of rank {message.peer} says that it is of version {sent_version}")
         self._failures += (self._difference(parts[i], message.peer) for i in wrong)
 
+    def settle(self) -> None:
+        """Wait until what was packed or unpacked is so: on a GPU it was only asked for."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def write(self, part: Part, source: Tensor, sender: int, sent: int) -> None:
         """Write one part of a CPU tensor from ``source``, whose digest was ``sent`` when ``sender`` wrote it."""
         target = view(self.dst[part.dst_param], part.dst_box)

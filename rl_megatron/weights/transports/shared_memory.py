@@ -33,7 +33,7 @@ from rl_megatron.weights.transports.ends import Ends, Message, reports_of
 _SLOTS = 2
 _STEP, _GAVE_UP = b".", b"!"
 _PAGE = 4096
-_HELLO = struct.Struct("=qq")  # the sender's rank, bytes of a slot
+_HELLO = struct.Struct("=qqq")  # the sender's rank, bytes of a slot, bytes that follow
 _CREDENTIALS = struct.Struct("=iii")  # pid, uid, gid (SO_PEERCRED)
 
 
@@ -67,6 +67,7 @@ class _Link:
     def step(self, ends: Ends, version: int) -> None:
         """Fill or empty one slot, and say so."""
         (ends.pack if self.leaving else ends.unpack)(self.messages[self.done], version)
+        ends.settle()
         self.done += 1
         with contextlib.suppress(OSError):  # gone: `listen` says so
             self.connection.send(_STEP)  # there is room: fewer are on the way than there are slots
@@ -96,6 +97,8 @@ class SharedMemoryTransport:
 
     Once a process is lost the others need a new one. A process that says nothing for ``timeout_seconds`` is lost.
     """
+
+    name, device_type = "shared_memory", "cpu"
 
     def __init__(
         self,
@@ -175,8 +178,11 @@ class SharedMemoryTransport:
     def _connect(self, buckets: Mapping[tuple[int, int], list[Bucket]], group: dist.ProcessGroup | None) -> list[_Link]:
         """A link for every pair, those that leave first, each process beginning with another."""
         rank = self.ends.rank
-        if self.ends.device.type != "cpu":
-            raise WeightError("shared_memory moves tensors of CPU memory; use weights.transport=process_group")
+        if self.ends.device.type != self.device_type:
+            raise WeightError(
+                f"{self.name} moves tensors in memory of {self.device_type}, rank {rank} has some on "
+                f"{self.ends.device}; use weights.transport=process_group"
+            )
         with socket.socket(socket.AF_UNIX) as listener:
             listener.settimeout(self._timeout)
             listener.bind(b"\0rl_megatron-" + secrets.token_hex(16).encode())
@@ -189,7 +195,7 @@ class SharedMemoryTransport:
             far = [peer for peer in (*receivers, *senders) if places[peer][0] != here[0]]
             if far:
                 raise WeightError(
-                    f"shared_memory needs one machine, but rank {rank} is on another than rank {far[0]}; "
+                    f"{self.name} needs one machine, but rank {rank} is on another than rank {far[0]}; "
                     "use weights.transport=process_group"
                 )
             links = [self._offer(to, places[to][1], buckets[rank, to]) for to in receivers]
@@ -200,13 +206,13 @@ class SharedMemoryTransport:
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(self._timeout)
         connection.connect(address)
-        ring = os.memfd_create("weights", os.MFD_CLOEXEC)
+        ring, told, handles = self._new_ring(slot * _SLOTS)
         try:
-            os.ftruncate(ring, slot * _SLOTS)
-            socket.send_fds(connection, [_HELLO.pack(self.ends.rank, slot)], [ring])
-            return _Link(to, connection, self._bound(to, buckets, ring, slot, leaving=True), leaving=True)
+            socket.send_fds(connection, [_HELLO.pack(self.ends.rank, slot, len(told)), told], handles)
+            return _Link(to, connection, self._bound(to, buckets, ring, leaving=True), leaving=True)
         finally:
-            os.close(ring)
+            for handle in handles:
+                os.close(handle)
 
     def _accept(self, listener: socket.socket, buckets: Mapping[tuple[int, int], list[Bucket]]) -> _Link:
         connection, _ = listener.accept()
@@ -214,15 +220,29 @@ class SharedMemoryTransport:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
             raise WeightError("a process of another user offered weights; nothing was taken from it")
-        hello, (ring,), _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+        hello, handles, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
         try:
-            frm, slot = _HELLO.unpack(hello)
+            frm, slot, length = _HELLO.unpack(hello)
+            told = b""
+            while len(told) < length:
+                told += connection.recv(length - len(told))
+            ring = self._open_ring(slot * _SLOTS, told, handles)
             moved = buckets[frm, self.ends.rank]
-            return _Link(frm, connection, self._bound(frm, moved, ring, slot, leaving=False), leaving=False)
+            return _Link(frm, connection, self._bound(frm, moved, ring, leaving=False), leaving=False)
         finally:
-            os.close(ring)
+            for handle in handles:
+                os.close(handle)
 
-    def _bound(self, peer: int, buckets: list[Bucket], ring: int, slot: int, *, leaving: bool) -> list[Message]:
-        whole = torch.frombuffer(mmap.mmap(ring, slot * _SLOTS), dtype=torch.uint8)
-        slots = whole.view(_SLOTS, slot)
+    def _new_ring(self, num_bytes: int) -> tuple[Tensor, bytes, list[int]]:
+        """[num_bytes] uint8 that another process can map; what it must be told, and the descriptors it needs."""
+        handle = os.memfd_create("weights", os.MFD_CLOEXEC)
+        os.ftruncate(handle, num_bytes)
+        return self._open_ring(num_bytes, b"", [handle]), b"", [handle]
+
+    def _open_ring(self, num_bytes: int, told: bytes, handles: list[int]) -> Tensor:
+        """The other process's ring."""
+        return torch.frombuffer(mmap.mmap(handles[0], num_bytes), dtype=torch.uint8)
+
+    def _bound(self, peer: int, buckets: list[Bucket], ring: Tensor, *, leaving: bool) -> list[Message]:
+        slots = ring.view(_SLOTS, -1)
         return [self.ends.bind(peer, b, slots[i % _SLOTS], leaving=leaving) for i, b in enumerate(buckets)]
