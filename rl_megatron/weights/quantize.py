@@ -30,14 +30,27 @@ def dequantise(weight: Tensor, scales: Tensor, start: Sequence[int], edges: tupl
 
 
 def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[r, c] -> float8 [r, c] and its float32 scales, one for each block; a block's largest number becomes 448."""
+    """[r, c] -> float8 [r, c] and its scales; a block's largest number becomes 448."""
     rows, columns = values.shape
-    padded = torch.nn.functional.pad(values.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
-    tiles = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    largest = tiles.abs().amax((1, 3))
-    scales = torch.where(largest > 0, largest / _LARGEST, 1.0)
-    tiles = (tiles / scales[:, None, :, None]).clamp(-_LARGEST, _LARGEST)  # e4m3fn has no infinity: beyond is NaN
+    scales = block_scales(values)
+    tiles = _tiles(values) / scales[:, None, :, None]
+    tiles.clamp_(-_LARGEST, _LARGEST)  # e4m3fn has no infinity: beyond is NaN
     return tiles.flatten(2, 3).flatten(0, 1)[:rows, :columns].to(_FP8).contiguous(), scales
+
+
+def block_scales(values: Tensor) -> Tensor:
+    """The factor of each block of [r, c], float32; 1 where all of it is 0."""
+    largest = _tiles(values).abs().amax((1, 3))
+    return torch.where(largest > 0, largest / _LARGEST, 1.0)
+
+
+def _tiles(values: Tensor) -> Tensor:
+    """[r, c] -> float32 [r / 128, 128, c / 128, 128], the last ones filled up with 0."""
+    rows, columns = values.shape
+    if rows % BLOCK or columns % BLOCK:
+        values = torch.nn.functional.pad(values, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    tiles: Tensor = values.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    return tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +109,8 @@ class _Quantised:
     def blocks(self, progress: Progress) -> Iterator[Bits]:
         """Rows in order; the scales come of a second reading, so that memory does not grow with the weight."""
         for values in self.values.blocks(lambda n: None, multiple=BLOCK):
-            block = to_bits(quantise(to_tensor(values, DType.F32))[self.scales])
+            rows = to_tensor(values, DType.F32)
+            block = to_bits(block_scales(rows) if self.scales else quantise(rows)[0])
             progress(block.nbytes)
             yield block
 
