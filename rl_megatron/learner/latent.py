@@ -167,6 +167,7 @@ def megatron_latent_options(shape: ModelShape) -> dict[str, Any]:
     assert m is not None
     stretched = rope.kind == "yarn"
     options = {
+        "multi_latent_attention": True,  # DecoderConfig's fields stand before MLATransformerConfig's
         "q_lora_rank": m.query_rank,
         "kv_lora_rank": m.kv_rank,
         "qk_head_dim": m.nope_dim,

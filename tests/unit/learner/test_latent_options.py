@@ -11,6 +11,7 @@ import torch
 from rl_megatron.config import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.buildable import torch_only
+from rl_megatron.learner.decoder_config import LatentDecoderConfig
 from rl_megatron.learner.latent import megatron_latent_options, softmax_scale
 from rl_megatron.learner.model import make_config
 from rl_megatron.learner.rotary import inverse_frequencies
@@ -44,6 +45,20 @@ def test_megatrons_own_rotary_embedding_turns_as_ours(name: str, monkeypatch: py
     assert factor == pytest.approx(shape.rope.attention_factor)
     grown = _yarn_get_mscale(options["rotary_scaling_factor"], options["mscale_all_dim"])
     assert softmax_scale(shape.head_dim, shape.rope) == pytest.approx(grown * grown / math.sqrt(192))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2"])
+def test_megatrons_configuration_takes_the_options(name: str) -> None:
+    shape = NAMED[name]
+    config = LatentDecoderConfig(
+        shape=shape,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        **megatron_latent_options(shape),
+    )
+    assert config.multi_latent_attention
+    assert (config.rope_type, config.kv_lora_rank, config.v_head_dim) == ("yarn", 512, 128)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +17,14 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from rl_megatron.config import TinyModelSection
 from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights import convert
-from rl_megatron.weights.block_scales import BLOCK
+from rl_megatron.weights.block_scales import BLOCK, is_quantised
 from rl_megatron.weights.dtypes import DType
+from rl_megatron.weights.families import hf_layout
 from rl_megatron.weights.layout import Layout
 from rl_megatron.weights.quantize import dequantise, quantise
 from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
@@ -142,6 +145,29 @@ def test_writing_quantises_linear_layers_alone(plain: Path, tmp_path: Path) -> N
     index = json.loads((tmp_path / "fp8/model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == written.keys()
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in written.values())
+
+
+PUBLISHED = {  # modules with scales in the checkpoints on the hub
+    "deepseek-v3": {
+        *(f"self_attn.{x}" for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
+        *(
+            f"{mlp}{x}_proj"
+            for mlp in ("mlp.", "mlp.shared_experts.", "mlp.experts.N.")
+            for x in ("gate", "up", "down")
+        ),
+    },
+    "qwen3-30b-a3b": {
+        *(f"self_attn.{x}_proj" for x in "qkvo"),
+        *(f"mlp.experts.N.{x}_proj" for x in ("gate", "up", "down")),
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_is_quantised_is_what_the_published_checkpoints_quantise(name: str) -> None:
+    shapes = hf_layout(NAMED[name]).local_shapes(0)
+    found = {re.sub(r"experts\.\d+", "experts.N", n) for n, shape in shapes.items() if is_quantised(n, shape)}
+    assert {re.sub(r"^model\.layers\.\d+\.(.*)\.weight$", r"\1", n) for n in found} == PUBLISHED[name]
 
 
 def test_float8_read_and_written_again_is_the_same_to_the_bit(plain: Path, tmp_path: Path) -> None:
