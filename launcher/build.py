@@ -24,7 +24,7 @@ from rl_megatron.algorithms.auxiliary import PreferenceLoss
 from rl_megatron.algorithms.corrections import Correction
 from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.checkpoints import CheckpointStore
-from rl_megatron.config import RunConfig
+from rl_megatron.config import RunConfig, TinyModelSection
 from rl_megatron.config_algorithm import CorrectionSection
 from rl_megatron.data.packing import causal_attention_cost
 from rl_megatron.data.prompts import PromptStream, load_prompts
@@ -32,7 +32,7 @@ from rl_megatron.durable import remove_folder
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles
 from rl_megatron.models.shape import ModelShape, Rope
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import HEAD_DIM, make_tiny_model
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
@@ -150,10 +150,17 @@ def _engine_problems(config: RunConfig, shape: ModelShape) -> list[str]:
 def _model_folder(config: RunConfig) -> Path:
     if config.model.path is not None:
         return config.model.path
+    return make_tiny_model(_tiny(config), config.model.cache_dir, config.seed)
+
+
+def _tiny(config: RunConfig) -> TinyModelSection:
+    """The tiny model's sizes; servers' CPU kernels have wider heads, so it gets fewer of them."""
     tiny = config.model.tiny
-    if config.rollout.served and tiny.head_dim is None:
-        tiny = tiny.model_copy(update={"head_dim": LEAST_HEAD_DIM})
-    return make_tiny_model(tiny, config.model.cache_dir, config.seed)
+    if tiny.head_dim is not None or not config.rollout.served:
+        return tiny
+    heads = max(1, tiny.num_heads * HEAD_DIM // LEAST_HEAD_DIM)
+    kv_heads = math.gcd(heads, tiny.num_kv_heads)
+    return tiny.model_copy(update={"head_dim": LEAST_HEAD_DIM, "num_heads": heads, "num_kv_heads": kv_heads})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

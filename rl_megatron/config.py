@@ -34,7 +34,7 @@ class TinyModelSection(Section):
     num_heads: Positive = 4
     num_kv_heads: Positive = 2
     head_dim: Positive | None = None
-    """Null: 16, or 32 where servers sample (engines' CPU kernels have none smaller)."""
+    """Null: 16; where servers sample 32, in half as many heads (engines' CPU kernels have none smaller)."""
     num_experts: Positive = 8
     experts_per_token: Positive = 2
     expert_width: Positive = 32

@@ -177,9 +177,8 @@ class ServedBench:
 def config_of(engine: str, **keys: object) -> RunConfig:
     """A run's configuration with servers of ``engine``; keys of ``rollout.server`` by name."""
     given = [f"rollout.server.{key}={value}" for key, value in keys.items()]
-    return load(
-        "tiny_cpu", [f"rollout={engine}", f"rollout.python={interpreter(engine)}", "rollout.slots=64", *LENGTHS, *given]
-    )
+    python = [] if "addresses" in keys else [f"rollout.python={interpreter(engine)}"]
+    return load("tiny_cpu", [f"rollout={engine}", "rollout.slots=64", *python, *LENGTHS, *given])
 
 
 @contextlib.contextmanager
