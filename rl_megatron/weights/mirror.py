@@ -27,10 +27,13 @@ from rl_megatron.weights.mapped import MappedFile, header_bytes, read_header
 class Mirror:
     """The writer's side. What is written into ``tensors`` is in the file; ``serve`` says that it is whole.
 
-    ``config`` is the config.json that the folder of ``path`` gets.
+    ``config`` is the config.json that the folder of ``path`` gets. On an accelerator ``tensors`` are memory of their
+    own, which ``serve`` copies.
     """
 
-    def __init__(self, path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, config: Path) -> None:
+    def __init__(
+        self, path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, config: Path, *, device: torch.device | str
+    ) -> None:
         self.path = path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         shutil.copyfile(config, path.with_name("config.json"))
@@ -44,7 +47,9 @@ class Mirror:
         flat = torch.from_file(str(path), shared=True, size=len(head) + self.num_bytes, dtype=torch.uint8)
         pieces = flat[len(head) :].split(list(sizes.values()))
         named = zip(shapes.items(), pieces, strict=True)
-        self.tensors: dict[str, Tensor] = {name: piece.view(dtype).view(shape) for (name, shape), piece in named}
+        self._file: dict[str, Tensor] = {name: piece.view(dtype).view(shape) for (name, shape), piece in named}
+        on_cpu = torch.device(device).type == "cpu"
+        self.tensors = self._file if on_cpu else {n: torch.empty_like(t, device=device) for n, t in self._file.items()}
 
     def withdraw(self) -> None:
         """The tensors are about to change: nobody may read them until ``serve``."""
@@ -52,7 +57,10 @@ class Mirror:
 
     def serve(self, version: int) -> None:
         """The tensors are ``version``'s, all of them."""
-        note = {"version": version, "checksums": {name: checksum(t) for name, t in self.tensors.items()}}
+        for name, tensor in self._file.items():
+            if self.tensors[name] is not tensor:
+                tensor.copy_(self.tensors[name])
+        note = {"version": version, "checksums": {name: checksum(t) for name, t in self._file.items()}}
         write_atomically(_note(self.path), json.dumps(note).encode())
 
 
