@@ -115,7 +115,8 @@ def _check_fits(config: RunConfig, shape: ModelShape) -> None:
     """Raises ConfigError naming every size of the model that the configuration does not fit."""
     problems = _engine_problems(config, shape)
     try:
-        megatron_layout(shape, config.learner.dims)
+        learner = config.learner
+        megatron_layout(shape, learner.dims, first=learner.first_stage_layers, last=learner.last_stage_layers)
     except ConfigError as error:
         problems.append(str(error))
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens

@@ -111,7 +111,14 @@ class Worker:
             self._learners["critic"] = make_critic(self._shape, learner, device)
         self._reference: dict[str, Tensor] = {}
         self._hf = hf_layout(self._shape)
-        self._layout = megatron_layout(self._shape, config.learner.dims, vocab_multiple=config.learner.vocab_multiple)
+        mesh = config.learner
+        self._layout = megatron_layout(
+            self._shape,
+            mesh.dims,
+            vocab_multiple=mesh.vocab_multiple,
+            first=mesh.first_stage_layers,
+            last=mesh.last_stage_layers,
+        )
         self._holder = self._make_holder(config, run_folder, device)
         self.start_from("policy", model_folder)
         self._connect(config, run_folder / "weights")

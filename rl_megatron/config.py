@@ -167,6 +167,10 @@ class LearnerSection(Section):
     """Pipeline-parallel degree."""
     vpp: Positive = 1
     """Model chunks of each pipeline stage (interleaved schedule)."""
+    first_stage_layers: Positive | None = None
+    """Layers of the first pipeline stage; null: as the stages between, which share the rest equally."""
+    last_stage_layers: Positive | None = None
+    """Layers of the last pipeline stage; null: as the stages between."""
     ep: Positive = 1
     """Expert-parallel degree."""
     etp: Positive | None = None

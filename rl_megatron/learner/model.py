@@ -101,6 +101,8 @@ def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
         masked_softmax_fusion=fused,
         persist_layer_norm=fused,
         cross_entropy_loss_fusion=False,
+        num_layers_in_first_pipeline_stage=learner.first_stage_layers,
+        num_layers_in_last_pipeline_stage=learner.last_stage_layers,
         **options,
     )
 

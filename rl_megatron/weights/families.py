@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layout import Layout, ParamSpec
+from rl_megatron.weights.layout import Layout, ParamSpec, split_layers
 from rl_megatron.weights.tables import (
     deepseek_v3,
     glm4_moe,
@@ -63,7 +63,18 @@ def hf_layout(shape: ModelShape, dims: ParallelDims | None = None) -> Layout:
     return Layout(table=family_of(shape).tables["hf"], shape=shape, dims=dims or ParallelDims())
 
 
-def megatron_layout(shape: ModelShape, dims: ParallelDims | None = None, *, vocab_multiple: int = 8) -> Layout:
-    """The learner's ranks. Raises ConfigError naming each size that a degree does not divide."""
-    table = family_of(shape).tables["megatron"]
-    return Layout(table=table, shape=shape, dims=dims or ParallelDims(), vocab_multiple=vocab_multiple)
+def megatron_layout(
+    shape: ModelShape,
+    dims: ParallelDims | None = None,
+    *,
+    vocab_multiple: int = 8,
+    first: int | None = None,
+    last: int | None = None,
+) -> Layout:
+    """The learner's ranks; ``first`` and ``last`` are layers of those stages where they differ from the others.
+
+    Raises ConfigError naming each size that a degree does not divide.
+    """
+    table, dims = family_of(shape).tables["megatron"], dims or ParallelDims()
+    stages = split_layers(shape.num_layers, dims.pp, first=first, last=last) if first or last else None
+    return Layout(table=table, shape=shape, dims=dims, stages=stages, vocab_multiple=vocab_multiple)

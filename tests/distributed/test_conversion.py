@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,58 @@ def test_megatron_loads_and_saves_what_the_tools_wrote_and_read(name: str, tied:
     assert found.keys() == original.keys()
     for tensor in original:
         assert torch.equal(found[tensor], original[tensor]), tensor
+
+
+def sequential_main(rank: int, hf: Path, folder: Path) -> None:
+    """Megatron's own layers, experts one by one in modules of their own, filled by name and saved."""
+    torch.set_num_threads(1)
+    from megatron.core import dist_checkpointing
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here
+    from rl_megatron.learner import world
+    from rl_megatron.learner.model import make_config
+    from rl_megatron.weights.families import hf_layout, megatron_layout
+    from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
+
+    shape, learner = ModelShape.from_folder(hf), LearnerSection()
+    world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
+    spec = get_gpt_layer_local_spec(
+        num_experts=shape.num_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+    )
+    spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")  # of dense layers, here by mistake
+    model = GPTModel(
+        config=make_config(shape, learner),
+        transformer_layer_spec=spec,
+        vocab_size=-(-shape.vocab_size // 8) * 8,
+        max_sequence_length=shape.max_positions,
+        position_embedding_type="none",
+    )
+    layout = megatron_layout(shape)
+    tensors = {name: torch.empty(size) for name, size in layout.local_shapes(0).items()}
+    read_boxes(Checkpoint(hf), hf_layout(shape), layout, 0, tensors)
+    named = {
+        re.sub(r"experts\.(linear_fc[12])\.weight(\d+)$", r"experts.local_experts.\2.\1.weight", name): tensor
+        for name, tensor in tensors.items()
+    }
+    named = {
+        name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"): tensor
+        for name, tensor in named.items()
+    }
+    lacking = model.load_state_dict(named, strict=False)
+    assert not lacking.unexpected_keys
+    missing = [key for key in lacking.missing_keys if not key.endswith("_extra_state")]
+    assert not missing, missing
+    dist_checkpointing.save(model.sharded_state_dict(), str(folder / "saved"))
+    world.leave()
+
+
+def test_experts_that_were_saved_one_by_one_convert_too(tmp_path: Path) -> None:
+    hf = make_tiny_model(TinyModelSection(), tmp_path / "models", seed=7)
+    (tmp_path / "saved").mkdir()
+    run_ranks(sequential_main, 1, hf, tmp_path)
+    convert.megatron_to_hf(tmp_path / "saved", tmp_path / "back", config=hf)
+    found, original = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", hf))
+    assert found.keys() == original.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in original.items())

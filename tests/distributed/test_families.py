@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], Sequence[str]]] = {
     "tp2": ({"tp": 2}, DENSE),
     "tp2-ep2": ({"tp": 2, "ep": 2}, SPARSE),
     "pp2": ({"pp": 2}, [*MODELS]),
+    "pp2-uneven": ({"pp": 2, "first_stage_layers": 1}, ["qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3"]),
     "pp2-vpp2": ({"pp": 2, "vpp": 2}, ["glm4_moe"]),
     "cp2": ({"cp": 2}, ["qwen3_moe", "mistral_window", "glm4_moe", "gpt_oss", "minimax_m2", "deepseek_v3"]),
 }
@@ -80,7 +81,8 @@ def check(folder: Path, layout: str, learner: LearnerSection, rank: int, device:
 
     shape = ModelShape.from_folder(folder)
     policy = make_policy(shape, learner, device, temperature=1.0)
-    wanted = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple)
+    ends = {"first": learner.first_stage_layers, "last": learner.last_stage_layers}
+    wanted = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, **ends)
     tensors = dict(policy.tensors)
     assert {name: tuple(t.shape) for name, t in tensors.items()} == wanted.local_shapes(rank)
     for tensor in tensors.values():
