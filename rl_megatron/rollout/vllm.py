@@ -44,6 +44,7 @@ class VLLMAdapter:
                 *("--worker-extension-cls", "rl_megatron.rollout.vllm_worker.WorkerExtension"),
                 *("--weight-transfer-config", json.dumps({"backend": "rl_megatron_mirror"})),
                 *("--enable-scale-out", "--disable-uvicorn-access-log", "--enforce-eager"),
+                *("--shutdown-timeout", "5"),  # else its processes are killed, and leave shared memory behind
                 *(("--distributed-executor-backend", "uni") if options.tp == 1 else ()),  # one process less
                 *options.extra,
             ),
