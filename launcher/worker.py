@@ -1,6 +1,6 @@
-"""The process of one rank: learner shard, rollout engine replica and weight transport, driven over a pipe.
+"""The process of one rank: learner shard, rollout engine replica and weight transport, driven over a stream.
 
-A worker serves one call at a time, in the order sent. It dies with its parent, whatever ends that.
+A worker serves one call at a time, in the order sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,30 +36,48 @@ _PR_SET_PDEATHSIG = 1
 _SENDING = threading.Lock()  # one message at a time into the pipe
 
 
-def main(connection: Connection, rank: int, rendezvous: str) -> None:
-    """Entry of a spawned worker: import, wait for ``(config, model folder, run folder)``, then serve calls."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a worker waits for after its imports. Folders are absolute and the same on every node."""
+
+    config: RunConfig
+    model_folder: Path
+    run_folder: Path
+    rendezvous: str  # a torch.distributed init method
+
+
+def main(connection: Connection, rank: int) -> None:
+    """Entry of a spawned worker: import, wait for its `Setup`, then serve calls. Killed with its parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # Linux: no orphan outlives a killed controller
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid != os.getppid():  # killed before that call
         return
+    threading.Thread(target=say_alive, args=(connection,), name="alive", daemon=True).start()
+    run(connection, rank)
+
+
+def run(connection: Connection, rank: int, store: int | None = None) -> None:
+    """Serve the controller until it asks for the end, hangs up, or something is wrong, which it is told.
+
+    ``store``: see ``world.join``.
+    """
     warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")  # doctor tells
-    threading.Thread(target=_say_alive, args=(connection,), name="alive", daemon=True).start()
     try:
         import rl_megatron.learner.megatron  # noqa: F401  heavy: done while the controller still prepares
 
-        config, model_folder, run_folder = pickle.loads(connection.recv_bytes())
+        setup: Setup = pickle.loads(connection.recv_bytes())
         from rl_megatron.observability.log import run_log
 
-        with run_log(run_folder, role="rank", rank=rank):
-            worker = Worker(config, model_folder, run_folder, rank, rendezvous)
-            _reply(connection, "ok", None)
+        with run_log(setup.run_folder, role="rank", rank=rank):
+            worker = Worker(setup, rank, store)
+            tell(connection, "ok", None)
             _serve(connection, worker)
-    except EOFError:  # the controller closed the pipe
+    except EOFError:  # the controller closed the stream
         return
     except RLMegatronError as error:
-        _reply(connection, "refused", error)
+        tell(connection, "refused", error)
     except Exception:  # noqa: BLE001  a process boundary: the controller shows the traceback with the rank
-        _reply(connection, "raised", traceback.format_exc())
+        tell(connection, "raised", traceback.format_exc())
 
 
 def _serve(connection: Connection, worker: Worker) -> None:
@@ -67,22 +85,23 @@ def _serve(connection: Connection, worker: Worker) -> None:
         name, arguments = pickle.loads(connection.recv_bytes())
         if name not in Worker.CALLS:
             raise RLMegatronError(f"worker has no call {name!r}; it has {', '.join(Worker.CALLS)}")
-        _reply(connection, "ok", getattr(worker, name)(*arguments))
+        tell(connection, "ok", getattr(worker, name)(*arguments))
         if name == "close":
             return
 
 
-def _reply(connection: Connection, status: str, value: Any) -> None:
+def tell(connection: Connection, status: str, value: Any) -> None:
+    """Say one thing to the controller, from any thread."""
     data = pickle.dumps((status, value), protocol=pickle.HIGHEST_PROTOCOL)
     with _SENDING:
         connection.send_bytes(data)
 
 
-def _say_alive(connection: Connection) -> None:
-    """Each second, so that the controller can tell a long step from a process that was stopped."""
-    with contextlib.suppress(OSError):  # the controller is gone, and this process with it
+def say_alive(connection: Connection) -> None:
+    """Each second, so that the controller can tell a long step from a process that was stopped; until it is gone."""
+    with contextlib.suppress(OSError):  # the controller is gone
         while True:
-            _reply(connection, "alive", None)
+            tell(connection, "alive", None)
             time.sleep(1.0)
 
 
@@ -94,15 +113,16 @@ class Worker:
 
     CALLS = ("generate", "stage", "commit", "export", "start_from", "score", "train_step", "save", "load", "close")
 
-    def __init__(self, config: RunConfig, model_folder: Path, run_folder: Path, rank: int, rendezvous: str) -> None:
+    def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
         from rl_megatron.learner import world
         from rl_megatron.learner.megatron import make_critic, make_policy
         from rl_megatron.models.shape import ModelShape
         from rl_megatron.weights.families import hf_layout, megatron_layout
 
+        config, model_folder = setup.config, setup.model_folder
         self._rank, self._model_folder, self._leave = rank, model_folder, world.leave
         self._shape = ModelShape.from_folder(model_folder)
-        device = world.join(config.learner, rank=rank, rendezvous=rendezvous, seed=config.seed)
+        device = world.join(config.learner, rank=rank, rendezvous=setup.rendezvous, seed=config.seed, store=store)
         policy = make_policy(self._shape, config.learner, device, temperature=config.rollout.temperature)
         self._learners = {"policy": policy}
         if config.algorithm.needs_critic:
@@ -119,9 +139,9 @@ class Worker:
             first=mesh.first_stage_layers,
             last=mesh.last_stage_layers,
         )
-        self._holder = self._make_holder(config, run_folder, device)
+        self._holder = self._make_holder(config, setup.run_folder, device)
         self.start_from("policy", model_folder)
-        self._connect(config, run_folder / "weights")
+        self._connect(config, setup.run_folder / "weights")
 
     def _make_holder(self, config: RunConfig, run_folder: Path, device: torch.device) -> LocalEngine | Mirror | None:
         """Where pushes go: this rank's engine; where servers sample, the mirror that they read, on rank 0 alone."""

@@ -13,23 +13,27 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from rl_megatron.config import LearnerSection
 
 
-def join(learner: LearnerSection, *, rank: int, rendezvous: str, seed: int) -> torch.device:
+def join(learner: LearnerSection, *, rank: int, rendezvous: str, seed: int, store: int | None = None) -> torch.device:
     """Enter the world as ``rank`` and make megatron's groups; this rank's device. Every rank calls it.
 
-    ``rendezvous`` is a torch.distributed init method. Raises where not all ranks arrive in ``learner.timeout_seconds``.
+    ``rendezvous`` is a torch.distributed init method: ``file://`` on one machine, ``tcp://host:port`` between nodes,
+    where rank 0 serves the ranks' store on the listening socket whose file descriptor is ``store``, so that it is bound
+    to one address. Raises where not all ranks arrive in ``learner.timeout_seconds``.
     """
     d, device = learner.dims, torch.device(learner.device)
     if device.type != "cpu":
         device = torch.device(device.type, rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     limit = timedelta(seconds=learner.timeout_seconds)
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        init_method=rendezvous,
-        rank=rank,
-        world_size=d.world_size,
-        timeout=limit,
-    )
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if rendezvous.startswith("tcp://"):
+        host, port = rendezvous.removeprefix("tcp://").rsplit(":", 1)
+        server = dist.TCPStore(  # type: ignore[attr-defined]  # torch names it in no __all__
+            host, int(port), d.world_size, rank == 0, limit, master_listen_fd=store
+        )
+        dist.init_process_group(backend, store=server, rank=rank, world_size=d.world_size, timeout=limit)
+    else:
+        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=d.world_size, timeout=limit)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=d.tp,
         pipeline_model_parallel_size=d.pp,

@@ -1,0 +1,154 @@
+"""Many ranks look like one Learner, one RolloutEngine and one WeightSync; no matter what started them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.workers import WorkerGroup, WorkerHandle
+from rl_megatron.config import RunConfig
+from rl_megatron.errors import CorruptionError
+from rl_megatron.interfaces import Roles
+from rl_megatron.types import (
+    Batch,
+    Completion,
+    GenerationRequest,
+    Loss,
+    ParallelDims,
+    Samples,
+    Scores,
+    StepResult,
+    WeightUpdate,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def roles_of(group: WorkerGroup, config: RunConfig) -> Roles:
+    """What the trainer sees of ranks that are ready."""
+    dims = config.learner.dims
+    return Roles(
+        learner=LearnerGroup(group, dims, "policy"),
+        critic=LearnerGroup(group, dims, "critic") if config.algorithm.needs_critic else None,
+        reference=LearnerGroup(group, dims, "reference") if config.algorithm.needs_reference else None,
+        engine=EngineGroup(group),
+        weights=WeightGroup(group),
+    )
+
+
+class LearnerGroup:
+    """A Learner, Critic or Reference over all ranks, by its ``role`` in the workers (see interfaces)."""
+
+    def __init__(self, group: WorkerGroup, dims: ParallelDims, role: str) -> None:
+        self._group, self._dims, self._role = group, dims, role
+
+    async def start_from(self, folder: Path) -> None:
+        """See interfaces.Critic."""
+        await self._group.each("start_from", self._role, folder.resolve())
+
+    async def score(self, batch: Batch) -> Scores:
+        """See interfaces.Scorer."""
+        shares = {rank: (self._role, m) for rank, m in self._shares(batch).items()}
+        answers = await self._group.ask("score", shares)
+        rows = {self._dims.dp_rank(rank): answer for rank, answer in enumerate(answers) if answer is not None}
+        return [rows[d] for d in range(self._dims.dp)]
+
+    async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult:
+        """See interfaces.Learner."""
+        common = (loss, learning_rate, batch.num_tokens, batch.num_sequences)
+        shares = {rank: (self._role, m, *common) for rank, m in self._shares(batch).items()}
+        answers = await self._group.ask("train_step", shares)
+        result: StepResult = next(a for a in answers if a is not None)
+        return result
+
+    def _shares(self, batch: Batch) -> dict[int, tuple[Samples, ...]]:
+        return {w.rank: batch.micro_batches[self._dims.dp_rank(w.rank)] for w in self._group.workers}
+
+    async def save(self, folder: Path) -> None:
+        """See interfaces.Learner."""
+        await self._group.each("save", self._role, folder)
+
+    async def load(self, folder: Path) -> None:
+        """See interfaces.Learner."""
+        await self._group.each("load", self._role, folder)
+
+
+class EngineGroup:
+    """A RolloutEngine over the replicas: requests made in one go are served as one batch per replica."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self._pending: list[tuple[GenerationRequest, asyncio.Future[Sequence[Completion]]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        """See interfaces.RolloutEngine."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Sequence[Completion]] = loop.create_future()
+        if not self._pending:
+            loop.call_soon(self._dispatch)  # after every caller that is ready now has asked
+        self._pending.append((request, answer))
+        return await answer
+
+    def _dispatch(self) -> None:
+        pending, self._pending = self._pending, []
+        count = len(self._group.workers)
+        for replica, handle in enumerate(self._group.workers):
+            if share := pending[replica::count]:
+                task = asyncio.ensure_future(self._serve(handle, share))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _serve(
+        self, handle: WorkerHandle, share: list[tuple[GenerationRequest, asyncio.Future[Sequence[Completion]]]]
+    ) -> None:
+        try:
+            (results,) = await self._group.ask("generate", {handle.rank: ([request for request, _ in share],)})
+        except Exception as error:  # noqa: BLE001  whatever it is, those who asked hear it
+            for _, answer in share:
+                if not answer.done():
+                    answer.set_exception(error)
+            return
+        for (_, answer), completions in zip(share, results, strict=True):
+            if not answer.done():
+                answer.set_result(completions)
+
+
+class WeightGroup:
+    """A WeightSync in which every learner rank moves its shards to every replica (see interfaces.WeightSync)."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    async def push(self, version: int) -> WeightUpdate:
+        """See interfaces.WeightSync. Served once all replicas have staged and verified it; tried twice.
+
+        Raises CorruptionError where boxes arrived corrupted twice.
+        """
+        updates, failures = await self._stage(version)
+        if failures:
+            logger.warning("weights were corrupted on their way and are moved again: %s", failures[0])
+            again, failures = await self._stage(version)
+            updates += again
+        if failures:
+            raise failures[0]
+        await self._group.each("commit", version)
+        return WeightUpdate(
+            version=version,
+            num_bytes=sum(u.num_bytes for u in updates),
+            seconds=max(u.seconds for u in updates),
+            verify_seconds=max(u.verify_seconds for u in updates),
+        )
+
+    async def _stage(self, version: int) -> tuple[list[WeightUpdate], list[CorruptionError]]:
+        answers: list[WeightUpdate | CorruptionError] = await self._group.each("stage", version)
+        return (
+            [answer for answer in answers if isinstance(answer, WeightUpdate)],
+            [answer for answer in answers if isinstance(answer, CorruptionError)],
+        )
+
+    async def export(self, folder: Path) -> None:
+        """See interfaces.WeightSync. Writes what was pushed last."""
+        await self._group.ask("export", {0: (folder,)})

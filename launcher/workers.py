@@ -1,0 +1,260 @@
+"""The controller's end of every rank, wherever it runs: calls, answers, signs of life and the first failure."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import pickle
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from launcher.worker import Setup
+from rl_megatron.errors import RLMegatronError, WorkerDied
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 30.0
+GRACE_SECONDS = 1.0
+
+
+class Failure:
+    """Why the run cannot go on: the first error of any rank, but a killed rank before what others say of it.
+
+    A rank that dies breaks its peers' collectives, and their complaints may arrive before the news of its end.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.known: asyncio.Future[None] = self._loop.create_future()
+        self.known.add_done_callback(_seen)
+        self.rank: int | None = None  # whose process failed, where one did
+        self._waits = False
+
+    def report(self, error: RLMegatronError, *, at_once: bool, rank: int | None = None) -> None:
+        """Make ``error`` known, at once or unless another overtakes it within ``GRACE_SECONDS``."""
+        if at_once:
+            self._settle(error, rank)
+        elif not self._waits:
+            self._waits = True
+            self._loop.call_later(GRACE_SECONDS, self._settle, error, rank)
+
+    def _settle(self, error: RLMegatronError, rank: int | None) -> None:
+        if not self.known.done():
+            self.rank = rank
+            self.known.set_exception(error)
+
+
+class RankProcess(Protocol):
+    """One rank's process and the stream to it."""
+
+    rank: int
+    where: str  # how messages name it: "pid 12", "pid 12 on node2"
+    connection: Connection
+
+    def ending(self, hung_up: threading.Event) -> Ending:
+        """Block until it ended. ``hung_up`` is set once its stream is at an end."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
+    def join(self, seconds: float) -> bool:
+        """Whether it ended within ``seconds``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a process ended; ``expected`` after it was asked to, ``killed`` where what its peers say is noise."""
+
+    how: str
+    expected: bool
+    killed: bool
+
+
+class WorkerHandle:
+    """The controller's end of one worker. Calls are answered in the order they were made."""
+
+    def __init__(self, process: RankProcess, failure: Failure, on_signal: Callable[[str], None] | None) -> None:
+        self.process, self.rank, self._failure, self._on_signal = process, process.rank, failure, on_signal
+        self._who = f"rank {process.rank} ({process.where})"
+        self._closing = self._raised = False
+        self._loop = asyncio.get_running_loop()
+        self._quiet = 0  # seconds since the worker said anything
+        self._waiting: list[asyncio.Future[Any]] = []
+        self._hung_up = threading.Event()
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"send {self.rank}")  # a full pipe must not stop all
+        for target in (self._read, self._watch):
+            threading.Thread(target=target, name=f"{target.__name__} {self.rank}", daemon=True).start()
+
+    def prepare(self, setup: Setup) -> asyncio.Future[Any]:
+        """Send what the worker waits for after its imports; done when it is ready to serve."""
+        return self._send(setup)
+
+    def call(self, name: str, *arguments: Any) -> asyncio.Future[Any]:
+        """Ask the worker; of a worker that failed no answer comes, but ``Failure`` knows it."""
+        self._closing = name == "close"
+        return self._send((name, arguments))
+
+    def _send(self, message: Any) -> asyncio.Future[Any]:
+        answer = self._loop.create_future()
+        self._waiting.append(answer)
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        self._sender.submit(self._write, data)
+        return answer
+
+    def _write(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # _watch says how the process ended
+            self.process.connection.send_bytes(data)
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):  # likewise
+            while True:
+                self._tell(self._answer, *pickle.loads(self.process.connection.recv_bytes()))
+        self._hung_up.set()
+
+    def _watch(self) -> None:
+        ending = self.process.ending(self._hung_up)
+        self._tell(self._ended, ending)
+
+    def _tell(self, function: Any, *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _answer(self, status: str, value: Any) -> None:
+        self._quiet = 0
+        if status == "alive":
+            return
+        if status == "signal" and self._on_signal is not None:
+            self._on_signal(value)
+        elif status == "ok":
+            answer = self._waiting.pop(0)
+            if not answer.done():
+                answer.set_result(value)
+        elif status == "refused":
+            self._raised = True
+            self._failure.report(value, at_once=True)
+        else:
+            self._raised = True
+            self._died(f"raised:\n{value}", at_once=False)
+
+    def _ended(self, ending: Ending) -> None:
+        if self._raised or (ending.expected and self._closing):
+            return
+        self._died(ending.how, at_once=ending.killed)
+
+    def _died(self, what: str, *, at_once: bool) -> None:
+        self._failure.report(WorkerDied(f"{self._who} {what}"), at_once=at_once, rank=self.rank)
+
+    async def listen(self, limit: float) -> None:
+        """Report the worker as dead after ``limit`` seconds without a word; a living one says each second that it is.
+
+        Seconds in which this process stood still, as when a whole job is suspended, do not count.
+        """
+        while self._quiet <= limit:
+            await asyncio.sleep(1.0)
+            self._quiet += 1
+        self._died(
+            f"has said nothing for {limit:g} s, half of learner.timeout_seconds: it hangs or was stopped", at_once=True
+        )
+
+    def stop(self) -> None:
+        """End the process: let it finish, then kill it, each with a limit."""
+        if not self.process.join(STOP_SECONDS):
+            self.process.kill()
+            self.process.join(STOP_SECONDS)
+        self._sender.shutdown(wait=False, cancel_futures=True)
+
+
+class WorkerGroup:
+    """All ranks. Waiting ends with the first failure of any rank, so nobody waits for a dead one."""
+
+    def __init__(self, workers: Sequence[WorkerHandle], failure: Failure) -> None:
+        self.workers, self._failure = workers, failure
+
+    async def each(self, name: str, *arguments: Any) -> list[Any]:
+        """Ask every rank the same; answers in rank order."""
+        return await self.ask(name, {w.rank: arguments for w in self.workers})
+
+    async def ask(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
+        """Ask the ranks in ``arguments``, each with its own; answers in that order. Raises as `gather` does."""
+        return await self.gather([self.workers[rank].call(name, *a) for rank, a in arguments.items()])
+
+    async def gather(self, answers: Sequence[asyncio.Future[Any]]) -> list[Any]:
+        """Await answers. Raises WorkerDied, or what a worker refused, once any worker failed, asked or not.
+
+        A step may take as long as it needs, while its collectives end in time and every worker says that it is alive.
+        """
+        everything: asyncio.Future[list[Any]] = asyncio.gather(*answers)
+        everything.add_done_callback(_seen)
+        either: set[asyncio.Future[Any]] = {everything, self._failure.known}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._failure.known.done():
+            everything.cancel()
+            self._failure.known.result()
+        return await everything
+
+    async def prepare(self, setup: Setup) -> None:
+        """Wait until every rank is ready to serve. Raises WorkerDied, or what a rank refused."""
+        answers = [w.prepare(setup) for w in self.workers]
+        limit = setup.config.learner.timeout_seconds
+        try:
+            async with asyncio.timeout(limit):
+                await self.gather(answers)
+        except TimeoutError as error:
+            late = [str(w.rank) for w, answer in zip(self.workers, answers, strict=True) if not answer.done()]
+            raise WorkerDied(
+                f"rank {', '.join(late)}: not ready after learner.timeout_seconds={limit:g}; "
+                "raise it if loading takes longer"
+            ) from error
+
+    async def close(self) -> None:
+        """Ask all to end; the work is done and saved, so one that does not is ended by `WorkerHandle.stop`."""
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self.each("close")
+        except TimeoutError:
+            logger.warning("not all learner processes left their process groups in %g s; they end now", STOP_SECONDS)
+            for handle in self.workers:
+                handle.process.kill()
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    processes: Sequence[RankProcess],
+    setup: Setup,
+    failure: Failure,
+    on_signal: Callable[[str], None] | None = None,
+) -> AsyncIterator[WorkerGroup]:
+    """All ranks, ready, while the context is open; at its end they are gone.
+
+    ``on_signal`` hears the name of a signal that a rank got and passed on.
+    """
+    workers = [WorkerHandle(process, failure, on_signal) for process in processes]
+    listening = [asyncio.create_task(w.listen(setup.config.learner.timeout_seconds / 2)) for w in workers]
+    group = WorkerGroup(workers, failure)
+    try:
+        await group.prepare(setup)
+        yield group
+        await group.close()
+    except BaseException:
+        for handle in workers:
+            handle.process.kill()
+        raise
+    finally:
+        for task in listening:
+            task.cancel()
+        for handle in workers:
+            handle.stop()
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Look at what a future raised, so that asyncio does not complain of nobody having done so."""
+    if not future.cancelled():
+        future.exception()
