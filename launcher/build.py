@@ -18,7 +18,8 @@ from launcher import resuming
 from launcher.engines import LEAST_HEAD_DIM, ServedLauncher
 from launcher.local import LocalLauncher
 from launcher.run_name import claim
-from launcher.stop import stop_signals
+from launcher.slurm import Job, SlurmLauncher
+from launcher.stop import Stop, stop_signals
 from rl_megatron import config_io
 from rl_megatron.algorithms.auxiliary import PreferenceLoss
 from rl_megatron.algorithms.corrections import Correction
@@ -72,26 +73,27 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
         progress = Progress(config.train.steps, config.log.progress, config.run.name, run_folder=folder)
         with run_log(folder, role="controller"), progress, stop_signals(progress) as stop:
             try:
-                await _train(parts, progress, stop, start)
+                finished = await _train(parts, progress, stop, start)
             except RLMegatronError as error:
                 logger.info("the run ends: %s", error)  # main shows it
                 raise
             progress.note(f"report: {write_report([folder], folder / 'report.html')}")
-            if stop.is_set():
+            if stop.comes_back and not finished and config.run.launcher == "slurm":
+                Job.this(folder).ask_requeue()
+            if not finished:
                 progress.note(f"stopped and saved; rl-megatron train --config {folder}/config.yaml --resume goes on")
     return folder
 
 
-async def _train(parts: Parts, progress: Progress, stop: asyncio.Event, start: resuming.Start | None) -> None:
+async def _train(parts: Parts, progress: Progress, stop: Stop, start: resuming.Start | None) -> bool:
+    """Whether every step is made. What has been trained is exported, but where the run comes back soon."""
     config = parts.config
     progress.note("preparing the model")
     model_folder = await asyncio.to_thread(_model_folder, config)
     shape = ModelShape.from_folder(model_folder, families=FAMILIES)
     _check_fits(config, shape)
     progress.note(f"starting {config.learner.dims.world_size} learner processes and loading data")
-    launcher: Launcher = LocalLauncher(model_folder, parts.folder)
-    if config.rollout.served:
-        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape)
+    launcher = _launcher(parts, model_folder, shape, stop)
     async with contextlib.AsyncExitStack() as stack:
         starting = asyncio.create_task(stack.enter_async_context(launcher.start(config)))
         try:
@@ -103,12 +105,25 @@ async def _train(parts: Parts, progress: Progress, stop: asyncio.Event, start: r
         roles = await starting
         with contextlib.closing(Recorder(parts.folder, config.log, progress)) as recorder:
             trainer = _trainer(parts, shape, roles, data, recorder, stop)
-            if await _begin(trainer, data, start):
-                progress.phase("reinforcement")
-                await trainer.run()
+            if not await _begin(trainer, data, start):
+                return False
+            progress.phase("reinforcement")
+            await trainer.run()
+            finished = trainer.step >= config.train.steps
+            if finished or not stop.comes_back:
                 exported = parts.folder / f"hf_step_{trainer.step:06d}"
                 remove_folder(exported)  # where a finished run is resumed
                 await roles.weights.export(exported)
+            return finished
+
+
+def _launcher(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> Launcher:
+    launcher: Launcher = LocalLauncher(model_folder, parts.folder)
+    if parts.config.run.launcher == "slurm":
+        launcher = SlurmLauncher(model_folder, parts.folder, Job.this(parts.folder), stop.ask)
+    if parts.config.rollout.served:
+        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape)
+    return launcher
 
 
 def _check_fits(config: RunConfig, shape: ModelShape) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, as the trainer sees them: a request to stop."""
+"""Ctrl-C, SIGTERM and a scheduler's SIGUSR1, as the trainer sees them: a request to stop."""
 
 from __future__ import annotations
 
@@ -9,24 +9,42 @@ from collections.abc import Callable, Iterator
 
 from rl_megatron.observability.progress import Progress
 
+_COME_BACK = signal.SIGUSR1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, _COME_BACK)
+
+
+class Stop(asyncio.Event):
+    """Set: the step in hand is the last. ``comes_back``: only for now, as the time of this job is up."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+        self.comes_back = False
+
+    def ask(self, by: str) -> None:
+        """Stop after this step, at the wish of a signal's sender."""
+        if not self.is_set():
+            self._progress.note(f"{by}: finishing this step and saving; press Ctrl-C again to stop at once")
+        self.comes_back |= by == _COME_BACK.name
+        self.set()
+
 
 @contextlib.contextmanager
-def stop_signals(progress: Progress) -> Iterator[asyncio.Event]:
-    """The event that Ctrl-C and SIGTERM set: the step in hand is the last. The next Ctrl-C interrupts at once."""
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+def stop_signals(progress: Progress) -> Iterator[Stop]:
+    """What Ctrl-C, SIGTERM and SIGUSR1 set. The next Ctrl-C interrupts at once."""
+    stop, loop = Stop(progress), asyncio.get_running_loop()
 
     def ask(name: str) -> Callable[[], None]:
         def handle() -> None:
-            progress.note(f"{name}: finishing this step and saving; press Ctrl-C again to stop at once")
-            stop.set()
+            stop.ask(name)
             loop.remove_signal_handler(signal.SIGINT)
 
         return handle
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in _SIGNALS:
         loop.add_signal_handler(signum, ask(signal.Signals(signum).name))
     try:
         yield stop
     finally:
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in _SIGNALS:
             loop.remove_signal_handler(signum)

@@ -1,4 +1,4 @@
-"""The configuration on one page (rewards: config_reward.py): frozen pydantic, defaults, nothing heavy imported.
+"""The configuration on one page (some sections: config_*.py): frozen pydantic, defaults, nothing heavy imported.
 
 A key is `section.name`; YAML under conf/ holds only what differs. Cross-field rules are at the bottom and name
 both numbers and the change to make. Reading YAML and `key=value` is config_io.py's work.
@@ -13,7 +13,9 @@ from pydantic import Field, model_validator
 
 from rl_megatron.config_algorithm import AlgorithmSection, OptimizerSection
 from rl_megatron.config_reward import RewardSection
+from rl_megatron.config_slurm import SlurmSection
 from rl_megatron.config_types import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from rl_megatron.config_weights import WeightsSection
 from rl_megatron.types import ParallelDims
 
 
@@ -24,6 +26,8 @@ class RunSection(Section):
     """Folder name of the run."""
     dir: Path = Path("runs")
     """Where run folders are made."""
+    launcher: Literal["local", "slurm"] = "local"
+    """local: learner processes on this machine; slurm: on the nodes of the allocation, as ``submit`` sets."""
 
 
 class TinyModelSection(Section):
@@ -202,21 +206,6 @@ class LearnerSection(Section):
         return ParallelDims(tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=etp, cp=self.cp, dp=dp)
 
 
-class WeightsSection(Section):
-    """How the learner's weights reach the rollout engines (docs/weights.md says what each transport is for)."""
-
-    transport: Literal["process_group", "shared_memory", "cuda_ipc", "memory", "disk"] = "process_group"
-    """process_group: gloo or NCCL; shared_memory, cuda_ipc: one node; memory: one process; disk: a folder all see."""
-    verify: bool = True
-    """Whether receivers compare a 64-bit digest of every box that they hold with the sender's."""
-    delta: bool = False
-    """Whether to send only what changed since the version before; transport=process_group."""
-    bucket_mb: Positive = 64
-    """Most MiB that a process packs and sends at once; transport=process_group or cuda_ipc."""
-    folder: Path | None = None
-    """Where transport=disk keeps the newest version; null: ``weights`` in the run's folder."""
-
-
 class WarmStartSection(Section):
     """Supervised steps on correct answers by the same learner, before RL; ends early at ``stop_at_accuracy``."""
 
@@ -304,6 +293,7 @@ class RunConfig(Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
+    slurm: SlurmSection = SlurmSection()
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
@@ -349,6 +339,11 @@ def _transport_problems(c: RunConfig) -> list[str]:
     if needed != c.learner.device:
         out.append(
             f"weights.transport={kind} moves memory of {needed}, but learner.device={c.learner.device}; "
+            "set weights.transport=process_group"
+        )
+    if kind in {"shared_memory", "cuda_ipc"} and c.run.launcher == "slurm" and c.slurm.nodes > 1:
+        out.append(
+            f"weights.transport={kind} stays on one machine, but slurm.nodes={c.slurm.nodes}; "
             "set weights.transport=process_group"
         )
     if c.weights.delta and kind != "process_group":

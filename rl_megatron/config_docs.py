@@ -52,8 +52,12 @@ def _section(name: str, section: Schema, definitions: Mapping[str, Schema]) -> I
         full = f"{name}.{key}" if name else key
         if "$ref" in field:
             inner.append((full, definitions[_target(field)]))
-        elif "patternProperties" in field:  # a mapping from names of the user's to sections
-            inner += [(f"{full}.<name>", definitions[_target(s)]) for s in field["patternProperties"].values()]
+        elif "patternProperties" in field:  # a mapping from names of the user's to sections, or to values
+            for value in field["patternProperties"].values():
+                if "$ref" in value:
+                    inner.append((f"{full}.<name>", definitions[_target(value)]))
+                else:
+                    rows.append((f"`{full}.<name>`", _kind(value), "not there", field["description"]))
         elif "oneOf" in field:
             inner += [(full, definitions[_target(choice)]) for choice in field["oneOf"]]
         else:

@@ -1,0 +1,94 @@
+"""One learner rank that Slurm started: ``srun ... python -m launcher.rank``. It connects back to the controller.
+
+Where the controller is and the job's token come over standard input, which srun gives to every task, so that the token
+is in no command line, no environment and no file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+import psutil
+
+from launcher import channel, worker
+
+_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What the controller tells all its ranks, one line of JSON."""
+
+    host: str
+    port: int
+    token: str  # hexadecimal
+    threads: int
+
+    def line(self) -> bytes:
+        """As it is sent."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """What a rank says first, as JSON: who it is and, of rank 0, where it serves the store of torch.distributed."""
+
+    rank: int
+    node: str
+    pid: int
+    store: str
+
+    def line(self) -> bytes:
+        """As it is sent."""
+        return json.dumps(asdict(self)).encode()
+
+
+def main() -> None:
+    """Join the controller and serve it; ends within seconds of the controller."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # one thread waits for them and passes them on
+    call = Call(**json.loads(sys.stdin.readline()))
+    rank = int(os.environ["SLURM_PROCID"])
+    connection, address = channel.connect(call.host, call.port, bytes.fromhex(call.token))
+    os.environ["OMP_NUM_THREADS"] = str(call.threads)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, _interface(address))
+    store = channel.listen(address, backlog=4096) if rank == 0 else None
+    hello = Hello(
+        rank=rank,
+        node=os.environ.get("SLURMD_NODENAME", socket.gethostname()),
+        pid=os.getpid(),
+        store=f"{address}:{store.getsockname()[1]}" if store else "",
+    )
+    connection.send_bytes(hello.line())
+    threading.Thread(target=_live, args=(connection,), name="alive", daemon=True).start()
+    threading.Thread(target=_pass_on, args=(connection,), name="signals", daemon=True).start()
+    worker.run(connection, rank, store.detach() if store else None)
+
+
+def _live(connection: Connection) -> NoReturn:
+    """No rank outlives its controller, in whatever collective it stands."""
+    worker.say_alive(connection)
+    os._exit(1)
+
+
+def _pass_on(connection: Connection) -> None:
+    """Slurm sends SIGTERM to all ranks before it preempts a job: the controller decides what is still done."""
+    while True:
+        worker.tell(connection, "signal", signal.Signals(signal.sigwait(_SIGNALS)).name)
+
+
+def _interface(address: str) -> str:
+    """The network interface that has the address."""
+    return next(name for name, found in psutil.net_if_addrs().items() if any(a.address == address for a in found))
+
+
+if __name__ == "__main__":
+    main()

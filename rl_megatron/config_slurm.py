@@ -1,0 +1,89 @@
+"""The ``slurm`` section: what a job asks the cluster for, what it runs in, and how often it is started again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rl_megatron.config_types import NonNegative, Positive, Section
+
+Line = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\n\r]*$")]
+Word = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\s'\"$`\\;&|<>()]+$")]
+Features = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\s'\"$`\\;<>]+$")]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Duration = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
+
+
+class SlurmSection(Section):
+    """A job of ``rl-megatron submit`` (slurm/README.md). What is null is the cluster's default."""
+
+    nodes: Positive = 1
+    """Nodes of the job."""
+    ntasks_per_node: Positive | None = None
+    """Learner ranks on each node; null: as many as GPUs, or without GPUs all ranks shared out over the nodes."""
+    gpus_per_node: NonNegative = 0
+    """GPUs of each node."""
+    cpus_per_task: Positive | None = None
+    """CPU cores of a rank."""
+    memory_per_node: Word | None = None
+    """As in 500G; 0 is all of a node's."""
+    time: Duration = "24:00:00"
+    """Limit of one job: minutes, hours:minutes:seconds or days-hours. The run goes on in the next."""
+    account: Word | None = None
+    """Who pays."""
+    partition: Word | None = None
+    """Where the job may run."""
+    qos: Word | None = None
+    """Quality of service."""
+    constraint: Features | None = None
+    """Features that nodes must have."""
+    exclude: Word | None = None
+    """Nodes that the job must not use."""
+    reservation: Word | None = None
+    """Reservation to use."""
+    array: Word | None = None
+    """As in 0-3: a run for each index, in a folder of its own, and with the index added to the seed."""
+    dependency: Word | None = None
+    """As in afterok:123."""
+    signal_seconds: Positive = 300
+    """How long before the time limit the run saves and asks for the next job; longer than a step and a checkpoint."""
+    requeues: NonNegative = 100
+    """Most times that a run comes back after a time limit."""
+    restarts: NonNegative = 3
+    """Most times that a run comes back after a rank died, its node excluded; other errors end it at once."""
+    modules: Line | None = None
+    """Environment modules to load, separated by spaces."""
+    setup: Line | None = None
+    """A shell command of your own before the run starts, as in: source /opt/site/env.sh."""
+    environment: Mapping[Variable, Line] = Field(default_factory=dict)
+    """Variables of the job."""
+    python: Word | None = None
+    """The interpreter of the job, on every node; null: the one that submits."""
+    container: Word | None = None
+    """Image that ranks run in; null: the interpreter itself."""
+    container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    """pyxis: srun's --container-image; apptainer: apptainer exec."""
+    container_mounts: Word | None = None
+    """As in /data:/data,/home: the run's folder and this package must be seen in it under the same paths."""
+    container_python: Word = "python"
+    """The interpreter inside the image."""
+
+    def tasks_per_node(self, ranks: int) -> int:
+        """Learner ranks on each node, of ``ranks`` in all; too many rather than too few."""
+        return self.ntasks_per_node or self.gpus_per_node or -(-ranks // self.nodes)
+
+    def container_options(self) -> list[str]:
+        """What pyxis adds to srun."""
+        if self.container is None or self.container_runtime != "pyxis":
+            return []
+        mounts = [f"--container-mounts={self.container_mounts}"] if self.container_mounts else []
+        return [f"--container-image={self.container}", *mounts]
+
+    def container_prefix(self) -> list[str]:
+        """What apptainer puts before a rank's command."""
+        if self.container is None or self.container_runtime != "apptainer":
+            return []
+        binds = [f"--bind={self.container_mounts}"] if self.container_mounts else []
+        return ["apptainer", "exec", *(["--nv"] if self.gpus_per_node else []), *binds, self.container]

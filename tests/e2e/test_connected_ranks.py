@@ -1,0 +1,93 @@
+"""Ranks that another program starts and that connect back, as under Slurm; tests/cluster has a real one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.processes import LIMIT, Place, Run, eventually
+
+SRUN = """#!/usr/bin/env bash
+# As srun does: a task a rank, the same standard input for each.
+line=$(cat)
+for argument in "$@"; do
+    case $argument in
+        --ntasks=*) count=${argument#*=} ;;
+        --output=*) output=${argument#*=} ;;
+        --*) ;;
+        *) break ;;
+    esac
+    shift
+done
+for rank in $(seq 0 $((count - 1))); do
+    SLURM_PROCID=$rank "$@" <<<"$line" >"${output/\\%t/$rank}" 2>&1 &
+done
+wait
+"""
+KEYS = (
+    "learner.ep=2",
+    "reward.function=my_rewards:even",
+    "run.launcher=slurm",
+    "train.steps=1000",
+    "checkpoint.every=0",
+)
+
+
+@pytest.fixture
+def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One node, by the variables of a job and the two commands that a run calls."""
+    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\necho here\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, value in (("JOB_ID", "7"), ("JOB_NODELIST", "here"), ("RESTART_COUNT", "0")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURMD_NODENAME", "here")
+
+
+def ranks(run: Run) -> dict[int, psutil.Process]:
+    found = {}
+    for process in psutil.Process(run.process.pid).children(recursive=True):
+        if "launcher.rank" in process.cmdline() and "bash" not in process.name():
+            found[int(process.environ()["SLURM_PROCID"])] = process
+    return found
+
+
+@pytest.mark.usefixtures("allocation")
+def test_they_serve_the_run_save_for_a_requeue_and_are_named_when_they_die(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = place.start("connected", *KEYS)
+    run.until_row(step=1)
+    both = ranks(run)
+    assert len(both) == 2
+    run.process.send_signal(signal.SIGUSR1)
+    run.finish()
+    attempt = run.folder / "jobs" / "7-0"
+    assert (attempt / "requeue").exists()
+    assert not list(run.folder.glob("hf_step_*"))
+    eventually(lambda: not any(p.is_running() for p in both.values()), "the ranks to end", LIMIT)
+
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    last = run.rows()[-1]["step"]
+    run = place.start("connected", *KEYS, resume=True)
+    run.until_row(step=last + 1)
+    pid = ranks(run)[1].pid
+    ranks(run)[1].kill()
+    assert run.end() == 1
+    assert f"error: rank 1 (pid {pid} on here) hung up" in run.text()
+    assert "Traceback" not in run.text()
+    attempt = run.folder / "jobs" / "7-1"
+    assert (attempt / "failed_node").read_text() == "here\n"
+    assert not (attempt / "requeue").exists()
+
+
+def test_without_a_job_it_says_what_to_do(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    run = place.start("no-job", *KEYS)
+    assert run.end() == 1
+    assert "error: run.launcher=slurm, but this is no Slurm job; send one with rl-megatron submit" in run.text()

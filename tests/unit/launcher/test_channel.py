@@ -1,0 +1,112 @@
+"""Streams are opened only between two that have the token; before that, nothing is unpickled."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import pytest
+
+from launcher import channel
+
+TOKEN = b"t" * channel.TOKEN_BYTES
+
+
+def accepted(client: Callable[[str, int], None]) -> Connection | Exception:
+    """What the controller's side makes of a client."""
+    with channel.listen("127.0.0.1", backlog=1) as listener:
+        thread = threading.Thread(target=client, args=listener.getsockname())
+        thread.start()
+        stream, _ = listener.accept()
+        try:
+            return channel.accept(stream, TOKEN)
+        except OSError as error:
+            return error
+        finally:
+            thread.join(20)
+
+
+def test_both_sides_with_the_token_talk() -> None:
+    got = []
+
+    def client(host: str, port: int) -> None:
+        connection, address = channel.connect(host, port, TOKEN)
+        connection.send_bytes(b"x" * 1_000_000)
+        got.append((connection.recv_bytes(), address))
+
+    with channel.listen("127.0.0.1", backlog=1) as listener:
+        thread = threading.Thread(target=client, args=listener.getsockname())
+        thread.start()
+        connection = channel.accept(listener.accept()[0], TOKEN)
+        assert connection.recv_bytes() == b"x" * 1_000_000
+        connection.send_bytes(b"back")
+        thread.join(20)
+    assert got == [(b"back", "127.0.0.1")]
+
+
+def test_it_listens_on_one_address_alone() -> None:
+    with channel.listen("127.0.0.1", backlog=1) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.2", listener.getsockname()[1]), timeout=5)
+
+
+def test_another_token_is_refused_on_both_sides() -> None:
+    seen: list[Exception] = []
+
+    def client(host: str, port: int) -> None:
+        try:
+            channel.connect(host, port, b"u" * channel.TOKEN_BYTES)
+        except OSError as error:
+            seen.append(error)
+
+    assert isinstance(accepted(client), channel.NotProven)
+    assert isinstance(seen[0], channel.NotProven)
+
+
+class Bomb:
+    """A pickle that leaves a trace where it is read."""
+
+    went_off = False
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _explode, ()
+
+
+def _explode() -> None:
+    Bomb.went_off = True
+
+
+def test_a_pickle_without_a_proof_is_never_read() -> None:
+    def client(host: str, port: int) -> None:
+        with socket.create_connection((host, port)) as stream:
+            data = pickle.dumps(Bomb())
+            stream.sendall(len(data).to_bytes(4, "big") + data + b"\0" * 100)
+
+    assert isinstance(accepted(client), OSError)
+    assert not Bomb.went_off
+    pickle.loads(pickle.dumps(Bomb()))
+    assert Bomb.went_off  # had it been read
+
+
+def test_a_proof_made_up_is_refused() -> None:
+    def client(host: str, port: int) -> None:
+        with socket.create_connection((host, port)) as stream:
+            asked = stream.recv(channel.PROOF_BYTES)
+            stream.sendall(asked + asked)
+
+    assert isinstance(accepted(client), channel.NotProven)
+
+
+def test_one_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.1)
+
+    def client(host: str, port: int) -> None:
+        with socket.create_connection((host, port)) as stream:
+            while stream.recv(100):
+                pass
+
+    assert isinstance(accepted(client), TimeoutError)

@@ -1,0 +1,100 @@
+"""Ranks on nodes, against megatron-core's own rank generator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.placement import group_ranks, place
+from rl_megatron.errors import ConfigError
+from rl_megatron.types import ParallelDims
+
+SMALL = st.sampled_from([1, 2, 4])
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> ParallelDims:
+    tp, cp, dp, pp = (draw(SMALL) for _ in range(4))
+    inner = tp * cp * dp
+    etp = draw(st.sampled_from([d for d in (1, 2, 4) if inner % d == 0]))
+    ep = draw(st.sampled_from([d for d in (1, 2, 4, 8) if inner % (d * etp) == 0]))
+    return ParallelDims(tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, dp=dp)
+
+
+@given(dims=layouts())
+def test_groups_are_megatrons(dims: ParallelDims) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    dense = RankGenerator(tp=dims.tp, ep=1, dp=dims.dp, pp=dims.pp, cp=dims.cp, order="tp-cp-ep-dp-pp")
+    rest = dims.tp * dims.cp * dims.dp // (dims.etp * dims.ep)
+    expert = RankGenerator(tp=dims.etp, ep=dims.ep, dp=rest, pp=dims.pp, cp=1, order="tp-cp-ep-dp-pp")
+    groups = group_ranks(dims)
+    for kind in ("tp", "cp", "dp", "pp"):
+        assert groups[kind] == dense.get_ranks(kind)
+    assert groups["etp"] == expert.get_ranks("tp")
+    assert groups["ep"] == expert.get_ranks("ep")
+    assert groups["edp"] == expert.get_ranks("dp")
+
+
+@given(dims=layouts(), each=st.sampled_from([1, 2, 4, 8]))
+def test_every_rank_has_one_node_and_tensor_parallelism_stays_inside(dims: ParallelDims, each: int) -> None:
+    world = dims.world_size
+    nodes = [f"n{i}" for i in range(-(-world // each))]
+    try:
+        placement = place(dims, nodes, each)
+    except ConfigError:
+        fits = world == each * len(nodes)
+        assert not fits or (len(nodes) > 1 and (each % dims.tp or each % dims.etp))
+        return
+    on = [placement.node_of(rank) for rank in range(world)]
+    assert [on.count(node) for node in nodes] == [each] * len(nodes)
+    for kind in ("tp", "etp"):
+        assert all(len({on[rank] for rank in group}) == 1 for group in group_ranks(dims)[kind])
+
+
+def spans(text: str, *, nodes: int, each: int) -> Iterator[str]:
+    dims = ParallelDims(**{k: int(v) for k, v in (pair.split("=") for pair in text.split())})
+    placement = place(dims, [f"n{i}" for i in range(nodes)], each)
+    yield from (f"{kind}:{count}" for kind, count in placement.spans().items())
+
+
+@pytest.mark.parametrize(
+    ("dims", "nodes", "each", "expected"),
+    [
+        ("tp=4 ep=8 dp=2", 1, 8, "tp:1 dp:1 ep:1"),
+        ("tp=8 ep=16 dp=2", 2, 8, "tp:1 dp:2 ep:2"),
+        ("tp=8 pp=2", 2, 8, "tp:1 pp:2 etp:1"),
+        ("tp=2 pp=4 ep=8 dp=16", 16, 8, "tp:1 dp:4 pp:4 ep:1 edp:4"),
+    ],
+)
+def test_how_far_groups_reach(dims: str, nodes: int, each: int, expected: str) -> None:
+    if "etp" in expected:
+        dims += " etp=8"
+    assert " ".join(spans(dims, nodes=nodes, each=each)) == expected
+
+
+def test_both_numbers_and_the_change_are_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        place(ParallelDims(tp=4, dp=1), ["a", "b"], 4)
+    assert "slurm.nodes=2 * slurm.ntasks_per_node=4 = 8 tasks" in str(caught.value)
+    assert "= 4 ranks; set learner.dp=2" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"learner\.tp=8 does not divide slurm\.ntasks_per_node=4"):
+        place(ParallelDims(tp=8, etp=8), ["a", "b"], 4)
+
+
+def test_a_person_sees_nodes_and_groups() -> None:
+    text = place(ParallelDims(tp=8, ep=16, dp=16), [f"n{i}" for i in range(16)], 8).describe()
+    assert text.splitlines() == [
+        "128 ranks on 16 nodes, 8 on each",
+        "  n0: ranks 0-7",
+        "  n1: ranks 8-15",
+        "  ...",
+        "  n15: ranks 120-127",
+        "  tp=8: inside a node",
+        "  dp=16: across 16 nodes",
+        "  ep=16: across 2 nodes",
+        "  edp=8: across 8 nodes",
+    ]
