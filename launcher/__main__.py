@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,6 @@ import typer
 from launcher import doctor as doctor_room
 from rl_megatron import config_io
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.rewards.registry import resolve_reward
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -29,6 +29,7 @@ def train(
     Ctrl-C (or SIGTERM) finishes the step in hand, saves and exits with status 0; a second Ctrl-C exits at once, 130.
     """
     from launcher import run_name
+    from rl_megatron.rewards.registry import resolve_reward
 
     loaded = config_io.load(config, overrides or [])
     named = run_name.choose(loaded, Path(config).stem, resume=resume)
@@ -42,6 +43,52 @@ def train(
     except KeyboardInterrupt:
         print("interrupted; the last checkpoint stands, and --resume continues from it", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+@app.command()
+def submit(
+    config: Annotated[str, typer.Argument(help="a name under conf/, or a YAML file", show_default=False)],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="write the script and check it, but send nothing")] = False,
+) -> None:
+    """Train on a Slurm cluster: check everything, write the job's script into runs/<name>/ and send it."""
+    from launcher import run_name
+    from launcher import submit as room
+
+    named = run_name.choose(config_io.load(config, overrides or []), Path(config).stem, resume=False)
+    prepared = room.prepare(named)
+    print(prepared.placement.describe(), flush=True)
+    room.verify(prepared, cluster=not dry_run)
+    print(f"script: {prepared.script}" if dry_run else f"job {room.send(prepared)}: {prepared.folder}")
+
+
+@app.command()
+def status(run: Annotated[Path, typer.Argument(help="the run's folder", show_default=False)]) -> None:
+    """Say what the job of a run does."""
+    from launcher import jobs
+
+    print(jobs.status(run))
+
+
+@app.command()
+def logs(
+    run: Annotated[Path, typer.Argument(help="the run's folder", show_default=False)],
+    which: Annotated[str, typer.Argument(help="job, controller, step, or rank-<number>")] = "controller",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="show what is added, until Ctrl-C")] = False,
+) -> None:
+    """Show what a part of the run's job printed since its last restart."""
+    from launcher import jobs
+
+    sys.stdout.flush()
+    os.execvp("tail", ["tail", *(["-F"] if follow else []), "-n", "+1", str(jobs.log_file(run, which))])
+
+
+@app.command()
+def cancel(run: Annotated[Path, typer.Argument(help="the run's folder", show_default=False)]) -> None:
+    """End the job of a run for good; its last checkpoint stands."""
+    from launcher import jobs
+
+    print(f"job {jobs.cancel(run)} cancelled")
 
 
 @app.command()

@@ -1,0 +1,132 @@
+"""``rl-megatron submit``: a checked configuration becomes a job script in the run's folder, and a job.
+
+Runs on a login node: imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from launcher.placement import Placement, place
+from rl_megatron import config_io
+from rl_megatron.config import RunConfig
+from rl_megatron.durable import remove_folder, write_atomically
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.weights.families import FAMILIES, megatron_layout
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_TEMPLATES = _PACKAGE / "slurm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A job that could be sent: all of it lies in the run's folder."""
+
+    folder: Path
+    script: Path
+    placement: Placement
+
+
+def checked(config: RunConfig) -> Placement:
+    """Where the ranks will run, node names made up. Raises ConfigError with everything that does not fit."""
+    problems = []
+    slurm, dims = config.slurm, config.learner.dims
+    nodes = [f"node {i}" for i in range(slurm.nodes)]
+    if config.learner.device != "cpu" and not slurm.gpus_per_node:
+        problems.append(
+            f"learner.device={config.learner.device}, but slurm.gpus_per_node=0; set it to the GPUs of a node"
+        )
+    if config.model.path is not None:
+        try:
+            learner, shape = config.learner, ModelShape.from_folder(config.model.path, families=FAMILIES)
+            megatron_layout(shape, dims, first=learner.first_stage_layers, last=learner.last_stage_layers)
+        except ConfigError as error:
+            problems.append(str(error))
+    try:
+        placement = place(dims, nodes, slurm.tasks_per_node(dims.world_size))
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return placement
+
+
+def render(config: RunConfig, *, folder: Path, python: str, package: Path) -> str:
+    """The job's script. ``folder`` is where it runs and relative paths start, ``package`` where this code is."""
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # bash, not HTML
+    )
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    parent = folder / config.run.dir
+    return environment.get_template("train.sbatch.j2").render(
+        slurm=config.slurm,
+        tasks_per_node=config.slurm.tasks_per_node(config.learner.dims.world_size),
+        name=config.run.name,
+        parent=parent,
+        run=parent / str(config.run.name),
+        seed=config.seed,
+        folder=folder,
+        python=config.slurm.python or python,
+        package=package,
+    )
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Make the run's folder with config.yaml, job.sbatch and placement.txt. Raises ConfigError, before it makes any."""
+    config = config.model_copy(update={"run": config.run.model_copy(update={"launcher": "slurm"})})
+    config = RunConfig.model_validate(config.model_dump())  # rules that the launcher takes part in
+    placement = checked(config)
+    folder = Path.cwd() / config.run.dir / str(config.run.name)
+    if " " in str(folder):
+        raise ConfigError(f"{folder}: sbatch reads no path with a space; run from another folder, or set run.dir")
+    script = render(config, folder=Path.cwd(), python=sys.executable, package=_PACKAGE)
+    (folder / "jobs").mkdir(parents=True)
+    config_io.save_resolved(config, folder / "config.yaml")
+    write_atomically(folder / "job.sbatch", script.encode())
+    write_atomically(folder / "placement.txt", f"{placement.describe()}\n".encode())
+    return Prepared(folder=folder, script=folder / "job.sbatch", placement=placement)
+
+
+def verify(prepared: Prepared, *, cluster: bool) -> None:
+    """Have bash read the script, and Slurm say whether the job could ever run.
+
+    Raises ConfigError with their words; the run's folder is then gone again.
+    """
+    try:
+        _call(["bash", "-n", str(prepared.script)])
+        if cluster:
+            _call(["sbatch", "--test-only", str(prepared.script)])
+    except ConfigError:
+        remove_folder(prepared.folder)
+        raise
+
+
+def send(prepared: Prepared) -> str:
+    """Send the job; its id, which is also kept in the run's folder."""
+    job = _call(["sbatch", "--parsable", str(prepared.script)]).strip().partition(";")[0]
+    write_atomically(prepared.folder / "jobs" / "id", f"{job}\n".encode())
+    return job
+
+
+def _call(command: list[str]) -> str:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+    kept |= {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}  # not those of a job around this
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=kept)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{command[0]} is not here; submit on a login node, or add --dry-run") from error
+    if done.returncode:
+        raise ConfigError(f"{shlex.join(command)}: status {done.returncode}\n{done.stderr.strip()}")
+    return done.stdout

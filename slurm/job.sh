@@ -1,0 +1,50 @@
+# One attempt of a run: train from the last checkpoint, then see whether the run comes back. Read by bash, in the job.
+# Before it stand PYTHON, RUN (the run's folder), TRAIN (what `train` is given), REQUEUES, RESTARTS, EXCLUDE.
+restart=${SLURM_RESTART_COUNT:-0}
+attempt=$RUN/jobs/$SLURM_JOB_ID-$restart
+mkdir -p "$attempt"
+echo "$SLURM_JOB_ID" >"$RUN/jobs/id"
+say() { echo "[$(date +%FT%T)] job $SLURM_JOB_ID, restart $restart: $*"; }
+say "starts on $SLURM_JOB_NODELIST; output is in $attempt"
+
+# SIGUSR1 is ignored until the run listens to it, so it is sent until the run has ended. SIGTERM is not trapped: a job
+# that came back after it would survive scancel.
+ask_to_save() {
+    say "the time limit or preemption is near: the run saves"
+    (while kill -USR1 "$controller" 2>/dev/null; do sleep 2; done) &
+}
+(trap '' USR1; exec "$PYTHON" -m launcher train "${TRAIN[@]}" --resume) >"$attempt/controller.txt" 2>&1 &
+controller=$!
+trap ask_to_save USR1
+while kill -0 "$controller" 2>/dev/null; do wait "$controller"; done
+wait "$controller"
+status=$?
+trap '' USR1
+
+requeue() {
+    scontrol requeue "$SLURM_JOB_ID" || exit 1
+}
+if [ -e "$attempt/requeue" ] && [ "$restart" -lt "$REQUEUES" ]; then
+    say "saved; comes back"
+    requeue
+    exec sleep 600 # Slurm ends this script
+fi
+if scontrol show job "$SLURM_JOB_ID" | grep -qE '(^|[[:space:]])PreemptTime=[0-9]'; then
+    say "preempted; Slurm brings it back"
+    exec sleep 3600 # a script that ends by itself is not brought back
+fi
+reason=$(grep -a '^error:' "$attempt/controller.txt" | tail -n 1)
+if [ -e "$attempt/failed_node" ]; then
+    cat "$attempt/failed_node" >>"$RUN/jobs/failed_nodes"
+    if [ "$(wc -l <"$RUN/jobs/failed_nodes")" -le "$RESTARTS" ]; then
+        nodes=$(sort -u "$RUN/jobs/failed_nodes" | paste -sd, -)
+        say "failed: $reason"
+        say "comes back without $nodes"
+        trap '' TERM # until the list of nodes is changed, which a job that runs does not allow
+        requeue
+        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$nodes${EXCLUDE:+,$EXCLUDE}" || say "the node was not excluded"
+        exec sleep 600
+    fi
+fi
+if [ "$status" -eq 0 ]; then say "done"; else say "failed with status $status: ${reason:-see controller.txt}"; fi
+exit "$status"

@@ -1,0 +1,131 @@
+"""Job scripts against golden files (``UPDATE_GOLDEN=1 pytest`` writes them), and what is refused before one is made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher import submit
+from launcher.slurm import step_command
+from rl_megatron.config import RunConfig
+from rl_megatron.config_io import load
+from rl_megatron.errors import ConfigError
+
+REPO = Path(__file__).resolve().parents[3]
+GOLDEN = Path(__file__).parent / "golden"
+BIG = ("learner.device=cuda", "learner.tp=4", "learner.ep=8", "slurm.gpus_per_node=8")
+CASES = {
+    "cpu_two_nodes": ("slurm.nodes=2", "slurm.time=30"),
+    "every_option": (
+        *BIG,
+        "slurm.nodes=2",
+        "learner.dp=4",
+        "slurm.cpus_per_task=12",
+        "slurm.memory_per_node=0",
+        "slurm.time=2-00",
+        "slurm.account=lab",
+        "slurm.partition=gpu",
+        "slurm.qos=high",
+        "slurm.constraint=h100",
+        "slurm.exclude=bad[1-3]",
+        "slurm.reservation=weekend",
+        "slurm.dependency=afterok:12",
+        "slurm.signal_seconds=600",
+        "slurm.requeues=5",
+        "slurm.restarts=1",
+        "slurm.modules=cuda/12.8 nccl",
+        "slurm.setup=source /opt/site/env.sh",
+        "slurm.environment.NCCL_DEBUG=INFO",
+        "slurm.environment.GREETING=it's a $HOME",
+        "slurm.python=/opt/venv/bin/python",
+    ),
+    "array": ("slurm.array=0-3", "seed=10"),
+}
+
+
+def config_of(*keys: str) -> RunConfig:
+    return load("tiny_cpu", ["run.name=golden", *keys])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scripts_are_the_golden_ones_and_bash_reads_them(case: str) -> None:
+    made = submit.render(
+        config_of(*CASES[case]), folder=Path("/home/me/work"), python="/venv/bin/python", package=Path("/code")
+    )
+    path = GOLDEN / f"{case}.sbatch"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(made)
+    assert made == path.read_text()
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_commands() -> None:
+    path = REPO / "slurm" / "train.sbatch"
+    subprocess.run(["bash", "-n", path], check=True)
+    lines = path.read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    assert not [line for line in lines[first:] if line.startswith("#SBATCH")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            ("slurm.nodes=4", "slurm.ntasks_per_node=1"),
+            "4 tasks, but the learner has tp*cp*dp*pp = 1*1*2*1 = 2 ranks",
+        ),
+        (("learner.device=cuda",), "learner.device=cuda, but slurm.gpus_per_node=0"),
+        (("slurm.nodes=2", "run.launcher=slurm", "weights.transport=shared_memory"), "slurm.nodes=2"),
+        (("slurm.partition=a b",), "slurm.partition='a b'"),
+        (("slurm.time=tomorrow",), "slurm.time='tomorrow'"),
+        (("slurm.setup=a\nb",), "slurm.setup="),
+    ],
+)
+def test_what_does_not_fit_is_told_with_numbers(keys: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        submit.checked(config_of(*keys))
+    assert message in str(caught.value)
+
+
+def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from launcher.__main__ import main; main(sys.argv[1:])"
+    keys = ["submit", "tiny_cpu", "slurm.nodes=2", "run.name=here", "--dry-run"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *keys],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks on 2 nodes, 1 on each" in done.stdout
+    run = tmp_path / "runs" / "here"
+    assert sorted(p.name for p in run.iterdir()) == ["config.yaml", "job.sbatch", "jobs", "placement.txt"]
+    assert load(str(run / "config.yaml"), []).run.launcher == "slurm"
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ((), "/bin/python -m launcher.rank"),
+        (
+            ("slurm.container=/images/rl.sqsh", "slurm.container_mounts=/data:/data"),
+            "--container-image=/images/rl.sqsh --container-mounts=/data:/data python -m launcher.rank",
+        ),
+        (
+            ("slurm.container=/images/rl.sif", "slurm.container_runtime=apptainer", "slurm.gpus_per_node=2"),
+            "apptainer exec --nv /images/rl.sif python -m launcher.rank",
+        ),
+    ],
+)
+def test_the_step_has_a_task_a_rank_in_its_container(keys: tuple[str, ...], expected: str) -> None:
+    config = config_of(*keys)
+    command = step_command(config.slurm, submit.checked(config), Path("/runs/x/jobs/1-0"), python="/bin/python")
+    assert " ".join(command) == (
+        "srun --nodes=1 --ntasks=2 --ntasks-per-node=2 --distribution=block --kill-on-bad-exit=1 "
+        f"--output=/runs/x/jobs/1-0/rank-%t.txt {expected}"
+    )
