@@ -1,6 +1,7 @@
 # make train [ARGS="algorithm=cispo seed=1"]   the default run, or one changed by key=value
 # make test                                    linters, then every test
 # make test-engines                            the tests that want vLLM and SGLang, which it installs under .engines/
+# make test-cluster                            jobs on a real Slurm of two nodes on this machine (root, Debian)
 # make lint                                    linters alone (what pre-commit runs)
 # make clean                                   remove the environment and caches; runs/ stays
 
@@ -9,14 +10,18 @@ BIN := .venv/bin
 ENVIRONMENT := .venv/.installed
 ARGS ?=
 
-.PHONY: train test test-engines lint clean
+.PHONY: train test test-engines test-cluster lint clean
 .DELETE_ON_ERROR:
 
 train: $(ENVIRONMENT)
 	$(BIN)/rl-megatron train $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/cluster
+
+test-cluster: $(ENVIRONMENT)
+	tests/cluster/install.sh
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs tests/cluster
 
 test-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/engines

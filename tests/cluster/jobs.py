@@ -1,0 +1,171 @@
+"""Jobs on the test's cluster, driven by the commands that a user has."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rl_megatron.observability.files import read_jsonl
+from rl_megatron.observability.metrics import deterministic
+
+REPO = Path(__file__).resolve().parents[2]
+SCRIPTS = Path(__file__).resolve().parent
+LIMIT = 600.0  # seconds any wait may take
+STEPS = 6
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"}
+Record = list[dict[str, Any]]
+TINY = (
+    "learner.threads=1",
+    "learner.ep=2",
+    "log.tensorboard=false",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "warm_start.steps=2",
+    "warm_start.check_every=2",
+    "warm_start.batch_size=16",
+    "warm_start.stop_at_accuracy=1",
+    f"train.steps={STEPS}",
+    "checkpoint.every=2",
+    "eval.every=2",
+    "data.num_eval=16",
+    "reward.function=my_rewards:even",
+)
+REWARDS = '''
+import time
+
+def even(prompt, completions, texts):
+    """Half of what a random model samples gets 1: groups differ, so there is a gradient. Slow enough to be hit."""
+    time.sleep(1)
+    return [float(sum(c.token_ids) % 2 == 0) for c in completions]
+
+def slow(prompt, completions, texts):
+    """The same, but a run takes longer than its job."""
+    time.sleep(8)
+    return even(prompt, completions, texts)
+
+def raising(prompt, completions, texts):
+    raise KeyError("price list")
+'''
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The daemons in ``folder``; runs are made in ``work``, which all nodes see."""
+
+    folder: Path
+    work: Path
+
+    def start(self, *, nodes: int) -> None:
+        subprocess.run([SCRIPTS / "start.sh", self.folder, str(nodes), REPO, self.work], check=True, timeout=LIMIT)
+
+    def power_off(self, node: str) -> None:
+        """All of its processes are gone from one moment to the next."""
+        os.kill(int((self.folder / "run" / f"{node}.pid").read_text()), signal.SIGKILL)
+
+    def power_on(self, node: str) -> None:
+        subprocess.run([SCRIPTS / "power_on.sh", self.folder, node, REPO, self.work], check=True, timeout=LIMIT)
+        end = time.monotonic() + LIMIT
+        while "idle" not in self.call("sinfo", "-h", "-p", "batch", "-n", node, "-o", "%T"):
+            assert time.monotonic() < end, f"{node} is not idle again"
+            time.sleep(0.5)
+
+    def stop(self) -> None:
+        subprocess.run([SCRIPTS / "stop.sh", self.folder], check=True, timeout=LIMIT)
+
+    def call(self, *command: str, check: bool = True) -> str:
+        """A command as a user of the cluster gives it; what it printed."""
+        environment = {**os.environ, "SLURM_CONF": f"{self.folder}/etc/slurm.conf", "PYTHONPATH": str(REPO)}
+        environment["OMP_NUM_THREADS"] = "1"
+        done = subprocess.run(command, capture_output=True, text=True, cwd=self.work, env=environment, timeout=LIMIT)
+        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
+
+    def program(self, *arguments: str, check: bool = True) -> str:
+        """rl-megatron."""
+        return self.call(sys.executable, "-m", "launcher", *arguments, check=check)
+
+    def train_here(self, name: str) -> Record:
+        """The record of a run without Slurm."""
+        self.program("train", *TINY, f"run.name={name}")
+        return read_record(self.work / "runs" / name)
+
+    def submit(self, name: str, *keys: str) -> Job:
+        """Send a run; keys overrule."""
+        text = self.program("submit", "tiny_cpu", *TINY, "slurm.memory_per_node=3000", f"run.name={name}", *keys)
+        found = re.search(r"^job (\d+): ", text, re.MULTILINE)
+        assert found, text
+        return Job(cluster=self, id=found[1], run=self.work / "runs" / name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job that was sent."""
+
+    cluster: Cluster
+    id: str
+    run: Path
+
+    def shown(self) -> dict[str, str]:
+        """Its fields, as ``scontrol show job`` has them."""
+        return dict(re.findall(r"(\S+?)=(\S+)", self.cluster.call("scontrol", "show", "job", "-o", self.id)))
+
+    def state(self) -> str:
+        return self.shown()["JobState"]
+
+    def until(self, true: Callable[[], object], what: str, limit: float = LIMIT) -> None:
+        """Look again and again until it is true."""
+        end = time.monotonic() + limit
+        while not true():
+            over = time.monotonic() > end or self.state() in ENDED
+            assert not over or true(), f"waited {limit} s at most for {what}:\n{self.shown()}\n{self.said()}"
+            time.sleep(0.5)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: any(row["step"] >= step for row in self.record() if row["phase"] == "rl"), f"step {step}")
+
+    def end(self) -> str:
+        """Its last state."""
+        self.until(lambda: self.state() in ENDED, "the job's end")
+        return self.state()
+
+    def attempts(self) -> list[str]:
+        return sorted(path.name for path in (self.run / "jobs").glob(f"{self.id}-*"))
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """Its rank processes, on whatever node; this machine sees them all."""
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                if "launcher.rank" in process.cmdline() and (of := process.environ()).get("SLURM_JOB_ID") == self.id:
+                    found[int(of["SLURM_PROCID"])] = process
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def log(self) -> str:
+        """What the job's script said."""
+        path = self.run / "jobs" / f"{self.id}.txt"
+        return path.read_text() if path.exists() else ""
+
+    def said(self) -> str:
+        """Everything in its folder, for a failed test."""
+        return "\n".join(f"== {p}\n{p.read_text(errors='replace')}" for p in sorted(self.run.rglob("jobs/**/*.txt")))
+
+    def record(self) -> Record:
+        return read_record(self.run)
+
+
+def read_record(run: Path) -> Record:
+    """Metrics of a run but times: equal runs give equal records, to the bit; a step lost or made twice does not."""
+    path = run / "metrics.jsonl"
+    return [deterministic(row) for row in read_jsonl(path)] if path.exists() else []
