@@ -35,8 +35,8 @@ def test_before_its_time_is_up_a_run_saves_and_goes_on_in_the_next_job(cluster: 
 
 def test_slurm_tells_of_the_time_limit_early_enough(cluster: Cluster, local: Record) -> None:
     job = cluster.submit(
-        "limit", *TWO, "slurm.time=2", "slurm.signal_seconds=80", "reward.function=my_rewards:slow"
-    )  # the signal comes 40 to 70 seconds after the start, and the run wants 80 for its rewards alone
+        "limit", *TWO, "slurm.time=2", "slurm.signal_seconds=60", "reward.function=my_rewards:slow"
+    )  # the signal comes 30 to 60 seconds after the start, and the run wants 60 for its rewards alone
     assert job.end() == "COMPLETED", job.said()
     assert job.record() == local
     assert len(job.attempts()) > 1
