@@ -72,6 +72,11 @@ class Cluster:
         """All of its processes are gone from one moment to the next."""
         os.kill(int((self.folder / "run" / f"{node}.pid").read_text()), signal.SIGKILL)
 
+    def cable(self, node: str, how: str) -> None:
+        """Pull (``down``) or plug (``up``) its network."""
+        tag = (self.folder / "run" / "tag").read_text().strip()
+        subprocess.run(["ip", "link", "set", f"{tag}-{node.removeprefix('node')}", how], check=True)
+
     def power_on(self, node: str) -> None:
         subprocess.run([SCRIPTS / "power_on.sh", self.folder, node, REPO, self.work], check=True, timeout=LIMIT)
         end = time.monotonic() + LIMIT

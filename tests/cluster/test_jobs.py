@@ -98,6 +98,18 @@ def test_a_node_that_loses_power_takes_nothing_along(cluster: Cluster, local: Re
     assert job.record() == local
 
 
+def test_a_node_that_loses_its_network_is_waited_for(cluster: Cluster, local: Record) -> None:
+    job = cluster.submit("cut", *TWO)
+    job.until_step(3)
+    cluster.cable("node2", "down")
+    try:
+        job.until(lambda: job.shown()["Restarts"] == "1", "the requeue")
+    finally:
+        cluster.cable("node2", "up")
+    assert job.end() == "COMPLETED", job.said()
+    assert job.record() == local
+
+
 def test_an_error_of_the_user_ends_it_at_once_with_the_reason(cluster: Cluster) -> None:
     job = cluster.submit("raising", *TWO, "reward.function=my_rewards:raising", "warm_start.steps=0")
     assert job.end() == "FAILED"
