@@ -50,7 +50,7 @@ def even(prompt, completions, texts):
 
 def slow(prompt, completions, texts):
     """The same, but a run takes longer than its job."""
-    time.sleep(6)
+    time.sleep(8)
     return even(prompt, completions, texts)
 
 def raising(prompt, completions, texts):

@@ -35,8 +35,8 @@ def test_before_its_time_is_up_a_run_saves_and_goes_on_in_the_next_job(cluster: 
 
 def test_slurm_tells_of_the_time_limit_early_enough(cluster: Cluster, local: Record) -> None:
     job = cluster.submit(
-        "limit", *TWO, "slurm.time=2", "slurm.signal_seconds=60", "reward.function=my_rewards:slow"
-    )  # the signal comes 30 to 60 seconds after the start, and the run wants 60 for its rewards alone
+        "limit", *TWO, "slurm.time=3", "slurm.signal_seconds=90", "reward.function=my_rewards:slow"
+    )  # the signal comes 60 to 90 seconds after the start, and the run wants 80 for its rewards alone
     assert job.end() == "COMPLETED", job.said()
     assert job.record() == local
     assert len(job.attempts()) > 1
@@ -118,6 +118,6 @@ def test_an_error_of_the_user_ends_it_at_once_with_the_reason(cluster: Cluster) 
 
 
 def test_what_can_never_run_is_not_sent(cluster: Cluster) -> None:
-    text = cluster.program("submit", "tiny_cpu", "slurm.nodes=3", "learner.dp=3", "run.name=never", check=False)
-    assert "error: sbatch --test-only" in text or "status 1" in text
+    text = cluster.program("submit", "tiny_cpu", "slurm.nodes=4", "learner.dp=4", "run.name=never", check=False)
+    assert "error: sbatch --test-only" in text, text
     assert not (cluster.work / "runs" / "never").exists()
