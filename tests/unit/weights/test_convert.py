@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from rl_megatron.errors import CheckpointError, RLMegatronError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights import convert, streaming
+from rl_megatron.weights.bits import to_tensor
 from rl_megatron.weights.dtypes import DType
 from rl_megatron.weights.layout import Layout
 from rl_megatron.weights.mapped import MappedFile
@@ -213,6 +215,27 @@ def test_what_moves_bytes_needs_no_torch(hf: Path, tmp_path: Path) -> None:
 def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, f"tools/{name}.py", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_disk_that_takes_no_more_is_told_and_the_conversion_goes_on_later(hf: Path, tmp_path: Path) -> None:
+    """A limit on a file's size stands for the disk's end: the same write fails, with another number."""
+    out = tmp_path / "out"
+    command = [sys.executable, "tools/hf_to_megatron.py", str(hf), str(out)]
+    limit = 20_000
+
+    def small_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    full = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=small_disk)
+    assert full.returncode == 1
+    assert f"error: {tmp_path}/.out.partial: File too large; what is written stays there" in full.stderr
+    assert not out.exists()
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    assert_equal(tensors(hf), {job.name: read_job(job) for job in convert.hf_tensors(out)[0]})
+
+
+def read_job(job: streaming.Job) -> Tensor:
+    return torch.cat([to_tensor(block.copy(), job.dtype) for block in job.blocks(lambda n: None)]).view(job.shape)
 
 
 def test_the_tools_convert_verify_and_name_what_differs(hf: Path, tmp_path: Path) -> None:
