@@ -29,7 +29,8 @@ from transformers import Qwen3MoeForCausalLM
 from transformers.utils import logging
 
 from rl_megatron.algorithms.losses import PolicyLoss
-from rl_megatron.config import LearnerSection, TinyModelSection
+from rl_megatron.config import TinyModelSection
+from rl_megatron.config_learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model

@@ -29,8 +29,8 @@ from transformers.utils import logging
 from bench.learner import SIZES, VOCABULARY, make_samples, our_step, seconds
 from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.algorithms.returns import gae
-from rl_megatron.config import LearnerSection
 from rl_megatron.config_algorithm import AlgorithmSection
+from rl_megatron.config_learner import LearnerSection
 from rl_megatron.credit import Memory, assign_credit, shape_rewards
 from rl_megatron.data.samples import to_samples
 from rl_megatron.models.tiny import make_tiny_model

@@ -10,7 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
-from rl_megatron.config import LearnerSection
+from rl_megatron.config_learner import LearnerSection
 from rl_megatron.learner.model import DTYPES
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from rl_megatron.config import LearnerSection
+from rl_megatron.config_learner import LearnerSection
 
 
 def join(learner: LearnerSection, *, rank: int, rendezvous: str, seed: int, store: int | None = None) -> torch.device:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
-from rl_megatron.config import ServerSection
+from rl_megatron.config_rollout import ServerSection
 from rl_megatron.errors import EngineError, SyncError
 from rl_megatron.rollout.http import AttemptFailed, Server
 from rl_megatron.types import Completion, FinishReason, GenerationRequest

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.config import LearnerSection, OptimizerSection, TinyModelSection
+from rl_megatron.config import OptimizerSection, TinyModelSection
+from rl_megatron.config_learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model

@@ -14,7 +14,8 @@ import torch
 from launcher.build import policy_loss
 from rl_megatron import config_io
 from rl_megatron.algorithms.auxiliary import ValueLoss
-from rl_megatron.config import LearnerSection, TinyModelSection
+from rl_megatron.config import TinyModelSection
+from rl_megatron.config_learner import LearnerSection
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model

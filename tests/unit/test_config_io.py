@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_megatron.config import ArithmeticData, FileData, RunConfig, RunSection
+from rl_megatron.config import RunConfig, RunSection
+from rl_megatron.config_data import ArithmeticData, FileData
 from rl_megatron.config_io import load, save_resolved
 from rl_megatron.errors import ConfigError
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config import FileData, RunConfig
+from rl_megatron.config import RunConfig
+from rl_megatron.config_data import FileData
 from rl_megatron.config_docs import render
 from rl_megatron.config_io import load
 

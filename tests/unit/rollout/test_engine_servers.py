@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import pytest
 
-from rl_megatron.config import ServerSection
+from rl_megatron.config_rollout import ServerSection
 from rl_megatron.errors import EngineError, SyncError
 from rl_megatron.rollout.http import Server
 from rl_megatron.rollout.served import Command, Description, ServedEngine, StartOptions, version_of

@@ -1,0 +1,107 @@
+"""Rules over several sections of the configuration: each problem names both numbers and the change to make."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_megatron.config_data import FileData
+from rl_megatron.config_learner import LearnerSection
+from rl_megatron.config_rollout import RolloutSection
+
+if TYPE_CHECKING:
+    from rl_megatron.config import RunConfig
+
+
+def problems_of(config: RunConfig) -> list[str]:
+    """Everything that does not fit together."""
+    return [
+        *_layout_problems(config.learner),
+        *_transport_problems(config),
+        *_batch_problems(config),
+        *_server_problems(config.rollout),
+    ]
+
+
+def _layout_problems(learner: LearnerSection) -> list[str]:
+    """Layouts that megatron-core 0.16.1 refuses late or gets silently wrong, each with both numbers and the way out."""
+    d, out = learner.dims, []
+    inner = d.tp * d.cp * d.dp
+    if inner % (d.ep * d.etp):
+        out.append(
+            f"learner: ep*etp = {d.ep}*{d.etp} = {d.ep * d.etp} does not divide "
+            f"tp*cp*dp = {d.tp}*{d.cp}*{d.dp} = {inner}; "
+            f"leave learner.dp out or set it so that {d.ep * d.etp} divides the product"
+        )
+    if d.ep == 1 and d.etp != d.tp:
+        out.append(
+            f"learner.etp={d.etp} with learner.tp={d.tp} and learner.ep=1 lets replicated experts drift apart "
+            f"silently; set learner.etp={d.tp} (or leave it out), or learner.ep > 1"
+        )
+    if d.vpp > 1 and d.pp == 1:
+        out.append(f"learner.vpp={d.vpp} needs a pipeline, but learner.pp=1; set learner.vpp=1 or learner.pp >= 2")
+    return out
+
+
+def _transport_problems(c: RunConfig) -> list[str]:
+    out, kind, processes = [], c.weights.transport, c.learner.dims.world_size
+    if kind == "memory" and processes > 1:
+        out.append(
+            f"weights.transport=memory copies within one process, but the learner has {processes}; "
+            "set weights.transport=shared_memory or process_group"
+        )
+    needed = {"shared_memory": "cpu", "cuda_ipc": "cuda"}.get(kind, c.learner.device)
+    if needed != c.learner.device:
+        out.append(
+            f"weights.transport={kind} moves memory of {needed}, but learner.device={c.learner.device}; "
+            "set weights.transport=process_group"
+        )
+    if kind in {"shared_memory", "cuda_ipc"} and c.run.launcher == "slurm" and c.slurm.nodes > 1:
+        out.append(
+            f"weights.transport={kind} stays on one machine, but slurm.nodes={c.slurm.nodes}; "
+            "set weights.transport=process_group"
+        )
+    if c.weights.delta and kind != "process_group":
+        out.append(
+            f"weights.delta=true saves bytes of a network, but weights.transport={kind}; "
+            "set weights.transport=process_group or weights.delta=false"
+        )
+    return out
+
+
+def _batch_problems(c: RunConfig) -> list[str]:
+    out = []
+    completions = c.rollout.prompts_per_step * c.rollout.group_size
+    if completions < c.train.minibatches:
+        out.append(
+            f"train.minibatches={c.train.minibatches} is more than the {completions} completions of a step "
+            f"(rollout.prompts_per_step={c.rollout.prompts_per_step} * rollout.group_size={c.rollout.group_size})"
+        )
+    longest, pairs = c.rollout.max_prompt_tokens + c.rollout.max_new_tokens, c.algorithm.preference_beta is not None
+    wanted = 2 * longest if pairs else longest
+    if wanted > c.learner.max_tokens_per_micro_batch:
+        what = "pair of the longest sequences, 2 * (" if pairs else "longest sequence, ("
+        out.append(
+            f"learner.max_tokens_per_micro_batch={c.learner.max_tokens_per_micro_batch} is less than the {what}"
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens) = {wanted}; raise the first or lower the others"
+        )
+    if pairs and c.rollout.group_size < 2 and not _offline(c):
+        out.append("algorithm.preference_beta wants pairs of a group's completions; set rollout.group_size=2 or more")
+    if _offline(c) and not pairs:
+        out.append("data.rejected_field makes pairs, which algorithm=dpo trains on; set it, or leave the field out")
+    return out
+
+
+def _server_problems(r: RolloutSection) -> list[str]:
+    out = []
+    if r.server.addresses and (r.python or r.server.replicas > 1 or r.server.options):
+        out.append(
+            f"rollout.server.addresses={r.server.addresses} are running servers; rollout.python, "
+            "rollout.server.replicas and rollout.server.options are for starting some: leave them out"
+        )
+    if r.server.token_file and not r.server.addresses:
+        out.append("rollout.server.token_file is for rollout.server.addresses; servers started here make a token")
+    return out
+
+
+def _offline(c: RunConfig) -> bool:
+    return isinstance(c.data, FileData) and c.data.rejected_field is not None

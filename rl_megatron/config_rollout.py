@@ -1,0 +1,77 @@
+"""The ``rollout`` section: what samples, how much, and the engine servers behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rl_megatron.config_types import NonNegative, Positive, PositiveFloat, Section
+
+
+class ServerSection(Section):
+    """The servers of an engine that is no part of the learner's processes (docs/engines.md)."""
+
+    addresses: str | None = None
+    """Running servers to use, ``http://host:port``, several with commas between; null: servers are started here."""
+    token_file: Path | None = None
+    """File with the token that running servers want; those started here get one of their own."""
+    replicas: Positive = 1
+    """Servers to start."""
+    tp: Positive = 1
+    """Tensor-parallel degree of each."""
+    options: str | None = None
+    """More options of a server's command line, written as in a shell."""
+    start_seconds: PositiveFloat = 600.0
+    """How long a server may take until it is ready."""
+    timeout_seconds: PositiveFloat = 600.0
+    """How long a request, or one part of a weight update, may take."""
+    retries: NonNegative = 3
+    """Attempts after the first, on another replica where there is one, when no connection, no answer or 5xx came."""
+    backoff_seconds: PositiveFloat = 0.5
+    """Wait before the first retry; it doubles each time."""
+    concurrency: Positive = 256
+    """Requests in flight at most."""
+    weights_dir: Path = Path("/dev/shm")
+    """Where weights are handed over: shared memory, or a folder that the servers see too."""
+    probe_tolerance: PositiveFloat | None = None
+    """Largest difference of a probe's log-probs, in nats, at which new weights are served; null: 1e-3 in float32, 0.25
+    in bfloat16."""
+
+
+class RolloutSection(Section):
+    """How a step's completions are sampled."""
+
+    engine: Literal["local", "vllm", "sglang"] = "local"
+    """What samples: an engine inside the learner's processes, or servers."""
+    python: Path | None = None
+    """Interpreter that the engine is installed in; null: the one that trains."""
+    prompts_per_step: Positive = 32
+    """Prompts of a step."""
+    group_size: Positive = 8
+    """Completions of each prompt."""
+    temperature: PositiveFloat = 1.0
+    """Of sampling, and of the learner's log-probs."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the fewest tokens whose probabilities reach this."""
+    max_prompt_tokens: Positive = 256
+    """Longest prompt."""
+    max_new_tokens: Positive = 32
+    """Longest completion."""
+    on_long_prompt: Literal["fail", "drop"] = "fail"
+    """What a longer prompt does: end the run at its start, or be left out."""
+    ignore_eos: bool = False
+    """Sample ``max_new_tokens`` whatever is sampled (for measurements)."""
+    dynamic_sampling: Literal["off", "refill", "drop"] = "off"
+    """Groups of equal rewards teach nothing: keep them, sample on until the batch is full, or train on the rest."""
+    max_refills: Positive = 8
+    """dynamic_sampling=refill: batches sampled for one step at most."""
+    slots: Positive = 512
+    """Sequences an engine replica decodes at once."""
+    server: ServerSection = ServerSection()
+
+    @property
+    def served(self) -> bool:
+        """Whether servers sample, so that the learner's processes hold no engine."""
+        return self.engine != "local"
