@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +76,16 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Routes:
+    """The experts that each router of a model chose for each position of a sequence; arrays by `data.routes`."""
+
+    data: bytes  # uint8, or little-endian int16 where there are more than 256 experts; row-major
+    shape: tuple[int, int, int]  # positions, MoE layers, experts a token
+
+    __pydantic_config__: ClassVar = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """What an engine sampled. The stop token, where one ended it, is the last of ``token_ids``."""
 
@@ -83,6 +93,7 @@ class Completion:
     logprobs: tuple[float, ...]  # [len(token_ids)], nats
     finish_reason: FinishReason
     versions: tuple[int, int]  # oldest and newest weight version that sampled a token of it
+    routes: Routes | None = None  # of prompt and completion but the last token, where the engine was asked for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +126,7 @@ class Samples:
     returns: Tensor | None = None  # [N] float32, what the critic learns
     proximal_share: Tensor | None = None  # [N] float32, how far the old policy is from the rollout's to the current
     nll_weights: Tensor | None = None  # [N] float32, weight of -log pi beside the policy loss, over its denominator
+    routes: Tensor | None = None  # [N, MoE layers, top_k] uint8 (int16 above 256 experts), what routers shall choose
     cu_seqlens: Tensor  # [S + 1] int64, starts at 0, ends at N
 
     @property
@@ -124,7 +136,7 @@ class Samples:
 
     @property
     def columns(self) -> dict[str, Tensor]:
-        """Every [N] field that is there, by name."""
+        """Every [N, ...] field that is there, by name."""
         every = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "cu_seqlens")
         return {name: column for name, column in every if column is not None}
 

@@ -169,8 +169,8 @@ def _deal(totals: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
 def _placeholder(samples: Samples) -> Samples:
     """One position of the first sequence, nothing masked in: a rank with no work joins the collectives with it."""
     columns = {name: torch.zeros_like(column[:1]) for name, column in samples.columns.items()}
-    tokens = {"input_ids": samples.input_ids[:1].clone(), "targets": samples.targets[:1].clone()}
-    return Samples(**{**columns, **tokens}, cu_seqlens=torch.tensor([0, 1]))
+    kept = {name: c[:1].clone() for name, c in samples.columns.items() if name in ("input_ids", "targets", "routes")}
+    return Samples(**(columns | kept), cu_seqlens=torch.tensor([0, 1]))
 
 
 def unpack(batch: Batch, scores: Sequence[Sequence[Tensor]], samples: Samples) -> Tensor:

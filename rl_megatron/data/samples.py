@@ -8,6 +8,7 @@ Letters: S sequences, N positions of all of them, L tokens of one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rl_megatron.data.routes import joined_routes
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt, RolloutGroup, Samples
 
@@ -29,16 +31,17 @@ def to_samples(groups: Sequence[RolloutGroup]) -> Samples:
     """Every completion behind its prompt, in the order of ``groups``; only completion tokens are masked in.
 
     Advantages are 0, and ``old_logprobs`` what the engine reported, until somebody knows better. Raises DataError for a
-    sequence without a sampled token.
+    sequence without a sampled token, and for routes that do not fit their sequence.
     """
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
-    return _join(
+    samples = _join(
         [prompt.id for prompt, _ in pairs],
         [prompt.token_ids for prompt, _ in pairs],
         [completion.token_ids for _, completion in pairs],
         chain.from_iterable(completion.logprobs for _, completion in pairs),
         torch.zeros(len(pairs)),
     )
+    return replace(samples, routes=joined_routes(pairs))
 
 
 def supervised_samples(

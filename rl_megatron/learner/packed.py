@@ -61,6 +61,7 @@ class PackedMicroBatch:
     input_ids: Tensor
     targets: Tensor
     columns: dict[str, Tensor]  # the samples' other columns, which LossInputs takes under the same names
+    routes: Tensor | None  # [t, MoE layers, top_k] as in Samples; padding goes to the first top_k experts
     segment_ids: Tensor
     source: Tensor
     num_segments: int
@@ -88,16 +89,25 @@ def pack_micro_batch(samples: Samples, *, tp: int, cp: int, cp_rank: int, device
     columns = {
         name: torch.where(real, column[take], torch.zeros((), dtype=column.dtype)).to(device)
         for name, column in samples.columns.items()
+        if name != "routes"
     }
     return PackedMicroBatch(
         input_ids=columns.pop("input_ids"),
         targets=columns.pop("targets"),
         columns=columns,
+        routes=None if samples.routes is None else _packed_routes(samples.routes, take, real).to(device),
         segment_ids=segment_ids.to(device),
         source=source,
         num_segments=len(padded),
         attention=_attention_params(starts, padded, position, owner, cp_rank, cp, device),
     )
+
+
+def _packed_routes(routes: Tensor, take: Tensor, real: Tensor) -> Tensor:
+    """A token's experts are all different, those of padding too: megatron counts on it."""
+    packed = routes[take]
+    packed[~real] = torch.arange(routes.shape[-1], dtype=routes.dtype)
+    return packed
 
 
 def _zigzag_owner(position: Tensor, length: Tensor, cp: int) -> Tensor:

@@ -21,6 +21,7 @@ def make_samples(lengths: list[int]) -> Samples:
         advantages=torch.arange(total).float(),
         rollout_logprobs=-torch.arange(total).float(),
         old_logprobs=torch.zeros(total),
+        routes=torch.randint(0, 300, (total, 2, 3), generator=torch.Generator().manual_seed(0)).to(torch.int16),
         cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]),
     )
 
@@ -42,6 +43,9 @@ def test_every_position_lies_on_one_rank_where_zigzag_puts_it(lengths: list[int]
         assert torch.equal(share.input_ids[real], samples.input_ids[share.source[real]])
         assert torch.equal(share.columns["rollout_logprobs"][real], samples.rollout_logprobs[share.source[real]])
         assert not share.columns["mask"][~real].any()
+        assert "routes" not in share.columns  # losses do not take them
+        assert torch.equal(share.routes[real], samples.routes[share.source[real]])
+        assert share.routes[~real].tolist() == [[[0, 1, 2]] * 2] * int((~real).sum())
         cu = share.attention.cu_seqlens_q.tolist()
         for i, length in enumerate(lengths):
             chunk = (cu[i + 1] - cu[i]) // (2 * cp)

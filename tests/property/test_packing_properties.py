@@ -12,7 +12,7 @@ from rl_megatron.data.packing import causal_attention_cost, pack, plan_packing, 
 from rl_megatron.errors import DataError
 from rl_megatron.types import ParallelDims, Samples
 
-COLUMNS = ("input_ids", "targets", "mask", "advantages", "rollout_logprobs", "old_logprobs")
+COLUMNS = ("input_ids", "targets", "mask", "advantages", "rollout_logprobs", "old_logprobs", "routes")
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 DIMS = st.builds(ParallelDims, dp=st.integers(1, 5), cp=st.integers(1, 3), tp=st.integers(1, 4))
 
@@ -28,6 +28,7 @@ def ragged(lengths: list[int]) -> Samples:
         advantages=number + 0.25,
         rollout_logprobs=number + 0.5,
         old_logprobs=number + 0.75,
+        routes=torch.stack([number % 200, number % 200 + 1], 1).to(torch.uint8)[:, None].expand(n, 3, 2),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()]),
     )
 
@@ -50,6 +51,7 @@ def test_every_sequence_is_packed_once_with_all_its_columns(
         assert sorted(packed) == sorted(piece.tolist() for piece in pieces(samples, name)), name
     for placeholder in (micro for micro in micro_batches if all(micro is not other for other in real)):
         assert placeholder.input_ids.tolist() == samples.input_ids[:1].tolist()
+        assert placeholder.routes.tolist() == [[[0, 1]] * 3]  # of the first position: a token's experts all differ
     assert batch.num_sequences == len(lengths)
     assert batch.num_tokens == int(samples.mask.sum())
 

@@ -1,0 +1,60 @@
+"""Routes of sequences: the experts that a model's routers chose, as compact arrays [positions, MoE layers, top_k].
+
+A sequence of L tokens has L - 1 positions; position i is where token i is the input. A position costs
+``MoE layers * top_k`` bytes, twice that above 256 experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl_megatron.errors import DataError
+from rl_megatron.types import Completion, Prompt, Routes
+
+_NARROW, _WIDE = np.dtype(np.uint8), np.dtype("<i2")
+
+
+def encode_routes(experts: NDArray[Any], *, num_experts: int) -> Routes:
+    """``experts`` [positions, MoE layers, top_k] of any integer type. Raises DataError for one that does not exist."""
+    if experts.ndim != 3:
+        raise DataError(f"routes have shape {experts.shape}; they are [positions, MoE layers, experts a token]")
+    if experts.size and not 0 <= experts.min() <= experts.max() < num_experts:
+        raise DataError(f"routes name experts {experts.min()} to {experts.max()}; the model has {num_experts}")
+    positions, layers, top_k = experts.shape
+    narrow = _NARROW if num_experts <= 256 else _WIDE
+    return Routes(data=experts.astype(narrow).tobytes(), shape=(positions, layers, top_k))
+
+
+def decode_routes(routes: Routes) -> NDArray[Any]:
+    """A read-only view, [positions, MoE layers, top_k]."""
+    size = len(routes.data) // max(1, int(np.prod(routes.shape)))
+    return np.frombuffer(routes.data, _NARROW if size <= 1 else _WIDE).reshape(routes.shape)
+
+
+def joined_routes(pairs: Sequence[tuple[Prompt, Completion]]) -> Tensor | None:
+    """[N, MoE layers, top_k] of all sequences, one after the other; None where no completion has routes.
+
+    Raises DataError naming the prompt whose routes are missing, of the wrong length, or of another model's size.
+    """
+    if all(completion.routes is None for _, completion in pairs):
+        return None
+    arrays: list[NDArray[Any]] = []
+    for prompt, completion in pairs:
+        if completion.routes is None:
+            raise DataError(f"prompt {prompt.id!r}: a completion has no routes, but others of its batch have")
+        array = decode_routes(completion.routes)
+        positions = len(prompt.token_ids) + len(completion.token_ids) - 1
+        wanted = (positions, *arrays[0].shape[1:]) if arrays else (positions, *array.shape[1:])
+        if array.shape != wanted:
+            raise DataError(
+                f"prompt {prompt.id!r}: routes of shape {array.shape} where [positions, MoE layers, experts a token] "
+                f"is {wanted}: {len(prompt.token_ids)} prompt and {len(completion.token_ids)} sampled tokens, less one"
+            )
+        arrays.append(array)
+    return torch.from_numpy(np.concatenate(arrays))
