@@ -1,7 +1,7 @@
 # make train [ARGS="algorithm=cispo seed=1"]   the default run, or one changed by key=value
 # make test                                    linters, then every test
 # make test-engines                            the tests that want vLLM and SGLang, which it installs under .engines/
-# make test-cluster                            jobs on a real Slurm of two nodes on this machine (root, Debian)
+# make test-cluster                            jobs on a real Slurm of twelve nodes on this machine (root, Debian)
 # make lint                                    linters alone (what pre-commit runs)
 # make clean                                   remove the environment and caches; runs/ stays
 
@@ -21,7 +21,7 @@ test: lint
 
 test-cluster: $(ENVIRONMENT)
 	tests/cluster/install.sh
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs tests/cluster
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs -n 4 --dist worksteal tests/cluster
 
 test-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/engines

@@ -1,41 +1,54 @@
-"""A real Slurm of two nodes on this machine, and the run that all jobs are compared with."""
+"""A real Slurm of twelve nodes on this machine. All test processes share it; jobs of several tests run at once."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.cluster.jobs import REWARDS, Cluster, Record
+from tests.cluster.jobs import Cluster
 
+NODES = 12
 MISSING = [name for name in ("slurmctld", "slurmd", "munged", "ip", "unshare") if shutil.which(name) is None]
+FOLDER = pytest.StashKey[Path]()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _no_daemon_stays() -> None:
-    """Tests that are ended by a time limit still stop the cluster."""
-    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("SIGTERM", returncode=1))
+def pytest_configure(config: pytest.Config) -> None:
+    """Where the cluster is made, by the test process that wants it first."""
+    given = getattr(config, "workerinput", {}).get("cluster")  # of pytest-xdist: from the process that started this one
+    config.stash[FOLDER] = Path(given or tempfile.mkdtemp(prefix="rl_megatron-"))
+    if given is None:  # tests that are ended by a time limit still stop the cluster
+        signal.signal(signal.SIGTERM, lambda *_: pytest.exit("SIGTERM", returncode=1))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a test process of pytest-xdist."""
+    node.workerinput["cluster"] = str(node.config.stash[FOLDER])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The process that started all others stops the cluster, whoever made it."""
+    if not hasattr(config, "workerinput"):
+        _cluster(config).stop()
+        shutil.rmtree(config.stash[FOLDER])
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes that share a working folder with this machine."""
+def cluster(pytestconfig: pytest.Config) -> Cluster:
+    """Its nodes share a working folder with this machine."""
     if os.geteuid() or MISSING:
         pytest.skip(f"NO CLUSTER TESTS: they need root (uid {os.geteuid()} here) and {', '.join(MISSING) or 'no more'}")
-    work = tmp_path_factory.mktemp("work")
-    (work / "my_rewards.py").write_text(REWARDS)
-    cluster = Cluster(folder=tmp_path_factory.mktemp("slurm"), work=work)
-    try:
-        cluster.start(nodes=2)
-        yield cluster
-    finally:
-        cluster.stop()
+    cluster = _cluster(pytestconfig)
+    cluster.start(nodes=NODES)
+    return cluster
 
 
-@pytest.fixture(scope="session")
-def local(cluster: Cluster) -> Record:
-    """What the run gives on this machine, without Slurm."""
-    return cluster.train_here("local")
+def _cluster(config: pytest.Config) -> Cluster:
+    folder = config.stash[FOLDER]
+    return Cluster(folder=folder / "slurm", work=folder / "work")

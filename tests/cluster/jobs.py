@@ -1,14 +1,16 @@
-"""Jobs on the test's cluster, driven by the commands that a user has."""
+"""Jobs on the tests' cluster, driven by the commands that a user has."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,19 +41,26 @@ TINY = (
     "eval.every=2",
     "data.num_eval=16",
     "reward.function=my_rewards:even",
+    f"reward.timeout_seconds={LIMIT}",
 )
 REWARDS = '''
-import time
+import os, time
+from pathlib import Path
+from rl_megatron.observability.files import read_jsonl
+
+RUN = Path("runs", os.environ.get("SLURM_JOB_NAME", "none"))
 
 def even(prompt, completions, texts):
-    """Half of what a random model samples gets 1: groups differ, so there is a gradient. Slow enough to be hit."""
-    time.sleep(1)
+    """Half of what a random model samples gets 1: groups differ, so there is a gradient."""
+    for step in map(int, os.environ.get("HOLD", "").split()):
+        while made() >= step and not (RUN / f"go_on_{step}").exists():
+            time.sleep(0.1)
     return [float(sum(c.token_ids) % 2 == 0) for c in completions]
 
-def slow(prompt, completions, texts):
-    """The same, but a run takes longer than its job."""
-    time.sleep(8)
-    return even(prompt, completions, texts)
+def made():
+    """The last step that is recorded."""
+    rows = read_jsonl(RUN / "metrics.jsonl") if (RUN / "metrics.jsonl").exists() else []
+    return max((row["step"] for row in rows if row["phase"] == "rl"), default=-1)
 
 def raising(prompt, completions, texts):
     raise KeyError("price list")
@@ -60,13 +69,30 @@ def raising(prompt, completions, texts):
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The daemons in ``folder``; runs are made in ``work``, which all nodes see."""
+    """The daemons in ``folder``; runs are made in ``work``, which all nodes see. Shared by test processes."""
 
     folder: Path
     work: Path
 
     def start(self, *, nodes: int) -> None:
-        subprocess.run([SCRIPTS / "start.sh", self.folder, str(nodes), REPO, self.work], check=True, timeout=LIMIT)
+        """Unless another test process did."""
+        with self._alone("start"):
+            if not self.folder.exists():
+                (self.work / "my_rewards.py").write_text(REWARDS)
+                command = [SCRIPTS / "start.sh", self.folder, str(nodes), REPO, self.work]
+                subprocess.run(command, check=True, timeout=LIMIT)
+
+    def stop(self) -> None:
+        if self.folder.exists():
+            subprocess.run([SCRIPTS / "stop.sh", self.folder], check=True, timeout=LIMIT)
+
+    @contextlib.contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """One test process at a time."""
+        self.work.mkdir(exist_ok=True)
+        with (self.work / f"{what}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def power_off(self, node: str) -> None:
         """All of its processes are gone from one moment to the next."""
@@ -80,12 +106,9 @@ class Cluster:
     def power_on(self, node: str) -> None:
         subprocess.run([SCRIPTS / "power_on.sh", self.folder, node, REPO, self.work], check=True, timeout=LIMIT)
         end = time.monotonic() + LIMIT
-        while "idle" not in self.call("sinfo", "-h", "-p", "batch", "-n", node, "-o", "%T"):
+        while "idle" not in self.call("sinfo", "-h", "-p", "urgent", "-n", node, "-o", "%T"):
             assert time.monotonic() < end, f"{node} is not idle again"
             time.sleep(0.5)
-
-    def stop(self) -> None:
-        subprocess.run([SCRIPTS / "stop.sh", self.folder], check=True, timeout=LIMIT)
 
     def call(self, *command: str, check: bool = True) -> str:
         """A command as a user of the cluster gives it; what it printed."""
@@ -99,17 +122,40 @@ class Cluster:
         """rl-megatron."""
         return self.call(sys.executable, "-m", "launcher", *arguments, check=check)
 
-    def train_here(self, name: str) -> Record:
-        """The record of a run without Slurm."""
-        self.program("train", *TINY, f"run.name={name}")
-        return read_record(self.work / "runs" / name)
+    def local(self) -> Record:
+        """What the run gives on this machine, without Slurm; made once."""
+        with self._alone("local"):
+            run = self.work / "runs" / "local"
+            if not run.exists():
+                self.program("train", *TINY, "run.name=local")
+            return read_record(run)
 
-    def submit(self, name: str, *keys: str) -> Job:
-        """Send a run; keys overrule."""
-        text = self.program("submit", "tiny_cpu", *TINY, "slurm.memory_per_node=3000", f"run.name={name}", *keys)
+    def submit(self, name: str, *keys: str, hold: str = "") -> Job:
+        """Send a run; keys overrule. It waits in the step after each of ``hold`` until the test lets it go on."""
+        held = [f"slurm.environment.HOLD={hold}"] if hold else []
+        given = [*TINY, "slurm.memory_per_node=3000", "slurm.time=30", f"run.name={name}", *held, *keys]
+        text = self.program("submit", "tiny_cpu", *given)
         found = re.search(r"^job (\d+): ", text, re.MULTILINE)
         assert found, text
         return Job(cluster=self, id=found[1], run=self.work / "runs" / name)
+
+    def plain(self, *keys: str, partition: str) -> Job:
+        """Send slurm/train.sbatch, its lines edited for one task a node."""
+        for link, to in (("slurm", REPO / "slurm"), (".venv", Path(sys.prefix))):
+            (self.work / link).symlink_to(to)
+        text = (REPO / "slurm" / "train.sbatch").read_text()
+        config = " ".join(("--config", "tiny_cpu", *TINY, *keys))
+        for line, mine in (
+            (r"#SBATCH --ntasks-per-node=8", "#SBATCH --ntasks-per-node=1"),
+            (r"#SBATCH --gpus-per-node=8", "#SBATCH --mem=3000"),
+            (r"#SBATCH --partition=batch", f"#SBATCH --partition={partition}"),
+            (r"CONFIG=\(.*\)", f"CONFIG=({config})"),
+        ):
+            text, found = re.subn(f"^{line}$", mine, text, flags=re.MULTILINE)
+            assert found == 1, line
+        (self.work / "train.sbatch").write_text(text)
+        sent = self.call("sbatch", "--parsable", "train.sbatch").strip()
+        return Job(cluster=self, id=sent, run=self.work / "runs" / f"rl_megatron-{sent}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +183,10 @@ class Job:
 
     def until_step(self, step: int) -> None:
         self.until(lambda: any(row["step"] >= step for row in self.record() if row["phase"] == "rl"), f"step {step}")
+
+    def go_on(self, step: int) -> None:
+        """It was held after this step."""
+        (self.run / f"go_on_{step}").touch()
 
     def end(self) -> str:
         """Its last state."""

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # A real Slurm of N nodes on this machine: start.sh FOLDER N SHARED...   (root; Debian's slurm-wlm and munge)
+# Nodes 1 to 4 are the partition batch, each two after them a partition of their own (pair5 is node5 and node6), so that
+# what happens to one job's nodes happens to no other; jobs in urgent preempt all others.
 # A node is a network, host name, process table, /tmp and /dev/shm of its own; SHARED are the folders that all nodes see.
 # Names of interfaces, subnet and port come from the folder's hash: two clusters do not meet. Nothing under /etc changes.
 set -euo pipefail
@@ -55,13 +57,15 @@ printf 'CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n' >"$folder/etc/cgroup.conf"
     echo "$net.254 $controller"
 } >"$folder/etc/hosts"
 for i in $(seq "$count"); do
-    echo "NodeName=node$i NodeAddr=$net.$i NodeHostname=node$i Port=16818 CPUs=4 RealMemory=8000 State=UNKNOWN" >>"$SLURM_CONF"
+    echo "NodeName=node$i NodeAddr=$net.$i NodeHostname=node$i Port=16818 CPUs=8 RealMemory=32000 State=UNKNOWN" >>"$SLURM_CONF"
     echo "$net.$i node$i" >>"$folder/etc/hosts"
 done
 cat >>"$SLURM_CONF" <<CONF
-PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20 PreemptMode=REQUEUE OverSubscribe=NO
-PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 OverSubscribe=NO
+PartitionName=DEFAULT MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20 PreemptMode=REQUEUE OverSubscribe=NO
+PartitionName=batch Nodes=node[1-4] Default=YES
 CONF
+for i in $(seq 5 2 "$count"); do echo "PartitionName=pair$i Nodes=node$i,node$((i + 1))" >>"$SLURM_CONF"; done
+echo "PartitionName=urgent Nodes=ALL PriorityTier=10" >>"$SLURM_CONF"
 
 ip link add "$tag" type bridge
 ip addr add "$net.254/24" dev "$tag"
@@ -80,7 +84,7 @@ for i in $(seq "$count"); do
     "$(dirname "$0")/power_on.sh" "$folder" "$node" "$@"
 done
 for _ in $(seq 300); do
-    up=$(sinfo -h -N -p batch -o '%t' 2>/dev/null | grep -c '^idle$' || true)
+    up=$(sinfo -h -N -p urgent -o '%t' 2>/dev/null | grep -c '^idle$' || true)
     [ "$up" = "$count" ] && exit 0
     sleep 0.1
 done

@@ -2,112 +2,141 @@
 
 from __future__ import annotations
 
-import time
+import pytest
 
-from tests.cluster.jobs import STEPS, Cluster, Job, Record
+from tests.cluster.jobs import STEPS, Cluster, Job, Record, read_record
 
 TWO = ("slurm.nodes=2",)
 
 
-def test_two_nodes_train_as_one_machine_does_and_two_jobs_share_them(cluster: Cluster, local: Record) -> None:
-    jobs = [cluster.submit(name, *TWO) for name in ("first", "second")]
-    for job in jobs:
-        job.until(lambda job=job: len(job.ranks()) == 2, "both ranks")  # type: ignore[misc]
-    together = {job.shown()["NodeList"] for job in jobs}
-    for job in jobs:
-        assert job.end() == "COMPLETED", job.said()
-        assert job.record() == local
-        assert "COMPLETED on node[1-2], restart 0" in cluster.program("status", str(job.run))
-    assert together == {"node[1-2]"}
-    assert [row["step"] for row in local if row["phase"] == "rl"] == list(range(STEPS + 1))
+def numbers_of(record: Record) -> list[float]:
+    return [row[name] for row in record for name in ("warm_start/loss", "loss", "grad_norm") if name in row]
 
 
-def test_before_its_time_is_up_a_run_saves_and_goes_on_in_the_next_job(cluster: Cluster, local: Record) -> None:
-    job = cluster.submit("usr1", *TWO, "checkpoint.every=0")
-    for attempt, step in enumerate((1, 3)):
-        job.until_step(step)
-        cluster.call("scancel", "--batch", "--signal=USR1", job.id)  # what --signal=B:USR1@ does
-        job.until(lambda n=attempt: len(job.log().split("saved; comes back")) == n + 2, "the requeue")  # type: ignore[misc]
+def test_slurm_tells_of_the_time_limit_early_enough(cluster: Cluster) -> None:
+    job = cluster.submit("limit", *TWO, "slurm.time=3", "slurm.signal_seconds=90", hold="1")
+    job.until(lambda: "the time limit or preemption is near" in job.log(), "the signal, 60 to 90 s after the start")
+    job.go_on(1)
     assert job.end() == "COMPLETED", job.said()
-    assert job.record() == local
-    assert len(job.attempts()) == 3
-
-
-def test_slurm_tells_of_the_time_limit_early_enough(cluster: Cluster, local: Record) -> None:
-    job = cluster.submit(
-        "limit", *TWO, "slurm.time=3", "slurm.signal_seconds=90", "reward.function=my_rewards:slow"
-    )  # the signal comes 60 to 90 seconds after the start, and the run wants 80 for its rewards alone
-    assert job.end() == "COMPLETED", job.said()
-    assert job.record() == local
+    assert job.record() == cluster.local()
     assert len(job.attempts()) > 1
-    assert "the time limit or preemption is near" in job.log()
 
 
-def test_preempted_it_saves_and_comes_back(cluster: Cluster, local: Record) -> None:
-    job = cluster.submit("preempted", *TWO, "checkpoint.every=0")
+def test_a_node_that_loses_power_takes_nothing_along(cluster: Cluster) -> None:
+    job = cluster.submit("power", "slurm.nodes=1", "slurm.partition=pair5", hold="3")
+    job.until_step(3)
+    node = job.shown()["NodeList"]
+    cluster.power_off(node)  # with the controller, both ranks and the job's script
+    job.go_on(3)
+    job.until(lambda: job.shown()["Restarts"] == "1" and job.state() == "RUNNING", "the restart on the other node")
+    assert job.shown()["NodeList"] != node
+    assert job.end() == "COMPLETED", job.said()
+    cluster.power_on(node)
+    assert job.record() == cluster.local()
+
+
+def test_a_node_that_loses_its_network_is_waited_for(cluster: Cluster) -> None:
+    job = cluster.submit("cut", *TWO, "slurm.partition=pair7", hold="3")
+    job.until_step(3)
+    cluster.cable("node8", "down")
+    try:
+        job.until(lambda: job.shown()["Restarts"] == "1", "the requeue")
+    finally:
+        cluster.cable("node8", "up")
+    job.go_on(3)
+    assert job.end() == "COMPLETED", job.said()
+    assert job.record() == cluster.local()
+
+
+def test_preempted_it_saves_and_comes_back(cluster: Cluster) -> None:
+    job = cluster.submit("preempted", *TWO, "slurm.partition=pair9", "checkpoint.every=0", hold="2")
     job.until_step(2)
-    cluster.call("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    urgent = ("--partition=urgent", "--nodelist=node[9-10]", "--exclusive", "--output=/dev/null", "--wrap=true")
+    cluster.call("sbatch", *urgent)
+    job.until(lambda: job.shown().get("PreemptTime", "None") != "None", "the notice")
+    job.go_on(2)
     job.until(lambda: job.shown()["Restarts"] == "1", "preemption")
     assert job.end() == "COMPLETED", job.said()
-    assert job.record() == local
+    assert job.record() == cluster.local()
     assert "resuming from" in (job.run / "jobs" / f"{job.id}-1" / "controller.txt").read_text()
 
 
-def test_cancelled_it_stays_so(cluster: Cluster, local: Record) -> None:
-    job = cluster.submit("cancelled", *TWO)
-    job.until_step(2)
-    assert "cancelled" in cluster.program("cancel", str(job.run))
-    assert job.end() == "CANCELLED"
-    time.sleep(8)  # longer than Slurm holds a requeued job back here
-    assert not job.ranks()
-    assert job.state() == "CANCELLED"
-    assert job.shown()["Restarts"] == "0"
-    rows = job.record()
-    assert rows == local[: len(rows)]
-    sent = cluster.call("sbatch", "--parsable", str(job.run / "job.sbatch"))  # goes on by hand
-    assert Job(cluster=cluster, id=sent.strip(), run=job.run).end() == "COMPLETED"
-    assert job.record() == local
+def test_before_its_time_is_up_a_run_saves_and_goes_on_in_the_next_job(cluster: Cluster) -> None:
+    job = cluster.submit("usr1", *TWO, "checkpoint.every=0", hold="1 3")
+    for attempt, step in enumerate((1, 3)):
+        job.until_step(step)
+        cluster.call("scancel", "--batch", "--signal=USR1", job.id)  # what --signal=B:USR1@ does
+        job.until(lambda n=attempt: job.log().count("the run saves") == n + 1, "the script's word")  # type: ignore[misc]
+        job.go_on(step)
+        job.until(lambda n=attempt: job.log().count("saved; comes back") == n + 1, "the requeue")  # type: ignore[misc]
+    assert job.end() == "COMPLETED", job.said()
+    assert job.record() == cluster.local()
+    assert len(job.attempts()) == 3
 
 
-def test_after_a_crash_it_comes_back_on_another_node(cluster: Cluster, local: Record) -> None:
-    job = cluster.submit("crashed", "slurm.nodes=1", "slurm.restarts=1")
+def test_after_a_crash_it_comes_back_on_another_node(cluster: Cluster) -> None:
+    job = cluster.submit("crashed", "slurm.nodes=1", "slurm.restarts=1", hold="3 5")
     job.until_step(3)
     first = job.shown()["NodeList"]
     job.ranks()[1].kill()
+    job.go_on(3)
     job.until(lambda: "comes back without" in job.log(), "the requeue")
     job.until(lambda: job.state() == "RUNNING", "the second attempt")
     assert job.shown()["NodeList"] != first
     assert job.shown()["ExcNodeList"] == first
     job.until_step(5)
     job.ranks()[0].kill()  # once too often
+    job.go_on(5)
     assert job.end() == "FAILED"
     assert "failed with status 1: error: rank 0 (pid" in job.log().splitlines()[-1]
     rows = job.record()
-    assert rows == local[: len(rows)]
+    assert rows == cluster.local()[: len(rows)]
 
 
-def test_a_node_that_loses_power_takes_nothing_along(cluster: Cluster, local: Record) -> None:
-    job = cluster.submit("power", "slurm.nodes=1")
-    job.until_step(3)
-    node = job.shown()["NodeList"]
-    cluster.power_off(node)  # with the controller, both ranks and the job's script
-    job.until(lambda: job.shown()["Restarts"] == "1" and job.state() == "RUNNING", "the restart on the other node")
-    assert job.shown()["NodeList"] != node
-    assert job.end() == "COMPLETED", job.said()
-    cluster.power_on(node)
-    assert job.record() == local
+def test_cancelled_it_stays_so(cluster: Cluster) -> None:
+    job = cluster.submit("cancelled", *TWO, hold="2")
+    job.until_step(2)
+    assert "cancelled" in cluster.program("cancel", str(job.run))
+    assert job.end() == "CANCELLED"
+    job.until(lambda: not job.ranks(), "the end of its ranks")
+    job.go_on(2)
+    rows = job.record()
+    assert rows == cluster.local()[: len(rows)]
+    sent = cluster.call("sbatch", "--parsable", str(job.run / "job.sbatch"))  # goes on by hand
+    assert Job(cluster=cluster, id=sent.strip(), run=job.run).end() == "COMPLETED"
+    assert job.record() == cluster.local()
+    assert job.state() == "CANCELLED"  # longer after than Slurm holds a requeued job back
+    assert job.shown()["Restarts"] == "0"
 
 
-def test_a_node_that_loses_its_network_is_waited_for(cluster: Cluster, local: Record) -> None:
-    job = cluster.submit("cut", *TWO)
-    job.until_step(3)
-    cluster.cable("node2", "down")
-    try:
-        job.until(lambda: job.shown()["Restarts"] == "1", "the requeue")
-    finally:
-        cluster.cable("node2", "up")
-    assert job.end() == "COMPLETED", job.said()
-    assert job.record() == local
+def test_two_nodes_train_as_one_machine_does_and_two_jobs_share_them(cluster: Cluster) -> None:
+    first = cluster.submit("first", *TWO, "slurm.partition=pair11", hold="0")
+    first.until(lambda: len(first.ranks()) == 2, "both ranks")
+    second = cluster.plain(*TWO, "slurm.ntasks_per_node=1", partition="pair11")
+    second.until(lambda: len(second.ranks()) == 2, "both ranks of the other")
+    assert {job.shown()["NodeList"] for job in (first, second)} == {"node[11-12]"}
+    first.go_on(0)
+    for job in (first, second):
+        assert job.end() == "COMPLETED", job.said()
+        assert job.record() == cluster.local()
+    assert "COMPLETED on node[11-12], restart 0" in cluster.program("status", str(first.run))
+    assert [row["step"] for row in first.record() if row["phase"] == "rl"] == list(range(STEPS + 1))
+
+
+def test_an_array_is_a_run_for_each_index_and_others_can_wait_for_it(cluster: Cluster) -> None:
+    array = cluster.submit("array", "slurm.array=0-1", "train.steps=1")
+    four = cluster.submit("four", "slurm.nodes=4", "learner.ep=4", f"slurm.dependency=afterok:{array.id}")
+    assert four.shown()["Dependency"].startswith("afterok:")
+    assert four.end() == "COMPLETED", four.said()
+    runs = [array.run.with_name(f"array-{index}") for index in range(2)]
+    for seed, run in enumerate(runs):
+        assert f"\nseed: {seed}\n" in f"\n{(run / 'config.yaml').read_text()}"
+    numbers = [numbers_of(read_record(run)) for run in runs]
+    assert [len(each) for each in numbers] == [3, 3]  # of the warm start and of the step
+    assert numbers[0] != numbers[1]
+    whole, parts = cluster.local(), four.record()
+    assert [row["step"] for row in parts] == [row["step"] for row in whole]
+    assert numbers_of(parts) == pytest.approx(numbers_of(whole), rel=1e-3, abs=1e-5)  # another layout rounds otherwise
 
 
 def test_an_error_of_the_user_ends_it_at_once_with_the_reason(cluster: Cluster) -> None:
@@ -118,6 +147,8 @@ def test_an_error_of_the_user_ends_it_at_once_with_the_reason(cluster: Cluster) 
 
 
 def test_what_can_never_run_is_not_sent(cluster: Cluster) -> None:
-    text = cluster.program("submit", "tiny_cpu", "slurm.nodes=4", "learner.dp=4", "run.name=never", check=False)
+    keys = ("slurm.nodes=16", "learner.dp=16", "run.name=never")
+    text = cluster.program("submit", "tiny_cpu", *keys, check=False)
     assert "error: sbatch --test-only" in text, text
     assert not (cluster.work / "runs" / "never").exists()
+    assert "never" not in cluster.call("squeue", "-h", "-o", "%j")
