@@ -13,7 +13,7 @@ import typer
 
 from launcher import doctor as doctor_room
 from rl_megatron import config_io
-from rl_megatron.errors import RLMegatronError
+from rl_megatron.errors import ConfigError, RLMegatronError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -57,7 +57,7 @@ def submit(
 
     named = run_name.choose(config_io.load(config, overrides or []), Path(config).stem, resume=False)
     prepared = room.prepare(named)
-    print(prepared.placement.describe(), flush=True)
+    print(prepared.checked.describe(), flush=True)
     room.verify(prepared, cluster=not dry_run)
     print(f"script: {prepared.script}" if dry_run else f"job {room.send(prepared)}: {prepared.folder}")
 
@@ -121,10 +121,17 @@ def convert(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="a folder with a config.json, or a name as kimi-k2")],
-    layouts: Annotated[
-        list[str], typer.Argument(help="src=megatron,tp=4,ep=8,dp=2 and dst=hf,dp=8 or dst=engine,tp=8")
-    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL LAYOUTS",
+            help="a folder with a config.json or a name as kimi-k2, then src=megatron,tp=4,ep=8,dp=2 and dst=hf,dp=8 "
+            "or dst=engine,tp=8; with --config: section.key=value",
+        ),
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="a name under conf/, or a YAML file: print what each GPU must hold instead")
+    ] = None,
     nic: Annotated[float, typer.Option(min=0.001, help="a GPU's share of the network, GB/s each way")] = 50.0,
     nvlink: Annotated[float, typer.Option(min=0.001, help="a GPU's bandwidth inside its node, GB/s each way")] = 450.0,
     per_node: Annotated[int, typer.Option(min=1, help="GPUs a node")] = 8,
@@ -135,6 +142,12 @@ def plan(
     from launcher import plan_command
     from rl_megatron.weights.cost import Links
 
+    if config is not None:
+        plan_command.show_memory(config, arguments or [])
+        return
+    if not arguments:
+        raise ConfigError("give a model and two layouts, as in kimi-k2 src=megatron,ep=8,dp=8 dst=hf, or --config NAME")
+    model, *layouts = arguments
     links = Links(nic=nic * 1e9, nvlink=nvlink * 1e9, per_node=per_node)
     plan_command.show(model, layouts, element_bytes=element_bytes, links=links, colocated=colocated)
 

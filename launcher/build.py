@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from launcher import resuming
 from launcher.engines import LEAST_HEAD_DIM, ServedLauncher
 from launcher.local import LocalLauncher
+from launcher.memory import learner_layout
 from launcher.run_name import claim
 from launcher.slurm import Job, SlurmLauncher
 from launcher.stop import Stop, stop_signals
@@ -32,6 +33,7 @@ from rl_megatron.data.prompts import PromptStream, load_prompts
 from rl_megatron.durable import remove_folder
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles
+from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape, Rope
 from rl_megatron.models.tiny import HEAD_DIM, make_tiny_model
 from rl_megatron.observability.log import run_log
@@ -44,7 +46,7 @@ from rl_megatron.trainer import Trainer
 from rl_megatron.types import Loss, Prompt
 from rl_megatron.update import Update
 from rl_megatron.warm_start import WarmStart
-from rl_megatron.weights.families import FAMILIES, megatron_layout
+from rl_megatron.weights.families import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,8 +132,8 @@ def _check_fits(config: RunConfig, shape: ModelShape) -> None:
     """Raises ConfigError naming every size of the model that the configuration does not fit."""
     problems = _engine_problems(config, shape)
     try:
-        learner = config.learner
-        megatron_layout(shape, learner.dims, first=learner.first_stage_layers, last=learner.last_stage_layers)
+        expect(config.model.name, shape)
+        learner_layout(config, shape)
     except ConfigError as error:
         problems.append(str(error))
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens

@@ -183,6 +183,7 @@ class ServedEngines:
                 max_length=self._max_length,
                 slots=self._config.rollout.slots,
                 tp=section.tp,
+                memory_fraction=section.memory_fraction,
                 token=token,
                 extra=tuple(shlex.split(section.options or "")),
             )

@@ -1,4 +1,4 @@
-"""``rl-megatron plan``: what moving a model's weights between two layouts costs, before any machine is asked for."""
+"""``rl-megatron plan``: what moving weights between two layouts costs, or what GPUs must hold, without a machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from launcher.memory import CHANGES, GB, Memory, check, memory
+from rl_megatron import config_io
 from rl_megatron.errors import ConfigError
+from rl_megatron.models.named import expect
 from rl_megatron.weights.cost import Cost, Links, broadcast_cost, plan_cost
 from rl_megatron.weights.layout import Layout
 from rl_megatron.weights.parsing import model_shape, parse_layout
@@ -35,6 +38,40 @@ def show(model: str, layouts: Sequence[str], *, element_bytes: int, links: Links
         f"each way; {links.per_node} GPUs a node.",
         soft_wrap=True,
     )
+
+
+def show_memory(config_name: str, overrides: Sequence[str]) -> None:
+    """Print what GPUs must hold under a configuration, a column a pipeline stage's fullest. Raises ConfigError.
+
+    A configuration that names its model needs no folder of it.
+    """
+    named = [] if any(item.startswith("model.path=") for item in overrides) else ["model.path=."]
+    config = config_io.load(config_name, [*overrides, *named])
+    if config.model.name is None and named:
+        raise ConfigError(f"{config_name}: the model's sizes are not known; give model.path, or model.name")
+    shape = model_shape(str(config.model.name if named else config.model.path))
+    expect(config.model.name, shape)
+    stages: dict[int, Memory] = {}
+    for found in memory(config, shape):
+        if found.stage not in stages or found.total > stages[found.stage].total:
+            stages[found.stage] = found
+    table = Table("stage", *(str(stage) for stage in stages))
+    for column in table.columns:
+        column.no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for term in CHANGES:
+        if any(found.terms[term] for found in stages.values()):
+            table.add_row(term, *(f"{found.terms[term] / GB:.1f}" for found in stages.values()))
+    table.add_section()
+    table.add_row("together", *(f"{found.total / GB:.1f}" for found in stages.values()))
+    console = Console()
+    gpus = config.learner.dims.world_size
+    console.print(f"{config_name}: GB on the fullest GPU of each pipeline stage, {gpus} GPUs in all", soft_wrap=True)
+    console.print(table)
+    if config.slurm.gpu_memory_gb is not None:
+        check(config, shape)
+        console.print(f"It fits in slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}.", soft_wrap=True)
 
 
 def _texts(layouts: Sequence[str]) -> dict[str, str]:

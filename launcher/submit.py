@@ -14,16 +14,34 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from launcher.memory import GB, Memory, check, learner_layout
 from launcher.placement import Placement, place
 from rl_megatron import config_io
 from rl_megatron.config import RunConfig
 from rl_megatron.durable import remove_folder, write_atomically
 from rl_megatron.errors import ConfigError
+from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.weights.families import FAMILIES, megatron_layout
+from rl_megatron.weights.families import FAMILIES
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _TEMPLATES = _PACKAGE / "slurm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What a configuration asks for: ranks on nodes of made-up names, and the GPU that must hold most, if known."""
+
+    placement: Placement
+    memory: Memory | None
+
+    def describe(self) -> str:
+        """Lines for a person."""
+        lines = [self.placement.describe()]
+        if self.memory is not None:
+            held, most = self.memory.total / GB, self.memory.largest
+            lines.append(f"memory: up to {held:.1f} GB a GPU (rank {self.memory.rank}), most of it: {most}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +50,13 @@ class Prepared:
 
     folder: Path
     script: Path
-    placement: Placement
+    checked: Checked
 
 
-def checked(config: RunConfig) -> Placement:
-    """Where the ranks will run, node names made up. Raises ConfigError with everything that does not fit."""
-    problems = []
+def checked(config: RunConfig) -> Checked:
+    """Raises ConfigError with everything that does not fit."""
+    problems: list[str] = []
+    fullest: Memory | None = None
     slurm, dims = config.slurm, config.learner.dims
     nodes = [f"node {i}" for i in range(slurm.nodes)]
     if config.learner.device != "cpu" and not slurm.gpus_per_node:
@@ -46,8 +65,10 @@ def checked(config: RunConfig) -> Placement:
         )
     if config.model.path is not None:
         try:
-            learner, shape = config.learner, ModelShape.from_folder(config.model.path, families=FAMILIES)
-            megatron_layout(shape, dims, first=learner.first_stage_layers, last=learner.last_stage_layers)
+            shape = ModelShape.from_folder(config.model.path, families=FAMILIES)
+            expect(config.model.name, shape)
+            learner_layout(config, shape)
+            fullest = check(config, shape)
         except ConfigError as error:
             problems.append(str(error))
     try:
@@ -56,7 +77,7 @@ def checked(config: RunConfig) -> Placement:
         problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    return placement
+    return Checked(placement=placement, memory=fullest)
 
 
 def render(config: RunConfig, *, folder: Path, python: str, package: Path) -> str:
@@ -87,7 +108,7 @@ def prepare(config: RunConfig) -> Prepared:
     """Make the run's folder with config.yaml, job.sbatch and placement.txt. Raises ConfigError, before it makes any."""
     config = config.model_copy(update={"run": config.run.model_copy(update={"launcher": "slurm"})})
     config = RunConfig.model_validate(config.model_dump())  # rules that the launcher takes part in
-    placement = checked(config)
+    found = checked(config)
     folder = Path.cwd() / config.run.dir / str(config.run.name)
     if " " in str(folder):
         raise ConfigError(f"{folder}: sbatch reads no path with a space; run from another folder, or set run.dir")
@@ -95,8 +116,8 @@ def prepare(config: RunConfig) -> Prepared:
     (folder / "jobs").mkdir(parents=True)
     config_io.save_resolved(config, folder / "config.yaml")
     write_atomically(folder / "job.sbatch", script.encode())
-    write_atomically(folder / "placement.txt", f"{placement.describe()}\n".encode())
-    return Prepared(folder=folder, script=folder / "job.sbatch", placement=placement)
+    write_atomically(folder / "placement.txt", f"{found.describe()}\n".encode())
+    return Prepared(folder=folder, script=folder / "job.sbatch", checked=found)
 
 
 def verify(prepared: Prepared, *, cluster: bool) -> None:

@@ -54,6 +54,8 @@ class ModelSection(Section):
 
     path: Path | None = None
     """Hugging Face folder of the model to start from; null makes the tiny one."""
+    name: str | None = None
+    """The public model that ``path`` must hold, for whose sizes the configuration is made, as in qwen3-30b-a3b."""
     tiny: TinyModelSection = TinyModelSection()
     cache_dir: Path = Path("runs/.cache")
     """Where the tiny model is kept between runs."""

@@ -15,10 +15,20 @@ if TYPE_CHECKING:
 def problems_of(config: RunConfig) -> list[str]:
     """Everything that does not fit together."""
     return [
+        *_model_problems(config),
         *_layout_problems(config.learner),
         *_transport_problems(config),
         *_batch_problems(config),
         *_server_problems(config.rollout),
+    ]
+
+
+def _model_problems(c: RunConfig) -> list[str]:
+    if c.model.name is None or c.model.path is not None:
+        return []
+    return [
+        f"model.path is not given, but the configuration is for model.name={c.model.name}; set model.path to a folder "
+        "with its config.json, tokenizer and safetensors, seen by all nodes"
     ]
 
 
@@ -97,6 +107,11 @@ def _server_problems(r: RolloutSection) -> list[str]:
         out.append(
             f"rollout.server.addresses={r.server.addresses} are running servers; rollout.python, "
             "rollout.server.replicas and rollout.server.options are for starting some: leave them out"
+        )
+    if r.server.addresses and r.server.memory_fraction is not None:
+        out.append(
+            f"rollout.server.addresses={r.server.addresses} are running servers, whose memory they know; "
+            "rollout.server.memory_fraction is for starting some: set it to null"
         )
     if r.server.token_file and not r.server.addresses:
         out.append("rollout.server.token_file is for rollout.server.addresses; servers started here make a token")

@@ -21,6 +21,9 @@ class ServerSection(Section):
     """Servers to start."""
     tp: Positive = 1
     """Tensor-parallel degree of each."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of a GPU's memory that a server takes, weights and cache, so that the learner fits beside it; null: the
+    engine's default, nearly all."""
     options: str | None = None
     """More options of a server's command line, written as in a shell."""
     start_seconds: PositiveFloat = 600.0

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl_megatron.config_types import NonNegative, Positive, Section
+from rl_megatron.config_types import NonNegative, Positive, PositiveFloat, Section
 
 Line = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\n\r]*$")]
 Word = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\s'\"$`\\;&|<>()]+$")]
@@ -25,6 +25,8 @@ class SlurmSection(Section):
     """Learner ranks on each node; null: as many as GPUs, or without GPUs all ranks shared out over the nodes."""
     gpus_per_node: NonNegative = 0
     """GPUs of each node."""
+    gpu_memory_gb: PositiveFloat | None = None
+    """Memory of a GPU, in 1e9 bytes: what would not fit is refused before the job is sent; null: nothing is checked."""
     cpus_per_task: Positive | None = None
     """CPU cores of a rank."""
     memory_per_node: Word | None = None

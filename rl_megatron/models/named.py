@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import LatentAttention, ModelShape, Rope, Router
 
 _QWEN3_235B_A22B = ModelShape(
@@ -68,3 +69,32 @@ NAMED: Mapping[str, ModelShape] = {
     ),
 }
 """Without the multi-token-prediction module that DeepSeek-V3's checkpoint has behind its decoder."""
+
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "num_experts",
+    "experts_per_token",
+    "expert_width",
+    "dense_layers",
+    "vocab_size",
+)
+
+
+def expect(name: str | None, shape: ModelShape) -> None:
+    """Raises ConfigError where ``shape`` has not the sizes of the public model ``name``; None expects nothing."""
+    if name is None:
+        return
+    if name not in NAMED:
+        raise ConfigError(f"model.name={name}: not a known model; known: {', '.join(NAMED)}")
+    wanted = NAMED[name]
+    pairs = [(size, getattr(shape, size), getattr(wanted, size)) for size in _SIZES]
+    differ = [f"{size} {found} instead of {right}" for size, found, right in pairs if found != right]
+    if differ:
+        raise ConfigError(
+            f"model.path holds another model than model.name={name}: {', '.join(differ)}; give the folder of {name}, "
+            "or start from another configuration"
+        )

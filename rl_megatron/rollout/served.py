@@ -38,6 +38,7 @@ class StartOptions:
     max_length: int  # tokens of a prompt and its completion
     slots: int
     tp: int
+    memory_fraction: float | None
     token: str
     extra: tuple[str, ...]
 

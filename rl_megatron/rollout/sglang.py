@@ -48,6 +48,7 @@ class SGLangAdapter:
                 *("--context-length", str(options.max_length + _MARGIN), "--max-running-requests", str(options.slots)),
                 *("--skip-server-warmup", "--sleep-on-idle", "--skip-tokenizer-init"),
                 *((*_ON_CPU, "--max-total-tokens", str(cached)) if options.device == "cpu" else ()),
+                *(("--mem-fraction-static", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *options.extra,
             ),
             environment={

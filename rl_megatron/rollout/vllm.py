@@ -46,6 +46,7 @@ class VLLMAdapter:
                 *("--enable-scale-out", "--disable-uvicorn-access-log", "--enforce-eager"),
                 *("--shutdown-timeout", "5"),  # else its processes are killed, and leave shared memory behind
                 *(("--distributed-executor-backend", "uni") if options.tp == 1 else ()),  # one process less
+                *(("--gpu-memory-utilization", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *options.extra,
             ),
             environment={

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from launcher.memory import memory
 from rl_megatron.algorithms.losses import PolicyLoss
-from rl_megatron.config import TinyModelSection
+from rl_megatron.config import RunConfig, TinyModelSection
 from rl_megatron.config_learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.data.samples import select
@@ -62,7 +63,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     dp = learner.dims.dp_rank(rank)
     batch = pack(make_samples(), dims=learner.dims, max_tokens=max_tokens)
     logprobs = megatron.score(batch.micro_batches[dp])
-    seen: dict[str, Any] = {"steps": []}
+    seen: dict[str, Any] = {"steps": [], "stage": rank * learner.dims.pp // learner.dims.world_size}
     if logprobs is not None:
         seen["logprobs"] = [x.tolist() for x in logprobs]
         seen["ids"] = [m.input_ids.tolist() for m in batch.micro_batches[dp]]
@@ -73,8 +74,24 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
         if result is not None:
             seen["steps"].append((result.loss, result.grad_norm))
             seen["metrics"] = dict(result.metrics)
+    seen["bytes"] = held_bytes(megatron)
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     world.leave()
+
+
+def held_bytes(megatron: Any) -> dict[str, int]:
+    """Of this rank, by what `launcher.memory` calls them; megatron pads gradients for their reduction."""
+    from rl_megatron.learner.optimizer import parts
+
+    chunks = megatron._chunks
+    buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    states = [s for part in parts(megatron._optimizer) for s in part.optimizer.state.values()]
+    moments = [tensor for state in states for name, tensor in state.items() if name != "step"]
+    return {
+        "parameters": sum(p.nbytes for chunk in chunks for p in chunk.parameters()),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "optimizer": sum(tensor.nbytes for tensor in moments),
+    }
 
 
 def run(folder: Path, model: Path, learner: LearnerSection, max_tokens: int = 4096) -> Any:
@@ -82,7 +99,20 @@ def run(folder: Path, model: Path, learner: LearnerSection, max_tokens: int = 40
     folder.mkdir()
     run_ranks(rank_main, learner.dims.world_size, learner, folder, model, max_tokens)
     seen = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(learner.dims.world_size)]
+    assert_as_planned(seen, model, learner)
     return [s for s in seen if s["steps"]]
+
+
+def assert_as_planned(seen: Any, model: Path, learner: LearnerSection) -> None:
+    """Ranks hold what `launcher.memory` says that they will."""
+    planned = {m.stage: m.terms for m in memory(RunConfig(learner=learner), ModelShape.from_folder(model))}
+    for stage, terms in planned.items():
+        ranks = [s["bytes"] for s in seen if s["stage"] == stage]
+        for held in ranks:
+            assert held["parameters"] == terms["parameters"]
+            assert terms["gradients"] <= held["gradients"] < 1.05 * terms["gradients"]
+        total = sum(held["optimizer"] for held in ranks)  # one rank's part begins and ends where a buffer is cut
+        assert total == pytest.approx(len(ranks) * terms["optimizer"], rel=1e-9)
 
 
 @pytest.fixture(scope="module")

@@ -45,17 +45,23 @@ CASES = {
     ),
     "array": ("slurm.array=0-3", "seed=10"),
 }
+CLUSTER = ("slurm.account=lab", "slurm.partition=gpu", "slurm.container=/images/rl.sqsh")
+RECIPES = {  # what is the user's to give
+    "qwen3_30b_a3b": CLUSTER,
+    "qwen3_235b_a22b": (*CLUSTER, "rollout.server.addresses=http://engine1:8000"),
+    "deepseek_v3": (*CLUSTER, "rollout.server.addresses=http://engine1:8000"),
+}
 
 
 def config_of(*keys: str) -> RunConfig:
     return load("tiny_cpu", ["run.name=golden", *keys])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *RECIPES])
 def test_scripts_are_the_golden_ones_and_bash_reads_them(case: str) -> None:
-    made = submit.render(
-        config_of(*CASES[case]), folder=Path("/home/me/work"), python="/venv/bin/python", package=Path("/code")
-    )
+    given = ["run.name=golden", "model.path=/models/given", *RECIPES.get(case, ())]
+    config = load(case, given) if case in RECIPES else config_of(*CASES[case])
+    made = submit.render(config, folder=Path("/home/me/work"), python="/venv/bin/python", package=Path("/code"))
     path = GOLDEN / f"{case}.sbatch"
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(made)
@@ -124,7 +130,9 @@ def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
 )
 def test_the_step_has_a_task_a_rank_in_its_container(keys: tuple[str, ...], expected: str) -> None:
     config = config_of(*keys)
-    command = step_command(config.slurm, submit.checked(config), Path("/runs/x/jobs/1-0"), python="/bin/python")
+    command = step_command(
+        config.slurm, submit.checked(config).placement, Path("/runs/x/jobs/1-0"), python="/bin/python"
+    )
     assert " ".join(command) == (
         "srun --nodes=1 --ntasks=2 --ntasks-per-node=2 --distribution=block --kill-on-bad-exit=1 "
         f"--output=/runs/x/jobs/1-0/rank-%t.txt {expected}"

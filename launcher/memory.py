@@ -1,0 +1,242 @@
+"""What a GPU must hold, said before any is asked for: integer arithmetic over the layout, without torch.
+
+Parameters, gradients and optimizer state are exact but for padding; activations are counted from the layers' shapes
+for attention that keeps no scores (FlashAttention) and evenly loaded experts, following arXiv:2205.05198; logits as
+`learner.logprobs` makes them. What an engine takes is what it is told to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from rl_megatron.config import RunConfig
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.weights.families import hf_layout, megatron_layout
+from rl_megatron.weights.layout import Layout
+
+GB = 1e9
+RESERVED = 0.06  # of a GPU: CUDA and NCCL contexts, what the allocator cannot join
+_BYTES = {"float32": 4, "bfloat16": 2}
+_ADAM = 8  # bytes of both moments
+_SERVER_SHARE = 0.9  # of a GPU that an engine takes where it is not told
+CHANGES: Mapping[str, str] = {
+    "parameters": "raise learner.tp, learner.pp or learner.ep",
+    "gradients": "raise learner.tp, learner.pp or learner.ep",
+    "optimizer": "raise slurm.nodes with learner.dp or learner.ep, which share it out, and keep "
+    "learner.optimizer.distributed=true",
+    "critic": "raise learner.tp, learner.pp or learner.ep, or take an algorithm without a critic",
+    "reference": "raise learner.tp, learner.pp or learner.ep, or set algorithm.kl.coefficient=0",
+    "activations": "set learner.recompute_layers=true, lower learner.max_tokens_per_micro_batch or raise learner.cp",
+    "logits": "lower learner.max_tokens_per_micro_batch, or raise learner.tp or learner.cp",
+    "weight push": "lower weights.bucket_mb",
+    "engine": "lower rollout.server.memory_fraction, or give rollout.server.addresses of servers on other GPUs",
+    "reserved": "take GPUs with more memory",
+}
+"""What makes each term smaller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes that ``rank``'s GPU must hold, by what for, in the order of `CHANGES`."""
+
+    rank: int
+    stage: int
+    terms: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """Bytes in all."""
+        return sum(self.terms.values())
+
+    @property
+    def largest(self) -> str:
+        """The term with most bytes."""
+        return max(self.terms, key=lambda term: self.terms[term])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elements:
+    """Parameters of one rank: ``dense`` ones are shared out over dp and cp by the optimizer, ``experts`` over less."""
+
+    dense: int
+    experts: int
+
+    @property
+    def both(self) -> int:
+        """All of them."""
+        return self.dense + self.experts
+
+
+def memory(config: RunConfig, shape: ModelShape) -> list[Memory]:
+    """Of the ranks that may be the fullest: the first of each pipeline stage, and those beside an engine's server.
+
+    Raises ConfigError where the model's sizes do not divide into the layout.
+    """
+    learner, layout = config.learner, learner_layout(config, shape)
+    inner = learner.dims.world_size // learner.dims.pp
+    beside = range(min(_serving_gpus(config), learner.dims.world_size))
+    held = {stage: elements(layout, stage) for stage in range(learner.dims.pp)}
+    ranks = sorted({*beside, *(stage * inner for stage in held)})
+    return [
+        Memory(rank=r, stage=r // inner, terms=_terms(config, layout, r // inner, held[r // inner], served=r in beside))
+        for r in ranks
+    ]
+
+
+def fullest(config: RunConfig, shape: ModelShape) -> Memory:
+    """The GPU that must hold most. Raises as `memory` does."""
+    return max(memory(config, shape), key=lambda m: m.total)
+
+
+def check(config: RunConfig, shape: ModelShape) -> Memory | None:
+    """The fullest GPU; None where ``slurm.gpu_memory_gb`` is not given. Raises ConfigError where it does not fit."""
+    if config.slurm.gpu_memory_gb is None:
+        return None
+    most, room = fullest(config, shape), config.slurm.gpu_memory_gb * GB
+    if most.total > room:
+        terms = ", ".join(f"{term} {held / GB:.1f}" for term, held in most.terms.items() if held >= 0.05 * GB)
+        raise ConfigError(
+            f"slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}: rank {most.rank} needs {most.total / GB:.1f} GB "
+            f"({terms}). Largest: {most.largest}; {CHANGES[most.largest]}"
+        )
+    share, per_gpu = config.rollout.server.memory_fraction, server_weights(config, shape)
+    if _serving_gpus(config) and share is not None and per_gpu > share * room:
+        raise ConfigError(
+            f"rollout.server.memory_fraction={share:g} of slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g} is less "
+            f"than the {per_gpu / GB:.1f} GB of weights on a GPU of the engine; raise it, or rollout.server.tp"
+        )
+    return most
+
+
+def learner_layout(config: RunConfig, shape: ModelShape) -> Layout:
+    """Where the learner's ranks hold the model. Raises ConfigError naming each size that a degree does not divide."""
+    learner = config.learner
+    return megatron_layout(
+        shape,
+        learner.dims,
+        vocab_multiple=learner.vocab_multiple,
+        first=learner.first_stage_layers,
+        last=learner.last_stage_layers,
+    )
+
+
+def elements(layout: Layout, stage: int) -> Elements:
+    """Trained parameters of one rank of a pipeline stage, padding counted."""
+    counts = {False: 0, True: 0}
+    for spec in layout.rows():
+        if spec.keeps_dtype:  # a buffer
+            continue
+        layers = sum(stage in stages for stages in layout.layer_stages(spec).values())
+        expert = "{expert}" in spec.name
+        each = layout.shape.num_experts // layout.dims.ep if expert else 1
+        counts[expert] += prod(layout.chunks(spec)[0][0].shape) * layers * each
+    return Elements(dense=counts[False], experts=counts[True])
+
+
+def server_weights(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes of the model on each GPU of a server."""
+    whole = sum(prod(size) for size in hf_layout(shape).local_shapes(0).values())
+    return whole * _BYTES[config.learner.dtype] / config.rollout.server.tp
+
+
+def _serving_gpus(config: RunConfig) -> int:
+    """GPUs, from the first node's first on, that a server started beside the learner takes."""
+    server = config.rollout.server
+    return server.replicas * server.tp if config.rollout.served and server.addresses is None else 0
+
+
+def _terms(config: RunConfig, layout: Layout, stage: int, held: Elements, *, served: bool) -> dict[str, float]:
+    learner, algorithm, shape = config.learner, config.algorithm, layout.shape
+    size, state = _BYTES[learner.dtype], _optimizer_bytes(config, held)
+    last = stage == learner.dims.pp - 1
+    tokens = learner.max_tokens_per_micro_batch / learner.dims.cp
+    terms = {
+        "parameters": float(held.both * size),
+        "gradients": float(held.both * 4),  # reduced in float32
+        "optimizer": state,
+        "critic": held.both * (size + 4) + state if algorithm.needs_critic else 0.0,
+        "reference": float(held.both * size) if algorithm.kl.coefficient else 0.0,
+        "activations": _activations(config, shape, layout, stage, tokens) * size,
+        "logits": _logits(config, shape, tokens) if last else 0.0,
+        "weight push": 4.0 * config.weights.bucket_mb * 2**20,  # two buffers each way
+        "engine": 0.0,
+        "reserved": RESERVED * (config.slurm.gpu_memory_gb or 0) * GB,
+    }
+    if not config.rollout.served:
+        terms["engine"] = _local_engine(config, shape)
+    elif served:
+        terms["engine"] = (config.rollout.server.memory_fraction or _SERVER_SHARE) * (
+            config.slurm.gpu_memory_gb or 0
+        ) * GB or server_weights(config, shape)
+    return terms
+
+
+def _optimizer_bytes(config: RunConfig, held: Elements) -> float:
+    """Both moments and, beside half-precision weights, the float32 ones; shared out where ``distributed``."""
+    each = _ADAM + (4 if config.learner.dtype == "bfloat16" else 0)
+    d = config.learner.dims
+    if not config.learner.optimizer.distributed:
+        return float(held.both * each)
+    return each * (held.dense / (d.dp * d.cp) + held.experts * d.etp * d.ep / (d.tp * d.cp * d.dp))
+
+
+def _activations(config: RunConfig, shape: ModelShape, layout: Layout, stage: int, tokens: float) -> float:
+    """Elements kept between forward and backward by all micro-batches in flight, and one layer's working set."""
+    d = config.learner.dims
+    layers = [layer for layer, stages in _stages(layout).items() if stage in stages]
+    kept = {layer: _layer(config, shape, layer, tokens) for layer in layers}
+    inputs = dict.fromkeys(layers, tokens * shape.hidden_size / d.tp)
+    held = inputs if config.learner.recompute_layers else kept
+    in_flight = float(d.pp - stage)  # of 1F1B
+    if d.vpp > 1:  # of its interleaved form, in chunks (arXiv:2104.04473)
+        in_flight = min(2 * (d.pp - stage - 1) + (d.vpp - 1) * d.pp + 1, d.pp * d.vpp) / d.vpp
+    return sum(held.values()) * in_flight + 2 * max(kept.values(), default=0.0)  # and the gradients beside it
+
+
+def _stages(layout: Layout) -> Mapping[int, tuple[int, ...]]:
+    """Stages of every layer, by a row that all layers have."""
+    every = [spec for spec in layout.rows() if "{layer}" in spec.name]
+    return max((layout.layer_stages(spec) for spec in every), key=len)
+
+
+def _layer(config: RunConfig, shape: ModelShape, layer: int, tokens: float) -> float:
+    """Elements that one layer keeps for its backward pass on one rank of a tensor-parallel group."""
+    d, hidden = config.learner.dims, shape.hidden_size
+    per_token = 4.0 * hidden + sum(_attention(shape))  # both norms: what comes in and goes out
+    if layer in shape.moe_layers:
+        chosen = shape.experts_per_token
+        per_token += chosen * (4 * hidden * d.etp + 3 * shape.expert_width)  # sent, arrived, left, combined
+        per_token += 3 * shape.shared_width + 2 * shape.num_experts
+    else:
+        per_token += 3 * shape.dense_width
+    return tokens * per_token / d.tp
+
+
+def _attention(shape: ModelShape) -> Iterator[float]:
+    """Queries, keys, values and what comes out, per token; before and after rotation."""
+    heads = shape.num_heads
+    if (latent := shape.latent) is None:
+        yield (2 * heads + 2 * shape.num_kv_heads) * shape.head_dim  # q, k, v and the output
+        yield (heads + shape.num_kv_heads) * shape.head_dim  # rotated q and k
+        return
+    yield (latent.query_rank or 0) + latent.kv_rank + latent.rope_dim
+    yield heads * (2 * (latent.nope_dim + latent.rope_dim) + 2 * latent.value_dim)
+
+
+def _logits(config: RunConfig, shape: ModelShape, tokens: float) -> float:
+    """Bytes of the logits, their gradient, and two float32 copies of a chunk."""
+    learner = config.learner
+    chunk = min(tokens, learner.logprob_chunk_tokens)
+    return shape.vocab_size / learner.dims.tp * (2 * tokens * _BYTES[learner.dtype] + 2 * chunk * 4)
+
+
+def _local_engine(config: RunConfig, shape: ModelShape) -> float:
+    """A whole copy of the model and a cache for every slot."""
+    rollout = config.rollout
+    cache = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    cached = rollout.slots * (rollout.max_prompt_tokens + rollout.max_new_tokens) * cache
+    whole = sum(prod(size) for size in hf_layout(shape).local_shapes(0).values())
+    return float(whole + cached) * _BYTES[config.learner.dtype]

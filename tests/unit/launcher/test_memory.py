@@ -1,0 +1,178 @@
+"""What GPUs must hold, and the recipes that are made to fit: published sizes, closed forms, one refusal a term.
+
+That real ranks hold what is said here: tests/distributed/test_learner_parity.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher import memory as room
+from launcher.__main__ import main
+from launcher.memory import CHANGES, GB, Memory, elements, fullest, learner_layout, memory
+from launcher.submit import checked
+from rl_megatron.config import RunConfig
+from rl_megatron.config_io import load
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.named import NAMED
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.weights.families import megatron_layout
+
+ELSEWHERE = "rollout.server.addresses=http://engine1:8000,http://engine2:8000"
+RECIPES = {  # name: keys of the user's, GPUs
+    "qwen3_30b_a3b": ((), 8),
+    "qwen3_235b_a22b": ((ELSEWHERE,), 128),
+    "deepseek_v3": ((ELSEWHERE,), 512),
+}
+QWEN3 = {  # the fields of the published config.json that its reader wants
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "vocab_size": 151936,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-06,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def recipe(name: str, *keys: str) -> tuple[RunConfig, ModelShape]:
+    config = load(name, ["model.path=/models/given", *RECIPES[name][0], *keys])
+    return config, NAMED[str(config.model.name)]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("qwen3-30b-a3b", 30.5), ("qwen3-235b-a22b", 235.1), ("deepseek-v3", 671.0)]
+)
+def test_parameters_are_as_many_as_published(name: str, billions: float) -> None:
+    assert round(elements(megatron_layout(NAMED[name]), 0).both / 1e9, 1) == billions
+
+
+def test_qwen3_has_the_parameters_of_its_closed_form() -> None:
+    s = NAMED["qwen3-30b-a3b"]
+    attention = s.hidden_size * s.head_dim * (2 * s.num_heads + 2 * s.num_kv_heads) + 2 * s.head_dim
+    expert = 3 * s.hidden_size * s.expert_width
+    layer = attention + 2 * s.hidden_size + s.num_experts * (expert + s.hidden_size)
+    found = elements(megatron_layout(s), 0)
+    assert found.both == 2 * s.vocab_size * s.hidden_size + s.num_layers * layer + s.hidden_size
+    assert found.experts == s.num_layers * s.num_experts * expert
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fills_its_gpus_and_no_more(name: str) -> None:
+    config, shape = recipe(name)
+    d, slurm = config.learner.dims, config.slurm
+    assert d.world_size == RECIPES[name][1] == slurm.nodes * slurm.gpus_per_node
+    assert slurm.gpus_per_node % d.tp == 0
+    layout = learner_layout(config, shape)  # heads, kv heads, experts, vocabulary and layers divide
+    assert sum(layout.stages or (shape.num_layers,)) == shape.num_layers
+    most = fullest(config, shape)
+    assert 0.4 * slurm.gpu_memory_gb * GB < most.total < slurm.gpu_memory_gb * GB  # type: ignore[operator]
+    assert {term: held for term, held in most.terms.items() if held < 0} == {}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_all_ranks_together_hold_the_model_once_for_each_copy(name: str) -> None:
+    config, shape = recipe(name)
+    d, layout = config.learner.dims, learner_layout(config, shape)
+    whole, parts = elements(megatron_layout(shape), 0), [elements(layout, stage) for stage in range(d.pp)]
+    assert sum(part.experts for part in parts) * d.ep * d.etp == whole.experts
+    cut = sum(part.dense for part in parts) * d.tp
+    assert whole.dense <= cut < 1.01 * d.tp * whole.dense  # norms and routers are whole on each rank
+    state = [m.terms["optimizer"] for m in memory(config, shape) if m.rank % (d.tp * d.cp * d.dp) == 0]
+    assert sum(state) * d.tp * d.cp * d.dp == pytest.approx(12 * (whole.experts + cut))  # each element once, but tp's
+
+
+def test_each_term_grows_with_what_its_advice_names() -> None:
+    config, shape = recipe("qwen3_235b_a22b")
+    was = fullest(config, shape).terms
+    last = memory(config, shape)[-1].terms
+
+    def now(*keys: str) -> Memory:
+        return fullest(*recipe("qwen3_235b_a22b", *keys))
+
+    assert now("learner.optimizer.distributed=false").terms["optimizer"] > was["optimizer"]
+    assert now("learner.recompute_layers=false").terms["activations"] > 5 * was["activations"]
+    assert now("learner.max_tokens_per_micro_batch=8192").terms["activations"] == was["activations"] / 2
+    assert now("algorithm.kl.coefficient=0.1").terms["reference"] == was["parameters"]
+    assert now("algorithm=ppo").terms["critic"] == was["parameters"] + was["gradients"] + was["optimizer"]
+    assert now("weights.bucket_mb=512").terms["weight push"] == 2 * was["weight push"]
+    config, shape = recipe("qwen3_235b_a22b", "learner.max_tokens_per_micro_batch=8192")
+    assert last["logits"] / 2 <= memory(config, shape)[-1].terms["logits"] < last["logits"]
+    assert was.keys() == CHANGES.keys()
+
+
+def test_logits_of_the_last_stage_by_hand() -> None:
+    config, shape = recipe("deepseek_v3")
+    tokens, vocab, chunk = 16384, 129280 // 4, 1024
+    assert memory(config, shape)[-1].terms["logits"] == 2 * 2 * tokens * vocab + 2 * 4 * chunk * vocab
+    assert memory(config, shape)[0].terms["logits"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("qwen3_30b_a3b", ("slurm.gpu_memory_gb=80",), r"rank 0 needs 97\.2 GB .* Largest: optimizer; raise slurm\."),
+        ("qwen3_30b_a3b", ("rollout.server.memory_fraction=0.05",), r"memory_fraction=0\.05 .* less than the 7\.6 GB"),
+        ("qwen3_235b_a22b", ("rollout.server.addresses=null",), r"Largest: engine; .* rollout\.server\.addresses"),
+        (
+            "qwen3_235b_a22b",
+            ("learner.recompute_layers=false",),
+            r"Largest: activations; set learner\.recompute_layers",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told_with_the_key_to_change(name: str, keys: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        room.check(*recipe(name, *keys))
+
+
+def folder_of(tmp_path: Path, **changes: object) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | changes))
+    return tmp_path
+
+
+def test_a_recipe_wants_its_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path is not given, .* model\.name=qwen3-30b-a3b; set model\.path"):
+        load("qwen3_30b_a3b", [])
+    fits = checked(load("qwen3_30b_a3b", [f"model.path={folder_of(tmp_path)}"]))
+    assert "memory: up to 113.0 GB a GPU (rank 0), most of it: optimizer" in fits.describe()
+    other = load("qwen3_30b_a3b", [f"model.path={folder_of(tmp_path, num_hidden_layers=94)}"])
+    with pytest.raises(ConfigError, match="num_layers 94 instead of 48"):
+        checked(other)
+    with pytest.raises(ConfigError, match=r"model\.name=qwen4: not a known model; known: qwen3-30b-a3b"):
+        checked(load("qwen3_30b_a3b", [f"model.path={tmp_path}", "model.name=qwen4"]))
+
+
+def test_without_the_size_of_a_gpu_nothing_is_refused() -> None:
+    config, shape = recipe("qwen3_30b_a3b", "slurm.gpu_memory_gb=null")
+    assert room.check(config, replace(shape, num_layers=480)) is None
+
+
+def test_plan_shows_a_column_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--config", "deepseek_v3", ELSEWHERE])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "deepseek_v3: GB on the fullest GPU of each pipeline stage, 512 GPUs in all" in said
+    together = next(line for line in said.splitlines() if "together" in line)
+    config, shape = recipe("deepseek_v3")
+    assert len(together.split("│")) == 2 + 1 + config.learner.dims.pp
+    assert f"{fullest(config, shape).total / GB:.1f}" in together
+    assert "It fits in slurm.gpu_memory_gb=80." in said
