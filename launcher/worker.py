@@ -157,7 +157,7 @@ class Worker:
         if self._rank:
             return None
         path, shapes = mirror_path(config, run_folder), self._hf.local_shapes(0)
-        return Mirror(path, shapes, dtype, self._model_folder / "config.json", device=device)
+        return Mirror(path, shapes, dtype, self._model_folder / "config.json")
 
     def _connect(self, config: RunConfig, folder: Path) -> None:
         """Plan the way from every learner rank to every engine replica beside one, or to rank 0's mirror."""

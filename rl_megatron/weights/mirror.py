@@ -27,13 +27,11 @@ from rl_megatron.weights.mapped import MappedFile, header_bytes, read_header
 class Mirror:
     """The writer's side. What is written into ``tensors`` is in the file; ``serve`` says that it is whole.
 
-    ``config`` is the config.json that the folder of ``path`` gets. On an accelerator ``tensors`` are memory of their
-    own, which ``serve`` copies.
+    ``config`` is the config.json that the folder of ``path`` gets. The tensors lie in host memory, whatever the learner
+    runs on: no GPU has room for a whole model.
     """
 
-    def __init__(
-        self, path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, config: Path, *, device: torch.device | str
-    ) -> None:
+    def __init__(self, path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, config: Path) -> None:
         self.path = path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         shutil.copyfile(config, path.with_name("config.json"))
@@ -47,9 +45,7 @@ class Mirror:
         flat = torch.from_file(str(path), shared=True, size=len(head) + self.num_bytes, dtype=torch.uint8)
         pieces = flat[len(head) :].split(list(sizes.values()))
         named = zip(shapes.items(), pieces, strict=True)
-        self._file: dict[str, Tensor] = {name: piece.view(dtype).view(shape) for (name, shape), piece in named}
-        on_cpu = torch.device(device).type == "cpu"
-        self.tensors = self._file if on_cpu else {n: torch.empty_like(t, device=device) for n, t in self._file.items()}
+        self.tensors: dict[str, Tensor] = {name: piece.view(dtype).view(shape) for (name, shape), piece in named}
 
     def withdraw(self) -> None:
         """The tensors are about to change: nobody may read them until ``serve``."""
@@ -57,10 +53,7 @@ class Mirror:
 
     def serve(self, version: int) -> None:
         """The tensors are ``version``'s, all of them."""
-        for name, tensor in self._file.items():
-            if self.tensors[name] is not tensor:
-                tensor.copy_(self.tensors[name])
-        note = {"version": version, "checksums": {name: checksum(t) for name, t in self._file.items()}}
+        note = {"version": version, "checksums": {name: checksum(t) for name, t in self.tensors.items()}}
         write_atomically(_note(self.path), json.dumps(note).encode())
 
 

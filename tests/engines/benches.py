@@ -197,7 +197,7 @@ def served(
         servers = ServedEngines(config, SERVERS[engine](), model, folder, shape)
         try:
             running = runner.run(stack.enter_async_context(servers.running(path)))
-            mirror = Mirror(path, shapes, torch.float32, model / "config.json", device="cpu")
+            mirror = Mirror(path, shapes, torch.float32, model / "config.json")
             yield ServedBench(engine, running, FolderSync(mirror=mirror), path, runner)
         finally:
             runner.run(stack.aclose())

@@ -71,7 +71,8 @@ class Ends:
 
     ``exchange`` gives every process's report for this one's. Raises WeightError, naming tensor and rank, on every
     process where one has a missing, unknown or misshapen tensor. Elements are cast to the destination's dtype before
-    they are sent. Tensors are held by storage: change them in place.
+    they are sent. Tensors are held by storage: change them in place. Messages are on the accelerator where any tensor
+    is; the others may be in host memory.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class Ends:
         self.rank, self.verify = rank, verify
         self.src = {name: tensor.detach() for name, tensor in src.items()}
         self.dst = {name: tensor.detach() for name, tensor in dst.items()}
-        self.device = next((t.device for t in (*self.dst.values(), *self.src.values())), torch.device("cpu"))
+        devices = {t.device for t in (*self.dst.values(), *self.src.values())}
+        self.device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
         receives, sends = list(moves.receives(rank)), list(moves.sends(rank))
         local = [t for t in receives if t.src_rank == rank]
         problems = list(_misfits([*local, *sends], receives, self.src, self.dst))
@@ -188,7 +190,8 @@ class Ends:
             torch._foreach_copy_(message.tensors, message.views)
             started = time.perf_counter()
             sent_version = int(message.trailer[0])
-            wrong = (digests(message.tensors) != message.trailer[1:]).nonzero().flatten().tolist()
+            held = [tensor.to(self.device) for tensor in message.tensors]  # back, where they lie in host memory
+            wrong = (digests(held) != message.trailer[1:]).nonzero().flatten().tolist()
             self._verify_seconds += time.perf_counter() - started
         if sent_version != version:
             self._failures.append(f"a message of rank {message.peer} says that it is of version {sent_version}")

@@ -18,7 +18,7 @@ SHAPES = {"a.weight": (3, 4), "b.bias": (5,)}
 def mirror(tmp_path: Path) -> Mirror:
     config = tmp_path / "config.json"
     config.write_text("{}")
-    made = Mirror(tmp_path / "weights" / "model.safetensors", SHAPES, torch.bfloat16, config, device="cpu")
+    made = Mirror(tmp_path / "weights" / "model.safetensors", SHAPES, torch.bfloat16, config)
     for name, tensor in made.tensors.items():
         tensor.copy_(torch.randn(SHAPES[name]))
     return made
