@@ -112,11 +112,15 @@ class Cluster:
 
     def call(self, *command: str, check: bool = True) -> str:
         """A command as a user of the cluster gives it; what it printed."""
-        environment = {**os.environ, "SLURM_CONF": f"{self.folder}/etc/slurm.conf", "PYTHONPATH": str(REPO)}
-        environment["OMP_NUM_THREADS"] = "1"
+        environment = self.environment()
         done = subprocess.run(command, capture_output=True, text=True, cwd=self.work, env=environment, timeout=LIMIT)
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
+
+    def environment(self) -> dict[str, str]:
+        """What a user's commands have."""
+        own = {"SLURM_CONF": f"{self.folder}/etc/slurm.conf", "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+        return {**os.environ, **own}
 
     def program(self, *arguments: str, check: bool = True) -> str:
         """rl-megatron."""
@@ -146,8 +150,9 @@ class Cluster:
         text = (REPO / "slurm" / "train.sbatch").read_text()
         config = " ".join(("--config", "tiny_cpu", *TINY, *keys))
         for line, mine in (
+            (r"#SBATCH --nodes=1", "#SBATCH --nodes=2"),
             (r"#SBATCH --ntasks-per-node=8", "#SBATCH --ntasks-per-node=1"),
-            (r"#SBATCH --gpus-per-node=8", "#SBATCH --mem=3000"),
+            (r"#SBATCH --gpus-per-node=8 --mem=0", "#SBATCH --mem=3000"),
             (r"#SBATCH --partition=batch", f"#SBATCH --partition={partition}"),
             (r"CONFIG=\(.*\)", f"CONFIG=({config})"),
         ):

@@ -1,0 +1,93 @@
+"""Slurm: seconds from sbatch to the first step, and from what befalls a job to its next step.
+
+Run from the repository root, as root: ``python -m bench.cluster [rounds]``. It starts the tests' cluster (two nodes are
+used) and prints a Markdown table of medians and of all rounds. Baseline: the same run on this machine without Slurm, to
+its first step. The run writes a checkpoint after each step, so the next step is the one that the fault interrupted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.cluster.jobs import LIMIT, TINY, Cluster, Job, read_record
+
+KEYS = ("train.steps=100000", "checkpoint.every=1", "eval.every=0", "slurm.partition=pair5", "slurm.restarts=100")
+
+
+def last_step(run: Path) -> int:
+    """The last step that is recorded; -1 before the first row."""
+    return max((row["step"] for row in read_record(run) if row["phase"] == "rl"), default=-1)
+
+
+def until(true: Callable[[], object], what: str) -> float:
+    """Seconds until it is true."""
+    started = time.monotonic()
+    while not true():
+        if time.monotonic() - started > LIMIT:
+            sys.exit(f"waited {LIMIT:g} s for {what}")
+        time.sleep(0.05)
+    return time.monotonic() - started
+
+
+def next_step(job: Job) -> float:
+    """Seconds until the attempt after this one has made a step."""
+    attempts = len(job.attempts())
+    waited = until(lambda: len(job.attempts()) > attempts, f"the next attempt of job {job.id}")
+    step = last_step(job.run)
+    return waited + until(lambda: last_step(job.run) > step, f"the step after {step} of job {job.id}")
+
+
+def round_of(cluster: Cluster, number: int) -> dict[str, float]:
+    """One job: to its first step, then over each fault; and one run here."""
+    out = {}
+    run = cluster.work / "runs" / f"here-{number}"
+    command = [sys.executable, "-m", "launcher", "train", *TINY, *KEYS[:3], f"run.name={run.name}"]
+    with subprocess.Popen(command, cwd=cluster.work, env=cluster.environment(), stdout=subprocess.DEVNULL) as here:
+        out["to the first step, without Slurm"] = until(lambda: last_step(run) >= 1, "the first step here")
+        here.terminate()
+    started = time.monotonic()
+    job = cluster.submit(f"job-{number}", *KEYS, "slurm.nodes=1")
+    sent = time.monotonic()
+    out["rl-megatron submit"] = sent - started
+    out["sbatch to the first step"] = until(lambda: last_step(job.run) >= 1, "the first step")
+    cluster.call("scancel", "--batch", "--signal=USR1", job.id)
+    out["the signal before the time limit to the next step"] = next_step(job)
+    job.ranks()[1].kill()
+    out["a killed rank to the next step, on another node"] = next_step(job)
+    cluster.call("scancel", job.id)
+    job.end()
+    job = cluster.submit(f"power-{number}", *KEYS, "slurm.nodes=1")
+    until(lambda: last_step(job.run) >= 1, "the first step")
+    node = job.shown()["NodeList"]
+    cluster.power_off(node)
+    out["a node that loses power to the next step, on another node"] = next_step(job)
+    cluster.call("scancel", job.id)
+    job.end()
+    cluster.power_on(node)
+    return out
+
+
+def main() -> None:
+    """Print the table."""
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    with tempfile.TemporaryDirectory(prefix="rl_megatron-") as folder:
+        cluster = Cluster(folder=Path(folder) / "slurm", work=Path(folder) / "work")
+        try:
+            cluster.start(nodes=6)
+            measured = [round_of(cluster, number) for number in range(rounds)]
+        finally:
+            cluster.stop()
+    print("| from | seconds | all rounds |\n|---|---|---|")
+    for what in measured[0]:
+        seconds = [each[what] for each in measured]
+        print(f"| {what} | {statistics.median(seconds):.1f} | {', '.join(f'{s:.1f}' for s in seconds)} |")
+
+
+if __name__ == "__main__":
+    main()
