@@ -59,7 +59,8 @@ def submit(
     prepared = room.prepare(named)
     print(prepared.checked.describe(), flush=True)
     room.verify(prepared, cluster=not dry_run)
-    print(f"script: {prepared.script}" if dry_run else f"job {room.send(prepared)}: {prepared.folder}")
+    sends = f"nothing was sent; this sends it: sbatch {prepared.script}"
+    print(sends if dry_run else f"job {room.send(prepared)}: {prepared.folder}")
 
 
 @app.command()

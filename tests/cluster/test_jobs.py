@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
 from tests.cluster.jobs import STEPS, Cluster, Job, Record, read_record
 
 TWO = ("slurm.nodes=2",)
+APPTAINER = """#!/bin/sh
+echo "$@" >>"$(dirname "$0")/given.txt"
+while [ "$1" != /images/rl.sif ]; do shift; done
+shift
+exec "$@"
+"""
 
 
 def numbers_of(record: Record) -> list[float]:
@@ -123,8 +132,16 @@ def test_two_nodes_train_as_one_machine_does_and_two_jobs_share_them(cluster: Cl
     assert [row["step"] for row in first.record() if row["phase"] == "rl"] == list(range(STEPS + 1))
 
 
-def test_an_array_is_a_run_for_each_index_and_others_can_wait_for_it(cluster: Cluster) -> None:
-    array = cluster.submit("array", "slurm.array=0-1", "train.steps=1")
+def test_an_array_is_a_run_for_each_index_in_a_container_and_others_can_wait_for_it(cluster: Cluster) -> None:
+    stand_in = cluster.work / "bin" / "apptainer"
+    stand_in.parent.mkdir()
+    stand_in.write_text(APPTAINER)
+    stand_in.chmod(0o755)
+    array = cluster.submit(
+        *("array", "slurm.array=0-1", "train.steps=1", "slurm.container=/images/rl.sif"),
+        *("slurm.container_runtime=apptainer", "slurm.container_mounts=/data:/data"),
+        *(f"slurm.container_python={sys.executable}", f"slurm.environment.PATH={stand_in.parent}:{os.environ['PATH']}"),
+    )
     four = cluster.submit("four", "slurm.nodes=4", "learner.ep=4", f"slurm.dependency=afterok:{array.id}")
     assert four.shown()["Dependency"].startswith("afterok:")
     assert four.end() == "COMPLETED", four.said()
@@ -134,6 +151,8 @@ def test_an_array_is_a_run_for_each_index_and_others_can_wait_for_it(cluster: Cl
     numbers = [numbers_of(read_record(run)) for run in runs]
     assert [len(each) for each in numbers] == [3, 3]  # of the warm start and of the step
     assert numbers[0] != numbers[1]
+    given = (stand_in.parent / "given.txt").read_text().splitlines()
+    assert given == 4 * [f"exec --bind=/data:/data /images/rl.sif {sys.executable} -m launcher.rank"]
     whole, parts = cluster.local(), four.record()
     assert [row["step"] for row in parts] == [row["step"] for row in whole]
     assert numbers_of(parts) == pytest.approx(numbers_of(whole), rel=1e-3, abs=1e-5)  # another layout rounds otherwise

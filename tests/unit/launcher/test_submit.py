@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from launcher.slurm import step_command
 from rl_megatron.config import RunConfig
 from rl_megatron.config_io import load
 from rl_megatron.errors import ConfigError
+from tests.unit.launcher.test_memory import QWEN3
 
 REPO = Path(__file__).resolve().parents[3]
 GOLDEN = Path(__file__).parent / "golden"
@@ -98,8 +100,9 @@ def test_what_does_not_fit_is_told_with_numbers(keys: tuple[str, ...], message: 
 
 
 def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     code = "import sys; sys.modules['torch'] = None; from launcher.__main__ import main; main(sys.argv[1:])"
-    keys = ["submit", "tiny_cpu", "slurm.nodes=2", "run.name=here", "--dry-run"]
+    keys = ["submit", "qwen3_30b_a3b", "model.path=.", "slurm.nodes=2", "learner.dp=4", "run.name=here", "--dry-run"]
     done = subprocess.run(
         [sys.executable, "-c", code, *keys],
         cwd=tmp_path,
@@ -108,10 +111,14 @@ def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "2 ranks on 2 nodes, 1 on each" in done.stdout
+    assert "16 ranks on 2 nodes, 8 on each" in done.stdout
+    assert "tp=4: inside a node" in done.stdout
+    assert "memory: up to 90.1 GB a GPU (rank 0), most of it: engine" in done.stdout
     run = tmp_path / "runs" / "here"
     assert sorted(p.name for p in run.iterdir()) == ["config.yaml", "job.sbatch", "jobs", "placement.txt"]
     assert load(str(run / "config.yaml"), []).run.launcher == "slurm"
+    assert f"sbatch {run / 'job.sbatch'}" in done.stdout
+    assert "most of it: engine" in (run / "placement.txt").read_text()
 
 
 @pytest.mark.parametrize(
