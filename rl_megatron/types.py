@@ -73,6 +73,7 @@ class GenerationRequest:
     token_ids: tuple[int, ...]
     num_completions: int
     params: SamplingParams
+    routes: bool = False  # whether completions shall have theirs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +200,7 @@ class Batch:
 
 
 Scores = Sequence[Sequence["Tensor"]]
-"""[D][M] of a batch's micro-batches, each [N] float32: one number a position."""
+"""[D][M] of a batch's micro-batches, each [N] float32: one number a position. Routes: [N, MoE layers, top_k]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,11 @@ from rl_megatron.types import Completion, Prompt, Routes
 _NARROW, _WIDE = np.dtype(np.uint8), np.dtype("<i2")
 
 
+def routes_dtype(num_experts: int) -> torch.dtype:
+    """The least that holds an expert's number."""
+    return torch.uint8 if num_experts <= 256 else torch.int16
+
+
 def encode_routes(experts: NDArray[Any], *, num_experts: int) -> Routes:
     """``experts`` [positions, MoE layers, top_k] of any integer type. Raises DataError for one that does not exist."""
     if experts.ndim != 3:

@@ -61,28 +61,26 @@ class PackedExperts:
         return out.permute(0, 2, 3, 1).view(len(x), self._experts, -1)
 
 
-def mix_experts(
-    residual: Tensor,
-    x: Tensor,
-    router_logits: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    packed: PackedExperts | None,
-    *,
-    experts_per_token: int,
-    normalize: bool,
-) -> Tensor:
-    """``residual`` [N, H] plus the chosen experts' outputs on ``x`` [N, H], weighted by the router's probabilities.
+def choose_experts(router_logits: Tensor, *, experts_per_token: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Numbers [N, k] of the experts with the largest ``router_logits`` [N, E], and their probabilities [N, k] float32.
 
-    ``router_logits`` [N, E]; ``w13`` [E, 2I, H] (gate, then up); ``w2`` [E, H, I]; ``packed`` the same two,
-    where they are. ``normalize`` makes the chosen probabilities of a token sum to one.
+    ``normalize`` makes a token's sum to one.
     """
     if normalize:  # softmax over the chosen equals the chosen of the softmax, renormalised
         top, chosen = router_logits.topk(experts_per_token, dim=-1)
-        weights = top.softmax(-1, dtype=torch.float32)
-    else:
-        weights, chosen = router_logits.softmax(-1, dtype=torch.float32).topk(experts_per_token, dim=-1)
-    wasted_flops = 2 * len(x) * (w13.shape[0] - experts_per_token) * (w13[0].numel() + w2[0].numel())
+        return chosen, top.softmax(-1, dtype=torch.float32)
+    weights, chosen = router_logits.softmax(-1, dtype=torch.float32).topk(experts_per_token, dim=-1)
+    return chosen, weights
+
+
+def mix_experts(
+    residual: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, packed: PackedExperts | None
+) -> Tensor:
+    """``residual`` [N, H] plus the ``chosen`` experts' outputs on ``x`` [N, H], weighted; both [N, k].
+
+    ``w13`` [E, 2I, H] (gate, then up); ``w2`` [E, H, I]; ``packed`` the same two, where they are.
+    """
+    wasted_flops = 2 * len(x) * (w13.shape[0] - chosen.shape[1]) * (w13[0].numel() + w2[0].numel())
     weights = weights.to(x.dtype)
     if wasted_flops <= MAX_DENSE_WASTE_FLOPS:
         return all_experts(residual, x, chosen, weights, w13, w2)

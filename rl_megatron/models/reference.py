@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rl_megatron.models.experts import PackedExperts, mix_experts
+from rl_megatron.models.experts import PackedExperts, choose_experts, mix_experts
 from rl_megatron.models.linear import linear
 from rl_megatron.models.shape import ModelShape
 
@@ -83,23 +83,25 @@ class ReferenceModel:
         finally:
             self._packed_is_current = False
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Final-normed states [N, H] of ``tokens`` [N] int64 at ``positions`` [N] int64 in their own sequences."""
+    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, routes: Tensor | None = None) -> Tensor:
+        """Final-normed states [N, H] of ``tokens`` [N] int64 at ``positions`` [N] int64 in their own sequences.
+
+        The experts of each layer are written into ``routes`` [N, layers, k], where it is given.
+        """
         x = self.embedding.index_select(0, tokens)
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
         for index, weights in enumerate(self.layers):
             x = self._attention(index, weights, x, cos, sin, attend)
             normed = rms_norm(x, weights.expert_norm, self._eps)
-            x = mix_experts(
-                x,
-                normed,
+            chosen, shares = choose_experts(
                 functional.linear(normed, weights.router),
-                weights.w13,
-                weights.w2,
-                self._packed[index] if self._packed_is_current else None,
                 experts_per_token=self.shape.experts_per_token,
                 normalize=self.shape.normalize_top_k,
             )
+            if routes is not None:
+                routes[:, index] = chosen
+            packed = self._packed[index] if self._packed_is_current else None
+            x = mix_experts(x, normed, chosen, shares, weights.w13, weights.w2, packed)
         return rms_norm(x, self.final_norm, self._eps)
 
     def project(self, hidden: Tensor) -> Tensor:

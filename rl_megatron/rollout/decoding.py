@@ -17,10 +17,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from rl_megatron.data.routes import encode_routes, routes_dtype
 from rl_megatron.models.kv_cache import KVCache
 from rl_megatron.models.reference import CausalAttention, ReferenceModel
 from rl_megatron.rollout.sampling import RowSampling, choose_tokens, stream_keys, uniforms
-from rl_megatron.types import Completion, GenerationRequest
+from rl_megatron.types import Completion, GenerationRequest, Routes
 
 # Padded prompt tokens prefilled at once: bounds a block's memory.
 MAX_PREFILL_TOKENS = 16384
@@ -50,12 +51,15 @@ class Decoding:
         self._num, self._width = self._ends[-1], max(request.params.max_new_tokens for request in requests)
         self._any_greedy = any(request.params.temperature == 0 for request in requests)
         self._any_top_p = any(request.params.top_p < 1 for request in requests)
+        self._any_routes = any(request.routes for request in requests)
         self._prompt_of, self._initial, self._initial_sampling, self._stop_table = self._sequence_state()
         self._uniforms = self._random_numbers()
         self._state = self._initial.new_zeros(len(self._initial), cache.rows)
         self._sampling = self._initial_sampling.new_zeros(len(self._initial_sampling), cache.rows)
         self._out_tokens = self._initial.new_zeros(self._num * self._width)
         self._out_logprobs = self._initial_sampling.new_zeros(self._num * self._width)
+        self._out_routes = self._room(self._num * self._width)
+        self._prompt_routes: list[Tensor] = []  # of each prefilled prompt but its last token
         self._lengths = self._initial.new_zeros(self._num)
         self._stopped = self._initial.new_zeros(self._num, dtype=torch.bool)
         self._clock, self._oldest, self._active, self._admitted = max(self._prefix_lengths), 0, 0, 0
@@ -72,7 +76,9 @@ class Decoding:
         # A few idle rows are carried along: few batch sizes, few kernels to prepare (see `linear`).
         padded = min(-(-self._active // ROW_MULTIPLE) * ROW_MULTIPLE, self._cache.rows)
         self._cache.open_column(self._clock, active=padded, oldest=self._oldest)
-        hidden = self._model.hidden(self._state[_TOKEN, :padded], self._state[_POSITION, :padded], self._cache.attend)
+        tokens_in, positions = self._state[_TOKEN, :padded], self._state[_POSITION, :padded]
+        routes = self._room(padded)
+        hidden = self._model.hidden(tokens_in, positions, self._cache.attend, routes)
         state = self._state[:, : self._active]
         logits = self._model.project(hidden)[: self._active]
         inverse_temperature, top_p, greedy = self._sampling[:, : self._active].unsqueeze(-1)
@@ -86,6 +92,8 @@ class Decoding:
         tokens, logprobs = choose_tokens(logits, self._uniforms.take(state[_OUT]), rows)
         self._out_tokens.scatter_(0, state[_OUT], tokens)
         self._out_logprobs.scatter_(0, state[_OUT], logprobs)
+        if self._out_routes is not None and routes is not None:
+            self._out_routes.index_copy_(0, state[_OUT], routes[: self._active])
         state[_TOKEN] = tokens
         state[: _OUT + 1] += 1
         self._clock += 1
@@ -100,14 +108,37 @@ class Decoding:
         lengths, stopped = self._lengths.tolist(), self._stopped.tolist()
         inside = (torch.arange(self._width, device=self._lengths.device) < self._lengths[:, None]).view(-1)
         tokens, logprobs = self._out_tokens[inside].tolist(), self._out_logprobs[inside].tolist()
+        routes = self._routes(inside, lengths)
         return [
             Completion(
                 token_ids=tuple(tokens[end - length : end]),
                 logprobs=tuple(logprobs[end - length : end]),
                 finish_reason="stop" if by_stop else "length",
                 versions=(version, version),
+                routes=its_routes,
             )
-            for end, length, by_stop in zip(accumulate(lengths), lengths, stopped, strict=True)
+            for end, length, by_stop, its_routes in zip(accumulate(lengths), lengths, stopped, routes, strict=True)
+        ]
+
+    def _room(self, rows: int) -> Tensor | None:
+        """For the routes of ``rows`` tokens, [rows, layers, k], where a request asks for any."""
+        if not self._any_routes:
+            return None
+        s = self._model.shape
+        size = (rows, s.num_layers, s.experts_per_token)
+        return torch.zeros(size, dtype=routes_dtype(s.num_experts), device=self._model.device)
+
+    def _routes(self, inside: Tensor, lengths: Sequence[int]) -> list[Routes | None]:
+        """Of each sequence whose request asks for them: its prompt's, then those of the steps that made its tokens."""
+        if self._out_routes is None:
+            return [None] * self._num
+        sampled = self._out_routes[inside].cpu().split(list(lengths))
+        num_experts = self._model.shape.num_experts
+        return [
+            encode_routes(torch.cat((self._prompt_routes[prompt].cpu(), own)).numpy(), num_experts=num_experts)
+            if self._requests[prompt].routes
+            else None
+            for prompt, own in zip(self._prompt_of.tolist(), sampled, strict=True)
         ]
 
     def _sequence_state(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -160,8 +191,11 @@ class Decoding:
         shape, device = self._model.shape, self._model.device
         attend = CausalAttention(self._prefix_lengths[first:stop], shape=shape, device=device, keep=self._model.dtype)
         prompts = [token for request in self._requests[first:stop] for token in request.token_ids[:-1]]
+        routes = self._room(len(prompts))
         if prompts:
-            self._model.hidden(torch.tensor(prompts, device=device), attend.positions, attend)
+            self._model.hidden(torch.tensor(prompts, device=device), attend.positions, attend, routes)
+        if routes is not None:
+            self._prompt_routes += routes.split(self._prefix_lengths[first:stop])
         return _Block(prefix=attend.kept, first=first, stop=stop)
 
     def _retire(self, finished: Tensor, stopped: Tensor) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
 
+from rl_megatron.data.routes import decode_routes
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.local import LocalEngine
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
@@ -113,6 +115,29 @@ def test_stop_tokens_and_limits_end_completions(make_engine: MakeEngine) -> None
 def test_a_stop_token_at_the_limit_is_a_stop(make_engine: MakeEngine) -> None:
     ((got,),) = make_engine(1).generate([request("p", (3,), max_new_tokens=1, stop_token_ids=tuple(range(41)))])
     assert (len(got.token_ids), got.finish_reason) == (1, "stop")
+
+
+@pytest.mark.parametrize("slots", [64, 3])
+def test_routes_of_prompt_and_completion_are_transformers_top_k(
+    theirs: Qwen3MoeForCausalLM, make_engine: MakeEngine, slots: int
+) -> None:
+    asked = [replace(r, routes=i != 2) for i, r in enumerate(ragged(num=3, stop_token_ids=tuple(range(0, 41, 6))))]
+    answers = make_engine(slots).generate(asked)
+    assert [[got.routes is None for got in group] for group in answers] == [[i == 2] * 3 for i in range(len(asked))]
+    plain = make_engine(slots).generate([replace(r, routes=False) for r in asked])
+    assert [[replace(got, routes=None) for got in group] for group in answers] == plain
+    lengths = set()
+    for request, group in zip(asked, answers, strict=True):
+        for got in group if request.routes else ():
+            assert got.routes is not None
+            lengths.add(len(got.token_ids))
+            tokens = torch.tensor([request.token_ids + got.token_ids])[:, :-1]
+            with torch.no_grad():
+                logits = theirs(tokens, output_router_logits=True).router_logits
+            wanted = torch.stack([x.topk(2, -1).indices.sort(-1).values for x in logits], 1)
+            found = torch.tensor(decode_routes(got.routes)).sort(-1).values
+            assert found.tolist() == wanted.tolist()
+    assert len(lengths) > 3  # rows were given to other sequences
 
 
 def test_requests_with_different_parameters_keep_their_own(make_engine: MakeEngine) -> None:
