@@ -174,8 +174,12 @@ def _placeholder(samples: Samples) -> Samples:
 
 
 def unpack(batch: Batch, scores: Sequence[Sequence[Tensor]], samples: Samples) -> Tensor:
-    """Scores [D][M] of each position of ``batch`` -> [N] at the positions of the ``samples`` it was packed from."""
-    out = torch.zeros(len(samples.input_ids), dtype=torch.float32)
+    """Scores [D][M] of each position of ``batch`` -> [N] at the positions of the ``samples`` it was packed from.
+
+    A score may be several numbers: what follows N stays.
+    """
+    like = scores[0][0]
+    out = like.new_zeros((len(samples.input_ids), *like.shape[1:]))
     for numbers, row in zip(batch.sequences, scores, strict=True):
         for sequences, values in zip(numbers, row, strict=True):
             rows, _ = rows_of(samples.cu_seqlens, sequences)

@@ -8,6 +8,7 @@ result does not depend on how the batch was cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -24,6 +25,8 @@ from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.types import Loss, LossInputs, LossOutput
 
 LossClosure = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
+AroundForward = Callable[[Any, PackedMicroBatch], AbstractContextManager[None]]
+"""Entered with a chunk and a micro-batch around the forward pass of the one over the other (`replay.Routing`)."""
 
 
 class Head(Protocol):
@@ -76,7 +79,10 @@ class ValueHead:
 
 
 def run_scores(
-    chunks: Sequence[DistributedDataParallel], micro_batches: Sequence[PackedMicroBatch], head: Head
+    chunks: Sequence[DistributedDataParallel],
+    micro_batches: Sequence[PackedMicroBatch],
+    head: Head,
+    around: AroundForward,
 ) -> list[Tensor]:
     """Scores [t] per micro-batch on the last pipeline stage, nothing elsewhere. Every rank calls it."""
 
@@ -85,7 +91,7 @@ def run_scores(
         return scores.sum(), _zero_tokens(output), scores
 
     with torch.no_grad():
-        results: list[Tensor] = _schedule(chunks, micro_batches, closure, forward_only=True)
+        results: list[Tensor] = _schedule(chunks, micro_batches, closure, around, forward_only=True)
     return results
 
 
@@ -94,6 +100,7 @@ def run_loss(
     micro_batches: Sequence[PackedMicroBatch],
     head: Head,
     loss: Loss,
+    around: AroundForward,
     *,
     num_tokens: int,
     num_sequences: int,
@@ -113,7 +120,7 @@ def run_loss(
         )
         return share.loss, _zero_tokens(output), share
 
-    results: list[LossOutput] = _schedule(chunks, micro_batches, closure, forward_only=False)
+    results: list[LossOutput] = _schedule(chunks, micro_batches, closure, around, forward_only=False)
     return results
 
 
@@ -121,19 +128,21 @@ def _schedule(
     chunks: Sequence[DistributedDataParallel],
     micro_batches: Sequence[PackedMicroBatch],
     closure: Callable[[PackedMicroBatch, Tensor], tuple[Tensor, Tensor, Any]],
+    around: AroundForward,
     *,
     forward_only: bool,
 ) -> list[Any]:
     def forward_step(iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, LossClosure]:
         micro_batch = next(iterator)
         half = {"fp32_output": False} if chunks[0].config.bf16 else {}  # else all logits are copied to float32
-        output = model(
-            micro_batch.input_ids[None],
-            micro_batch.attention.positions[None],
-            None,
-            packed_seq_params=micro_batch.attention,
-            **half,
-        )
+        with around(model, micro_batch):
+            output = model(
+                micro_batch.input_ids[None],
+                micro_batch.attention.positions[None],
+                None,
+                packed_seq_params=micro_batch.attention,
+                **half,
+            )
         return output, partial(closure, micro_batch)
 
     iterators = [iter(micro_batches) for _ in chunks]

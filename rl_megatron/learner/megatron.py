@@ -37,6 +37,7 @@ from rl_megatron.learner.model import build_chunks, keep_selection_biases_float3
 from rl_megatron.learner.naming import global_parameters  # noqa: E402
 from rl_megatron.learner.optimizer import make_optimizer  # noqa: E402
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch  # noqa: E402
+from rl_megatron.learner.replay import Routing, gather_recorded  # noqa: E402
 from rl_megatron.learner.value import ValueParameter, put_value_layer  # noqa: E402
 
 
@@ -83,6 +84,7 @@ class MegatronLearner:
         config.grad_scale_func = self._optimizer.scale_loss
         keep_selection_biases_float32(models)
         self._load_meter = ExpertLoadMeter(models, shape.num_layers, shape.num_experts, device)
+        self._routing = Routing(self._chunks, models, shape, device, recomputes=learner.recompute_layers)
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -108,9 +110,27 @@ class MegatronLearner:
         None off the last stage and off TP/CP rank 0. ``weights`` stand for the model's own ``tensors`` during the pass.
         """
         packed = self._pack(micro_batches)
-        with self._swapped(weights or {}):
-            results = run_scores(self._chunks, packed, self._head)
+        with self._swapped(weights or {}), torch.no_grad():
+            results = run_scores(self._chunks, packed, self._head, self._routing.replaying)
+            self._routing.finish()
+        return self._restored(results, packed, micro_batches)
+
+    def score_with_routes(self, micro_batches: Sequence[Samples]) -> tuple[list[Tensor], list[Tensor]] | None:
+        """As ``score``, and the routes that the pass took, [N, MoE layers, top_k] per micro-batch."""
+        packed = [replace(p, routes=self._routing.blank(len(p.source))) for p in self._pack(micro_batches)]
+        with torch.no_grad():
+            results = run_scores(self._chunks, packed, self._head, self._routing.recording)
+            self._routing.finish()
+        routes = gather_recorded(packed, [len(m.input_ids) for m in micro_batches])
+        scores = self._restored(results, packed, micro_batches)
+        return None if scores is None else (scores, routes)
+
+    def _restored(
+        self, results: Sequence[Tensor], packed: Sequence[PackedMicroBatch], micro_batches: Sequence[Samples]
+    ) -> list[Tensor] | None:
+        """What the last stage said, at the samples' positions; None but on the rank that answers for its DP rank."""
         self._load_meter.reset()
+        self._routing.reset()
         if not parallel_state.is_pipeline_last_stage():
             return None
         restored = [
@@ -139,11 +159,20 @@ class MegatronLearner:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        outputs = run_loss(self._chunks, packed, self._head, loss, num_tokens=num_tokens, num_sequences=num_sequences)
+        outputs = run_loss(
+            self._chunks,
+            packed,
+            self._head,
+            loss,
+            self._routing.replaying,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+        )
+        self._routing.finish()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         _, grad_norm, _ = self._optimizer.step()
-        balance = self._load_meter.read()
+        balance = self._load_meter.read() | (self._routing.read() if packed[0].routes is not None else {})
         if not math.isfinite(grad_norm):
             raise RLMegatronError(
                 f"gradient norm is {grad_norm} at learning rate {learning_rate}: the update was not finite; "
@@ -165,6 +194,8 @@ class MegatronLearner:
 
     def _pack(self, micro_batches: Sequence[Samples]) -> list[PackedMicroBatch]:
         """This rank's share of each; interleaved pipelines want a multiple of pp: masked copies of the last fill up."""
+        for micro_batch in micro_batches:
+            self._routing.check(micro_batch.routes)
         missing = -len(micro_batches) % self._dims.pp if self._dims.vpp > 1 else 0
         masked = replace(micro_batches[-1], mask=torch.zeros_like(micro_batches[-1].mask))
         return [

@@ -109,6 +109,11 @@ METRICS: Mapping[str, Metric] = _rows(
     ("groups/filtered", "groups", "groups of equal rewards left out by rollout.dynamic_sampling"),
     ("groups/zero_advantage_fraction", "", "share of groups whose rewards are all equal and so teach nothing"),
     ("moe/load_imbalance", "", "tokens of the busiest expert over the mean expert, in the worst layer; 1 is balanced"),
+    (
+        "moe/rerouted_fraction",
+        "",
+        "share of tokens, in a layer, whose replayed experts are others than the router would take",
+    ),
     ("packing/imbalance", "", "work of the slowest rank at each micro-batch over the mean rank's; 1 is even"),
     ("packing/padding_fraction", "", "share of the packed positions that are padding"),
     ("weights/bytes", "bytes", "weight bytes that crossed a process boundary to the rollout engine"),

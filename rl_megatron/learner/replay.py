@@ -1,0 +1,186 @@
+"""Routing replay: this rank's routers take the experts they are told, or say which they took.
+
+megatron-core's RouterReplay does it in each router; here is who gets what: which layers a rank has (PP, VPP), which
+tokens of a micro-batch a TP rank routes (sequence parallelism), and when (each micro-batch anew, and again where its
+layers are recomputed). A router's weights are those of its scores of the replayed experts, so it still learns.
+
+R2 replays the routes of the learner's own pass over the old policy, R3 those of the rollout engine (Zheng et al.,
+"Stabilizing Reinforcement Learning with LLMs", arXiv:2512.01374; Ma et al., "Stabilizing MoE Reinforcement Learning by
+Aligning Training and Inference Routers", arXiv:2510.11370).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from torch import Tensor
+
+from rl_megatron.data.routes import routes_dtype
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.learner.packed import PackedMicroBatch
+from rl_megatron.models.shape import ModelShape
+
+
+class _Replay(RouterReplay):
+    """A router's, which counts the tokens that it would have sent elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.real = torch.zeros(0, dtype=torch.bool, device=device)  # [t] which tokens are no padding
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # tokens replayed; those with other experts
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See RouterReplay."""
+        probs, chosen = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+        if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD and default_compute_topk is not None:
+            _, own = default_compute_topk(scores.detach(), topk, num_groups, group_topk)
+            other = (own.sort(-1).values != chosen.sort(-1).values).any(-1)
+            self.counts += torch.stack([self.real.sum(), (other & self.real).sum()])
+        return probs, chosen
+
+
+class Routing:
+    """The routers of one rank's model chunks. ``chunks`` are as the pipeline schedule calls them, around ``models``."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        models: Sequence[GPTModel],
+        shape: ModelShape,
+        device: torch.device,
+        *,
+        recomputes: bool,
+    ) -> None:
+        column = {layer: number for number, layer in enumerate(shape.moe_layers)}
+        self._routers: dict[Any, list[tuple[int, _Replay]]] = {chunk: [] for chunk in chunks}
+        for chunk, model in zip(chunks, models, strict=True):
+            for layer in model.decoder.layers:
+                if layer.is_moe_layer:
+                    layer.mlp.router.router_replay = replay = _Replay(device)
+                    self._routers[chunk].append((column[layer.layer_number - 1], replay))
+        self._recomputes, self._num_experts, self._device = recomputes, shape.num_experts, device
+        self._size = (len(column), shape.experts_per_token)
+
+    def check(self, routes: Tensor | None) -> None:
+        """Raises RLMegatronError for ``routes`` [N, MoE layers, top_k] that this model's routers cannot take."""
+        if routes is None:
+            return
+        if tuple(routes.shape[1:]) != self._size:
+            raise RLMegatronError(
+                f"routes to replay are of {routes.shape[1]} MoE layers with {routes.shape[2]} experts a token; the "
+                f"learner's model has {self._size[0]} with {self._size[1]}: is the engine's another model?"
+            )
+        experts = routes.sort(-1).values
+        if bool((experts[..., 1:] == experts[..., :-1]).any()) or int(experts.max()) >= self._num_experts:
+            raise RLMegatronError(
+                f"routes to replay name an expert twice for one token, or one of {self._num_experts} and above: what "
+                "the engine gave is not what it routed by"
+            )
+
+    @contextlib.contextmanager
+    def replaying(self, chunk: Any, micro_batch: PackedMicroBatch) -> Iterator[None]:
+        """Around the forward pass of ``chunk``: its routers take ``micro_batch.routes``, where there are any."""
+        routes = micro_batch.routes
+        if routes is None:
+            yield
+            return
+        own = _own_tokens(len(routes))
+        mine, real = routes[own].to(torch.int64), (micro_batch.source[own] >= 0).to(self._device)
+        keep = self._recomputes and torch.is_grad_enabled()
+        for column, router in self._routers[chunk]:
+            if not keep:  # what is set also waits, first in first out, for layers to be recomputed
+                router.clear_indices()
+            router.real = real
+            router.set_target_indices(mine[:, column])
+            router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        yield
+        for _, router in self._routers[chunk]:  # whatever comes before this chunk's next forward recomputes
+            router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+
+    @contextlib.contextmanager
+    def recording(self, chunk: Any, micro_batch: PackedMicroBatch) -> Iterator[None]:
+        """Around the forward pass of ``chunk``: what its routers choose is written into ``micro_batch.routes``."""
+        routes = micro_batch.routes
+        assert routes is not None
+        for _, router in self._routers[chunk]:
+            router.set_router_replay_action(RouterReplayAction.RECORD)
+        yield
+        own = routes[_own_tokens(len(routes))]
+        for column, router in self._routers[chunk]:
+            own[:, column] = router.get_recorded_indices().to(routes.dtype)
+
+    def finish(self) -> None:
+        """Routers choose by themselves again. Raises RLMegatronError where a recomputed layer left routes over."""
+        left = 0
+        for routers in self._routers.values():
+            for _, router in routers:
+                left += len(router.replay_backward_list) if self._recomputes and torch.is_grad_enabled() else 0
+                router.clear_indices()
+                router.clear_router_replay_action()
+        if left:
+            raise RLMegatronError(f"{left} layers were to be recomputed with replayed routes and were not")
+
+    def read(self) -> dict[str, float]:
+        """``moe/rerouted_fraction``: tokens, in a layer, with other experts than its router would take; resets.
+
+        Empty where nothing was replayed since the last read. Every rank calls it: each counts its tokens and layers.
+        """
+        counts = [router.counts for routers in self._routers.values() for _, router in routers]
+        total = torch.stack([torch.zeros(2, dtype=torch.int64, device=self._device), *counts]).sum(0)
+        self.reset()
+        dist.all_reduce(total)
+        replayed, other = total.tolist()
+        return {"moe/rerouted_fraction": other / replayed} if replayed else {}
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        for routers in self._routers.values():
+            for _, router in routers:
+                router.counts.zero_()
+
+    def blank(self, length: int) -> Tensor:
+        """Room for the routes of ``length`` positions, zeros: [length, MoE layers, top_k]."""
+        return torch.zeros((length, *self._size), dtype=routes_dtype(self._num_experts), device=self._device)
+
+
+def gather_recorded(packed: Sequence[PackedMicroBatch], counts: Sequence[int]) -> list[Tensor]:
+    """Recorded routes at the samples' positions, [N, MoE layers, top_k] a micro-batch of ``counts`` N; on the CPU.
+
+    Every rank calls it and gets all of its DP rank's. A rank wrote its own tokens and layers, and zeros elsewhere.
+    """
+    parts = []
+    for micro_batch, count in zip(packed, counts, strict=False):  # a filled-up pipeline has copies at the end
+        routes = micro_batch.routes
+        assert routes is not None
+        source = micro_batch.source.to(routes.device)
+        real = source >= 0
+        out = routes.new_zeros((count, *routes.shape[1:]))
+        out[source[real]] = routes[real]
+        parts.append(out)
+    everything = torch.cat(parts)
+    whole = everything.view(torch.uint8)  # neither gloo nor NCCL adds int16; where one rank wrote, others add 0
+    for group in (parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()):
+        if group.size() > 1:
+            dist.all_reduce(whole, group=group)
+    return list(everything.cpu().split(list(counts)))
+
+
+def _own_tokens(length: int) -> slice:
+    """Those of a packed micro-batch that this TP rank routes, under sequence parallelism."""
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), length // tp
+    return slice(rank * size, (rank + 1) * size)
