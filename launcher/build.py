@@ -144,6 +144,11 @@ def _check_fits(config: RunConfig, shape: ModelShape) -> None:
             f"{shape.max_positions}; lower them"
             + ("" if config.model.path else f" or set model.tiny.max_position_embeddings={longest}")
         )
+    if config.algorithm.routing_replay != "off" and not shape.num_experts:
+        problems.append(
+            f"algorithm.routing_replay={config.algorithm.routing_replay}: model_type={shape.family!r} has no experts, "
+            "so there is no routing; set algorithm.routing_replay=off"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -267,6 +272,7 @@ def _trainer(
         stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
         seed=config.seed,
         greedy_baseline=config.algorithm.advantage_mean == "greedy",
+        routes=config.algorithm.routing_replay == "r3",
     )
     pairs = OfflinePairs(
         tokenizer=data.tokenizer, eos=data.stop_token_ids[0], max_new_tokens=config.rollout.max_new_tokens

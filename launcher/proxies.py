@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from launcher.workers import WorkerGroup, WorkerHandle
 from rl_megatron.config import RunConfig
@@ -22,6 +23,9 @@ from rl_megatron.types import (
     StepResult,
     WeightUpdate,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +54,18 @@ class LearnerGroup:
 
     async def score(self, batch: Batch) -> Scores:
         """See interfaces.Scorer."""
+        scores: list[list[Tensor]] = await self._by_dp_rank("score", batch)
+        return scores
+
+    async def score_with_routes(self, batch: Batch) -> tuple[Scores, Scores]:
+        """See interfaces.Learner."""
+        both: list[tuple[list[Tensor], list[Tensor]]] = await self._by_dp_rank("score_with_routes", batch)
+        return [scores for scores, _ in both], [routes for _, routes in both]
+
+    async def _by_dp_rank(self, call: str, batch: Batch) -> list[Any]:
+        """What one rank of each data-parallel rank answers."""
         shares = {rank: (self._role, m) for rank, m in self._shares(batch).items()}
-        answers = await self._group.ask("score", shares)
+        answers = await self._group.ask(call, shares)
         rows = {self._dims.dp_rank(rank): answer for rank, answer in enumerate(answers) if answer is not None}
         return [rows[d] for d in range(self._dims.dp)]
 

@@ -111,7 +111,10 @@ class Worker:
     The models of a role: "policy", "critic", and "reference", which is the policy with other weights.
     """
 
-    CALLS = ("generate", "stage", "commit", "export", "start_from", "score", "train_step", "save", "load", "close")
+    CALLS = (
+        *("generate", "stage", "commit", "export", "start_from", "score", "score_with_routes", "train_step"),
+        *("save", "load", "close"),
+    )
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
         from rl_megatron.learner import world
@@ -240,6 +243,12 @@ class Worker:
         if role == "reference":
             return self._learners["policy"].score(micro_batches, self._reference)
         return self._learners[role].score(micro_batches)
+
+    def score_with_routes(
+        self, role: str, micro_batches: Sequence[Samples]
+    ) -> tuple[list[Tensor], list[Tensor]] | None:
+        """See MegatronLearner.score_with_routes."""
+        return self._learners[role].score_with_routes(micro_batches)
 
     def train_step(
         self,

@@ -156,6 +156,9 @@ class AlgorithmSection(Section):
     old_logprobs: Literal["learner", "rollout", "interpolated"] = "learner"
     """Who computes the old policy's log-probs: the learner, or the engine while it samples; interpolated: nobody, they
     lie between the engine's and the current ones by weight version (for decoupled PPO on stale rollouts)."""
+    routing_replay: Literal["off", "r2", "r3"] = "off"
+    """Whether an update's passes take the experts that the learner's own pass over the old policy took (r2), or those
+    that the engine took while it sampled, in the old policy's pass too (r3); docs/algorithms.md."""
 
     @property
     def needs_critic(self) -> bool:

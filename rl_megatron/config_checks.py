@@ -20,6 +20,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *_transport_problems(config),
         *_batch_problems(config),
         *_server_problems(config.rollout),
+        *_replay_problems(config),
     ]
 
 
@@ -116,6 +117,15 @@ def _server_problems(r: RolloutSection) -> list[str]:
     if r.server.token_file and not r.server.addresses:
         out.append("rollout.server.token_file is for rollout.server.addresses; servers started here make a token")
     return out
+
+
+def _replay_problems(c: RunConfig) -> list[str]:
+    if c.algorithm.routing_replay == "r3" and _offline(c):
+        return [
+            "algorithm.routing_replay=r3 replays what an engine routed by, but data.rejected_field brings completions "
+            "that no engine sampled; set routing_replay=r2 or off"
+        ]
+    return []
 
 
 def _offline(c: RunConfig) -> bool:

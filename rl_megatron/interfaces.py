@@ -56,7 +56,14 @@ class Scorer(Protocol):
 
 
 class Learner(Scorer, Protocol):
-    """Owns the trained parameters of one model, a policy or a critic, and its optimizer, over however many ranks."""
+    """Owns the trained parameters of one model, a policy or a critic, and its optimizer, over however many ranks.
+
+    Where micro-batches have ``routes``, its routers take these.
+    """
+
+    async def score_with_routes(self, batch: Batch) -> tuple[Scores, Scores]:
+        """As ``score``, and the experts that the pass took, as ``Samples.routes`` for each micro-batch."""
+        ...
 
     async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult:
         """One optimizer step on the whole batch."""

@@ -30,6 +30,7 @@ from rl_megatron.credit import (
 )
 from rl_megatron.data.packing import pack, packing_metrics, unpack
 from rl_megatron.data.samples import split_minibatches, to_samples, with_last_tokens
+from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles, Scorer
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.types import Batch, Loss, RolloutGroup, Samples, StepResult
@@ -59,7 +60,7 @@ class Update:
             row["preference/pairs"] = len(groups)
             if not groups:
                 return row
-        found = await self._measure(to_samples(groups), watch)
+        found = await self._measure(self._samples_of(groups), watch)
         rewards = shape_rewards(groups, section, self.memory, max_new_tokens=self.config.rollout.max_new_tokens)
         samples, memory = assign_credit(
             found.samples,
@@ -74,6 +75,18 @@ class Update:
         row |= await self._train(samples, step, watch)
         self.memory = self._with_kl_controlled(memory, samples, row)
         return row
+
+    def _samples_of(self, groups: Sequence[RolloutGroup]) -> Samples:
+        """With the engine's routes only where they are replayed. Raises DataError where these are not there."""
+        samples = to_samples(groups)
+        if self.config.algorithm.routing_replay != "r3":
+            return replace(samples, routes=None)
+        if samples.routes is None:
+            raise DataError(
+                "algorithm.routing_replay=r3, but these completions came without routes: they were sampled before it "
+                "was set; go on with off or r2 until they are trained on, or start anew"
+            )
+        return samples
 
     def pack(self, samples: Samples) -> Batch:
         """Micro-batches of the learner's ranks; pairs stay together."""
@@ -95,14 +108,20 @@ class Update:
         section, roles = self.config.algorithm, self.roles
         batch = self.pack(samples)
         current = next_values = None
-        if section.old_logprobs == "learner" or section.second_moment_limit is not None:
+        if section.routing_replay == "r2":
+            with watch("logprobs"):
+                scores, routes = await roles.learner.score_with_routes(batch)
+                current = unpack(batch, scores, samples)
+                samples = replace(samples, routes=unpack(batch, routes, samples))
+        elif section.old_logprobs == "learner" or section.second_moment_limit is not None:
             with watch("logprobs"):
                 current = unpack(batch, await roles.learner.score(batch), samples)
         if section.old_logprobs == "learner" and current is not None:
             samples = replace(samples, old_logprobs=current)
         if roles.reference is not None:
             with watch("reference"):
-                samples = replace(samples, ref_logprobs=unpack(batch, await roles.reference.score(batch), samples))
+                scores = await roles.reference.score(_by_own_routes(batch))
+                samples = replace(samples, ref_logprobs=unpack(batch, scores, samples))
         if roles.critic is not None:
             with watch("values"):
                 samples, next_values = await self._values(samples, roles.critic)
@@ -164,7 +183,7 @@ class Update:
                     policy.append(await roles.learner.train_step(batch, loss, rate))
             if roles.critic is not None:
                 with watch("critic"):
-                    critic.append(await roles.critic.train_step(batch, value_loss, critic_rate))
+                    critic.append(await roles.critic.train_step(_by_own_routes(batch), value_loss, critic_rate))
         row: Row = {"learning_rate": rate, **_advantage_row(samples)}
         row |= packing_metrics(batches, dims=c.learner.dims, attention_cost=self.attention_cost)
         row |= combine(policy)
@@ -187,6 +206,12 @@ def minibatches(samples: Samples, config: RunConfig, step: int, *, unit: int) ->
     for epoch in range(config.train.epochs):
         for part in split_minibatches(samples, count, seed_of(config.seed, step, epoch), unit=unit):
             yield over_right_tokens(part)
+
+
+def _by_own_routes(batch: Batch) -> Batch:
+    """For models whose routers are not the policy's."""
+    rows = tuple(tuple(replace(samples, routes=None) for samples in row) for row in batch.micro_batches)
+    return replace(batch, micro_batches=rows)
 
 
 def _value_loss(config: RunConfig) -> ValueLoss:

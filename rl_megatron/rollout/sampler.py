@@ -85,6 +85,7 @@ class RolloutSampler:
     stop_token_ids: tuple[int, ...]
     seed: int
     greedy_baseline: bool = False  # whether each group also gets the reward of a greedy completion
+    routes: bool = False  # whether the engine is asked for those of what is trained on
 
     async def sample(self, prompts: Sequence[Prompt], *, step: int) -> RolloutBatch:
         """``group_size`` completions of each prompt, scored; groups in the order of ``prompts``.
@@ -92,7 +93,8 @@ class RolloutSampler:
         Raises RewardError naming the prompt where a reward fails and ``reward.on_error`` is ``fail``.
         """
         section = self.rollout
-        scored = await self._run(prompts, f"step {step}", section.group_size, section.temperature, section.top_p)
+        choices = (section.group_size, section.temperature, section.top_p)
+        scored = await self._run(prompts, f"step {step}", *choices, routes=self.routes)
         if self.greedy_baseline:
             greedy = await self._run(prompts, f"step {step}, greedy", 1, 0.0, 1.0)
             scored = [_with_greedy(*pair) for pair in zip(scored, greedy, strict=True)]
@@ -115,20 +117,29 @@ class RolloutSampler:
         return sum(s.group is not None and s.group.rewards[0] >= success_reward for s in scored) / len(scored)
 
     async def _run(
-        self, prompts: Sequence[Prompt], purpose: str, count: int, temperature: float, top_p: float
+        self,
+        prompts: Sequence[Prompt],
+        purpose: str,
+        count: int,
+        temperature: float,
+        top_p: float,
+        *,
+        routes: bool = False,
     ) -> list[_Scored]:
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(self._group(prompt, purpose, count, temperature, top_p)) for prompt in prompts
-                ]
+                requests = [self._request(p, purpose, count, temperature, top_p, routes) for p in prompts]
+                pairs = zip(prompts, requests, strict=True)
+                running = [tasks.create_task(self._group(prompt, request)) for prompt, request in pairs]
         except ExceptionGroup as failed:  # the first is the cause; callers catch it by its type
             raise failed.exceptions[0] from failed
         return [task.result() for task in running]
 
-    async def _group(self, prompt: Prompt, purpose: str, count: int, temperature: float, top_p: float) -> _Scored:
+    def _request(
+        self, prompt: Prompt, purpose: str, count: int, temperature: float, top_p: float, routes: bool
+    ) -> GenerationRequest:
         digest = hashlib.sha256(f"{self.seed}\n{purpose}\n{prompt.id}".encode()).digest()
-        request = GenerationRequest(
+        return GenerationRequest(
             id=f"{purpose}: {prompt.id}",
             token_ids=prompt.token_ids,
             num_completions=count,
@@ -139,7 +150,10 @@ class RolloutSampler:
                 stop_token_ids=self.stop_token_ids,
                 seed=int.from_bytes(digest[:8], "little") >> 1,
             ),
+            routes=routes,
         )
+
+    async def _group(self, prompt: Prompt, request: GenerationRequest) -> _Scored:
         completions = tuple(await self.engine.generate(request))
         texts = tuple(self.decode(c.token_ids) for c in completions)
         rewards, problems, parts = await self._score(prompt, completions, texts)

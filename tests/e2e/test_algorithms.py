@@ -22,6 +22,7 @@ PPO = (
     "algorithm.kl.target=0.01",
     "algorithm.kl.horizon=100",
     "algorithm.whiten_rewards=true",
+    "algorithm.routing_replay=r2",
     "train.epochs=3",
     "train.lr_decay=linear",
 )
@@ -42,6 +43,7 @@ def test_ppo_trains_policy_and_critic_with_kl_in_the_reward(ppo: Run) -> None:
     assert all(row["critic/grad_norm"] > 0 < row["grad_norm"] for row in rows)
     assert rows[0]["kl/reference"] == pytest.approx(0, abs=1e-4)  # the reference is the policy of the start
     assert abs(rows[-1]["kl/reference"]) > 1e-3
+    assert all(0 < row["moe/rerouted_fraction"] < 0.2 for row in rows)  # after the first of six optimizer steps
     one_pass = rows[0]["tokens/train"] / 3
     assert one_pass == int(one_pass)
     rates = [row["critic/learning_rate"] for row in rows]

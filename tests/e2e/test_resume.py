@@ -11,10 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_megatron import checkpoints
+from rl_megatron.data.routes import decode_routes
 from tests.e2e.processes import Place, Run, alive
 
 ONE = ("learner.ep=1", "reward.function=my_rewards:even")
-PIPELINE = (*ONE, "learner.pp=2", "train.max_staleness=1", "eval.every=1", "train.lr_decay=none")
+PIPELINE = (
+    *ONE,
+    *("learner.pp=2", "train.max_staleness=1", "eval.every=1", "train.lr_decay=none", "algorithm.routing_replay=r3"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +132,7 @@ def test_a_pipeline_with_rollouts_ahead_resumes_its_buffer_and_exports_what_samp
     run.finish()
     rows, _ = run.record()
     assert [row["staleness/max"] for row in rows if row["step"]] == [0, 1, 1, 1]
+    assert 0 <= max(row["moe/rerouted_fraction"] for row in rows if row["step"]) < 0.1
     assert run.record() == reference.record()
 
     (sampled,) = checkpoints.read(run.folder / "checkpoints/step_000004").buffer
@@ -137,9 +142,14 @@ def test_a_pipeline_with_rollouts_ahead_resumes_its_buffer_and_exports_what_samp
     for prompt, completion in completions:
         tokens = torch.tensor([[*prompt, *completion.token_ids]])
         with torch.no_grad():
-            logprobs = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            said = model(tokens[:, :-1], output_router_logits=True)
+        logprobs = said.logits[0, len(prompt) - 1 :].log_softmax(-1)
         theirs = logprobs.gather(1, tokens[0, len(prompt) :, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), theirs, rtol=0, atol=1e-4)
+        assert completion.routes is not None
+        routes = torch.tensor(decode_routes(completion.routes)).sort(-1).values
+        wanted = torch.stack([x.topk(routes.shape[-1]).indices.sort(-1).values for x in said.router_logits], 1)
+        assert routes.tolist() == wanted.tolist()
 
 
 def test_every_torn_changed_or_missing_file_is_named_before_a_process_starts(place: Place, reference: Run) -> None:
