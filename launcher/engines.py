@@ -34,7 +34,7 @@ from rl_megatron.weights.served import PROBE_LENGTH, Probe, ServedWeights
 
 logger = logging.getLogger(__name__)
 
-SERVERS: Mapping[str, type[Adapter]] = {"sglang": SGLangAdapter, "vllm": VLLMAdapter}
+SERVERS: Mapping[str, type[SGLangAdapter] | type[VLLMAdapter]] = {"sglang": SGLangAdapter, "vllm": VLLMAdapter}
 LEAST_HEAD_DIM = 32  # of vLLM's attention kernels on CPUs
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # nats
 _STOP_SECONDS = 20.0
@@ -62,7 +62,7 @@ class ServedLauncher:
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
         """See interfaces.Launcher. Raises ConfigError where a server does not fit, EngineError where none comes up."""
-        adapter = SERVERS[config.rollout.engine]()
+        adapter = SERVERS[config.rollout.engine](self._shape)
         path = mirror_path(config, self._run_folder)
         async with contextlib.AsyncExitStack() as stack:
             engine = ServedEngines(config, adapter, self._model_folder, self._run_folder, self._shape)
@@ -185,6 +185,7 @@ class ServedEngines:
                 tp=section.tp,
                 memory_fraction=section.memory_fraction,
                 token=token,
+                routes=self._config.algorithm.routing_replay == "r3",
                 extra=tuple(shlex.split(section.options or "")),
             )
         )
@@ -241,6 +242,11 @@ class ServedEngines:
             problems += [f"{url}: {problem}" for problem in described.problems]
             if not described.problems and described.dtype != wanted:
                 problems.append(f"{url}: it computes in {described.dtype}, learner.dtype={wanted}; make them equal")
+            if self._config.algorithm.routing_replay == "r3" and described.no_routes:
+                problems.append(
+                    f"{url}: algorithm.routing_replay=r3 needs routes, and it returns none; {described.no_routes}, or "
+                    "set routing_replay=r2 or off"
+                )
             if described.max_length < self._max_length:
                 problems.append(f"{url}: its longest sequence is {described.max_length}, needed: {self._max_length}")
         if problems:

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
+
+from numpy.typing import NDArray
 
 from rl_megatron.config_rollout import ServerSection
-from rl_megatron.errors import EngineError, SyncError
+from rl_megatron.data.routes import encode_routes
+from rl_megatron.errors import DataError, EngineError, SyncError
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.http import AttemptFailed, Server
-from rl_megatron.types import Completion, FinishReason, GenerationRequest
+from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,6 +45,7 @@ class StartOptions:
     tp: int
     memory_fraction: float | None
     token: str
+    routes: bool  # whether requests ask for them
     extra: tuple[str, ...]
 
 
@@ -60,6 +66,7 @@ class Description:
     architecture: str
     max_length: int
     problems: tuple[str, ...]  # what keeps it from being used, each with the way out
+    no_routes: str | None = None  # why it returns none
 
 
 class Adapter(Protocol):
@@ -70,7 +77,7 @@ class Adapter(Protocol):
     renormalises_top_p: bool  # whether log-probs are of the distribution that top_p leaves
 
     def command(self, options: StartOptions) -> Command:
-        """How a server is started."""
+        """How a server is started. Raises ConfigError for what it cannot do."""
         ...
 
     async def describe(self, server: Server) -> Description:
@@ -110,6 +117,23 @@ def version_of(label: object) -> int:
             f"the server sampled with weights labelled {label!r}, which no push of this run gave: was it started again?"
         )
     return int(text)
+
+
+def checked_routes(experts: NDArray[Any], *, positions: int, shape: ModelShape) -> Routes:
+    """Those of the MoE layers, from an answer's numbers by position, layer (all of them) and expert of a token.
+
+    Raises EngineError where there are more or fewer of them, or one names no expert.
+    """
+    wanted = (positions, shape.num_layers, shape.experts_per_token)
+    if experts.size != math.prod(wanted):
+        raise EngineError(
+            f"it answered with routes of shape {experts.shape}; (positions, layers, experts a token) is {wanted}"
+        )
+    layers = shape.moe_layers
+    try:
+        return encode_routes(experts.reshape(wanted)[:, layers.start : layers.stop], num_experts=shape.num_experts)
+    except DataError as error:
+        raise EngineError(str(error)) from error
 
 
 class ServedEngine:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from rl_megatron.errors import EngineError
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.http import Server
 from rl_megatron.rollout.served import (
     FINISH_REASONS,
     Command,
     Description,
     StartOptions,
+    checked_routes,
     version_of,
 )
-from rl_megatron.types import Completion, GenerationRequest
+from rl_megatron.types import Completion, GenerationRequest, Routes
 from rl_megatron.weights import mirror
 
 _NEEDED = ("/generate", "/update_weights_from_disk", "/update_weight_version", "/pause_generation", "/server_info")
@@ -33,6 +38,9 @@ class SGLangAdapter:
     module = "sglang"
     renormalises_top_p = False
 
+    def __init__(self, shape: ModelShape) -> None:
+        self._shape = shape
+
     def command(self, options: StartOptions) -> Command:
         """See served.Adapter."""
         cached = options.slots * (options.max_length + _MARGIN)
@@ -49,6 +57,7 @@ class SGLangAdapter:
                 *("--skip-server-warmup", "--sleep-on-idle", "--skip-tokenizer-init"),
                 *((*_ON_CPU, "--max-total-tokens", str(cached)) if options.device == "cpu" else ()),
                 *(("--mem-fraction-static", str(options.memory_fraction)) if options.memory_fraction else ()),
+                *(("--enable-return-routed-experts",) if options.routes else ()),
                 *options.extra,
             ),
             environment={
@@ -68,6 +77,9 @@ class SGLangAdapter:
             architecture=",".join(info["architectures"] or ()),
             max_length=int(settings["context_length"] or _MARGIN) - _MARGIN,
             problems=tuple(problems),
+            no_routes=None
+            if settings.get("enable_return_routed_experts")
+            else "start it with --enable-return-routed-experts",
         )
 
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
@@ -86,8 +98,10 @@ class SGLangAdapter:
                 "skip_special_tokens": False,
             },
             "return_logprob": True,
+            "return_routed_experts": request.routes,
         }
-        return [_completion(answer["meta_info"]) for answer in await server.post("/generate", body)]
+        answers = await server.post("/generate", body)
+        return [_completion(answer["meta_info"], request, self._shape) for answer in answers]
 
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
         """See served.Adapter."""
@@ -117,7 +131,7 @@ def _names(request: GenerationRequest, request_id: str) -> list[str]:
     return [f"{request_id} {number}" for number in range(request.num_completions)]
 
 
-def _completion(said: dict[str, Any]) -> Completion:
+def _completion(said: dict[str, Any], request: GenerationRequest, shape: ModelShape) -> Completion:
     """From the ``meta_info`` of one answer; its log-probs are (log-prob, token id, text) each."""
     tokens = said["output_token_logprobs"]
     spans = said.get("weight_versions") or [{"version": said["weight_version"]}]
@@ -127,4 +141,11 @@ def _completion(said: dict[str, Any]) -> Completion:
         logprobs=tuple(float(logprob) for logprob, _, _ in tokens),
         finish_reason=FINISH_REASONS[said["finish_reason"]["type"]],
         versions=(min(versions), max(versions)),
+        routes=_routes(said, len(request.token_ids) + len(tokens) - 1, shape) if request.routes and tokens else None,
     )
+
+
+def _routes(said: dict[str, Any], positions: int, shape: ModelShape) -> Routes:
+    """Its numbers are little-endian int32 in base64, without a shape."""
+    given = base64.b64decode(said.get("routed_experts") or "")
+    return checked_routes(np.frombuffer(given, "<i4"), positions=positions, shape=shape)

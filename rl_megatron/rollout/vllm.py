@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_megatron.errors import CorruptionError
+import numpy as np
+
+from rl_megatron.errors import ConfigError, CorruptionError, EngineError
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.http import AttemptFailed, Server
 from rl_megatron.rollout.served import (
     FINISH_REASONS,
     Command,
     Description,
     StartOptions,
+    checked_routes,
     version_of,
 )
-from rl_megatron.types import Completion, GenerationRequest
+from rl_megatron.types import Completion, GenerationRequest, Routes
 
 _NEEDED = ("/inference/v1/generate", "/start_weight_update", "/update_weight_version", "/collective_rpc", "/pause")
 
@@ -30,8 +36,16 @@ class VLLMAdapter:
     module = "vllm"
     renormalises_top_p = True
 
+    def __init__(self, shape: ModelShape) -> None:
+        self._shape = shape
+
     def command(self, options: StartOptions) -> Command:
         """See served.Adapter."""
+        if options.routes and options.device == "cpu":
+            raise ConfigError(
+                "algorithm.routing_replay=r3: vLLM 0.32.0 returns routes by its second model runner alone, which wants "
+                "Triton and so does not run on CPUs; set rollout=local or sglang, or routing_replay=r2 or off"
+            )
         return Command(
             arguments=(
                 str(options.python),
@@ -47,6 +61,7 @@ class VLLMAdapter:
                 *("--shutdown-timeout", "5"),  # else its processes are killed, and leave shared memory behind
                 *(("--distributed-executor-backend", "uni") if options.tp == 1 else ()),  # one process less
                 *(("--gpu-memory-utilization", str(options.memory_fraction)) if options.memory_fraction else ()),
+                *(("--enable-return-routed-experts",) if options.routes else ()),
                 *options.extra,
             ),
             environment={
@@ -77,6 +92,7 @@ class VLLMAdapter:
             architecture=found.get("architecture", "unknown"),
             max_length=int(model["max_model_len"]),
             problems=tuple(problems),
+            no_routes=None if found.get("routes") == "True" else "start it with --enable-return-routed-experts",
         )
 
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
@@ -94,7 +110,9 @@ class VLLMAdapter:
         }
         body = {"request_id": request_id, "token_ids": list(request.token_ids), "sampling_params": sampling}
         answer = await server.post("/inference/v1/generate", body)
-        completions = [_completion(c) for c in sorted(answer["choices"], key=lambda c: int(c["index"]))]
+        completions = [
+            _completion(c, request, self._shape) for c in sorted(answer["choices"], key=lambda c: int(c["index"]))
+        ]
         return completions if p.temperature else completions * request.num_completions
 
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
@@ -128,7 +146,7 @@ class VLLMAdapter:
         return (await server.post("/collective_rpc", {"method": method, "args": list(arguments)}))["results"]
 
 
-def _completion(choice: dict[str, Any]) -> Completion:
+def _completion(choice: dict[str, Any], request: GenerationRequest, shape: ModelShape) -> Completion:
     token_ids = tuple(choice["token_ids"])
     content = (choice["logprobs"] or {}).get("content") or []
     if len(content) != len(token_ids):
@@ -139,4 +157,16 @@ def _completion(choice: dict[str, Any]) -> Completion:
         logprobs=tuple(float(c["logprob"]) for c in content),
         finish_reason=FINISH_REASONS[choice["finish_reason"]],
         versions=(min(versions), max(versions)),
+        routes=_routes(choice, len(request.token_ids) + len(token_ids) - 1, shape)
+        if request.routes and token_ids
+        else None,
     )
+
+
+def _routes(choice: dict[str, Any], positions: int, shape: ModelShape) -> Routes:
+    """Its numbers are a .npy file in base64."""
+    given = choice.get("routed_experts")
+    if not given:
+        raise EngineError("it answered without routes; start it with --enable-return-routed-experts")
+    experts = np.load(io.BytesIO(base64.b64decode(given)), allow_pickle=False)
+    return checked_routes(experts, positions=positions, shape=shape)

@@ -87,6 +87,7 @@ class WorkerExtension:
 
     model_runner: Any
     model_config: Any
+    vllm_config: Any
 
     def rl_megatron_describe(self) -> dict[str, str]:
         """What the trainer must know before it trusts this server."""
@@ -94,6 +95,7 @@ class WorkerExtension:
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": str(self.model_config.logprobs_mode),
             "architecture": ",".join(self.model_config.hf_config.architectures),
+            "routes": str(self.vllm_config.aux_output_config.enable_return_routed_experts),
         }
 
     def rl_megatron_differing(self, path: str, version: int) -> tuple[int, list[str]]:

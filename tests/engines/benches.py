@@ -37,6 +37,7 @@ from rl_megatron.weights.served import Probe, ServedWeights
 REPO = Path(__file__).resolve().parents[2]
 MAX_LENGTH = 512
 LENGTHS = ("rollout.max_prompt_tokens=100", "rollout.max_new_tokens=412")
+RETURN_ROUTES = ("local", "sglang")  # on CPUs
 T = TypeVar("T")
 Change = Callable[[dict[str, Tensor]], None]
 
@@ -67,6 +68,14 @@ def logprobs_of(folder: Path, prompt: Sequence[int], sampled: Sequence[int], tem
     """Transformers' log-probs of what was sampled behind a prompt."""
     logits = logits_of(folder, [*prompt, *sampled])[len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(list(sampled))[:, None])[:, 0]
+
+
+@torch.no_grad()
+def routes_of(folder: Path, token_ids: Sequence[int]) -> Tensor:
+    """The experts [L, layers, k] that transformers' routers choose for a sequence, a token's sorted."""
+    model = _forward(folder)
+    logits = model(torch.tensor([list(token_ids)]), output_router_logits=True).router_logits
+    return torch.stack([x.topk(model.config.num_experts_per_tok).indices.sort(-1).values for x in logits], 1)
 
 
 def request(
@@ -178,7 +187,8 @@ def config_of(engine: str, **keys: object) -> RunConfig:
     """A run's configuration with servers of ``engine``; keys of ``rollout.server`` by name."""
     given = [f"rollout.server.{key}={value}" for key, value in keys.items()]
     python = [] if "addresses" in keys else [f"rollout.python={interpreter(engine)}"]
-    return load("tiny_cpu", [f"rollout={engine}", "rollout.slots=64", *python, *LENGTHS, *given])
+    replay = ["algorithm.routing_replay=r3"] if engine in RETURN_ROUTES else []
+    return load("tiny_cpu", [f"rollout={engine}", "rollout.slots=64", *python, *LENGTHS, *given, *replay])
 
 
 @contextlib.contextmanager
@@ -194,7 +204,7 @@ def served(
         config = config.model_copy(update={"learner": config.learner.model_copy(update={"dtype": dtype})})
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
-        servers = ServedEngines(config, SERVERS[engine](), model, folder, shape)
+        servers = ServedEngines(config, SERVERS[engine](shape), model, folder, shape)
         try:
             running = runner.run(stack.enter_async_context(servers.running(path)))
             mirror = Mirror(path, shapes, torch.float32, model / "config.json")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from rl_megatron.data.routes import decode_routes
 from rl_megatron.errors import EngineError
-from tests.engines.benches import Bench, logits_of, logprobs_of, request
+from tests.engines.benches import RETURN_ROUTES, Bench, logits_of, logprobs_of, request, routes_of
 
 PROMPTS = [[(7 * i + j) % 256 for j in range(4 + 9 * i)] for i in range(6)]
 
@@ -27,6 +29,25 @@ def test_logprobs_are_of_the_weights_pushed_last(bench: Bench, models: tuple[Pat
                 torch.testing.assert_close(mine, expected, atol=1e-4, rtol=0)
                 assert (mine - logprobs_of(other, asked.token_ids, c.token_ids, temperature)).abs().max() > 0.1
                 assert (c.finish_reason, c.versions, len(c.token_ids)) == ("length", (version, version), 16)
+
+
+def test_routes_are_transformers_of_every_position_once(bench: Bench, models: tuple[Path, Path]) -> None:
+    bench.push(models[0], 1)
+    requests = [
+        replace(request(prompt, n=3, stop_token_ids=tuple(range(0, 259, 12))), routes=True) for prompt in PROMPTS
+    ]
+    if bench.name not in RETURN_ROUTES:
+        with pytest.raises(EngineError, match="answered without routes; start it with --enable-return-routed-experts"):
+            bench.generate(requests[0])
+        return
+    assert [c.routes for c in bench.generate(replace(requests[0], routes=False))[0]] == [None] * 3
+    for version, folder in enumerate(models, start=2):
+        bench.push(folder, version)
+        for asked, completions in zip(requests, bench.generate(*requests), strict=True):
+            for c in completions:
+                assert c.routes is not None
+                found = torch.tensor(decode_routes(c.routes)).sort(-1).values
+                assert found.tolist() == routes_of(folder, (*asked.token_ids, *c.token_ids)[:-1]).tolist()
 
 
 def test_logprobs_under_top_p_are_of_the_nucleus(bench: Bench, models: tuple[Path, Path]) -> None:

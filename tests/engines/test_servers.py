@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from rl_megatron.data.routes import decode_routes
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.types import Completion
-from tests.engines.benches import MAX_LENGTH, ServedBench, logprobs_of, request, served
+from tests.engines.benches import MAX_LENGTH, RETURN_ROUTES, ServedBench, logprobs_of, request, routes_of, served
 
 LONG = request(new=400)
 
@@ -72,7 +74,8 @@ def test_a_running_request_goes_on_over_an_update(server: ServedBench, models: t
     server.push(models[0], 1)
 
     async def update_meanwhile() -> Completion:
-        running = asyncio.create_task(server.engine.generate(LONG))
+        asked = replace(LONG, routes=server.name in RETURN_ROUTES)
+        running = asyncio.create_task(server.engine.generate(asked))
         await asyncio.sleep(0.3)
         server.sync.folder = models[1]
         await server.weights.push(2)
@@ -90,6 +93,12 @@ def test_a_running_request_goes_on_over_an_update(server: ServedBench, models: t
     by_first = int((gaps[0] > 1e-3).int().argmax())  # the first token that the old weights did not sample
     assert 0 < by_first < 400
     assert gaps[0][:by_first].max() < 1e-4
+    if completion.routes is not None:  # of every position once; a kept request is computed anew, by the new weights
+        found = torch.tensor(decode_routes(completion.routes)).sort(-1).values
+        wanted = routes_of(models[1], (*LONG.token_ids, *token_ids)[:-1])
+        assert found.shape == wanted.shape
+        assert (found == wanted).double().mean() > 0.99  # a near tie may fall otherwise
+    assert (completion.routes is not None) == (server.name in RETURN_ROUTES)
 
 
 def test_an_aborted_request_keeps_what_was_sampled(server: ServedBench, models: tuple[Path, Path]) -> None:
@@ -97,7 +106,8 @@ def test_an_aborted_request_keeps_what_was_sampled(server: ServedBench, models: 
     (replica,) = server.engine.servers
 
     async def abort() -> Completion:
-        running = asyncio.create_task(server.engine.adapter.generate(replica, LONG, "mine"))
+        asked = replace(LONG, routes=server.name in RETURN_ROUTES)
+        running = asyncio.create_task(server.engine.adapter.generate(replica, asked, "mine"))
         await asyncio.sleep(0.3)
         await server.engine.adapter.abort(replica, LONG, "mine")
         (completion,) = await running
@@ -106,6 +116,10 @@ def test_an_aborted_request_keeps_what_was_sampled(server: ServedBench, models: 
     completion = server.run(abort())
     assert completion.finish_reason == "abort"
     assert 0 < len(completion.token_ids) == len(completion.logprobs) < 400
+    if completion.routes is not None:
+        positions = (*LONG.token_ids, *completion.token_ids)[:-1]
+        assert decode_routes(completion.routes).shape == routes_of(models[0], positions).shape
+    assert (completion.routes is not None) == (server.name in RETURN_ROUTES)
 
 
 def test_a_pause_can_end_what_runs(server: ServedBench, models: tuple[Path, Path]) -> None:
