@@ -132,7 +132,8 @@ def test_a_pipeline_with_rollouts_ahead_resumes_its_buffer_and_exports_what_samp
     run.finish()
     rows, _ = run.record()
     assert [row["staleness/max"] for row in rows if row["step"]] == [0, 1, 1, 1]
-    assert 0 <= max(row["moe/rerouted_fraction"] for row in rows if row["step"]) < 0.1
+    rerouted = [row["moe/rerouted_fraction"] for row in rows if row["step"]]
+    assert 0 < rerouted[0] < 0.1 < rerouted[-1] < 0.5  # after the first minibatch; then rollouts are of older weights
     assert run.record() == reference.record()
 
     (sampled,) = checkpoints.read(run.folder / "checkpoints/step_000004").buffer
