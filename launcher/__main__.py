@@ -85,6 +85,18 @@ def logs(
 
 
 @app.command()
+def attach(run: Annotated[Path, typer.Argument(help="the run's folder", show_default=False)]) -> None:
+    """Follow a running job, over its restarts, until its end; Ctrl-C leaves it running. Status 1 where it failed."""
+    from launcher import attach as room
+
+    try:
+        if not room.follow(run, lambda line: print(line, flush=True)):
+            raise typer.Exit(1)
+    except KeyboardInterrupt:
+        print("detached; the job goes on", file=sys.stderr)
+
+
+@app.command()
 def cancel(run: Annotated[Path, typer.Argument(help="the run's folder", show_default=False)]) -> None:
     """End the job of a run for good; its last checkpoint stands."""
     from launcher import jobs

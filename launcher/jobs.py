@@ -1,10 +1,11 @@
-"""``rl-megatron status | logs | cancel``: the job of a run, by the run's folder."""
+"""``rl-megatron status | logs | cancel``: the job of a run, by the run's folder; and what Slurm says of it."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 from rl_megatron.errors import ConfigError
@@ -13,8 +14,8 @@ from rl_megatron.observability.files import read_jsonl
 
 def status(run: Path) -> str:
     """What Slurm and the run's own files say: state, reason, last step, and the last line of the job's log."""
-    job = _job(run)
-    lines = [f"{run}: job {job}, {_state(job)}"]
+    job = job_of(run)
+    lines = [f"{run}: job {job}, {state(job).text}"]
     metrics = run / "metrics.jsonl"
     steps = [row["step"] for row in read_jsonl(metrics) if row.get("phase") == "rl"] if metrics.is_file() else []
     lines.append(f"step {steps[-1]}" if steps else "no step yet")
@@ -26,45 +27,74 @@ def status(run: Path) -> str:
 
 def log_file(run: Path, which: str) -> Path:
     """The newest log of a role: ``job``, ``controller``, ``step`` or ``rank-0``. Raises ConfigError naming all."""
-    job = _job(run)
+    job = job_of(run)
     if which == "job":
         return run / "jobs" / f"{job}.txt"
-    attempts = sorted((run / "jobs").glob(f"{job}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    if not attempts:
+    found = attempts(run, job)
+    if not found:
         raise ConfigError(f"{run}: job {job} has not started; its log comes with its start")
-    path = attempts[-1] / f"{which}.txt"
+    path = found[-1] / f"{which}.txt"
     if not path.is_file():
-        names = ", ".join(sorted(p.stem for p in attempts[-1].glob("*.txt")))
+        names = ", ".join(sorted(p.stem for p in found[-1].glob("*.txt")))
         raise ConfigError(f"{path} is not there; one of: job, {names}")
     return path
 
 
 def cancel(run: Path) -> str:
     """End the run's job for good; its id."""
-    job = _job(run)
+    job = job_of(run)
     _slurm("scancel", job)
     return job
 
 
-def _job(run: Path) -> str:
+def attempts(run: Path, job: str) -> list[Path]:
+    """The folders of the job's attempts, in order."""
+    return sorted((run / "jobs").glob(f"{job}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def job_of(run: Path) -> str:
+    """The id of the run's job. Raises ConfigError where none was sent."""
     path = run / "jobs" / "id"
     if not path.is_file():
         raise ConfigError(f"{run}: no job was sent from there; send one with rl-megatron submit")
     return path.read_text().strip()
 
 
-def _state(job: str) -> str:
-    """The state with the reason for waiting and the nodes, from the controller's memory or from accounting."""
-    shown = _slurm("scontrol", "show", "job", "-o", job, check=False)
-    found = dict(re.findall(r"(\S+?)=(\S+)", shown))
-    if "JobState" in found:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What Slurm says of a job: its word, and a line with the reason for waiting, the nodes and restarts."""
+
+    name: str
+    text: str
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it will run any more."""
+        return self.name in _OVER
+
+
+_OVER = {
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"),
+    *("DEADLINE", "REVOKED", "GONE"),
+}
+
+
+def state(job: str) -> State:
+    """From the controller's memory or from accounting. Of a heterogeneous job: of the first component, all nodes."""
+    shown = _slurm("scontrol", "show", "job", "-o", job, check=False).splitlines()
+    parts = [dict(re.findall(r"(\S+?)=(\S+)", line)) for line in shown if "JobState=" in line]
+    if parts:
+        found = parts[0]
         waits = f" ({found['Reason']})" if found.get("Reason", "None") != "None" else ""
-        nodes = f" on {found['NodeList']}" if found.get("NodeList", "(null)") != "(null)" else ""
-        return f"{found['JobState']}{waits}{nodes}, restart {found.get('Restarts', '0')}"
+        nodes = [part["NodeList"] for part in parts if part.get("NodeList", "(null)") != "(null)"]
+        on = f" on {' and '.join(nodes)}" if nodes else ""
+        name = found["JobState"]
+        return State(name=name, text=f"{name}{waits}{on}, restart {found.get('Restarts', '0')}")
     if shutil.which("sacct"):
         said = _slurm("sacct", "-X", "-n", "-P", "-j", job, "-o", "State", check=False).split("\n")[0]
-        return said or "gone from Slurm's memory"
-    return "gone from Slurm's memory"
+        if said:
+            return State(name=said.split()[0], text=said)
+    return State(name="GONE", text="gone from Slurm's memory")
 
 
 def _slurm(*command: str, check: bool = True) -> str:
