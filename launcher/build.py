@@ -61,6 +61,7 @@ class Parts:
     config: RunConfig
     folder: Path
     reward: RewardFunction
+    job: Job | None  # None: no Slurm allocation is used
 
 
 async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> Path:
@@ -68,8 +69,8 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
     assert config.run.name is not None
     folder = config.run.dir / config.run.name
     policy_loss(config, config.algorithm.kl.coefficient)  # what is not sound in it is told first
-    parts = Parts(config=config, folder=folder, reward=reward)
     with claim(folder, resume=resume):
+        parts = Parts(config=config, folder=folder, reward=reward, job=_job(config, folder))
         start = resuming.find(config, folder) if resume else None
         config_io.save_resolved(config, folder / "config.yaml")
         progress = Progress(config.train.steps, config.log.progress, config.run.name, run_folder=folder)
@@ -80,8 +81,8 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
                 logger.info("the run ends: %s", error)  # main shows it
                 raise
             progress.note(f"report: {write_report([folder], folder / 'report.html')}")
-            if stop.comes_back and not finished and config.run.launcher == "slurm":
-                Job.this(folder).ask_requeue()
+            if stop.comes_back and not finished and parts.job is not None:
+                parts.job.ask_requeue()
             if not finished:
                 progress.note(f"stopped and saved; rl-megatron train --config {folder}/config.yaml --resume goes on")
     return folder
@@ -119,10 +120,26 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: resuming.S
             return finished
 
 
+def _job(config: RunConfig, folder: Path) -> Job | None:
+    """The allocation to use. Raises ConfigError where there is none and must be one."""
+    job = None if config.run.launcher == "local" else Job.this(folder, config.slurm)
+    if config.run.launcher == "slurm" and job is None:
+        raise ConfigError(
+            "run.launcher=slurm, but this is no Slurm job; send one with rl-megatron submit, or set run.launcher=local"
+        )
+    return job
+
+
 def _launcher(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> Launcher:
     launcher: Launcher = LocalLauncher(model_folder, parts.folder)
-    if parts.config.run.launcher == "slurm":
-        launcher = SlurmLauncher(model_folder, parts.folder, Job.this(parts.folder), stop.ask)
+    if parts.config.run.launcher == "ray":
+        try:
+            from launcher.ray_cluster import RayLauncher
+        except ModuleNotFoundError as error:
+            raise ConfigError("run.launcher=ray: Ray is not installed; pip install 'rl-megatron[ray]'") from error
+        launcher = RayLauncher(model_folder, parts.folder, parts.job, stop.ask)
+    elif parts.job is not None:
+        launcher = SlurmLauncher(model_folder, parts.folder, parts.job, stop.ask)
     if parts.config.rollout.served:
         launcher = ServedLauncher(launcher, model_folder, parts.folder, shape)
     return launcher

@@ -1,4 +1,4 @@
-"""Which learner rank runs on which node: integer arithmetic, said before a job is sent and kept by its step.
+"""Which learner rank and which engine run where: integer arithmetic, said before a job is sent and kept by its steps.
 
 Ranks fill a node before the next. In megatron-core's order (``tp-cp-ep-dp-pp``, tp fastest) tensor-parallel ranks are
 then neighbours in one node, pipeline stages far apart, and expert-parallel groups span as many nodes as they must.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rl_megatron.config import RunConfig
+from rl_megatron.config_slurm import SlurmSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.types import ParallelDims
 
@@ -20,15 +22,16 @@ class Placement:
     dims: ParallelDims
     nodes: tuple[str, ...]
     ranks_per_node: int
+    domain: int = 1  # neighbouring nodes that NVLink joins
 
     def node_of(self, rank: int) -> str:
         """Where the rank runs."""
         return self.nodes[rank // self.ranks_per_node]
 
-    def spans(self) -> Mapping[str, int]:
-        """Most nodes that a group of each kind with two ranks or more spans."""
+    def spans(self, nodes: int = 1) -> Mapping[str, int]:
+        """Most nodes, or blocks of ``nodes``, that a group of each kind with two ranks or more spans."""
         return {
-            kind: max(len({rank // self.ranks_per_node for rank in group}) for group in groups)
+            kind: max(len({rank // (self.ranks_per_node * nodes) for rank in group}) for group in groups)
             for kind, groups in group_ranks(self.dims).items()
             if len(groups[0]) > 1
         }
@@ -42,14 +45,64 @@ class Placement:
             if count > 8 and i == count - 1:
                 lines.append("  ...")
             lines.append(f"  {self.nodes[i]}: ranks {i * each}-{(i + 1) * each - 1}")
+        domains = self.spans(self.domain)
         for kind, nodes in self.spans().items():
             where = "inside a node" if nodes == 1 else f"across {nodes} nodes"
+            if self.domain > 1 and nodes > 1:
+                where += " of one NVLink domain" if domains[kind] == 1 else f" of {domains[kind]} NVLink domains"
             lines.append(f"  {kind}={len(group_ranks(self.dims)[kind][0])}: {where}")
         return "\n".join(lines)
 
 
-def place(dims: ParallelDims, nodes: Sequence[str], ranks_per_node: int) -> Placement:
-    """Ranks on nodes. Raises ConfigError where their numbers differ or a tensor-parallel group would leave its node."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where an engine server runs, and on which GPUs of that node; none: on its CPUs."""
+
+    node: str
+    gpus: tuple[int, ...]
+
+
+def describe_seats(seats: Sequence[Seat]) -> str:
+    """A line for each server."""
+    return "\n".join(
+        f"engine {i}: {seat.node}" + (f", GPUs {seat.gpus[0]}-{seat.gpus[-1]}" if seat.gpus else "")
+        for i, seat in enumerate(seats)
+    )
+
+
+def seat(replicas: int, tp: int, nodes: Sequence[str], gpus_per_node: int, *, shared: bool) -> tuple[Seat, ...]:
+    """Servers on nodes, each inside one, shared out evenly in order.
+
+    Where GPUs are ``shared`` with the learner, servers may also share them among themselves. Raises ConfigError where
+    a server would span nodes, or there are too few GPUs.
+    """
+    each = -(-replicas // len(nodes))
+    if gpus_per_node and tp > gpus_per_node:
+        raise ConfigError(
+            f"rollout.server.tp={tp} is more than the {gpus_per_node} GPUs of a node: a server would leave its node, "
+            "whose network is many times slower; lower it"
+        )
+    if gpus_per_node and each * tp > gpus_per_node and not shared:
+        raise ConfigError(
+            f"rollout.server.replicas={replicas} of tp={tp} on slurm.engines.nodes={len(nodes)} are {each} on a node, "
+            f"{each * tp} GPUs of {gpus_per_node}; lower them, or set "
+            f"slurm.engines.nodes={-(-replicas // (gpus_per_node // tp))}"
+        )
+    slots = max(1, gpus_per_node // tp)
+    return tuple(
+        Seat(
+            node=nodes[i // each],
+            gpus=tuple(range(i % each % slots * tp, (i % each % slots + 1) * tp)) if gpus_per_node else (),
+        )
+        for i in range(replicas)
+    )
+
+
+def place(dims: ParallelDims, nodes: Sequence[str], ranks_per_node: int, *, domain: int = 1) -> Placement:
+    """Ranks on nodes. Raises ConfigError where their numbers differ or a tensor-parallel group would leave NVLink.
+
+    ``domain``: neighbouring nodes that NVLink joins.
+    """
     problems = []
     room, wanted = len(nodes) * ranks_per_node, dims.world_size
     if room != wanted:
@@ -59,14 +112,45 @@ def place(dims: ParallelDims, nodes: Sequence[str], ranks_per_node: int) -> Plac
             + (f"set learner.dp={dims.dp * room // wanted}" if room % wanted == 0 else "change one of them")
         )
     for key, degree in (("tp", dims.tp), ("etp", dims.etp)):
-        if ranks_per_node % degree and len(nodes) > 1:
+        if ranks_per_node * domain % degree and len(nodes) > domain:
+            joined = f" * slurm.nvlink_nodes={domain}" if domain > 1 else ""
             problems.append(
-                f"learner.{key}={degree} does not divide slurm.ntasks_per_node={ranks_per_node}: a tensor-parallel "
-                "group would leave its node, whose network is many times slower; set it to a divisor"
+                f"learner.{key}={degree} does not divide slurm.ntasks_per_node={ranks_per_node}{joined}: a "
+                f"tensor-parallel group would leave its {'NVLink domain' if joined else 'node'}, whose network is many "
+                "times slower; set it to a divisor"
             )
     if problems:
         raise ConfigError("\n".join(problems))
-    return Placement(dims=dims, nodes=tuple(nodes), ranks_per_node=ranks_per_node)
+    return Placement(dims=dims, nodes=tuple(nodes), ranks_per_node=ranks_per_node, domain=domain)
+
+
+def placement_of(config: RunConfig, nodes: Sequence[str]) -> Placement:
+    """The learner's ranks on its nodes. Raises as `place` does."""
+    dims, slurm = config.learner.dims, config.slurm
+    return place(dims, nodes, slurm.tasks_per_node(dims.world_size), domain=slurm.nvlink_nodes)
+
+
+def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str]) -> tuple[Seat, ...]:
+    """Where the servers run that are started for a run; none where there are none to start. Raises as `seat` does."""
+    section, slurm = config.rollout.server, config.slurm
+    if not config.rollout.served or section.addresses:
+        return ()
+    gpus = (slurm.engine_gpus if engine_nodes else slurm.gpus_per_node) if config.learner.device != "cpu" else 0
+    return seat(section.replicas, section.tp, engine_nodes or nodes, gpus, shared=not engine_nodes)
+
+
+def made_up_nodes(slurm: SlurmSection) -> tuple[list[str], list[str]]:
+    """Names for the nodes of a job that is not there yet: the learner's, and those of engine servers alone."""
+    names = [f"node {i}" for i in range(slurm.nodes + slurm.engines.nodes)]
+    return names[: slurm.nodes], names[slurm.nodes :]
+
+
+def engines_elsewhere(config: RunConfig) -> bool:
+    """Whether a run starts servers on other nodes than the learner's first."""
+    if config.run.launcher == "local":
+        return False
+    nodes, engine_nodes = made_up_nodes(config.slurm)
+    return any(s.node != nodes[0] for s in seats_of(config, nodes, engine_nodes))
 
 
 def group_ranks(dims: ParallelDims) -> Mapping[str, list[list[int]]]:

@@ -53,24 +53,28 @@ class Hello:
 
 def main() -> None:
     """Join the controller and serve it; ends within seconds of the controller."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # one thread waits for them and passes them on
     call = Call(**json.loads(sys.stdin.readline()))
-    rank = int(os.environ["SLURM_PROCID"])
+    serve(call, int(os.environ["SLURM_PROCID"]))
+
+
+def serve(call: Call, rank: int) -> None:
+    """Be ``rank`` of the controller that calls, until it asks for the end or is gone. Called in a main thread."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # one thread waits for them and passes them on
     connection, address = channel.connect(call.host, call.port, bytes.fromhex(call.token))
     os.environ["OMP_NUM_THREADS"] = str(call.threads)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, _interface(address))
     store = channel.listen(address, backlog=4096) if rank == 0 else None
-    hello = Hello(
-        rank=rank,
-        node=os.environ.get("SLURMD_NODENAME", socket.gethostname()),
-        pid=os.getpid(),
-        store=f"{address}:{store.getsockname()[1]}" if store else "",
-    )
+    hello = Hello(rank=rank, node=node(), pid=os.getpid(), store=f"{address}:{store.getsockname()[1]}" if store else "")
     connection.send_bytes(hello.line())
     threading.Thread(target=_live, args=(connection,), name="alive", daemon=True).start()
     threading.Thread(target=_pass_on, args=(connection,), name="signals", daemon=True).start()
     worker.run(connection, rank, store.detach() if store else None)
+
+
+def node() -> str:
+    """This node's name, as Slurm has it where this is a job of its."""
+    return os.environ.get("SLURMD_NODENAME", socket.gethostname())
 
 
 def _live(connection: Connection) -> NoReturn:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -17,27 +16,20 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-from launcher import channel
-from launcher.placement import Placement, place
-from launcher.proxies import roles_of
-from launcher.rank import Call, Hello
-from launcher.worker import Setup
-from launcher.workers import STOP_SECONDS, Ending, Failure, serving
+from launcher import channel, rank
+from launcher.arrivals import Awaited, learner
+from launcher.placement import Placement, placement_of
+from launcher.rank import Call
+from launcher.workers import STOP_SECONDS, Failure
 from rl_megatron.config import RunConfig
 from rl_megatron.config_slurm import SlurmSection
-from rl_megatron.errors import ConfigError, WorkerDied
 from rl_megatron.interfaces import Roles
 
 logger = logging.getLogger(__name__)
-
-_HELLO_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,28 +39,33 @@ class Job:
     id: str
     restart: int
     here: str  # the node of this process
-    nodes: tuple[str, ...]
+    nodes: tuple[str, ...]  # the learner's
+    engine_nodes: tuple[str, ...]  # for engine servers alone
+    heterogeneous: bool  # a component for each of the two
     folder: Path  # of this attempt, in the run's folder
 
     @classmethod
-    def this(cls, run_folder: Path) -> Job:
-        """Out of the environment. Raises ConfigError outside a job."""
+    def this(cls, run_folder: Path, slurm: SlurmSection) -> Job | None:
+        """Out of the environment; None outside a job."""
         job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if job is None:
-            raise ConfigError(
-                "run.launcher=slurm, but this is no Slurm job; send one with rl-megatron submit, "
-                "or set run.launcher=local"
-            )
-        listed = subprocess.run(
-            ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True
-        )
+            return None
+        heterogeneous = "SLURM_HET_SIZE" in os.environ
+        if heterogeneous:
+            nodes, engine_nodes = (_hosts(f"SLURM_JOB_NODELIST_HET_GROUP_{i}") for i in range(2))
+        else:
+            every = _hosts("SLURM_JOB_NODELIST")
+            count = max(1, len(every) - slurm.engines.nodes)
+            nodes, engine_nodes = every[:count], every[count:]
         folder = run_folder / "jobs" / f"{job}-{restart}"
         folder.mkdir(parents=True, exist_ok=True)
         return cls(
             id=job,
             restart=restart,
-            here=os.environ.get("SLURMD_NODENAME", socket.gethostname()),
-            nodes=tuple(listed.stdout.split()),
+            here=rank.node(),
+            nodes=nodes,
+            engine_nodes=engine_nodes,
+            heterogeneous=heterogeneous,
             folder=folder,
         )
 
@@ -82,38 +79,34 @@ class Job:
 
     def address(self) -> str:
         """This node's address as the other nodes reach it; loopback where there are none."""
-        others = [node for node in self.nodes if node != self.here]
+        others = [node for node in (*self.nodes, *self.engine_nodes) if node != self.here]
         if not others:
             return "127.0.0.1"
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((others[0], 9))  # sends nothing: asks for the way
             return str(probe.getsockname()[0])
 
+    def learner_options(self) -> list[str]:
+        """What keeps a step on the learner's nodes, where others are in the job."""
+        if self.heterogeneous:
+            return ["--het-group=0"]
+        return [f"--nodelist={','.join(self.nodes)}"] if self.engine_nodes else []
 
-class ConnectedRank:
-    """A rank that connected from its node (see RankProcess)."""
+    def server_command(self, node: str, cpus: int) -> list[str]:
+        """The srun that runs one command on a node, with all its memory and GPUs, beside whatever else is there."""
+        kept = ("SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK")  # the learner's
+        return [
+            "env",
+            *(f"--unset={name}" for name in kept),
+            "srun",
+            *(["--het-group=1"] if self.heterogeneous and node in self.engine_nodes else []),
+            *("--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--cpus-per-task={cpus}", "--mem=0"),
+        ]
 
-    def __init__(self, connection: Connection, hello: Hello) -> None:
-        self.connection, self.rank, self.hello = connection, hello.rank, hello
-        self.where = f"pid {hello.pid} on {hello.node}"
-        self._stream = socket.socket(fileno=os.dup(connection.fileno()))
-        self._gone = threading.Event()
 
-    def ending(self, hung_up: threading.Event) -> Ending:
-        """See RankProcess; that a stream ended is all that another node says."""
-        hung_up.wait()
-        self._gone.set()
-        how = f"hung up: it was killed, crashed or lost its node; rank-{self.rank}.txt has what it said"
-        return Ending(how=how, expected=True, killed=True)
-
-    def kill(self) -> None:
-        """See RankProcess; a rank ends within seconds of its stream."""
-        with contextlib.suppress(OSError):  # it hung up first
-            self._stream.shutdown(socket.SHUT_RDWR)
-
-    def join(self, seconds: float) -> bool:
-        """See RankProcess."""
-        return self._gone.wait(seconds)
+def _hosts(variable: str) -> tuple[str, ...]:
+    listed = subprocess.run(["scontrol", "show", "hostnames", os.environ[variable]], capture_output=True, text=True)
+    return tuple(listed.stdout.split())
 
 
 class SlurmLauncher:
@@ -126,30 +119,35 @@ class SlurmLauncher:
     async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
         """See interfaces.Launcher. Raises ConfigError where the allocation has not the tasks that the learner needs."""
         job, dims = self._job, config.learner.dims
-        placement = place(dims, job.nodes, config.slurm.tasks_per_node(dims.world_size))
+        placement = placement_of(config, job.nodes)
         logger.info("job %s, restart %d: %s", job.id, job.restart, placement.describe())
-        failure, token = Failure(), secrets.token_bytes(channel.TOKEN_BYTES)
+        token = secrets.token_bytes(channel.TOKEN_BYTES)
         with channel.listen(job.address(), backlog=dims.world_size) as listener:
             host, port = listener.getsockname()
             threads = config.learner.threads or threads_per_rank(placement)
             call = Call(host=host, port=port, token=token.hex(), threads=threads)
-            command = step_command(config.slurm, placement, job.folder, python=sys.executable)
-            async with _step(command, call, job.folder) as step:
-                ranks = await _arrivals(listener, token, placement, step, job, config.learner.timeout_seconds)
-                listener.close()  # nobody else is awaited
-                setup = Setup(
-                    config=config,
-                    model_folder=self._model_folder.resolve(),
-                    run_folder=self._run_folder.resolve(),
-                    rendezvous=f"tcp://{ranks[0].hello.store}",
+            command = step_command(
+                config.slurm, placement, job.folder, python=sys.executable, where=job.learner_options()
+            )
+            async with running_step(command, call.line(), job.folder) as step:
+                awaited = Awaited(
+                    placement=placement,
+                    token=token,
+                    started=ended(step),
+                    seconds=config.learner.timeout_seconds,
+                    files=f"step.txt and rank-*.txt in {job.folder}",
+                    blame=job.blame,
                 )
-                try:
-                    async with serving(ranks, setup, failure, self._on_signal) as group:
-                        yield roles_of(group, config)
-                except WorkerDied:
-                    if failure.rank is not None:
-                        job.blame(placement.node_of(failure.rank))
-                    raise
+                async with learner(
+                    listener,
+                    awaited,
+                    Failure(),
+                    config,
+                    model_folder=self._model_folder,
+                    run_folder=self._run_folder,
+                    on_signal=self._on_signal,
+                ) as roles:
+                    yield roles
 
 
 def threads_per_rank(placement: Placement) -> int:
@@ -158,10 +156,13 @@ def threads_per_rank(placement: Placement) -> int:
     return int(given) if given else max(1, len(os.sched_getaffinity(0)) // placement.ranks_per_node)
 
 
-def step_command(slurm: SlurmSection, placement: Placement, folder: Path, *, python: str) -> list[str]:
+def step_command(
+    slurm: SlurmSection, placement: Placement, folder: Path, *, python: str, where: Sequence[str] = ()
+) -> list[str]:
     """The srun that starts all ranks, in the container where there is one; output is a file a rank in ``folder``."""
     return [
         "srun",
+        *where,
         f"--nodes={len(placement.nodes)}",
         f"--ntasks={placement.dims.world_size}",
         f"--ntasks-per-node={placement.ranks_per_node}",
@@ -178,19 +179,20 @@ def step_command(slurm: SlurmSection, placement: Placement, folder: Path, *, pyt
 
 
 @contextlib.asynccontextmanager
-async def _step(command: list[str], call: Call, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The running step; at the end of the context it is over."""
-    logger.info("starting the ranks: %s", shlex.join(command))
+async def running_step(command: list[str], line: bytes, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The running step, each task of which reads ``line``; at the end of the context it is over."""
+    logger.info("starting a step: %s", shlex.join(command))
     with (folder / "step.txt").open("ab") as output:
         step = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
         )
     try:
         assert step.stdin is not None
-        step.stdin.write(call.line())
-        step.stdin.close()
+        step.stdin.write(line)
         yield step
     finally:
+        if step.stdin is not None:
+            step.stdin.close()
         for how in (signal.SIGTERM, signal.SIGKILL):  # first of all, ranks end by themselves: their streams did
             try:
                 async with asyncio.timeout(STOP_SECONDS):
@@ -200,76 +202,6 @@ async def _step(command: list[str], call: Call, folder: Path) -> AsyncIterator[a
                 step.send_signal(how)
 
 
-async def _arrivals(
-    listener: socket.socket,
-    token: bytes,
-    placement: Placement,
-    step: asyncio.subprocess.Process,
-    job: Job,
-    limit: float,
-) -> list[ConnectedRank]:
-    """All ranks, in order. Raises WorkerDied where the step ends before, or they are not there in ``limit`` seconds."""
-    arrived: dict[int, ConnectedRank] = {}
-    waiting = asyncio.ensure_future(_welcome(listener, token, placement, arrived))
-    ended = asyncio.ensure_future(step.wait())
-    try:
-        await asyncio.wait({waiting, ended}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        if waiting.done():
-            waiting.result()
-            return [arrived[rank] for rank in range(placement.dims.world_size)]
-        missing = sorted(set(range(placement.dims.world_size)) - arrived.keys())
-        nodes = sorted({placement.node_of(rank) for rank in missing})
-        if len(nodes) == 1:  # what all nodes have in common is not mended by leaving one out
-            job.blame(nodes[0])
-        why = f"srun ended with status {ended.result()}" if ended.done() else f"{limit:g} s passed"
-        ranks = f"rank {', '.join(map(str, missing))} on {', '.join(nodes)}"
-        raise WorkerDied(f"{why} before {ranks} connected; step.txt and rank-*.txt in {job.folder} have what they said")
-    finally:
-        for task in (waiting, ended):
-            task.cancel()
-        if not waiting.done() or waiting.cancelled() or waiting.exception():
-            for rank in arrived.values():
-                rank.kill()
-
-
-async def _welcome(
-    listener: socket.socket, token: bytes, placement: Placement, arrived: dict[int, ConnectedRank]
-) -> None:
-    """Accept streams until every rank has one; each proves itself in a thread, so that none holds others up."""
-    loop = asyncio.get_running_loop()
-    listener.setblocking(False)
-    everybody = asyncio.Event()
-
-    async def prove(accepted: socket.socket) -> None:
-        try:
-            rank = await loop.run_in_executor(pool, _hear, accepted, token)
-        except (OSError, EOFError, ValueError, TypeError) as error:
-            logger.warning("a stream was refused: %s", error)
-            return
-        if rank.rank in arrived or placement.node_of(rank.rank) != rank.hello.node:
-            logger.warning("rank %d came twice or from another node than planned: %s", rank.rank, rank.hello)
-            rank.kill()
-            return
-        arrived[rank.rank] = rank
-        if len(arrived) == placement.dims.world_size:
-            everybody.set()
-
-    async def accept() -> None:
-        while True:
-            accepted, _ = await loop.sock_accept(listener)
-            tasks.append(asyncio.create_task(prove(accepted)))
-
-    pool = ThreadPoolExecutor(32, thread_name_prefix="welcome")
-    tasks = [asyncio.create_task(accept())]
-    try:
-        await everybody.wait()
-    finally:
-        for task in tasks:
-            task.cancel()
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _hear(accepted: socket.socket, token: bytes) -> ConnectedRank:
-    accepted.setblocking(True)
-    connection = channel.accept(accepted, token)
-    return ConnectedRank(connection, Hello(**json.loads(connection.recv_bytes(_HELLO_BYTES))))
+async def ended(step: asyncio.subprocess.Process) -> str:
+    """How the step ended, once it has."""
+    return f"srun ended with status {await step.wait()}"

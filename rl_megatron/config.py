@@ -29,8 +29,9 @@ class RunSection(Section):
     """Folder name of the run."""
     dir: Path = Path("runs")
     """Where run folders are made."""
-    launcher: Literal["local", "slurm"] = "local"
-    """local: learner processes on this machine; slurm: on the nodes of the allocation, as ``submit`` sets."""
+    launcher: Literal["local", "slurm", "ray"] = "local"
+    """local: learner processes on this machine; slurm: on the nodes of the allocation, as ``submit`` sets; ray: as
+    Ray actors on the nodes of the allocation, or without one on this machine."""
 
 
 class TinyModelSection(Section):

@@ -21,6 +21,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *_batch_problems(config),
         *_server_problems(config.rollout),
         *_replay_problems(config),
+        *_role_problems(config),
     ]
 
 
@@ -66,7 +67,7 @@ def _transport_problems(c: RunConfig) -> list[str]:
             f"weights.transport={kind} moves memory of {needed}, but learner.device={c.learner.device}; "
             "set weights.transport=process_group"
         )
-    if kind in {"shared_memory", "cuda_ipc"} and c.run.launcher == "slurm" and c.slurm.nodes > 1:
+    if kind in {"shared_memory", "cuda_ipc"} and c.run.launcher != "local" and c.slurm.nodes > 1:
         out.append(
             f"weights.transport={kind} stays on one machine, but slurm.nodes={c.slurm.nodes}; "
             "set weights.transport=process_group"
@@ -126,6 +127,27 @@ def _replay_problems(c: RunConfig) -> list[str]:
             "that no engine sampled; set routing_replay=r2 or off"
         ]
     return []
+
+
+def _role_problems(c: RunConfig) -> list[str]:
+    out, engines = [], c.slurm.engines
+    given = f"slurm.engines.nodes={engines.nodes}"
+    if engines.nodes and not c.rollout.served:
+        out.append(f"{given}, but rollout.engine={c.rollout.engine} samples in the learner's processes; set it to 0")
+    if engines.nodes and c.rollout.server.addresses:
+        out.append(f"{given}, but rollout.server.addresses are running servers; leave one of them out")
+    if c.slurm.heterogeneous and not engines.nodes:
+        out.append(f"slurm.heterogeneous=true, but {given}; say how many nodes the engines get")
+    if engines.shaped and not c.slurm.heterogeneous:
+        out.append("slurm.engines asks for nodes unlike the learner's; set slurm.heterogeneous=true, or only its nodes")
+    if c.slurm.heterogeneous and c.slurm.array:
+        out.append(f"slurm.array={c.slurm.array}: Slurm has no arrays of heterogeneous jobs; leave one of them out")
+    if c.slurm.container and c.run.launcher == "ray":
+        out.append(
+            "slurm.container with run.launcher=ray: the controller, outside the container, would not reach Ray inside; "
+            "set run.launcher=slurm, or have Ray in slurm.python"
+        )
+    return out
 
 
 def _offline(c: RunConfig) -> bool:

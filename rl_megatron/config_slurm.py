@@ -16,17 +16,44 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Duration = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
 
 
+class EngineNodesSection(Section):
+    """Nodes for engine servers alone (rollout=vllm or sglang). All but their number wants ``slurm.heterogeneous``."""
+
+    nodes: NonNegative = 0
+    """How many, beside ``slurm.nodes``; 0: servers share the learner's nodes."""
+    gpus_per_node: NonNegative | None = None
+    """GPUs of each; null: as the learner's nodes."""
+    cpus_per_server: Positive | None = None
+    """CPU cores of a server; null: as a learner rank."""
+    memory_per_node: Word | None = None
+    """As in 500G; null: as the learner's nodes."""
+    partition: Word | None = None
+    """Where they are; null: as the learner's nodes."""
+    constraint: Features | None = None
+    """Features that they must have; null: as the learner's nodes."""
+
+    @property
+    def shaped(self) -> bool:
+        """Whether they are asked for in other words than the learner's."""
+        return self.model_dump(exclude={"nodes"}) != EngineNodesSection().model_dump(exclude={"nodes"})
+
+
 class SlurmSection(Section):
     """A job of ``rl-megatron submit`` (slurm/README.md). What is null is the cluster's default."""
 
     nodes: Positive = 1
-    """Nodes of the job."""
+    """Nodes of the learner."""
     ntasks_per_node: Positive | None = None
     """Learner ranks on each node; null: as many as GPUs, or without GPUs all ranks shared out over the nodes."""
     gpus_per_node: NonNegative = 0
     """GPUs of each node."""
     gpu_memory_gb: PositiveFloat | None = None
     """Memory of a GPU, in 1e9 bytes: what would not fit is refused before the job is sent; null: nothing is checked."""
+    nvlink_nodes: Positive = 1
+    """Neighbouring nodes that NVLink joins, as the 18 of 4 GPUs in a rack; tensor parallelism may span them."""
+    engines: EngineNodesSection = EngineNodesSection()
+    heterogeneous: bool = False
+    """Whether ``slurm.engines`` is a component of its own of a heterogeneous job, or the last of like nodes."""
     cpus_per_task: Positive | None = None
     """CPU cores of a rank."""
     memory_per_node: Word | None = None
@@ -75,6 +102,12 @@ class SlurmSection(Section):
     def tasks_per_node(self, ranks: int) -> int:
         """Learner ranks on each node, of ``ranks`` in all; too many rather than too few."""
         return self.ntasks_per_node or self.gpus_per_node or -(-ranks // self.nodes)
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs of each node that engine servers run on."""
+        given = self.engines.gpus_per_node
+        return self.gpus_per_node if given is None else given
 
     def container_options(self) -> list[str]:
         """What pyxis adds to srun."""

@@ -13,7 +13,7 @@ from tests.e2e.processes import LIMIT, Place, Run, eventually
 
 SRUN = """#!/usr/bin/env bash
 # As srun does: a task a rank, the same standard input for each.
-line=$(cat)
+IFS= read -r line
 for argument in "$@"; do
     case $argument in
         --ntasks=*) count=${argument#*=} ;;

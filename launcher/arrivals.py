@@ -1,0 +1,164 @@
+"""Ranks on whatever node connect back to the controller: who came, that it is the one awaited, and how it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from launcher import channel
+from launcher.placement import Placement
+from launcher.proxies import roles_of
+from launcher.rank import Hello
+from launcher.worker import Setup
+from launcher.workers import Ending, Failure, serving
+from rl_megatron.config import RunConfig
+from rl_megatron.errors import WorkerDied
+from rl_megatron.interfaces import Roles
+
+logger = logging.getLogger(__name__)
+
+_HELLO_BYTES = 4096
+
+
+class ConnectedRank:
+    """A rank that connected from its node (see RankProcess)."""
+
+    def __init__(self, connection: Connection, hello: Hello) -> None:
+        self.connection, self.rank, self.hello = connection, hello.rank, hello
+        self.where = f"pid {hello.pid} on {hello.node}"
+        self._stream = socket.socket(fileno=os.dup(connection.fileno()))
+        self._gone = threading.Event()
+
+    def ending(self, hung_up: threading.Event) -> Ending:
+        """See RankProcess; that a stream ended is all that another node says."""
+        hung_up.wait()
+        self._gone.set()
+        how = f"hung up: it was killed, crashed or lost its node; rank-{self.rank}.txt has what it said"
+        return Ending(how=how, expected=True, killed=True)
+
+    def kill(self) -> None:
+        """See RankProcess; a rank ends within seconds of its stream."""
+        with contextlib.suppress(OSError):  # it hung up first
+            self._stream.shutdown(socket.SHUT_RDWR)
+
+    def join(self, seconds: float) -> bool:
+        """See RankProcess."""
+        return self._gone.wait(seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Awaited:
+    """The ranks that were started, and who may say that no more will come."""
+
+    placement: Placement
+    token: bytes
+    started: Awaitable[str]  # done, with how it ended, once what starts the ranks is at its end
+    seconds: float
+    files: str  # where a person reads more
+    blame: Callable[[str], None]  # hears the node from which alone ranks did not come
+
+
+@contextlib.asynccontextmanager
+async def learner(
+    listener: socket.socket,
+    awaited: Awaited,
+    failure: Failure,
+    config: RunConfig,
+    *,
+    model_folder: Path,
+    run_folder: Path,
+    on_signal: Callable[[str], None],
+) -> AsyncIterator[Roles]:
+    """The roles of all ranks, once they are here, while the context is open. Raises WorkerDied; its node is blamed."""
+    ranks = await arrivals(listener, awaited)
+    listener.close()  # nobody else is awaited
+    setup = Setup(
+        config=config,
+        model_folder=model_folder.resolve(),
+        run_folder=run_folder.resolve(),
+        rendezvous=f"tcp://{ranks[0].hello.store}",
+    )
+    try:
+        async with serving(ranks, setup, failure, on_signal) as group:
+            yield roles_of(group, config)
+    except WorkerDied:
+        if failure.rank is not None:
+            awaited.blame(awaited.placement.node_of(failure.rank))
+        raise
+
+
+async def arrivals(listener: socket.socket, awaited: Awaited) -> list[ConnectedRank]:
+    """All ranks, in order. Raises WorkerDied where not all can come, or they are not there in time."""
+    arrived: dict[int, ConnectedRank] = {}
+    placement = awaited.placement
+    waiting = asyncio.ensure_future(_welcome(listener, awaited, arrived))
+    ended = asyncio.ensure_future(awaited.started)
+    try:
+        await asyncio.wait({waiting, ended}, timeout=awaited.seconds, return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            waiting.result()
+            return [arrived[rank] for rank in range(placement.dims.world_size)]
+        missing = sorted(set(range(placement.dims.world_size)) - arrived.keys())
+        nodes = sorted({placement.node_of(rank) for rank in missing})
+        if len(nodes) == 1:  # what all nodes have in common is not mended by leaving one out
+            awaited.blame(nodes[0])
+        why = ended.result() if ended.done() else f"{awaited.seconds:g} s passed"
+        ranks = f"rank {', '.join(map(str, missing))} on {', '.join(nodes)}"
+        raise WorkerDied(f"{why} before {ranks} connected; {awaited.files} have what they said")
+    finally:
+        for task in (waiting, ended):
+            task.cancel()
+        if not waiting.done() or waiting.cancelled() or waiting.exception():
+            for rank in arrived.values():
+                rank.kill()
+
+
+async def _welcome(listener: socket.socket, awaited: Awaited, arrived: dict[int, ConnectedRank]) -> None:
+    """Accept streams until every rank has one; each proves itself in a thread, so that none holds others up."""
+    loop = asyncio.get_running_loop()
+    listener.setblocking(False)
+    everybody = asyncio.Event()
+
+    async def prove(accepted: socket.socket) -> None:
+        try:
+            rank = await loop.run_in_executor(pool, _hear, accepted, awaited.token)
+        except (OSError, EOFError, ValueError, TypeError) as error:
+            logger.warning("a stream was refused: %s", error)
+            return
+        if rank.rank in arrived or awaited.placement.node_of(rank.rank) != rank.hello.node:
+            logger.warning("rank %d came twice or from another node than planned: %s", rank.rank, rank.hello)
+            rank.kill()
+            return
+        arrived[rank.rank] = rank
+        if len(arrived) == awaited.placement.dims.world_size:
+            everybody.set()
+
+    async def accept() -> None:
+        while True:
+            accepted, _ = await loop.sock_accept(listener)
+            tasks.append(asyncio.create_task(prove(accepted)))
+
+    pool = ThreadPoolExecutor(32, thread_name_prefix="welcome")
+    tasks = [asyncio.create_task(accept())]
+    try:
+        await everybody.wait()
+    finally:
+        for task in tasks:
+            task.cancel()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _hear(accepted: socket.socket, token: bytes) -> ConnectedRank:
+    accepted.setblocking(True)
+    connection = channel.accept(accepted, token)
+    return ConnectedRank(connection, Hello(**json.loads(connection.recv_bytes(_HELLO_BYTES))))

@@ -1,0 +1,172 @@
+"""One node of a Ray cluster on a Slurm allocation: ``srun ... python -m launcher.ray_node``, a task a node.
+
+It starts Ray and ends all of it with its standard input, which srun closes however the controller ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from launcher import rank
+from launcher.placement import Placement
+from rl_megatron.config_slurm import SlurmSection
+
+OBJECT_STORE_BYTES = 100_000_000  # next to nothing goes through it
+SETTINGS = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # ranks choose among all GPUs of their node
+    "RAY_worker_niceness": "0",  # else ranks give way to whatever runs beside them
+    "RAY_memory_monitor_refresh_ms": "0",  # it would kill ranks where another job fills the node
+}
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCall:
+    """What the controller tells all nodes, one line of JSON."""
+
+    head: str  # the node that the cluster starts on
+    host: str
+    port: int
+    token: str
+    folder: str  # Ray's temporary files; short, as sockets lie in it
+    ranks: int  # of each node
+    seconds: float  # how long to wait for the head
+
+    def line(self) -> bytes:
+        """As it is sent."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+def environment(token: str) -> Mapping[str, str]:
+    """Variables of every process of a cluster."""
+    return {**SETTINGS, "RAY_AUTH_TOKEN": token}
+
+
+def resource(node: str) -> str:
+    """What binds a bundle to its node, which has one for each rank."""
+    return f"learner on {node}"
+
+
+def node_command(
+    slurm: SlurmSection, placement: Placement, folder: Path, *, python: str, where: Sequence[str] = ()
+) -> list[str]:
+    """The srun that starts Ray on every node of the learner's; output is a file a node in ``folder``."""
+    count = len(placement.nodes)
+    return [
+        "srun",
+        *where,
+        f"--nodes={count}",
+        f"--ntasks={count}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={placement.ranks_per_node * (slurm.cpus_per_task or 1)}",
+        "--kill-on-bad-exit=1",
+        f"--output={folder}/ray-%t.txt",
+        python,
+        "-m",
+        "launcher.ray_node",
+    ]
+
+
+def main() -> None:
+    """Run Ray on this node until the controller is gone; ends with Ray's exit status, where that ends before."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # Slurm's are passed on by ranks alone
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what Ray leaves behind is still a child of this process
+    call = NodeCall(**json.loads(sys.stdin.readline()))
+    own = await_head(call, threading.Event()) if rank.node() != call.head else ""
+    ray = subprocess.Popen(
+        [*_RAY, *options(call, rank.node(), own)],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **environment(call.token)},
+        preexec_fn=_die_with_parent,
+    )
+    controller_gone = threading.Event()
+    threading.Thread(target=_end_with_controller, args=(ray, controller_gone), daemon=True).start()
+    status = ray.wait()
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=1.0)
+    shutil.rmtree(call.folder, ignore_errors=True)
+    sys.exit(0 if controller_gone.is_set() else status)
+
+
+def options(call: NodeCall, node: str, own: str) -> list[str]:
+    """Of ``ray start``, on the head or with an address of its ``own``. Every port is free, so clusters do not meet."""
+    common = [
+        "start",
+        "--block",
+        f"--num-cpus={call.ranks}",
+        "--num-gpus=0",
+        f"--resources={json.dumps({resource(node): call.ranks})}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        "--include-log-monitor=false",
+        "--disable-usage-stats",
+    ]
+    if own:
+        return [*common, f"--address={call.host}:{call.port}", f"--node-ip-address={own}"]
+    return [
+        *common,
+        "--head",
+        f"--node-ip-address={call.host}",
+        f"--port={call.port}",
+        f"--ray-client-server-port={free_port(call.host)}",
+        "--include-dashboard=false",
+        f"--temp-dir={call.folder}",
+    ]
+
+
+def await_head(call: NodeCall, given_up: threading.Event) -> str:
+    """This node's address on the way to the head, once that answers. Raises TimeoutError where it does not in time."""
+    end = time.monotonic() + call.seconds
+    while True:
+        try:
+            with socket.create_connection((call.host, call.port), timeout=1.0) as stream:
+                return str(stream.getsockname()[0])
+        except OSError as error:
+            if given_up.wait(0.2) or time.monotonic() > end:
+                raise TimeoutError(
+                    f"Ray's head at {call.host}:{call.port} does not answer after {call.seconds:g} s: {error}"
+                ) from error
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as found:
+        found.bind((host, 0))
+        return int(found.getsockname()[1])
+
+
+def _end_with_controller(ray: subprocess.Popen[bytes], controller_gone: threading.Event) -> None:
+    while os.read(0, 1):
+        pass
+    controller_gone.set()
+    ray.kill()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
