@@ -141,7 +141,7 @@ def _launcher(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -
     elif parts.job is not None:
         launcher = SlurmLauncher(model_folder, parts.folder, parts.job, stop.ask)
     if parts.config.rollout.served:
-        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape)
+        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, parts.job)
     return launcher
 
 

@@ -14,7 +14,6 @@ import secrets
 import shlex
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -22,6 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher import engine_guard
+from launcher.placement import engines_elsewhere
+from launcher.seats import elsewhere, places
+from launcher.slurm import Job
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.interfaces import Launcher, Roles
@@ -42,9 +44,11 @@ _TAIL = 20  # lines of a log in an error
 
 
 def mirror_path(config: RunConfig, run_folder: Path) -> Path:
-    """The file in which this run's weights are handed to servers."""
+    """The file in which this run's weights are handed to servers: where those on other nodes see it, if there are."""
     digest = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
-    return config.rollout.server.weights_dir / f"rl_megatron-{digest}" / "model.safetensors"
+    usual = run_folder.resolve() if engines_elsewhere(config) else Path("/dev/shm")
+    folder = config.rollout.server.weights_dir or usual
+    return folder / f"rl_megatron-{digest}" / "model.safetensors"
 
 
 def longest_sequence(config: RunConfig, shape: ModelShape) -> int:
@@ -56,8 +60,11 @@ def longest_sequence(config: RunConfig, shape: ModelShape) -> int:
 class ServedLauncher:
     """See interfaces.Launcher. Learners start as ``inner`` starts them, engine servers meanwhile."""
 
-    def __init__(self, inner: Launcher, model_folder: Path, run_folder: Path, shape: ModelShape) -> None:
+    def __init__(
+        self, inner: Launcher, model_folder: Path, run_folder: Path, shape: ModelShape, job: Job | None = None
+    ) -> None:
         self._inner, self._model_folder, self._run_folder, self._shape = inner, model_folder, run_folder, shape
+        self._job = job
 
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
@@ -65,7 +72,7 @@ class ServedLauncher:
         adapter = SERVERS[config.rollout.engine](self._shape)
         path = mirror_path(config, self._run_folder)
         async with contextlib.AsyncExitStack() as stack:
-            engine = ServedEngines(config, adapter, self._model_folder, self._run_folder, self._shape)
+            engine = ServedEngines(config, adapter, self._model_folder, self._run_folder, self._shape, self._job)
             starting = asyncio.create_task(stack.enter_async_context(engine.running(path)))
             try:
                 roles = await stack.enter_async_context(self._inner.start(config))
@@ -110,11 +117,18 @@ class ServedEngines:
     """The servers of one run."""
 
     def __init__(
-        self, config: RunConfig, adapter: Adapter, model_folder: Path, run_folder: Path, shape: ModelShape
+        self,
+        config: RunConfig,
+        adapter: Adapter,
+        model_folder: Path,
+        run_folder: Path,
+        shape: ModelShape,
+        job: Job | None = None,
     ) -> None:
         self._config, self._section, self._adapter = config, config.rollout.server, adapter
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
         self._max_length = longest_sequence(config, shape)
+        self._places = places(config, job)
 
     @contextlib.asynccontextmanager
     async def running(self, mirror: Path) -> AsyncIterator[ServedEngine]:
@@ -150,7 +164,8 @@ class ServedEngines:
         python = self._config.rollout.python or Path(sys.executable)
         await _check_interpreter(python, self._adapter)
         # The engine's interpreter sees this package alone, never the packages that lie beside it.
-        packages = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl_megatron-")))
+        shared = self._run_folder.resolve() if elsewhere(self._places) else None  # else this machine's own
+        packages = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl_megatron-", dir=shared)))
         (packages / "rl_megatron").symlink_to(Path(__file__).resolve().parent.parent / "rl_megatron")
         (packages / "model").mkdir()
         shutil.copy(self._model_folder / "config.json", packages / "model")
@@ -171,12 +186,14 @@ class ServedEngines:
     async def _start_one(
         self, stack: contextlib.AsyncExitStack, number: int, python: Path, packages: Path, mirror: Path
     ) -> _Started:
-        section, port, token = self._section, _free_port(), secrets.token_urlsafe(24)
+        section, place, token = self._section, self._places[number], secrets.token_urlsafe(24)
+        port = place.port()
         command = self._adapter.command(
             StartOptions(
                 python=python,
                 model_folder=self._model_folder,
                 bare_folder=packages / "model",
+                host=place.host,
                 port=port,
                 device=self._config.learner.device,
                 dtype=self._config.learner.dtype,
@@ -192,6 +209,7 @@ class ServedEngines:
         log = self._run_folder / f"{self._config.rollout.engine}_{number}.log"
         with log.open("ab") as file:
             guard = await asyncio.create_subprocess_exec(
+                *place.before,
                 sys.executable,
                 str(engine_guard.__file__),
                 str(mirror.parent),
@@ -200,10 +218,10 @@ class ServedEngines:
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": _joined(packages), **command.environment},
+                env={**os.environ, "PYTHONPATH": _joined(packages), **place.environment, **command.environment},
             )
         stack.push_async_callback(_end, guard)
-        server = Server(f"http://127.0.0.1:{port}", token=token, timeout_seconds=section.timeout_seconds)
+        server = Server(f"http://{place.host}:{port}", token=token, timeout_seconds=section.timeout_seconds)
         return _Started(guard=guard, server=server, log=log)
 
     async def _ready(self, one: _Started) -> None:
@@ -288,10 +306,3 @@ async def _check_interpreter(python: Path, adapter: Adapter) -> None:
 def _joined(packages: Path) -> str:
     """``packages`` before what the user's own PYTHONPATH names."""
     return os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from launcher.placement import made_up_nodes, seats_of
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
@@ -77,7 +78,7 @@ def memory(config: RunConfig, shape: ModelShape) -> list[Memory]:
     """
     learner, layout = config.learner, learner_layout(config, shape)
     inner = learner.dims.world_size // learner.dims.pp
-    beside = range(min(_serving_gpus(config), learner.dims.world_size))
+    beside = _beside_servers(config)
     held = {stage: elements(layout, stage) for stage in range(learner.dims.pp)}
     ranks = sorted({*beside, *(stage * inner for stage in held)})
     return [
@@ -103,7 +104,7 @@ def check(config: RunConfig, shape: ModelShape) -> Memory | None:
             f"({terms}). Largest: {most.largest}; {CHANGES[most.largest]}"
         )
     share, per_gpu = config.rollout.server.memory_fraction, server_weights(config, shape)
-    if _serving_gpus(config) and share is not None and per_gpu > share * room:
+    if config.rollout.served and share is not None and per_gpu > share * room:
         raise ConfigError(
             f"rollout.server.memory_fraction={share:g} of slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g} is less "
             f"than the {per_gpu / GB:.1f} GB of weights on a GPU of the engine; raise it, or rollout.server.tp"
@@ -142,10 +143,14 @@ def server_weights(config: RunConfig, shape: ModelShape) -> float:
     return whole * _BYTES[config.learner.dtype] / config.rollout.server.tp
 
 
-def _serving_gpus(config: RunConfig) -> int:
-    """GPUs, from the first node's first on, that a server started beside the learner takes."""
-    server = config.rollout.server
-    return server.replicas * server.tp if config.rollout.served and server.addresses is None else 0
+def _beside_servers(config: RunConfig) -> set[int]:
+    """Ranks on whose GPU a server runs as well."""
+    nodes, engine_nodes = made_up_nodes(config.slurm)
+    if engine_nodes:
+        return set()
+    each, count = config.slurm.gpus_per_node, config.learner.dims.world_size
+    seats = seats_of(config, nodes, engine_nodes)
+    return {rank for s in seats for gpu in s.gpus if (rank := nodes.index(s.node) * each + gpu) < count}
 
 
 def _terms(config: RunConfig, layout: Layout, stage: int, held: Elements, *, served: bool) -> dict[str, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from launcher.memory import GB, Memory, check, learner_layout
-from launcher.placement import Placement, place
+from launcher.placement import Placement, Seat, describe_seats, made_up_nodes, placement_of, seats_of
 from rl_megatron import config_io
 from rl_megatron.config import RunConfig
 from rl_megatron.durable import remove_folder, write_atomically
@@ -30,14 +30,16 @@ _TEMPLATES = _PACKAGE / "slurm"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What a configuration asks for: ranks on nodes of made-up names, and the GPU that must hold most, if known."""
+    """What a configuration asks for: where all runs, on nodes of made-up names, and the fullest GPU, if known."""
 
     placement: Placement
+    seats: tuple[Seat, ...]
+    roles: str  # what the learner's ranks hold beside the policy
     memory: Memory | None
 
     def describe(self) -> str:
         """Lines for a person."""
-        lines = [self.placement.describe()]
+        lines = list(filter(None, (self.placement.describe(), self.roles, describe_seats(self.seats))))
         if self.memory is not None:
             held, most = self.memory.total / GB, self.memory.largest
             lines.append(f"memory: up to {held:.1f} GB a GPU (rank {self.memory.rank}), most of it: {most}")
@@ -58,7 +60,7 @@ def checked(config: RunConfig) -> Checked:
     problems: list[str] = []
     fullest: Memory | None = None
     slurm, dims = config.slurm, config.learner.dims
-    nodes = [f"node {i}" for i in range(slurm.nodes)]
+    nodes, engine_nodes = made_up_nodes(slurm)
     if config.learner.device != "cpu" and not slurm.gpus_per_node:
         problems.append(
             f"learner.device={config.learner.device}, but slurm.gpus_per_node=0; set it to the GPUs of a node"
@@ -71,13 +73,30 @@ def checked(config: RunConfig) -> Checked:
             fullest = check(config, shape)
         except ConfigError as error:
             problems.append(str(error))
+    if config.learner.device != "cpu" and engine_nodes and not slurm.engine_gpus:
+        problems.append("slurm.engines.gpus_per_node=0: its servers need GPUs; set it to the GPUs of a node")
     try:
-        placement = place(dims, nodes, slurm.tasks_per_node(dims.world_size))
+        placement = placement_of(config, nodes)
+    except ConfigError as error:
+        problems.append(str(error))
+    try:
+        seats = seats_of(config, nodes, engine_nodes)
     except ConfigError as error:
         problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    return Checked(placement=placement, memory=fullest)
+    return Checked(placement=placement, memory=fullest, seats=seats, roles=_roles(config))
+
+
+def _roles(config: RunConfig) -> str:
+    algorithm = config.algorithm
+    named = (
+        ("critic", algorithm.needs_critic),
+        ("reference", algorithm.needs_reference),
+        ("engine", not config.rollout.served),
+    )
+    held = [name for name, needed in named if needed]
+    return f"in every rank beside the policy: {', '.join(held)}" if held else ""
 
 
 def render(config: RunConfig, *, folder: Path, python: str, package: Path) -> str:
@@ -90,9 +109,18 @@ def render(config: RunConfig, *, folder: Path, python: str, package: Path) -> st
         autoescape=False,  # bash, not HTML
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    parent = folder / config.run.dir
+    parent, slurm = folder / config.run.dir, config.slurm
+    like = {
+        **slurm.model_dump(include={"memory_per_node", "partition", "constraint"}),
+        **slurm.engines.model_dump(exclude_none=True),
+    }
+    servers = -(-config.rollout.server.replicas // max(1, slurm.engines.nodes))
     return environment.get_template("train.sbatch.j2").render(
-        slurm=config.slurm,
+        slurm=slurm,
+        total_nodes=slurm.nodes + (0 if slurm.heterogeneous else slurm.engines.nodes),
+        engines=like | {"servers_per_node": servers, "gpus_per_node": slurm.engine_gpus}
+        if slurm.heterogeneous
+        else None,
         tasks_per_node=config.slurm.tasks_per_node(config.learner.dims.world_size),
         name=config.run.name,
         parent=parent,
@@ -106,7 +134,8 @@ def render(config: RunConfig, *, folder: Path, python: str, package: Path) -> st
 
 def prepare(config: RunConfig) -> Prepared:
     """Make the run's folder with config.yaml, job.sbatch and placement.txt. Raises ConfigError, before it makes any."""
-    config = config.model_copy(update={"run": config.run.model_copy(update={"launcher": "slurm"})})
+    if config.run.launcher == "local":
+        config = config.model_copy(update={"run": config.run.model_copy(update={"launcher": "slurm"})})
     config = RunConfig.model_validate(config.model_dump())  # rules that the launcher takes part in
     found = checked(config)
     folder = Path.cwd() / config.run.dir / str(config.run.name)

@@ -36,8 +36,9 @@ class ServerSection(Section):
     """Wait before the first retry; it doubles each time."""
     concurrency: Positive = 256
     """Requests in flight at most."""
-    weights_dir: Path = Path("/dev/shm")
-    """Where weights are handed over: shared memory, or a folder that the servers see too."""
+    weights_dir: Path | None = None
+    """Where weights are handed over, seen by the servers too; null: /dev/shm, or for servers that are started on other
+    nodes the run's folder."""
     probe_tolerance: PositiveFloat | None = None
     """Largest difference of a probe's log-probs, in nats, at which new weights are served; null: 1e-3 in float32, 0.25
     in bfloat16."""

@@ -37,6 +37,7 @@ class StartOptions:
     python: Path
     model_folder: Path
     bare_folder: Path  # with the model's config.json alone
+    host: str  # the one address that it listens on
     port: int
     device: str  # cpu or an accelerator
     dtype: str

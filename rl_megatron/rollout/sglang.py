@@ -51,7 +51,7 @@ class SGLangAdapter:
                 # Its end-of-sequence tokens would end completions beside those that a request names.
                 *("--model-path", str(options.bare_folder), "--json-model-override-args", '{"eos_token_id": null}'),
                 *("--load-format", "dummy"),
-                *("--host", "127.0.0.1", "--port", str(options.port), "--api-key", options.token),
+                *("--host", options.host, "--port", str(options.port), "--api-key", options.token),
                 *("--dtype", options.dtype, "--tp-size", str(options.tp)),
                 *("--context-length", str(options.max_length + _MARGIN), "--max-running-requests", str(options.slots)),
                 *("--skip-server-warmup", "--sleep-on-idle", "--skip-tokenizer-init"),

@@ -51,7 +51,7 @@ class VLLMAdapter:
                 str(options.python),
                 *("-m", "vllm.entrypoints.openai.api_server"),
                 *("--model", str(options.model_folder), "--served-model-name", "policy", "--load-format", "dummy"),
-                *("--host", "127.0.0.1", "--port", str(options.port)),
+                *("--host", options.host, "--port", str(options.port)),
                 *("--dtype", options.dtype, "--tensor-parallel-size", str(options.tp)),
                 *("--max-model-len", str(options.max_length), "--max-num-seqs", str(options.slots)),
                 *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),

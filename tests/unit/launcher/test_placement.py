@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.placement import group_ranks, place
+from launcher.placement import group_ranks, place, seat
 from rl_megatron.errors import ConfigError
 from rl_megatron.types import ParallelDims
 
@@ -98,3 +98,35 @@ def test_a_person_sees_nodes_and_groups() -> None:
         "  ep=16: across 2 nodes",
         "  edp=8: across 8 nodes",
     ]
+
+
+def test_a_domain_of_nvlink_may_hold_a_tensor_parallel_group() -> None:
+    with pytest.raises(ConfigError, match=r"slurm\.ntasks_per_node=4: a tensor-parallel group would leave its node"):
+        place(ParallelDims(tp=8, etp=8, dp=2), list("abcd"), 4)
+    text = place(ParallelDims(tp=8, etp=8, dp=2), list("abcd"), 4, domain=2).describe()
+    assert "  tp=8: across 2 nodes of one NVLink domain" in text
+    assert "  dp=2: across 2 nodes of 2 NVLink domains" in text
+    with pytest.raises(ConfigError, match=r"ntasks_per_node=4 \* slurm\.nvlink_nodes=2: .* leave its NVLink domain"):
+        place(ParallelDims(tp=16, etp=16), list("abcd"), 4, domain=2)
+
+
+@given(replicas=st.integers(1, 20), tp=st.sampled_from([1, 2, 3, 4, 8]), count=st.integers(1, 5), shared=st.booleans())
+def test_servers_stay_inside_a_node_and_do_not_meet_on_gpus_of_their_own(
+    replicas: int, tp: int, count: int, shared: bool
+) -> None:
+    nodes = [f"n{i}" for i in range(count)]
+    fits = -(-replicas // count) * tp <= 8
+    try:
+        seats = seat(replicas, tp, nodes, 8, shared=shared)
+    except ConfigError:
+        assert not fits and not shared  # noqa: PT018
+        return
+    assert len(seats) == replicas
+    assert [s.node for s in seats] == sorted(s.node for s in seats)
+    assert all(len(s.gpus) == tp and set(s.gpus) <= set(range(8)) for s in seats)
+    taken = [(s.node, gpu) for s in seats for gpu in s.gpus]
+    assert shared or len(set(taken)) == len(taken)
+    assert not fits or len(set(taken)) == len(taken)
+    on = [sum(s.node == node for s in seats) for node in nodes]
+    assert max(on) == -(-replicas // count)
+    assert all(s.gpus == () for s in seat(replicas, tp, nodes, 0, shared=shared))

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from launcher import submit
-from launcher.slurm import step_command
+from launcher.ray_node import node_command
+from launcher.slurm import Job, step_command
 from rl_megatron.config import RunConfig
 from rl_megatron.config_io import load
 from rl_megatron.errors import ConfigError
@@ -46,6 +47,34 @@ CASES = {
         "slurm.python=/opt/venv/bin/python",
     ),
     "array": ("slurm.array=0-3", "seed=10"),
+    "ray_and_engine_nodes": (
+        *BIG,
+        "run.launcher=ray",
+        "rollout=vllm",
+        "rollout.server.replicas=4",
+        "rollout.server.tp=4",
+        "slurm.nodes=2",
+        "slurm.engines.nodes=2",
+        "learner.dp=4",
+    ),
+    "heterogeneous": (
+        *BIG,
+        "rollout=vllm",
+        "rollout.server.replicas=4",
+        "rollout.server.tp=4",
+        "slurm.nodes=2",
+        "learner.dp=4",
+        "slurm.account=lab",
+        "slurm.partition=big",
+        "slurm.constraint=h100",
+        "slurm.cpus_per_task=12",
+        "slurm.heterogeneous=true",
+        "slurm.engines.nodes=4",
+        "slurm.engines.gpus_per_node=4",
+        "slurm.engines.cpus_per_server=24",
+        "slurm.engines.memory_per_node=200G",
+        "slurm.engines.partition=small",
+    ),
 }
 CLUSTER = ("slurm.account=lab", "slurm.partition=gpu", "slurm.container=/images/rl.sqsh")
 RECIPES = {  # what is the user's to give
@@ -91,6 +120,36 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
         (("slurm.partition=a b",), "slurm.partition='a b'"),
         (("slurm.time=tomorrow",), "slurm.time='tomorrow'"),
         (("slurm.setup=a\nb",), "slurm.setup="),
+        (("slurm.engines.nodes=1",), "slurm.engines.nodes=1, but rollout.engine=local samples in the learner's"),
+        (("rollout=vllm", "slurm.heterogeneous=true"), "slurm.heterogeneous=true, but slurm.engines.nodes=0"),
+        (("rollout=vllm", "slurm.engines.nodes=1", "slurm.engines.partition=x"), "set slurm.heterogeneous=true"),
+        (
+            ("rollout=vllm", "slurm.engines.nodes=1", "rollout.server.addresses=http://a:1"),
+            "rollout.server.addresses are running servers",
+        ),
+        (
+            ("rollout=vllm", "slurm.engines.nodes=1", "slurm.heterogeneous=true", "slurm.array=0-3"),
+            "slurm.array=0-3: Slurm has no arrays of heterogeneous jobs",
+        ),
+        (("run.launcher=ray", "slurm.container=/x.sqsh"), "slurm.container with run.launcher=ray"),
+        (
+            (*BIG, "rollout=vllm", "rollout.server.tp=16", "learner.dp=2"),
+            "rollout.server.tp=16 is more than the 8 GPUs of a node",
+        ),
+        (
+            (*BIG, "rollout=vllm", "rollout.server.replicas=5", "rollout.server.tp=4", "slurm.engines.nodes=2"),
+            "3 on a node, 12 GPUs of 8; lower them, or set slurm.engines.nodes=3",
+        ),
+        (
+            (
+                *BIG,
+                "rollout=vllm",
+                "slurm.engines.nodes=1",
+                "slurm.heterogeneous=true",
+                "slurm.engines.gpus_per_node=0",
+            ),
+            "slurm.engines.gpus_per_node=0: its servers need GPUs",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told_with_numbers(keys: tuple[str, ...], message: str) -> None:
@@ -144,3 +203,32 @@ def test_the_step_has_a_task_a_rank_in_its_container(keys: tuple[str, ...], expe
         "srun --nodes=1 --ntasks=2 --ntasks-per-node=2 --distribution=block --kill-on-bad-exit=1 "
         f"--output=/runs/x/jobs/1-0/rank-%t.txt {expected}"
     )
+
+
+def test_every_role_is_placed_before_the_job_is_sent() -> None:
+    text = submit.checked(config_of(*CASES["heterogeneous"], "algorithm=ppo")).describe()
+    assert text.splitlines() == [
+        "16 ranks on 2 nodes, 8 on each",
+        "  node 0: ranks 0-7",
+        "  node 1: ranks 8-15",
+        "  tp=4: inside a node",
+        "  dp=4: across 2 nodes",
+        "  ep=8: inside a node",
+        "  edp=2: across 2 nodes",
+        "in every rank beside the policy: critic",
+        *(f"engine {i}: node {2 + i}, GPUs 0-3" for i in range(4)),
+    ]
+
+
+def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path) -> None:
+    common = {"id": "7", "restart": 0, "here": "a1", "nodes": ("a1", "a2"), "engine_nodes": ("b1",), "folder": tmp_path}
+    cut, het = (Job(heterogeneous=heterogeneous, **common) for heterogeneous in (False, True))  # type: ignore[arg-type]
+    placement = submit.checked(config_of("slurm.nodes=2")).placement
+    slurm = config_of().slurm
+    for command in (step_command, node_command):
+        assert command(slurm, placement, tmp_path, python="p", where=cut.learner_options())[1] == "--nodelist=a1,a2"
+        assert command(slurm, placement, tmp_path, python="p", where=het.learner_options())[1] == "--het-group=0"
+    server = " ".join(het.server_command("b1", 24))
+    assert "srun --het-group=1 --overlap --nodes=1 --ntasks=1 --nodelist=b1 --cpus-per-task=24 --mem=0" in server
+    assert "--het-group" not in " ".join(cut.server_command("b1", 24))
+    assert "--nodelist=a2" in cut.server_command("a2", 1)

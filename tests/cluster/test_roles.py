@@ -1,0 +1,60 @@
+"""A heterogeneous job: the learner's ranks and an engine server, each on the kind of node that its role asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.jobs import REPO, Cluster, Job
+
+PYTHON = REPO / ".engines" / "vllm" / "bin" / "python"
+KEYS = (
+    "rollout=vllm",
+    f"rollout.python={PYTHON}",
+    "rollout.slots=64",
+    "warm_start.steps=0",
+    "train.steps=2",
+    "slurm.nodes=1",
+    "slurm.ntasks_per_node=2",
+    "slurm.constraint=rack1",
+    "slurm.heterogeneous=true",
+    "slurm.engines.nodes=1",
+    "slurm.engines.constraint=rack2",
+    "slurm.engines.memory_per_node=4000",
+)
+
+
+def nodes_of(job: Job, what: str) -> set[str]:
+    """On which nodes programs of the job run whose command line has ``what``."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            of = process.environ() if any(what in word for word in process.cmdline()[1:4]) else {}
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        if of.get("RUN_OF_THE_TEST") == job.run.name and "SLURM_PROCID" in of:
+            found.add(of["SLURMD_NODENAME"])
+    return found
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason=f"NO TEST OF ROLES: {PYTHON} is not there; make test-engines makes it")
+def test_each_role_of_a_heterogeneous_job_is_on_its_nodes(cluster: Cluster) -> None:
+    job = cluster.submit("roles", *KEYS, "slurm.environment.RUN_OF_THE_TEST=roles")
+    job.until(lambda: nodes_of(job, "launcher.rank") and nodes_of(job, "engine_guard.py"), "both roles")
+    assert nodes_of(job, "launcher.rank") == {"node1"}
+    assert nodes_of(job, "engine_guard.py") == {"node2"}
+    assert (job.run / "placement.txt").read_text().splitlines()[-1] == "engine 0: node 1"
+    followed = cluster.program("attach", str(job.run))  # to its end
+    assert "RUNNING on node1 and node2" in followed
+    assert "step 2/2" in followed
+    assert job.end() == "COMPLETED", job.said()
+    assert [row["step"] for row in job.record() if row["phase"] == "rl"] == [0, 1, 2]
+    assert not nodes_of(job, "engine_guard.py")
+    assert not weights_left(job.run)
+
+
+def weights_left(run: Path) -> list[Path]:
+    """What was handed to the servers goes with them."""
+    return list(run.glob("rl_megatron-*"))
