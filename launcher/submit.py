@@ -59,7 +59,7 @@ def checked(config: RunConfig) -> Checked:
     """Raises ConfigError with everything that does not fit."""
     problems: list[str] = []
     fullest: Memory | None = None
-    slurm, dims = config.slurm, config.learner.dims
+    slurm = config.slurm
     nodes, engine_nodes = made_up_nodes(slurm)
     if config.learner.device != "cpu" and not slurm.gpus_per_node:
         problems.append(
