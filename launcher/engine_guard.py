@@ -1,14 +1,13 @@
 """Between the trainer and an engine server: runs it in a session of its own and ends all of it when the trainer ends.
 
-The trainer holds the other end of this process's standard input, which closes however the trainer ends, by SIGKILL too.
-``python engine_guard.py <folder to remove after the trainer> <command...>``; standard library alone.
+The trainer holds the other end of this process's standard input, which closes however the trainer ends, by SIGKILL too;
+closing it is also how the trainer ends one server. ``python engine_guard.py <command...>``; standard library alone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,17 +17,14 @@ _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 10.0
 
 
-def main(remove: str, command: list[str]) -> int:
+def main(command: list[str]) -> int:
     """The server's exit status, once it and its children are gone."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the closed pipe is the one way to end
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)
-    trainer_gone = threading.Event()
-    threading.Thread(target=_end_with_trainer, args=(server, trainer_gone), daemon=True).start()
+    threading.Thread(target=_end_with_trainer, args=(server,), daemon=True).start()
     status = server.wait()
     _signal_all(server, signal.SIGKILL)  # what its children left running
-    if trainer_gone.is_set():
-        shutil.rmtree(remove, ignore_errors=True)
     return status
 
 
@@ -38,10 +34,9 @@ def _die_with_parent() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _end_with_trainer(server: subprocess.Popen[bytes], trainer_gone: threading.Event) -> None:
+def _end_with_trainer(server: subprocess.Popen[bytes]) -> None:
     while os.read(0, 1):
         pass
-    trainer_gone.set()
     _signal_all(server, signal.SIGTERM)
     try:
         server.wait(_STOP_SECONDS)
@@ -57,4 +52,4 @@ def _signal_all(server: subprocess.Popen[bytes], number: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main(sys.argv[1:]))

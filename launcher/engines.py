@@ -13,15 +13,15 @@ import os
 import secrets
 import shlex
 import shutil
-import signal
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from launcher import engine_guard
 from launcher.placement import engines_elsewhere
+from launcher.replicas import Attached, Standing, Started, Supervisor
+from launcher.scratch import scratch
 from launcher.seats import elsewhere, places
 from launcher.slurm import Job
 from rl_megatron.config import RunConfig
@@ -29,6 +29,7 @@ from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.interfaces import Launcher, Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.http import AttemptFailed, Server
+from rl_megatron.rollout.replicas import Replica
 from rl_megatron.rollout.served import Adapter, Description, ServedEngine, StartOptions
 from rl_megatron.rollout.sglang import SGLangAdapter
 from rl_megatron.rollout.vllm import VLLMAdapter
@@ -38,9 +39,8 @@ logger = logging.getLogger(__name__)
 
 SERVERS: Mapping[str, type[SGLangAdapter] | type[VLLMAdapter]] = {"sglang": SGLangAdapter, "vllm": VLLMAdapter}
 LEAST_HEAD_DIM = 32  # of vLLM's attention kernels on CPUs
+_LOOK_SECONDS = 0.25
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # nats
-_STOP_SECONDS = 20.0
-_TAIL = 20  # lines of a log in an error
 
 
 def mirror_path(config: RunConfig, run_folder: Path) -> Path:
@@ -72,15 +72,15 @@ class ServedLauncher:
         adapter = SERVERS[config.rollout.engine](self._shape)
         path = mirror_path(config, self._run_folder)
         async with contextlib.AsyncExitStack() as stack:
-            engine = ServedEngines(config, adapter, self._model_folder, self._run_folder, self._shape, self._job)
-            starting = asyncio.create_task(stack.enter_async_context(engine.running(path)))
+            servers = ServedEngines(config, adapter, self._model_folder, self._run_folder, self._shape, self._job)
+            starting = asyncio.create_task(stack.enter_async_context(servers.running(path)))
             try:
                 roles = await stack.enter_async_context(self._inner.start(config))
             except BaseException:
                 starting.cancel()
                 await asyncio.wait([starting])
                 raise
-            replicas = await starting
+            engine = await starting
             probe = Probe.make(
                 vocab_size=self._shape.vocab_size,
                 max_length=longest_sequence(config, self._shape),
@@ -90,31 +90,17 @@ class ServedLauncher:
             weights = ServedWeights(
                 inner=roles.weights,
                 path=path,
-                replicas=replicas,
+                replicas=engine,
                 learner=roles.learner,
                 dims=config.learner.dims,
                 probe=probe,
             )
-            yield replace(roles, engine=replicas, weights=weights)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Started:
-    """One server that was started: its guard, where it listens and what it says."""
-
-    guard: asyncio.subprocess.Process
-    server: Server
-    log: Path
-
-    def ended(self) -> str:
-        """How it ended, with the end of its log."""
-        status = self.guard.returncode
-        tail = self.log.read_text(errors="replace").splitlines()[-_TAIL:]
-        return "\n".join([f"{self.server.url} ended with status {status}; {self.log} ends with:", *tail])
+            servers.refit = weights.refit
+            yield replace(roles, engine=engine, weights=weights, engine_metrics=engine.metrics)
 
 
 class ServedEngines:
-    """The servers of one run."""
+    """The servers of one run. ``refit`` gives one that came back the weights that are served (see ServedWeights)."""
 
     def __init__(
         self,
@@ -129,17 +115,24 @@ class ServedEngines:
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
         self._max_length = longest_sequence(config, shape)
         self._places = places(config, job)
+        self.refit: Callable[[str], Awaitable[None]] | None = None  # nothing is served before there is one
 
     @contextlib.asynccontextmanager
     async def running(self, mirror: Path) -> AsyncIterator[ServedEngine]:
-        """Ready and checked servers; those that were started are gone at the end, and ``mirror``'s folder with them."""
+        """Ready and checked servers, which are kept so; those that were started are gone at the end.
+
+        So is ``mirror``'s folder.
+        """
         async with contextlib.AsyncExitStack() as stack:
-            stack.callback(shutil.rmtree, mirror.parent, ignore_errors=True)
+            shared = self._run_folder.resolve() if elsewhere(self._places) else None  # else this machine's own
+            packages = stack.enter_context(scratch(mirror.parent, within=shared))
+            running = await stack.enter_async_context(contextlib.AsyncExitStack())  # servers, also later ones
             if self._section.addresses:
-                servers = self._attached()
+                standing: list[Standing] = [Attached(server=server) for server in self._attached()]
             else:
-                started = await self._start(stack, mirror)
-                servers = [s.server for s in started]
+                await self._prepare(packages)
+                standing = list(await self._start_all(running, packages))
+            servers = [s.server for s in standing]
             engine = ServedEngine(
                 self._adapter,
                 servers,
@@ -149,7 +142,43 @@ class ServedEngines:
             )
             stack.push_async_callback(engine.close)
             self._check([(s.url, await self._described(s)) for s in servers])
+            await stack.enter_async_context(self._kept(running, packages, engine, standing))
             yield engine
+
+    @contextlib.asynccontextmanager
+    async def _kept(
+        self, running: contextlib.AsyncExitStack, packages: Path, engine: ServedEngine, standing: Sequence[Standing]
+    ) -> AsyncIterator[None]:
+        """Every replica is looked after; servers that this takes are put on ``running``."""
+
+        async def bring_back(replica: Replica) -> Standing:
+            if self._section.addresses:
+                again: Standing = Attached(server=await self._answers(replica.server))
+            else:
+                again = await self._start_one(running, replica.number, packages)
+                await self._ready(again)
+            self._check([(again.server.url, await self._described(again.server))])
+            return again
+
+        async def refit(url: str) -> None:
+            if self.refit is not None:
+                await self.refit(url)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                engine.replicas.fail(error)
+
+        supervisor = Supervisor(engine=engine, section=self._section, bring_back=bring_back, refit=refit)
+        pairs = zip(engine.replicas.all, standing, strict=True)
+        keeping = [asyncio.create_task(supervisor.keep(replica, one)) for replica, one in pairs]
+        for task in keeping:
+            task.add_done_callback(ended)
+        try:
+            yield
+        finally:
+            for task in keeping:
+                task.cancel()
+            await asyncio.wait(keeping)
 
     def _attached(self) -> list[Server]:
         file = self._section.token_file
@@ -158,39 +187,34 @@ class ServedEngines:
         bad = [url for url in urls if not url.startswith(("http://", "https://"))]
         if bad:
             raise ConfigError(f"rollout.server.addresses: {', '.join(bad)}: write each as http://host:port")
-        return [Server(url, token=token, timeout_seconds=self._section.timeout_seconds) for url in urls]
+        return [self._server(url, token) for url in urls]
 
-    async def _start(self, stack: contextlib.AsyncExitStack, mirror: Path) -> list[_Started]:
-        python = self._config.rollout.python or Path(sys.executable)
-        await _check_interpreter(python, self._adapter)
-        # The engine's interpreter sees this package alone, never the packages that lie beside it.
-        shared = self._run_folder.resolve() if elsewhere(self._places) else None  # else this machine's own
-        packages = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl_megatron-", dir=shared)))
+    def _server(self, url: str, token: str | None) -> Server:
+        return Server(url, token=token, timeout_seconds=self._section.timeout_seconds)
+
+    async def _prepare(self, packages: Path) -> None:
+        """What starting wants. The engine's interpreter sees this package alone, never those that lie beside it."""
+        await _check_interpreter(self._python, self._adapter)
         (packages / "rl_megatron").symlink_to(Path(__file__).resolve().parent.parent / "rl_megatron")
         (packages / "model").mkdir()
         shutil.copy(self._model_folder / "config.json", packages / "model")
-        started = [
-            await self._start_one(stack, number, python, packages, mirror) for number in range(self._section.replicas)
-        ]
+
+    async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[Started]:
+        started = [await self._start_one(stack, number, packages) for number in range(self._section.replicas)]
         try:
             async with asyncio.TaskGroup() as tasks:
                 for one in started:
                     tasks.create_task(self._ready(one))
         except ExceptionGroup as failed:  # the first is the cause; callers catch it by its type
             raise failed.exceptions[0] from failed
-        for one in started:
-            watch = asyncio.create_task(_watch(one))
-            stack.callback(watch.cancel)
         return started
 
-    async def _start_one(
-        self, stack: contextlib.AsyncExitStack, number: int, python: Path, packages: Path, mirror: Path
-    ) -> _Started:
+    async def _start_one(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
         section, place, token = self._section, self._places[number], secrets.token_urlsafe(24)
         port = place.port()
         command = self._adapter.command(
             StartOptions(
-                python=python,
+                python=self._python,
                 model_folder=self._model_folder,
                 bare_folder=packages / "model",
                 host=place.host,
@@ -212,7 +236,6 @@ class ServedEngines:
                 *place.before,
                 sys.executable,
                 str(engine_guard.__file__),
-                str(mirror.parent),
                 *command.arguments,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=file,
@@ -220,11 +243,26 @@ class ServedEngines:
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": _joined(packages), **place.environment, **command.environment},
             )
-        stack.push_async_callback(_end, guard)
-        server = Server(f"http://{place.host}:{port}", token=token, timeout_seconds=section.timeout_seconds)
-        return _Started(guard=guard, server=server, log=log)
+        started = Started(guard=guard, server=self._server(f"http://{place.host}:{port}", token), log=log)
+        stack.push_async_callback(started.end)
+        return started
 
-    async def _ready(self, one: _Started) -> None:
+    @property
+    def _python(self) -> Path:
+        return self._config.rollout.python or Path(sys.executable)
+
+    async def _answers(self, server: Server) -> Server:
+        """The server again, once it is there. Raises EngineError after ``rollout.server.start_seconds``."""
+        limit = self._section.start_seconds
+        try:
+            async with asyncio.timeout(limit):
+                while await server.status("/health", seconds=limit) != 200:
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except TimeoutError as error:
+            raise EngineError(f"{server.url} did not answer in rollout.server.start_seconds={limit:g}") from error
+        return self._server(server.url, server.token)
+
+    async def _ready(self, one: Started) -> None:
         limit = self._section.start_seconds
         try:
             async with asyncio.timeout(limit):
@@ -232,13 +270,13 @@ class ServedEngines:
                     with contextlib.suppress(AttemptFailed, EngineError):
                         await one.server.get("/health")
                         return
-                    await asyncio.sleep(0.25)
+                    await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError as error:
             raise EngineError(
                 f"{one.server.url} is not ready after rollout.server.start_seconds={limit:g}; {one.log} tells how far "
                 "it came. Raise the limit if loading takes longer"
             ) from error
-        raise EngineError(one.ended())
+        raise EngineError(await one.ended())
 
     async def _described(self, server: Server) -> Description:
         try:
@@ -269,24 +307,6 @@ class ServedEngines:
                 problems.append(f"{url}: its longest sequence is {described.max_length}, needed: {self._max_length}")
         if problems:
             raise ConfigError("\n".join(problems))
-
-
-async def _watch(one: _Started) -> None:
-    await one.guard.wait()
-    one.server.lost = one.ended()
-    logger.error("%s", one.server.lost)
-
-
-async def _end(guard: asyncio.subprocess.Process) -> None:
-    """Close the pipe that the guard watches, and wait until it has ended its server."""
-    assert guard.stdin is not None
-    guard.stdin.close()
-    try:
-        await asyncio.wait_for(guard.wait(), _STOP_SECONDS)
-    except TimeoutError:
-        logger.warning("the guard of an engine server (pid %d) did not end in %g s; killed", guard.pid, _STOP_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(guard.pid, signal.SIGKILL)
 
 
 async def _check_interpreter(python: Path, adapter: Adapter) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from multiprocessing import resource_tracker
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from launcher import worker
 from launcher.proxies import roles_of
+from launcher.scratch import scratch
 from launcher.worker import Setup
 from launcher.workers import Ending, Failure, serving
 from rl_megatron.config import RunConfig
@@ -74,7 +74,7 @@ class LocalLauncher:
     async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
         """See interfaces.Launcher."""
         failure = Failure()
-        with tempfile.TemporaryDirectory(prefix="rl_megatron-") as folder:
+        with scratch() as folder:
             os.environ["OMP_NUM_THREADS"] = str(threads_per_worker(config))
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing here leaves this machine
             setup = Setup(

@@ -29,7 +29,11 @@ class ServerSection(Section):
     start_seconds: PositiveFloat = 600.0
     """How long a server may take until it is ready."""
     timeout_seconds: PositiveFloat = 600.0
-    """How long a request, or one part of a weight update, may take."""
+    """How long a request, or one part of a weight update, may take; a server that lets it pass counts as dead."""
+    health_seconds: PositiveFloat = 60.0
+    """How long a server may not answer when it is asked for its health, thrice in that time; then it counts as dead."""
+    restarts: NonNegative = 3
+    """How often a dead server is started again, or one by address waited for until it answers."""
     retries: NonNegative = 3
     """Attempts after the first, on another replica where there is one, when no connection, no answer or 5xx came."""
     backoff_seconds: PositiveFloat = 0.5

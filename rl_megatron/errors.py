@@ -39,6 +39,10 @@ class SyncError(RLMegatronError):
     """A weight version that did not arrive whole, so nobody serves it; names version, ranks and what was awaited."""
 
 
+class ReplicasLost(SyncError):
+    """Every engine server died that held the new weights; they can be loaded again once one is back."""
+
+
 class CorruptionError(SyncError):
     """Weights that a receiver holds otherwise than they were sent; names tensor, box and both ranks.
 

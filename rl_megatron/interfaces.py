@@ -5,7 +5,7 @@ Every method is called by the single controller process; behind it may stand one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +103,8 @@ class Roles:
     reference: Reference | None
     engine: RolloutEngine
     weights: WeightSync
+    engine_metrics: Callable[[], Mapping[str, int]] = dict
+    """What a row of metrics says of the engine's servers."""
 
 
 class Launcher(Protocol):

@@ -20,13 +20,20 @@ class AttemptFailed(Exception):
     """No connection, no answer in time, or a server's own fault: another attempt may succeed."""
 
 
+class NoAnswer(AttemptFailed):
+    """A connection, but no answer in time."""
+
+
+class Unreachable(AttemptFailed):
+    """No connection, or one that broke."""
+
+
 class Server:
     """One engine server at ``url``; every answer must come in ``timeout_seconds``. Proxies are not asked."""
 
     def __init__(self, url: str, *, token: str | None, timeout_seconds: float) -> None:
-        self.url, self._limit = url.rstrip("/"), timeout_seconds
+        self.url, self.token, self._limit = url.rstrip("/"), token, timeout_seconds
         self.in_flight = 0
-        self.lost: str | None = None  # why it is asked no more
         self._client = httpx2.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
@@ -51,9 +58,9 @@ class Server:
             async with asyncio.timeout(self._limit):
                 response = await self._client.request(method, path, json=body, params=params)
         except TimeoutError as error:
-            raise AttemptFailed(f"{what}: no answer in rollout.server.timeout_seconds={self._limit:g}") from error
+            raise NoAnswer(f"{what}: no answer in rollout.server.timeout_seconds={self._limit:g}") from error
         except httpx2.TransportError as error:
-            raise AttemptFailed(f"{what}: {type(error).__name__}: {error}") from error
+            raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
         status, text = response.status_code, response.text
         if status >= 500 or status in _PASSING:
             raise AttemptFailed(f"{what}: status {status}: {text[:_SHOWN]}")
@@ -63,6 +70,14 @@ class Server:
             return json.loads(text) if text else None
         except ValueError as error:
             raise EngineError(f"{what}: the answer is not JSON: {text[:80]!r}") from error
+
+    async def status(self, path: str, *, seconds: float) -> int | None:
+        """The status of an answer to GET; None where none came in ``seconds``."""
+        try:
+            async with asyncio.timeout(seconds):
+                return int((await self._client.get(path)).status_code)
+        except (TimeoutError, httpx2.TransportError):
+            return None
 
     async def close(self) -> None:
         """Close its connections."""

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from rl_megatron.config_rollout import ServerSection
 from rl_megatron.data.routes import encode_routes
-from rl_megatron.errors import DataError, EngineError, SyncError
+from rl_megatron.errors import DataError, EngineError, ReplicasLost, SyncError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.http import AttemptFailed, Server
+from rl_megatron.rollout.replicas import PRESENT, Event, Replica, ReplicaDied, ReplicaSet, State
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
 
 logger = logging.getLogger(__name__)
@@ -110,11 +111,15 @@ class Adapter(Protocol):
         ...
 
 
+class ForeignWeights(EngineError):
+    """A server sampled with weights that no push of this run brought."""
+
+
 def version_of(label: object) -> int:
-    """The version that a label names. Raises EngineError for one that this trainer did not give."""
+    """The version that a label names. Raises ForeignWeights for one that this trainer did not give."""
     text = str(label).removesuffix("?")
     if not text.isdecimal():
-        raise EngineError(
+        raise ForeignWeights(
             f"the server sampled with weights labelled {label!r}, which no push of this run gave: was it started again?"
         )
     return int(text)
@@ -141,14 +146,17 @@ class ServedEngine:
     """A RolloutEngine over servers. Weights are served from ``commit`` on, and by nobody after ``load`` until then.
 
     ``load`` and ``commit`` belong to the weight sync. Requests that run meanwhile wait in the engine and go on with the
-    new weights; their answers are held back until these are committed. A prompt and its completion have at most
-    ``max_length`` tokens, of ids below ``vocab_size``: what else a server would cut short, or die of, is refused here.
+    new weights; their answers are held back until these are committed. A request whose replica dies goes to another, or
+    waits for one. A prompt and its completion have at most ``max_length`` tokens, of ids below ``vocab_size``: what
+    else a server would cut short, or die of, is refused here.
     """
 
     def __init__(
         self, adapter: Adapter, servers: Sequence[Server], section: ServerSection, *, max_length: int, vocab_size: int
     ) -> None:
-        self.adapter, self._servers, self._section = adapter, tuple(servers), section
+        self.adapter, self._section = adapter, section
+        self.replicas = ReplicaSet(adapter.name, servers)
+        self._holding: dict[Replica, Server] = {}  # who holds the weights that were loaded last
         self._max_length, self._vocab_size = max_length, vocab_size
         self._slots = asyncio.Semaphore(section.concurrency)
         self._version: int | None = None
@@ -157,11 +165,18 @@ class ServedEngine:
 
     @property
     def servers(self) -> list[Server]:
-        """Those that are there. Raises EngineError, saying how the last one went, where none is."""
-        alive = [s for s in self._servers if s.lost is None]
-        if not alive:
-            raise EngineError(f"no {self.adapter.name} server is left: {self._servers[-1].lost}")
-        return alive
+        """Those that answer."""
+        return [replica.server for replica in self.replicas.present()]
+
+    @property
+    def updating(self) -> bool:
+        """Whether new weights are under way, so that servers may be at a pause."""
+        return not self._settled.is_set()
+
+    def metrics(self) -> dict[str, int]:
+        """How the replicas are."""
+        restarts = sum(replica.restarts for replica in self.replicas.all)
+        return {"engine/healthy": len(self.replicas.healthy()), "engine/restarts": restarts}
 
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
         """See interfaces.RolloutEngine."""
@@ -170,7 +185,7 @@ class ServedEngine:
         self._check(request)
         async with self._slots:
             before = await self._vouched(request)
-            completions = await self._sampled(request, self._least_busy)
+            completions = await self._sampled(request)
             after = await self._vouched(request)
         if len(completions) != request.num_completions:
             raise EngineError(
@@ -204,36 +219,54 @@ class ServedEngine:
             raise EngineError(f"request {request.id!r}: no weights are served; push some first")
         return self._version
 
-    def _least_busy(self, failed: Server | None) -> Server:
+    async def _least_busy(self, failed: Replica | None) -> Replica:
         """Another than ``failed`` where there is one."""
-        return min(self.servers, key=lambda s: (s is failed, s.in_flight))
+        healthy = await self.replicas.some(self.replicas.healthy)
+        return min(healthy, key=lambda replica: (replica is failed, replica.server.in_flight))
 
-    async def _sampled(self, request: GenerationRequest, pick: Callable[[Server | None], Server]) -> list[Completion]:
-        """Completions by the replica that ``pick`` chooses, given the one that failed in the attempt before."""
-        wait, failed = self._section.backoff_seconds, None
-        for left in range(self._section.retries, -1, -1):
-            server = pick(failed)
+    async def _sampled(self, request: GenerationRequest, only: Replica | None = None) -> list[Completion]:
+        """Completions by the least busy replica, or by ``only``, which may die of it. Deaths are no failed attempts."""
+        wait, failed, left = self._section.backoff_seconds, None, self._section.retries
+        while True:
+            replica = only or await self._least_busy(failed)
+            server = replica.server
             server.in_flight += 1
             try:
-                return await self.adapter.generate(server, request, f"{request.id} {uuid.uuid4().hex}")
-            except AttemptFailed as error:
-                if not left:
-                    tries = self._section.retries + 1
+                return await replica.while_alive(
+                    self.adapter.generate(server, request, f"{request.id} {uuid.uuid4().hex}")
+                )
+            except ReplicaDied as error:
+                if only is not None:
+                    raise
+                logger.warning("request %r is made again: %s", request.id, error)
+                continue
+            except (AttemptFailed, ForeignWeights) as error:
+                replica.suspect(error)
+                if not left or (isinstance(error, ForeignWeights) and not replica.supervised):
+                    tries = self._section.retries + 1 - left
                     raise EngineError(f"request {request.id!r}: {error}; attempts made: {tries}") from error
                 logger.warning("request %r: %s; again in %g s", request.id, error, wait)
-                failed = server
+                failed = replica
             except EngineError as error:
                 raise EngineError(f"request {request.id!r}: {error}") from error
             finally:
                 server.in_flight -= 1
+            left -= 1
             await asyncio.sleep(wait)
             wait *= 2
-        raise AssertionError("the last attempt returns or raises")
 
-    async def load(self, path: Path, version: int) -> None:
-        """Every replica holds ``version`` when this returns, and nothing is served. Raises SyncError."""
-        self._settled.clear()
-        self._version = None
+    def stale(self, url: str) -> bool:
+        """Whether a server answers there that does not serve."""
+        return any(r.state is State.STALE and r.server.url == url for r in self.replicas.all)
+
+    async def load(self, path: Path, version: int, *, only: str | None = None) -> None:
+        """Every replica that answers holds ``version`` when this returns, and nothing is served.
+
+        ``only``: the one at that URL alone; the others serve on. Raises SyncError; ReplicasLost where all died.
+        """
+        if only is None:
+            self._settled.clear()
+            self._version = None
 
         async def one(server: Server) -> None:
             await self.adapter.pause(server, "keep")
@@ -241,53 +274,76 @@ class ServedEngine:
             await self.adapter.resume(server)
 
         try:
-            await self._everywhere(version, one)
+            present = self.replicas.present() if only else await self.replicas.some(self.replicas.present)
+            holding = {replica: replica.server for replica in present if only in (None, replica.server.url)}
+            await self._on_each(holding, f"version {version}", lambda replica: one(replica.server))
         except BaseException:
-            self._settled.set()
+            if only is None:
+                self._settled.set()
             raise
+        self._holding = holding if only is None else self._holding | holding
 
-    async def sample_everywhere(self, requests: Sequence[GenerationRequest]) -> dict[str, list[list[Completion]]]:
-        """By each replica, whatever it holds; by URL."""
+    async def sample_everywhere(
+        self, requests: Sequence[GenerationRequest], *, only: str | None = None
+    ) -> dict[str, list[list[Completion]]]:
+        """By each replica that was loaded, or by ``only``; by URL."""
 
-        async def all_of(server: Server) -> list[list[Completion]]:
-            return list(await asyncio.gather(*(self._sampled(r, lambda failed: server) for r in requests)))
+        async def all_of(replica: Replica) -> list[list[Completion]]:
+            return list(await asyncio.gather(*(self._sampled(r, replica) for r in requests)))
 
-        return await self._everywhere(None, all_of)
+        return await self._on_each(self._loaded(only), "a probe of new weights", all_of)
 
-    async def commit(self, version: int) -> None:
-        """Serve what ``load`` brought, as ``version``."""
-        await self._everywhere(version, lambda server: self.adapter.relabel(server, str(version)))
-        self._version = version
-        self._settled.set()
+    async def commit(self, version: int, *, only: str | None = None) -> None:
+        """Serve what ``load`` brought, as ``version``; with ``only``, by that replica too."""
+        loaded = self._loaded(only)
+        await self._on_each(loaded, f"version {version}", lambda r: self.adapter.relabel(r.server, str(version)))
+        for replica in self._loaded(only):
+            replica.told(Event.REFITTED)
+        if only is None:
+            self._version = version
+            self._settled.set()
 
     def refuse(self) -> None:
         """Serve nothing until another ``load`` is committed; requests that wait fail."""
         self._settled.set()
 
-    async def _everywhere(self, version: int | None, order: Callable[[Server], Awaitable[T]]) -> dict[str, T]:
-        """``order`` on every replica at once; one that ends meanwhile is done without.
+    def _loaded(self, only: str | None) -> dict[Replica, Server]:
+        """Replicas that hold what was loaded last: the server that was, not one that stands in its place since."""
+        return {
+            replica: server
+            for replica, server in self._holding.items()
+            if replica.server is server and replica.state in PRESENT and only in (None, server.url)
+        }
 
-        Raises SyncError that names the replicas it failed on.
+    async def _on_each(
+        self, replicas: Mapping[Replica, Server], what: str, order: Callable[[Replica], Coroutine[Any, Any, T]]
+    ) -> dict[str, T]:
+        """``order`` on all at once; one that dies meanwhile is done without.
+
+        Raises SyncError that names the replicas it failed on, ReplicasLost where all died.
         """
-        servers = self.servers
-        answers = await asyncio.gather(*(order(s) for s in servers), return_exceptions=True)
+        answers = await asyncio.gather(*(r.while_alive(order(r)) for r in replicas), return_exceptions=True)
+        for replica, answer in zip(replicas, answers, strict=True):
+            if isinstance(answer, AttemptFailed):
+                replica.suspect(answer)
         if any(isinstance(a, AttemptFailed) for a in answers):
             await asyncio.sleep(_GRACE_SECONDS)
         done: dict[str, T] = {}
         problems = []
-        for server, answer in zip(servers, answers, strict=True):
+        for (replica, server), answer in zip(replicas.items(), answers, strict=True):
             if not isinstance(answer, BaseException):
                 done[server.url] = answer
             elif not isinstance(answer, AttemptFailed | EngineError | SyncError):
                 raise answer
-            elif server.lost is None:
+            elif replica.state in PRESENT and replica.server is server:
                 problems.append(f"{server.url}: {answer}")
-        if problems or not done:
-            what = "a probe of new weights" if version is None else f"version {version}"
-            lost = [str(server.lost) for server in servers if server.lost is not None]
-            raise SyncError("\n  ".join([f"{what} failed, and is not served:", *problems, *lost]))
+        if problems:
+            raise SyncError("\n  ".join([f"{what} failed, and is not served:", *problems]))
+        if not done:
+            ends = dict.fromkeys(f"{replica.reason}" for replica in self.replicas.all)
+            raise ReplicasLost("\n  ".join([f"{what} failed, and is not served:", *ends]))
         return done
 
     async def close(self) -> None:
         """Close all connections."""
-        await asyncio.gather(*(server.close() for server in self._servers))
+        await asyncio.gather(*(replica.server.close() for replica in self.replicas.all))

@@ -6,7 +6,9 @@ a few prompts are continued with the new weights, and the learner scores the sam
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,7 @@ from typing import Protocol
 
 from rl_megatron.data.packing import pack
 from rl_megatron.data.samples import to_samples
-from rl_megatron.errors import SyncError
+from rl_megatron.errors import ReplicasLost, SyncError
 from rl_megatron.interfaces import Scorer, WeightSync
 from rl_megatron.types import (
     Completion,
@@ -37,17 +39,23 @@ PROBE_LENGTH = _PROMPT_TOKENS + _NEW_TOKENS
 
 
 class Replicas(Protocol):
-    """The engine servers, as a weight sync sees them."""
+    """The engine servers, as a weight sync sees them. ``only`` names one of them: what it is asked, and nobody else."""
 
-    async def load(self, path: Path, version: int) -> None:
+    def stale(self, name: str) -> bool:
+        """Whether it answers, but does not serve."""
+        ...
+
+    async def load(self, path: Path, version: int, *, only: str | None = None) -> None:
         """Every replica holds the mirror file's weights; none serves them. Raises SyncError."""
         ...
 
-    async def sample_everywhere(self, requests: Sequence[GenerationRequest]) -> Mapping[str, list[list[Completion]]]:
+    async def sample_everywhere(
+        self, requests: Sequence[GenerationRequest], *, only: str | None = None
+    ) -> Mapping[str, list[list[Completion]]]:
         """By each replica with the weights it holds; by its name."""
         ...
 
-    async def commit(self, version: int) -> None:
+    async def commit(self, version: int, *, only: str | None = None) -> None:
         """Serve the weights that were loaded."""
         ...
 
@@ -61,6 +69,7 @@ class Probe:
     """The same prompts at every push: token ids all over the vocabulary, so that most experts see some."""
 
     requests: tuple[GenerationRequest, ...]
+    greedy: tuple[GenerationRequest, ...]  # the same, with the most likely tokens: what equal weights answer alike
     tolerance: float  # nats
 
     @classmethod
@@ -80,7 +89,9 @@ class Probe:
             )
             for i in range(_PROMPTS)
         )
-        return cls(requests=requests, tolerance=tolerance)
+        likeliest = replace(params, temperature=0.0)
+        greedy = tuple(replace(r, id=f"greedy {r.id}", params=likeliest) for r in requests)
+        return cls(requests=requests, greedy=greedy, tolerance=tolerance)
 
 
 class ServedWeights:
@@ -91,22 +102,20 @@ class ServedWeights:
     ) -> None:
         self._inner, self._path, self._replicas = inner, path, replicas
         self._learner, self._dims, self._probe = learner, dims, probe
+        self._lock = asyncio.Lock()  # the mirror holds one version
+        self._served: tuple[int, list[list[Completion]]] | None = None  # the version, what it answers to probe.greedy
 
     async def push(self, version: int) -> WeightUpdate:
         """See interfaces.WeightSync. Raises SyncError where what a replica holds is not what the learner has."""
         started = time.perf_counter()
-        moved = await self._inner.push(version)
-        try:
-            wrong, verify_seconds, replicas = await self._load(version)
-            if wrong:
-                raise SyncError(
-                    f"version {version} arrived wrong, and is not served:\n  {wrong}\n  the engine loads this model's "
-                    "weights wrongly, or it computes with another precision"
-                )
-            await self._replicas.commit(version)
-        except BaseException:
-            self._replicas.refuse()
-            raise
+        async with self._lock:
+            self._served = None
+            moved = await self._inner.push(version)
+            try:
+                verify_seconds, replicas = await self._serve(version)
+            except BaseException:
+                self._replicas.refuse()
+                raise
         return replace(
             moved,
             num_bytes=moved.num_bytes + replicas * self._path.stat().st_size,
@@ -114,13 +123,52 @@ class ServedWeights:
             verify_seconds=moved.verify_seconds + verify_seconds,
         )
 
-    async def _load(self, version: int) -> tuple[str, float, int]:
-        """What the probe found wrong, a line for each replica; how long the probe took, on how many."""
+    async def _serve(self, version: int) -> tuple[float, int]:
+        """Load, verify and commit, again where all replicas died of it; how long the probe took, on how many."""
+        while True:
+            try:
+                wrong, verify_seconds, answers = await self._load(version)
+                if wrong:
+                    raise SyncError(
+                        f"version {version} arrived wrong, and is not served:\n  {wrong}\n  the engine loads this "
+                        "model's weights wrongly, or it computes with another precision"
+                    )
+                await self._replicas.commit(version)
+            except ReplicasLost as error:
+                logger.warning("%s\nloaded again as soon as a server is back", error)
+                continue
+            self._served = version, answers[0]
+            return verify_seconds, len(answers)
+
+    async def _load(self, version: int) -> tuple[str, float, list[list[list[Completion]]]]:
+        """What the probe found wrong, a line for each replica; how long it took; each one's greedy answers."""
         await self._replicas.load(self._path, version)
         loaded = time.perf_counter()
-        sampled = await self._replicas.sample_everywhere(self._probe.requests)
-        lines = [f"{name}: {found}" for name, answers in sampled.items() if (found := await self._differing(answers))]
-        return "\n  ".join(lines), time.perf_counter() - loaded, len(sampled)
+        sampled = await self._replicas.sample_everywhere([*self._probe.requests, *self._probe.greedy])
+        lines = [
+            f"{name}: {found}"
+            for name, answers in sampled.items()
+            if (found := await self._differing(answers[: len(self._probe.requests)]))
+        ]
+        greedy = [answers[len(self._probe.requests) :] for answers in sampled.values()]
+        return "\n  ".join(lines), time.perf_counter() - loaded, greedy
+
+    async def refit(self, name: str) -> None:
+        """Have a stale replica serve what the others do, or did. Raises SyncError where it does not hold it then.
+
+        It must answer as a replica did that the learner itself compared: the learner may have moved on. Where nothing
+        is served, or a push was faster, this does nothing.
+        """
+        async with self._lock:
+            if self._served is None or not self._replicas.stale(name):
+                return
+            version, expected = self._served
+            await self._replicas.load(self._path, version, only=name)
+            answers = (await self._replicas.sample_everywhere(self._probe.greedy, only=name))[name]
+            gaps = [_gap(mine, its) for (mine,), (its,) in zip(expected, answers, strict=True)]
+            if found := self._excess(gaps, "those of a replica that was verified"):
+                raise SyncError(f"version {version} arrived wrong at {name}, and is not served there: {found}")
+            await self._replicas.commit(version, only=name)
 
     async def export(self, folder: Path) -> None:
         """See interfaces.WeightSync."""
@@ -137,14 +185,28 @@ class ServedWeights:
             for samples, score in zip(row, row_scores, strict=True)
             for start, stop in pairwise(samples.cu_seqlens.tolist())
         ]
+        return self._excess(gaps, "the learner's")
+
+    def _excess(self, gaps: Sequence[float], whose: str) -> str:
+        """What is to say of gaps of log-probs, one a prompt; nothing where they are tolerated."""
         over = [gap for gap in gaps if not gap <= self._probe.tolerance]  # NaN too
         found = (
-            f"log-probs of the probe are up to {max(over, default=0.0):.3g} nats from the learner's, in {len(over)} of "
-            f"{len(groups)} prompts; rollout.server.probe_tolerance is {self._probe.tolerance:g}"
+            f"log-probs of the probe are up to {max(over, default=0.0):.3g} nats from {whose}, in {len(over)} of "
+            f"{len(gaps)} prompts; rollout.server.probe_tolerance is {self._probe.tolerance:g}"
         )
         if 0 < len(over) <= _TIES:
             logger.info("taken for near ties between experts: %s", found)
         return found if len(over) > _TIES else ""
+
+
+def _gap(one: Completion, other: Completion) -> float:
+    """Greatest difference of two greedy completions' log-probs, up to where they choose otherwise, in nats."""
+    gaps = []
+    for mine, its, a, b in zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=True):
+        gaps.append(abs(a - b))
+        if mine != its:
+            break
+    return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps)
 
 
 def _group(request: GenerationRequest, completion: Completion) -> RolloutGroup:

@@ -166,7 +166,7 @@ class ServedBench:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         async def limited() -> T:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(300):
                 return await work
 
         return self._runner.run(limited())
@@ -208,6 +208,8 @@ def served(
         try:
             running = runner.run(stack.enter_async_context(servers.running(path)))
             mirror = Mirror(path, shapes, torch.float32, model / "config.json")
-            yield ServedBench(engine, running, FolderSync(mirror=mirror), path, runner)
+            bench = ServedBench(engine, running, FolderSync(mirror=mirror), path, runner)
+            servers.refit = bench.weights.refit
+            yield bench
         finally:
             runner.run(stack.aclose())

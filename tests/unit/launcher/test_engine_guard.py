@@ -1,4 +1,4 @@
-"""The guard ends a server with its children when the trainer's pipe closes, and tells how a server ended by itself."""
+"""What a trainer leaves to others, as it may be killed: its servers end with it, and its folders go."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ time.sleep(1000)
 """
 
 
-def guard(folder: Path, *command: str) -> subprocess.Popen[str]:
+def guard(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(engine_guard.__file__), str(folder), *command],
+        [sys.executable, str(engine_guard.__file__), *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -29,10 +29,8 @@ def guard(folder: Path, *command: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_server_and_its_children_end_with_the_trainer(tmp_path: Path) -> None:
-    folder = tmp_path / "weights"
-    folder.mkdir()
-    process = guard(folder, sys.executable, "-c", SERVER)
+def test_a_server_and_its_children_end_with_the_trainer() -> None:
+    process = guard(sys.executable, "-c", SERVER)
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
@@ -41,10 +39,24 @@ def test_a_server_and_its_children_end_with_the_trainer(tmp_path: Path) -> None:
     process.stdin.close()
     process.wait(30)
     eventually(lambda: not any(alive(p) for p in family), "the server and its child to end", 10)
-    assert not folder.exists()
 
 
-def test_a_server_that_ends_gives_its_status_and_leaves_the_weights(tmp_path: Path) -> None:
-    process = guard(tmp_path, sys.executable, "-c", "import sys; sys.exit(7)")
+def test_a_server_that_ends_gives_its_status() -> None:
+    process = guard(sys.executable, "-c", "import sys; sys.exit(7)")
     assert process.wait(30) == 7
-    assert tmp_path.exists()
+
+
+def test_folders_go_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    other = tmp_path / "weights"
+    other.mkdir()
+    code = "import sys, pathlib; from launcher.scratch import scratch\n"
+    code += "with scratch(pathlib.Path(sys.argv[1])) as folder: print(folder, flush=True); sys.stdin.read()"
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code, str(other)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert trainer.stdout is not None
+    folder = Path(trainer.stdout.readline().strip())
+    assert folder.is_dir()
+    trainer.kill()
+    trainer.wait(30)
+    eventually(lambda: not folder.exists() and not other.exists(), "both folders to go", 10)

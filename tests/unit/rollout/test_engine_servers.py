@@ -98,6 +98,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    do_GET = do_POST  # noqa: N815
+
     def log_message(self, *arguments: object) -> None:
         pass
 

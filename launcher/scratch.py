@@ -1,0 +1,44 @@
+"""Folders that are gone once this process is, by SIGKILL too: a small process of its own holds the other end of a pipe.
+
+``python scratch.py <folder...>`` removes them when its standard input ends; standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_STOP_SECONDS = 20.0
+
+
+@contextlib.contextmanager
+def scratch(*others: Path, within: Path | None = None) -> Iterator[Path]:
+    """A new folder, by default under the machine's temporary one. It is removed at the end, and ``others`` with it."""
+    folder = Path(tempfile.mkdtemp(prefix="rl_megatron-", dir=within))
+    command = [sys.executable, "-I", "-S", __file__, str(folder), *map(str, others)]
+    remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    assert remover.stdin is not None
+    try:
+        yield folder
+    finally:
+        remover.stdin.close()
+        remover.wait(_STOP_SECONDS)
+
+
+def main(folders: list[str]) -> None:
+    """Wait for the end of the trainer, then remove."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the closed pipe is the one way to end
+    sys.stdin.buffer.read()
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

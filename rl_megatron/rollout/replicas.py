@@ -1,0 +1,160 @@
+"""The places of a run's engine servers, and the states in which each is:
+
+    HEALTHY -> DEAD -> RESTARTING -> STALE -> HEALTHY
+
+Only a healthy replica serves. A stale one answers, but has not proven that it holds the weights that are served: a new
+server, or one that came back by itself. Whoever starts servers moves replicas on (launcher/replicas.py); the engine
+waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from enum import Enum
+from typing import Any, TypeVar
+
+from rl_megatron.errors import EngineError
+from rl_megatron.rollout.http import AttemptFailed, Server
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class State(Enum):
+    """What a replica is good for."""
+
+    STALE = "stale"
+    HEALTHY = "healthy"
+    DEAD = "dead"
+    RESTARTING = "restarting"
+    GONE = "gone"  # dead, and not waited for
+
+
+class Event(Enum):
+    """What happens to a replica."""
+
+    REFITTED = "holds the weights that are served"
+    DIED = "died"
+    RESTARTED = "is started again"
+    ANSWERED = "answers"
+    GIVEN_UP = "is given up"
+
+
+TRANSITIONS: Mapping[tuple[State, Event], State] = {
+    (State.STALE, Event.REFITTED): State.HEALTHY,
+    (State.STALE, Event.DIED): State.DEAD,
+    (State.HEALTHY, Event.REFITTED): State.HEALTHY,  # by the next version
+    (State.HEALTHY, Event.DIED): State.DEAD,
+    (State.DEAD, Event.RESTARTED): State.RESTARTING,
+    (State.DEAD, Event.GIVEN_UP): State.GONE,
+    (State.RESTARTING, Event.ANSWERED): State.STALE,
+    (State.RESTARTING, Event.DIED): State.DEAD,
+}
+PRESENT = frozenset({State.STALE, State.HEALTHY})
+
+
+def after(state: State, event: Event) -> State:
+    """The next state. Raises ValueError for what cannot happen in ``state``."""
+    if (state, event) not in TRANSITIONS:
+        raise ValueError(f"a replica that is {state.value} cannot become one that {event.value}")
+    return TRANSITIONS[state, event]
+
+
+class ReplicaDied(AttemptFailed):
+    """The server died under what it was asked."""
+
+
+class Replica:
+    """One place and the server that stands there, another after a restart."""
+
+    def __init__(self, number: int, server: Server, changed: Callable[[], None]) -> None:
+        self.number, self.server, self._changed = number, server, changed
+        self.state = State.STALE
+        self.reason = ""  # why it died last
+        self.restarts = 0
+        self.supervised = False  # whether somebody brings it back
+        self.suspicion: Exception | None = None
+        self.suspected = asyncio.Event()
+        self._down = asyncio.Event()
+
+    def told(self, event: Event, reason: str = "") -> None:
+        """Move on, with a line in the log, and wake who waits."""
+        before, self.state = self.state, after(self.state, event)
+        if event is Event.DIED:
+            self.reason = reason
+            self._down.set()
+        if event is Event.ANSWERED:
+            self._down, self.suspected, self.suspicion = asyncio.Event(), asyncio.Event(), None
+        if self.state is not before:
+            level = logging.WARNING if event in (Event.DIED, Event.GIVEN_UP) else logging.INFO
+            text = f"{self.reason}\n" if event is Event.DIED else ""
+            logger.log(
+                level, "replica %d: %s%s -> %s", self.number, text, before.value.upper(), self.state.value.upper()
+            )
+        self._changed()
+
+    def suspect(self, error: Exception) -> None:
+        """Tell who looks after it that it did not answer."""
+        if not self.suspected.is_set():
+            self.suspicion = error
+            self.suspected.set()
+
+    def trust(self) -> None:
+        """It answers after all."""
+        self.suspected.clear()
+        self.suspicion = None
+
+    async def while_alive(self, work: Coroutine[Any, Any, T]) -> T:
+        """What ``work`` gives. Raises ReplicaDied as soon as the server is known to be dead."""
+        task, down = asyncio.ensure_future(work), asyncio.ensure_future(self._down.wait())
+        try:
+            await asyncio.wait({task, down}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise ReplicaDied(f"{self.server.url} died: {self.reason}")
+        finally:
+            task.cancel()
+            down.cancel()
+
+
+class ReplicaSet:
+    """All replicas of an engine, and waiting for some of them."""
+
+    def __init__(self, name: str, servers: Sequence[Server]) -> None:
+        self._name = name
+        self._failure: BaseException | None = None
+        self._turn = asyncio.Event()
+        self.all = tuple(Replica(number, server, self._wake) for number, server in enumerate(servers))
+
+    def _wake(self) -> None:
+        turn, self._turn = self._turn, asyncio.Event()
+        turn.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever looks after the replicas cannot go on."""
+        self._failure = error
+        self._wake()
+
+    def present(self) -> list[Replica]:
+        """Those that answer."""
+        return [r for r in self.all if r.state in PRESENT]
+
+    def healthy(self) -> list[Replica]:
+        """Those that may serve."""
+        return [r for r in self.all if r.state is State.HEALTHY]
+
+    async def some(self, wanted: Callable[[], list[Replica]]) -> list[Replica]:
+        """What ``wanted`` gives, once that is not nothing. Raises EngineError, with how each went, where all are gone.
+
+        Ends as all starting does: every start has a limit, and there is a limited number of them.
+        """
+        while not (found := wanted()):
+            if self._failure is not None:
+                raise self._failure
+            if all(r.state is State.GONE for r in self.all):
+                ends = dict.fromkeys(r.reason for r in self.all)
+                raise EngineError("\n".join([f"no {self._name} server is left:", *ends]))
+            await self._turn.wait()
+        return found

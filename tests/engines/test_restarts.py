@@ -1,0 +1,141 @@
+"""Servers that are killed or stopped under a run: they come back with the weights that are served, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from launcher.engines import SERVERS
+from rl_megatron.rollout.replicas import State
+from rl_megatron.types import Completion
+from tests.e2e.processes import eventually
+from tests.engines.benches import ServedBench, logprobs_of, request, served
+from tests.engines.conftest import needs
+from tests.engines.test_faults import start
+
+LIMIT = 400.0
+ASKED = [request(range(20 + i, 40 + i), n=2, new=400) for i in range(6)]
+NOTED = """
+def noted(prompt, completions, texts):
+    with open("noted.txt", "a") as file:
+        file.write(f"{prompt.id} {len(completions)}\\n")
+    return [float(sum(c.token_ids) % 2 == 0) for c in completions]
+"""
+
+
+def process_of(server: ServedBench, number: int) -> psutil.Process:
+    """The server that stands at a place; its guard, which has its port in its command line too, is its parent."""
+    port = server.engine.replicas.all[number].server.url.rsplit(":")[-1]
+    children = psutil.Process().children(recursive=True)
+    (found,) = [p for p in children if p.ppid() != os.getpid() and port in p.cmdline()]
+    return found
+
+
+def while_sampling(server: ServedBench, do: Callable[[], None]) -> list[Sequence[Completion]]:
+    """Answers to long requests under which something happens."""
+
+    async def both() -> list[Sequence[Completion]]:
+        running = [asyncio.create_task(server.engine.generate(r)) for r in ASKED]
+        while not all(r.server.in_flight for r in server.engine.replicas.all):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert not any(task.done() for task in running)
+        do()
+        return list(await asyncio.gather(*running))
+
+    return server.run(both())
+
+
+def until_healthy(server: ServedBench) -> None:
+    """All serve."""
+
+    async def wait() -> None:
+        while any(r.state is not State.HEALTHY for r in server.engine.replicas.all):
+            await asyncio.sleep(0.05)
+
+    server.run(wait())
+
+
+def check(server: ServedBench, model: Path, answers: list[Sequence[Completion]], version: int) -> None:
+    """Every answer is there, sampled by the weights that are served; so is what each replica samples on its own."""
+    for asked, completions in zip(ASKED, answers, strict=True):
+        assert [(len(c.token_ids), c.versions) for c in completions] == [(400, (version, version))] * 2
+        for c in completions:
+            expected = logprobs_of(model, asked.token_ids, c.token_ids, 1.0)
+            torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
+    until_healthy(server)
+    for replica in server.engine.replicas.all:
+        (c,) = server.run(server.engine.adapter.generate(replica.server, request(), "mine"))
+        expected = logprobs_of(model, request().token_ids, c.token_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
+        assert c.versions == (version, version)
+
+
+@pytest.mark.parametrize("name", sorted(SERVERS))
+def test_servers_that_die_come_back_with_what_is_served(models: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+    """One in the middle of sampling, one that stands still in the middle of a push, and all of them. 60 to 120 s."""
+    needs(name)
+    keys = {"replicas": 2, "backoff_seconds": 0.1, "health_seconds": 9.0}
+    with served(name, models[0], tmp_path, **keys) as server:
+        server.push(models[1], 1)
+        check(
+            server, models[1], while_sampling(server, lambda: os.killpg(process_of(server, 0).pid, signal.SIGKILL)), 1
+        )
+        assert server.engine.metrics() == {"engine/healthy": 2, "engine/restarts": 1}
+        if name != "vllm":
+            return  # what follows is the same code, and a minute
+        server.sync.after = lambda: os.killpg(process_of(server, 1).pid, signal.SIGSTOP)
+        server.push(models[0], 2)
+        server.sync.after = lambda: None
+        assert server.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 1}
+        until_healthy(server)
+
+        def kill_all() -> None:
+            for process in [process_of(server, number) for number in (0, 1)]:
+                os.killpg(process.pid, signal.SIGKILL)
+
+        check(server, models[0], while_sampling(server, kill_all), 2)
+        assert server.engine.metrics() == {"engine/healthy": 2, "engine/restarts": 4}
+
+
+def test_a_run_whose_only_server_is_killed_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    """Sampling ahead, so that the learner has moved on when the server comes back. 75 seconds."""
+    needs("vllm")
+    (tmp_path / "my_rewards.py").write_text(NOTED)
+    keys = ("train.steps=5", "eval.every=0", "train.max_staleness=1", "reward.function=my_rewards:noted")
+    run = start("vllm", tmp_path, *keys, f"rollout.server.weights_dir={tmp_path}", "warm_start.steps=0")
+    folder = tmp_path / "runs/it"
+    try:
+        metrics = folder / "metrics.jsonl"
+        eventually(
+            lambda: run.poll() is not None or (metrics.is_file() and '"step": 2' in metrics.read_text()), "a step"
+        )
+        assert run.poll() is None
+        family = psutil.Process(run.pid).children(recursive=True)
+        (victim,) = [p for p in family if p.ppid() != run.pid and "vllm.entrypoints.openai.api_server" in p.cmdline()]
+        os.killpg(victim.pid, signal.SIGKILL)
+        output, _ = run.communicate(timeout=LIMIT)
+    finally:
+        run.kill()
+    assert run.returncode == 0, output
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
+    assert [row["engine/restarts"] for row in (steps[0], steps[-1])] == [0, 1]
+    assert all(row["engine/healthy"] == 1 and row["staleness/max"] <= 1 for row in steps)
+    groups = [line for line in (tmp_path / "noted.txt").read_text().splitlines() if line.endswith(" 4")]
+    assert len(groups) == 5 * 4
+    assert max(Counter(groups).values()) == 1
+    log = (folder / "log.txt").read_text()
+    states = ["HEALTHY -> DEAD", "DEAD -> RESTARTING", "RESTARTING -> STALE", "STALE -> HEALTHY"]
+    places = [log.rindex(state) for state in states]
+    assert places == sorted(places)

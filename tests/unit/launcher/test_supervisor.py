@@ -1,0 +1,268 @@
+"""Servers that die, hang and come back, with real HTTP: requests are answered once, by weights that are served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.replicas import Standing, Supervisor
+from rl_megatron.errors import EngineError, ReplicasLost
+from rl_megatron.rollout.http import NoAnswer, Server
+from rl_megatron.rollout.replicas import Replica, State
+from rl_megatron.rollout.served import ForeignWeights, ServedEngine
+from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, Words, push, running
+
+LIMIT = 60.0
+
+
+@dataclass(kw_only=True)
+class Place:
+    """A fake server that ends when the test says so."""
+
+    fake: Fake
+    server: Server
+    fatal: tuple[type[Exception], ...] = (NoAnswer, ForeignWeights)
+    why: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    was_ended: bool = False
+
+    async def ended(self) -> str:
+        return await asyncio.shield(self.why)
+
+    async def end(self) -> None:
+        self.was_ended = True
+
+
+@dataclass(kw_only=True)
+class Bed:
+    """An engine of fakes, looked after; ``spare`` ones take the places of the dead."""
+
+    engine: ServedEngine
+    places: list[Place]
+    spare: list[Fake]
+    version: int = 0
+
+    async def push(self, version: int) -> None:
+        self.version = version
+        await push(self.engine, version)
+
+    async def reach(self, number: int, state: State) -> None:
+        async with asyncio.timeout(LIMIT):
+            while self.engine.replicas.all[number].state is not state:
+                await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def bed(fakes: list[Fake], spare: list[Fake], **changes: Any) -> AsyncIterator[Bed]:
+    section = SECTION.model_copy(update={"restarts": 2, **changes})
+
+    def place(fake: Fake) -> Place:
+        return Place(fake=fake, server=Server(fake.url, token="t", timeout_seconds=section.timeout_seconds))
+
+    places = [place(fake) for fake in fakes]
+    engine = ServedEngine(Words(), [p.server for p in places], section, max_length=8, vocab_size=10)
+    it = Bed(engine=engine, places=places, spare=spare)
+
+    async def bring_back(replica: Replica) -> Standing:
+        if not it.spare:
+            raise EngineError("no more ports")
+        it.places.append(place(it.spare.pop(0)))
+        return it.places[-1]
+
+    async def refit(url: str) -> None:
+        if it.version and engine.stale(url):
+            await engine.load(Path("weights"), it.version, only=url)
+            await engine.commit(it.version, only=url)
+
+    supervisor = Supervisor(engine=engine, section=section, bring_back=bring_back, refit=refit)
+    tasks = [asyncio.create_task(supervisor.keep(r, p)) for r, p in zip(engine.replicas.all, places, strict=True)]
+    try:
+        yield it
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await engine.close()
+
+
+@pytest.fixture
+def fakes() -> Iterator[list[Fake]]:
+    with running(3) as some:
+        yield some
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(LIMIT):
+            await test()
+
+    asyncio.run(limited())
+
+
+async def until(true: Callable[[], object]) -> None:
+    while not true():
+        await asyncio.sleep(0.001)
+
+
+def stuck(fake: Fake, path: str) -> threading.Event:
+    """``path`` is answered by nobody until the event is set."""
+    go, plain = threading.Event(), fake.answer
+
+    def answer(asked: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        if asked == path:
+            go.wait(LIMIT)
+        return plain(asked, body, number)
+
+    fake.answer = answer
+    return go
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_requests_of_a_server_that_dies_are_answered_once_by_what_was_refitted(
+    fakes: list[Fake], replicas: int
+) -> None:
+    """By another replica, or, where there is none, by the new server; all by the version that is served."""
+
+    async def test() -> None:
+        async with bed(fakes[:replicas], fakes[2:]) as it:
+            await it.push(4)
+            go = stuck(fakes[0], "/generate")
+            requests = [asyncio.create_task(it.engine.generate(REQUEST)) for _ in range(6)]
+            await until(lambda: "/generate" in fakes[0].asked)
+            it.places[0].why.set_result("killed")
+            answers = await asyncio.gather(*requests)
+            assert [[c.versions for c in answer] for answer in answers] == [[(4, 4)]] * 6
+            await it.reach(0, State.HEALTHY)
+            assert it.places[0].was_ended
+            orders = [path for path in fakes[2].asked if path != "/health"]
+            assert orders[:4] == ["/pause", "/load", "/resume", "/relabel"]
+            assert fakes[2].label == "4"
+            assert it.engine.metrics() == {"engine/healthy": replicas, "engine/restarts": 1}
+            go.set()
+
+    run(test)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_server_that_dies_of_a_push_gets_the_new_version(fakes: list[Fake], replicas: int) -> None:
+    """The push goes on with the others; where there is none, with the new server."""
+
+    async def test() -> None:
+        async with bed(fakes[:replicas], fakes[2:]) as it:
+            await it.push(4)
+            go = stuck(fakes[0], "/load")
+            pushing = asyncio.create_task(self_healing(it, 5))
+            await until(lambda: fakes[0].asked.count("/load") == 2)
+            it.places[0].why.set_result("killed")
+            await pushing
+            await it.reach(0, State.HEALTHY)
+            assert fakes[2].label == "5"
+            assert (await it.engine.generate(REQUEST))[0].versions == (5, 5)
+            go.set()
+
+    run(test)
+
+
+async def self_healing(it: Bed, version: int) -> None:
+    """A push as ServedWeights makes it."""
+    while True:
+        with contextlib.suppress(ReplicasLost):
+            await it.push(version)
+            return
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_server_that_dies_again_and_again_is_given_up(fakes: list[Fake], replicas: int) -> None:
+    async def test() -> None:
+        async with bed(fakes[:replicas], []) as it:
+            await it.push(4)
+            it.places[0].why.set_result("killed; its log ends with: out of memory")
+            await it.reach(0, State.GONE)
+            assert it.engine.metrics() == {"engine/healthy": replicas - 1, "engine/restarts": 2}
+            if replicas == 2:
+                assert (await it.engine.generate(REQUEST))[0].versions == (4, 4)
+                return
+            with pytest.raises(EngineError, match="no Words server is left:\nno more ports"):
+                await it.engine.generate(REQUEST)
+
+    run(test)
+
+
+def test_without_restarts_the_run_ends_with_the_end_of_the_log(fakes: list[Fake]) -> None:
+    async def test() -> None:
+        async with bed(fakes[:1], fakes[2:], restarts=0) as it:
+            await it.push(4)
+            it.places[0].why.set_result("killed; its log ends with: out of memory")
+            await it.reach(0, State.GONE)
+            with pytest.raises(EngineError, match="no Words server is left:\nkilled; its log ends with: out of memory"):
+                await it.engine.generate(REQUEST)
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/health", "/generate"])
+def test_a_server_that_hangs_is_ended_and_its_requests_go_elsewhere(fakes: list[Fake], path: str) -> None:
+    """It is not well when asked, or a request that it has stalls."""
+    limits = {"health_seconds": 0.6} if path == "/health" else {"timeout_seconds": 0.5}
+
+    async def test() -> None:
+        async with bed(fakes[:1], fakes[2:], **limits) as it:
+            await it.push(4)
+            go = stuck(fakes[0], "/generate")
+            health = stuck(fakes[0], "/health") if path == "/health" else go
+            assert (await it.engine.generate(REQUEST))[0].versions == (4, 4)
+            assert it.places[0].was_ended
+            assert fakes[2].asked.count("/generate") == 1
+            said = "it hangs or was stopped" if path == "/health" else "/generate: no answer in"
+            assert said in it.engine.replicas.all[0].reason
+            go.set()
+            health.set()
+
+    run(test)
+
+
+def test_a_failed_request_is_no_death_where_the_server_says_that_it_is_well(fakes: list[Fake]) -> None:
+    plain = fakes[0].answer
+    fakes[0].answer = lambda path, body, number: (
+        (500, {}) if path == "/generate" and fakes[0].asked.count(path) == 1 else plain(path, body, number)
+    )
+
+    async def test() -> None:
+        async with bed(fakes[:1], []) as it:
+            await it.push(4)
+            assert (await it.engine.generate(REQUEST))[0].versions == (4, 4)
+            assert it.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 0}
+
+    run(test)
+
+
+def test_a_server_of_somebody_else_that_came_back_with_other_weights_is_refitted(fakes: list[Fake]) -> None:
+    async def test() -> None:
+        async with bed(fakes[:1], fakes[:1]) as it:
+            await it.push(4)
+            fakes[0].label = "default"
+            assert (await it.engine.generate(REQUEST))[0].versions == (4, 4)
+            assert "'default'" in it.engine.replicas.all[0].reason
+            assert fakes[0].label == "4"
+
+    run(test)
+
+
+def test_a_supervisor_that_fails_is_no_endless_wait(fakes: list[Fake]) -> None:
+    async def test() -> None:
+        engine = ServedEngine(
+            Words(), [Server(fakes[0].url, token="t", timeout_seconds=5.0)], SECTION, max_length=8, vocab_size=10
+        )
+        waiting: Awaitable[object] = asyncio.ensure_future(engine.replicas.some(engine.replicas.healthy))
+        await asyncio.sleep(0)
+        engine.replicas.fail(RuntimeError("a fault of ours"))
+        with pytest.raises(RuntimeError, match="a fault of ours"):
+            await waiting
+
+    run(test)
