@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import subprocess
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,11 @@ class ConnectedRank:
         self._gone.set()
         how = f"hung up: it was killed, crashed or lost its node; rank-{self.rank}.txt has what it said"
         return Ending(how=how, expected=True, killed=True)
+
+    def wake(self) -> None:
+        """See RankProcess; Slurm passes the signal on to all ranks. Elsewhere nobody reaches a stopped one."""
+        if all(self.hello.step.split(".")):
+            subprocess.Popen(["scancel", "--signal=CONT", self.hello.step])
 
     def kill(self) -> None:
         """See RankProcess; a rank ends within seconds of its stream."""

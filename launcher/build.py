@@ -21,6 +21,7 @@ from launcher.memory import learner_layout
 from launcher.run_name import claim
 from launcher.slurm import Job, SlurmLauncher
 from launcher.stop import Stop, stop_signals
+from launcher.watchdog import LoopWatch
 from rl_megatron import config_io
 from rl_megatron.algorithms.auxiliary import PreferenceLoss
 from rl_megatron.algorithms.corrections import Correction
@@ -75,11 +76,14 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
         config_io.save_resolved(config, folder / "config.yaml")
         progress = Progress(config.train.steps, config.log.progress, config.run.name, run_folder=folder)
         with run_log(folder, role="controller"), progress, stop_signals(progress) as stop:
+            loop_watch = LoopWatch(config, folder / "stacks")
             try:
                 finished = await _train(parts, progress, stop, start)
             except RLMegatronError as error:
                 logger.info("the run ends: %s", error)  # main shows it
                 raise
+            finally:
+                loop_watch.stop()
             progress.note(f"report: {write_report([folder], folder / 'report.html')}")
             if stop.comes_back and not finished and parts.job is not None:
                 parts.job.ask_requeue()

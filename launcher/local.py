@@ -43,6 +43,12 @@ class SpawnedRank:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return Ending(how=f"{how}; log.txt has what it said", expected=code == 0, killed=code < 0)
 
+    def wake(self) -> None:
+        """See RankProcess."""
+        assert self._process.pid is not None
+        if self._process.is_alive():
+            os.kill(self._process.pid, signal.SIGCONT)
+
     def kill(self) -> None:
         """See RankProcess."""
         self._process.kill()

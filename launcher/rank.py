@@ -45,6 +45,7 @@ class Hello:
     node: str
     pid: int
     store: str
+    step: str  # "<job>.<step>" of Slurm, else parts are empty
 
     def line(self) -> bytes:
         """As it is sent."""
@@ -65,7 +66,13 @@ def serve(call: Call, rank: int) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, _interface(address))
     store = channel.listen(address, backlog=4096) if rank == 0 else None
-    hello = Hello(rank=rank, node=node(), pid=os.getpid(), store=f"{address}:{store.getsockname()[1]}" if store else "")
+    hello = Hello(
+        rank=rank,
+        node=node(),
+        pid=os.getpid(),
+        store=f"{address}:{store.getsockname()[1]}" if store else "",
+        step=".".join(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")),
+    )
     connection.send_bytes(hello.line())
     threading.Thread(target=_live, args=(connection,), name="alive", daemon=True).start()
     threading.Thread(target=_pass_on, args=(connection,), name="signals", daemon=True).start()

@@ -15,14 +15,18 @@ import threading
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from launcher import stacks
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import CorruptionError, RLMegatronError
+from rl_megatron.observability import activity
 from rl_megatron.types import Completion, GenerationRequest, Loss, Samples, StepResult, WeightUpdate
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _SENDING = threading.Lock()  # one message at a time into the pipe
+STACKS = b"stacks"  # no pickle: answered beside the calls, in files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,7 @@ class Setup:
     model_folder: Path
     run_folder: Path
     rendezvous: str  # a torch.distributed init method
+    stacks: Path | None = None  # where they go if this start hangs, as ``workers.serving`` says
 
 
 def main(connection: Connection, rank: int) -> None:
@@ -68,10 +74,14 @@ def run(connection: Connection, rank: int, store: int | None = None) -> None:
         setup: Setup = pickle.loads(connection.recv_bytes())
         from rl_megatron.observability.log import run_log
 
+        if setup.stacks is not None:
+            stacks.register(setup.stacks, rank, silence=0.45 * setup.config.learner.timeout_seconds)
+        calls: SimpleQueue[bytes | None] = SimpleQueue()
+        threading.Thread(target=_hear, args=(connection, calls), name="hear", daemon=True).start()
         with run_log(setup.run_folder, role="rank", rank=rank):
             worker = Worker(setup, rank, store)
             tell(connection, "ok", None)
-            _serve(connection, worker)
+            _serve(connection, worker, calls)
     except EOFError:  # the controller closed the stream
         return
     except RLMegatronError as error:
@@ -80,12 +90,29 @@ def run(connection: Connection, rank: int, store: int | None = None) -> None:
         tell(connection, "raised", traceback.format_exc())
 
 
-def _serve(connection: Connection, worker: Worker) -> None:
-    while True:
-        name, arguments = pickle.loads(connection.recv_bytes())
+def _hear(connection: Connection, calls: SimpleQueue[bytes | None]) -> None:
+    """Calls wait for the one before; stacks do not. None is the end."""
+    with contextlib.suppress(EOFError, OSError):  # the controller closed the stream
+        while True:
+            message = connection.recv_bytes()
+            if message == STACKS:
+                stacks.dump()
+            else:
+                calls.put(message)
+    calls.put(None)
+
+
+def _serve(connection: Connection, worker: Worker, calls: SimpleQueue[bytes | None]) -> None:
+    counts = Counter[str]()
+    while (message := calls.get()) is not None:
+        name, arguments = pickle.loads(message)
+        counts[name] += 1
+        activity.begin(f"{name}, call {counts[name]}")
         if name not in Worker.CALLS:
             raise RLMegatronError(f"worker has no call {name!r}; it has {', '.join(Worker.CALLS)}")
-        tell(connection, "ok", getattr(worker, name)(*arguments))
+        answer = getattr(worker, name)(*arguments)
+        activity.begin("nothing: it waits for a call")
+        tell(connection, "ok", answer)
         if name == "close":
             return
 
@@ -98,10 +125,11 @@ def tell(connection: Connection, status: str, value: Any) -> None:
 
 
 def say_alive(connection: Connection) -> None:
-    """Each second, so that the controller can tell a long step from a process that was stopped; until it is gone."""
+    """Each second, with what is done, so that the controller can tell a long step from a hang; until it is gone."""
     with contextlib.suppress(OSError):  # the controller is gone
         while True:
-            tell(connection, "alive", None)
+            tell(connection, "alive", activity.now())
+            stacks.living()
             time.sleep(1.0)
 
 

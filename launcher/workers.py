@@ -7,13 +7,17 @@ import contextlib
 import logging
 import pickle
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from launcher.worker import Setup
+from launcher import stacks
+from launcher.watchdog import Watchdog
+from launcher.worker import STACKS, Setup
 from rl_megatron.errors import RLMegatronError, WorkerDied
 
 logger = logging.getLogger(__name__)
@@ -33,18 +37,24 @@ class Failure:
         self.known: asyncio.Future[None] = self._loop.create_future()
         self.known.add_done_callback(_seen)
         self.rank: int | None = None  # whose process failed, where one did
-        self._waits = False
+        self._waits = self._claimed = False
 
-    def report(self, error: RLMegatronError, *, at_once: bool, rank: int | None = None) -> None:
+    def claim(self) -> None:
+        """Somebody finds out why the run hangs: what else is reported meanwhile is noise."""
+        self._claimed = True
+
+    def report(self, error: RLMegatronError, *, at_once: bool, rank: int | None = None, claimed: bool = False) -> None:
         """Make ``error`` known, at once or unless another overtakes it within ``GRACE_SECONDS``."""
-        if at_once:
+        if self._claimed and not claimed:
+            logger.info("said while the run hangs: %s", error)
+        elif at_once:
             self._settle(error, rank)
         elif not self._waits:
             self._waits = True
-            self._loop.call_later(GRACE_SECONDS, self._settle, error, rank)
+            self._loop.call_later(GRACE_SECONDS, partial(self._settle, error, rank, late=True))
 
-    def _settle(self, error: RLMegatronError, rank: int | None) -> None:
-        if not self.known.done():
+    def _settle(self, error: RLMegatronError, rank: int | None, *, late: bool = False) -> None:
+        if not self.known.done() and not (late and self._claimed):
             self.rank = rank
             self.known.set_exception(error)
 
@@ -58,6 +68,10 @@ class RankProcess(Protocol):
 
     def ending(self, hung_up: threading.Event) -> Ending:
         """Block until it ended. ``hung_up`` is set once its stream is at an end."""
+        ...
+
+    def wake(self) -> None:
+        """Have it run on where it was stopped."""
         ...
 
     def kill(self) -> None:
@@ -83,10 +97,13 @@ class WorkerHandle:
 
     def __init__(self, process: RankProcess, failure: Failure, on_signal: Callable[[str], None] | None) -> None:
         self.process, self.rank, self._failure, self._on_signal = process, process.rank, failure, on_signal
-        self._who = f"rank {process.rank} ({process.where})"
+        self.who = f"rank {process.rank} ({process.where})"
+        self.ready = False  # whether it takes calls
+        self.quiet = self.still = 0  # seconds since it said anything, since it made progress
+        self.doing, self.beats = "its start", 0
+        self._calls: list[str] = []  # the calls of _waiting
         self._closing = self._raised = False
         self._loop = asyncio.get_running_loop()
-        self._quiet = 0  # seconds since the worker said anything
         self._waiting: list[asyncio.Future[Any]] = []
         self._hung_up = threading.Event()
         self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"send {self.rank}")  # a full pipe must not stop all
@@ -95,16 +112,31 @@ class WorkerHandle:
 
     def prepare(self, setup: Setup) -> asyncio.Future[Any]:
         """Send what the worker waits for after its imports; done when it is ready to serve."""
-        return self._send(setup)
+        return self._send("prepare", setup)
 
     def call(self, name: str, *arguments: Any) -> asyncio.Future[Any]:
         """Ask the worker; of a worker that failed no answer comes, but ``Failure`` knows it."""
         self._closing = name == "close"
-        return self._send((name, arguments))
+        return self._send(name, (name, arguments))
 
-    def _send(self, message: Any) -> asyncio.Future[Any]:
+    @property
+    def asked(self) -> str | None:
+        """What it was asked and has not answered yet."""
+        return self._calls[0] if self._calls and self.ready else None
+
+    def tick(self) -> None:
+        """A second has passed."""
+        self.quiet += 1
+        self.still += self.call is not None
+
+    def dump(self) -> None:
+        """Have it write its stacks, whatever it does."""
+        self._sender.submit(self._write, STACKS)
+
+    def _send(self, name: str, message: Any) -> asyncio.Future[Any]:
         answer = self._loop.create_future()
         self._waiting.append(answer)
+        self._calls.append(name)
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         self._sender.submit(self._write, data)
         return answer
@@ -128,12 +160,17 @@ class WorkerHandle:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _answer(self, status: str, value: Any) -> None:
-        self._quiet = 0
+        self.quiet = 0
         if status == "alive":
+            self.doing, beats = value
+            self.still = self.still if beats == self.beats else 0
+            self.beats = beats
             return
         if status == "signal" and self._on_signal is not None:
             self._on_signal(value)
         elif status == "ok":
+            self.ready, self.still = True, 0
+            self._calls.pop(0)
             answer = self._waiting.pop(0)
             if not answer.done():
                 answer.set_result(value)
@@ -150,19 +187,7 @@ class WorkerHandle:
         self._died(ending.how, at_once=ending.killed)
 
     def _died(self, what: str, *, at_once: bool) -> None:
-        self._failure.report(WorkerDied(f"{self._who} {what}"), at_once=at_once, rank=self.rank)
-
-    async def listen(self, limit: float) -> None:
-        """Report the worker as dead after ``limit`` seconds without a word; a living one says each second that it is.
-
-        Seconds in which this process stood still, as when a whole job is suspended, do not count.
-        """
-        while self._quiet <= limit:
-            await asyncio.sleep(1.0)
-            self._quiet += 1
-        self._died(
-            f"has said nothing for {limit:g} s, half of learner.timeout_seconds: it hangs or was stopped", at_once=True
-        )
+        self._failure.report(WorkerDied(f"{self.who} {what}"), at_once=at_once, rank=self.rank)
 
     def stop(self) -> None:
         """End the process: let it finish, then kill it, each with a limit."""
@@ -237,7 +262,9 @@ async def serving(
     ``on_signal`` hears the name of a signal that a rank got and passed on.
     """
     workers = [WorkerHandle(process, failure, on_signal) for process in processes]
-    listening = [asyncio.create_task(w.listen(setup.config.learner.timeout_seconds / 2)) for w in workers]
+    folder = setup.run_folder / "stacks" / time.strftime("%Y%m%d-%H%M%S")
+    setup = replace(setup, stacks=folder)
+    watching = asyncio.create_task(Watchdog(workers, failure, setup.config, folder).watch())
     group = WorkerGroup(workers, failure)
     try:
         await group.prepare(setup)
@@ -248,10 +275,10 @@ async def serving(
             handle.process.kill()
         raise
     finally:
-        for task in listening:
-            task.cancel()
+        watching.cancel()
         for handle in workers:
             handle.stop()
+        stacks.tidy(setup.run_folder / "stacks")
 
 
 def _seen(future: asyncio.Future[Any]) -> None:

@@ -32,6 +32,11 @@ class RunSection(Section):
     launcher: Literal["local", "slurm", "ray"] = "local"
     """local: learner processes on this machine; slurm: on the nodes of the allocation, as ``submit`` sets; ray: as
     Ray actors on the nodes of the allocation, or without one on this machine."""
+    watchdog_seconds: PositiveFloat | None = None
+    """How long a learner process may make no progress in what it computes, and the controller stand still; null: 0.8 of
+    learner.timeout_seconds."""
+    watchdog_disk_seconds: PositiveFloat = 3600.0
+    """The same while a learner process reads or writes a model or a checkpoint."""
 
 
 class TinyModelSection(Section):
@@ -150,6 +155,11 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
     slurm: SlurmSection = SlurmSection()
+
+    @property
+    def watchdog_seconds(self) -> float:
+        """``run.watchdog_seconds``, or its default: before a collective's limit, whose errors name those that wait."""
+        return self.run.watchdog_seconds or 0.8 * self.learner.timeout_seconds
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rl_megatron.learner.logprobs import token_logprobs
 from rl_megatron.learner.packed import PackedMicroBatch
+from rl_megatron.observability import activity
 from rl_megatron.types import Loss, LossInputs, LossOutput
 
 LossClosure = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
@@ -132,8 +133,15 @@ def _schedule(
     *,
     forward_only: bool,
 ) -> list[Any]:
+    places = {id(m): f"micro-batch {number} of {len(micro_batches)}" for number, m in enumerate(micro_batches, start=1)}
+
+    def behind(micro_batch: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
+        activity.part(f"{places[id(micro_batch)]}, after its forward")
+        return closure(micro_batch, output)
+
     def forward_step(iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, LossClosure]:
         micro_batch = next(iterator)
+        activity.part(f"{places[id(micro_batch)]}, forward")
         half = {"fp32_output": False} if chunks[0].config.bf16 else {}  # else all logits are copied to float32
         with around(model, micro_batch):
             output = model(
@@ -143,7 +151,7 @@ def _schedule(
                 packed_seq_params=micro_batch.attention,
                 **half,
             )
-        return output, partial(closure, micro_batch)
+        return output, partial(behind, micro_batch)
 
     iterators = [iter(micro_batches) for _ in chunks]
     results = get_forward_backward_func()(

@@ -16,6 +16,7 @@ from rl_megatron.config_learner import LearnerSection
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.learner import cpu
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.observability import activity
 from rl_megatron.types import Loss, Samples, StepResult
 
 cpu.install()  # before the modules below bind megatron's functions
@@ -171,7 +172,9 @@ class MegatronLearner:
         self._routing.finish()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
+        activity.part("optimizer")
         _, grad_norm, _ = self._optimizer.step()
+        activity.part("after the optimizer")
         balance = self._load_meter.read() | (self._routing.read() if packed[0].routes is not None else {})
         if not math.isfinite(grad_norm):
             raise RLMegatronError(

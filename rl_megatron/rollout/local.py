@@ -11,6 +11,7 @@ from rl_megatron.errors import EngineError
 from rl_megatron.models.kv_cache import KVCache
 from rl_megatron.models.reference import ReferenceModel
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.observability import activity
 from rl_megatron.rollout.decoding import Decoding
 from rl_megatron.types import Completion, GenerationRequest
 
@@ -61,6 +62,7 @@ class LocalEngine:
             decoding = Decoding(self.model, wanted, self._reserve(wanted))
             while decoding.unfinished:
                 decoding.step()
+                activity.part("decoding")
         completions = iter(decoding.completions(version))
         return [[next(completions) for _ in range(request.num_completions)] for request in requests]
 

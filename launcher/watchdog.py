@@ -1,0 +1,144 @@
+"""Ends a run that hangs, and says why: who makes no progress, where every rank stands, and who is behind.
+
+A run that is suspended as a whole does not hang: seconds are counted, not read from a clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from launcher import stacks
+from rl_megatron.config import RunConfig
+from rl_megatron.errors import WorkerDied
+
+if TYPE_CHECKING:
+    from launcher.workers import Failure, WorkerHandle
+
+logger = logging.getLogger(__name__)
+
+_WOKEN = 16
+_DUMP_SECONDS = 10.0  # what a process has to write its stacks
+_DISK = frozenset({"start_from", "save", "load", "export"})  # calls that read or write a model
+
+
+class Watchdog:
+    """Watches the ranks of a run from the controller. ``folder`` takes all stacks."""
+
+    def __init__(self, workers: Sequence[WorkerHandle], failure: Failure, config: RunConfig, folder: Path) -> None:
+        self._workers, self._failure, self._folder = workers, failure, folder
+        self._silence = config.learner.timeout_seconds / 2
+        self._limit, self._disk_limit = config.watchdog_seconds, config.run.watchdog_disk_seconds
+
+    async def watch(self) -> None:
+        """Until one rank says nothing, or makes no progress in what it was asked, for too long; then end the run."""
+        while True:
+            await asyncio.sleep(1.0)
+            for worker in self._workers:
+                worker.tick()
+            silent = [w for w in self._workers if w.quiet > self._silence]
+            stuck = [w for w in self._workers if w.asked is not None and w.still > self._limit_of(w.asked)]
+            if silent or stuck:
+                await self._end(silent, stuck)
+                return
+
+    def _limit_of(self, call: str) -> float:
+        return self._disk_limit if call in _DISK else self._limit
+
+    async def _end(self, silent: Sequence[WorkerHandle], stuck: Sequence[WorkerHandle]) -> None:
+        self._failure.claim()  # what ranks say of one another from here on is noise
+        for worker in silent[:_WOKEN]:
+            worker.process.wake()
+        found = await self._stacks()
+        behind, everybody = stacks.explain(found)
+        if silent:
+            first, limit = silent[0], self._silence
+            what = f"has said nothing for {limit:g} s, half of learner.timeout_seconds: it hangs or was stopped"
+        else:
+            first = next((w for w in stuck if w.rank in behind), min(stuck, key=lambda w: w.beats))
+            limit = self._limit_of(first.asked or "")
+            key = "watchdog_disk_seconds" if first.asked in _DISK else "watchdog_seconds"
+            what = f"makes no progress for {limit:g} s (run.{key})"
+        lines = [f"{what}; it was in {first.doing}", everybody or "no rank was ready to say where it stands"]
+        if found:
+            lines.append(f"stacks of all processes: {self._folder}")
+        error = WorkerDied(f"{first.who} " + "; ".join(lines))
+        self._failure.report(error, at_once=True, rank=first.rank, claimed=True)
+
+    async def _stacks(self) -> dict[int, stacks.Stack | None]:
+        """Of every rank that is ready; the controller's are its tasks."""
+        ready = [w for w in self._workers if w.ready]
+        files = {w.rank: self._folder / f"rank-{w.rank}.txt" for w in ready}
+        before = {rank: _size(file) for rank, file in files.items()}
+        for worker in ready:
+            worker.dump()
+        if ready:
+            self._write_tasks()
+        for _ in range(int(_DUMP_SECONDS * 10)):
+            await asyncio.sleep(0.1)
+            if all(_size(file) > before[rank] for rank, file in files.items()):
+                await asyncio.sleep(0.2)  # to their end
+                break
+        return {rank: stacks.read(_text(file)) for rank, file in files.items()}
+
+    def _write_tasks(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / "controller.txt").open("a") as file:
+            file.writelines(f"{text}\n\n" for text in map(stacks.of_task, asyncio.all_tasks()))
+
+
+class LoopWatch:
+    """Watches the controller's own event loop, from a thread: a reward that blocks it holds up everything.
+
+    What blocks it may never return, so the process ends here; its children end with it.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self._limit, self._folder = config.watchdog_seconds, folder
+        self._loop, self._beat, self._over = asyncio.get_running_loop(), threading.Event(), threading.Event()
+        threading.Thread(target=self._watch, name="loop watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """The loop may end."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        still = 0
+        while still <= self._limit and not self._over.wait(1.0):
+            still = 0 if self._beat.is_set() else still + 1
+            self._beat.clear()
+            with contextlib.suppress(RuntimeError):  # it is closed: `stop` comes
+                self._loop.call_soon_threadsafe(self._beat.set)
+        if not self._over.is_set():
+            self._end()
+
+    def _end(self) -> NoReturn:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / "controller.txt"
+        with path.open("a") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        stack = stacks.read(path.read_text())
+        where = "" if stack is None else f": it is at {stack.place}"
+        text = (
+            f"the controller stands still for {self._limit:g} s (run.watchdog_seconds){where}\n"
+            f"  an `async` reward function must not block; a plain one may, in its thread\n  stacks: {path}"
+        )
+        logger.error("the run ends: %s", text)
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _text(file: Path) -> str:
+    return file.read_text(errors="replace") if file.exists() else ""

@@ -1,0 +1,22 @@
+"""Ranks that stand still on a real Slurm: the job ends with the reason, and all stacks are in the run's folder."""
+
+from __future__ import annotations
+
+import signal
+
+from tests.cluster.jobs import Cluster
+
+
+def test_a_stopped_rank_on_another_node_fails_the_job_with_the_reason(cluster: Cluster) -> None:
+    job = cluster.submit("stopped", "slurm.nodes=2", "slurm.restarts=0", "learner.timeout_seconds=60")
+    job.until_step(2)
+    rank = job.ranks()[1]
+    rank.send_signal(signal.SIGSTOP)
+    assert job.end() == "FAILED", job.said()
+    last = job.log().splitlines()[-1]
+    assert "failed with status 1: error: rank 1 (pid" in last
+    assert "on node2) has said nothing for 30 s" in last
+    written = {path.name: path.read_text() for path in (job.run / "stacks").rglob("*.txt")}
+    assert written.keys() == {"rank-0.txt", "rank-1.txt", "controller.txt"}
+    assert all("_serve" in written[f"rank-{rank}.txt"] for rank in (0, 1))
+    assert not rank.is_running()

@@ -1,0 +1,97 @@
+"""Runs that stand still: they end at a limit, name who is behind and where, and leave everybody's stacks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.e2e.processes import Place, Run, alive
+
+EVEN = "reward.function=my_rewards:even"
+TWO = ("learner.ep=2", EVEN, "train.steps=100000", "warm_start.steps=0")
+PLANTED = """
+import os, sys, threading, time
+
+def stuck_hook(*arguments, **options):
+    time.sleep(10000)
+
+def plant():
+    while True:
+        time.sleep(0.05)
+        dist, learner = sys.modules.get("torch.distributed"), sys.modules.get("rl_megatron.learner.megatron")
+        if learner is None or not hasattr(learner, "run_loss") or not dist.is_initialized():
+            continue
+        if dist.get_rank() == 1 and os.path.exists("go"):
+            learner.run_loss = stuck_hook
+            return
+
+if "multiprocessing.spawn" in " ".join(sys.orig_argv):
+    threading.Thread(target=plant, daemon=True).start()
+"""
+BLOCKING = """
+import time
+
+async def blocking(prompt, completions, texts):
+    time.sleep(10000)
+"""
+
+
+def stacks(run: Run) -> dict[str, str]:
+    """What the processes wrote, by the name of the file."""
+    return {path.name: path.read_text() for path in (run.folder / "stacks").rglob("*.txt")}
+
+
+def test_a_learner_process_that_stands_still_ends_the_run_at_the_limit(place: Place) -> None:
+    run = place.start("still", *TWO, "learner.timeout_seconds=60")
+    run.until_row(step=1)
+    workers = run.workers()
+    workers[1].send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    assert run.end() == 1
+    assert time.monotonic() - began < 30 + 40
+    text = run.text()
+    assert f"error: rank 1 (pid {workers[1].pid}) has said nothing for 30 s" in text
+    assert "; it was in " in text
+    assert "Traceback" not in text
+    assert not any(map(alive, workers))
+    written = stacks(run)
+    assert written.keys() == {"rank-0.txt", "rank-1.txt", "controller.txt"}
+    assert all("_serve" in written[f"rank-{rank}.txt"] for rank in (0, 1))
+
+
+def test_a_rank_that_does_not_come_to_a_collective_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for it in the collective, and would be the one whose error comes first."""
+    planted = place.folder / "planted"
+    planted.mkdir()
+    (planted / "sitecustomize.py").write_text(PLANTED)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(planted), os.environ.get("PYTHONPATH")))))
+    run = place.start("behind", *TWO, "run.watchdog_seconds=10")
+    run.until_row(step=1)
+    workers = run.workers()
+    (place.folder / "go").touch()
+    assert run.end() == 1
+    text = run.text()
+    assert f"error: rank 1 (pid {workers[1].pid}) makes no progress for 10 s (run.watchdog_seconds)" in text
+    assert "it was in train_step, call " in text
+    assert "rank 1 is at " in text
+    assert "in stuck_hook, by rl_megatron/learner/megatron.py:" in text
+    assert "rank 0 waits in " in text
+    assert "Traceback" not in text
+    written = stacks(run)
+    assert "in stuck_hook" in written["rank-1.txt"]
+    assert "torch/distributed/distributed_c10d.py" in written["rank-0.txt"]
+    assert "train_once" in written["controller.txt"]
+    assert not any(map(alive, workers))
+
+
+def test_a_reward_that_blocks_the_controller_is_named(place: Place) -> None:
+    (place.folder / "my_blocking.py").write_text(BLOCKING)
+    keys = ("learner.ep=1", "warm_start.steps=0", "run.watchdog_seconds=10", "reward.function=my_blocking:blocking")
+    run = place.start("blocking", *keys)
+    assert run.end() == 1
+    assert "error: the controller stands still for 10 s (run.watchdog_seconds): it is at" in run.text()
+    assert "in blocking" in run.text()
+    assert "in blocking" in stacks(run)["controller.txt"]

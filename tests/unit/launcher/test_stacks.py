@@ -1,0 +1,126 @@
+"""Stacks as the interpreter writes them: read back, and who is behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from launcher import stacks
+from launcher.stacks import Frame, Stack, explain, read
+from tests.e2e.processes import eventually
+
+HUNG = """Timeout (0:00:27)!
+Thread 0x00007f01 (most recent call first):
+  File "/x/queue.py", line 1 in get
+
+Thread 0x00007f99 (most recent call first):
+  File "/x/old.py", line 9 in long_ago
+
+Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/selectors.py", line 468 in select
+
+Current thread 0x00007f99 (most recent call first):
+  File "/e/site-packages/torch/distributed/distributed_c10d.py", line 3098 in all_reduce
+  File "/e/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/e/site-packages/megatron/core/parallel.py", line 7 in reduce
+  File "/w/rl_megatron/learner/forward.py", line 160 in reduce_outputs
+  File "/w/launcher/worker.py", line 120 in _serve
+"""
+BEHIND = """Current thread 0x00007f99 (most recent call first):
+  File "/home/me/my_hooks.py", line 3 in slow
+  File "/w/rl_megatron/learner/megatron.py", line 130 in train_step
+"""
+PROGRAM = """
+import sys, time, threading
+from pathlib import Path
+from launcher import stacks
+
+def stand_still():
+    print("up", flush=True)
+    {still}
+
+stacks.register(Path(sys.argv[1]), 3, silence={silence})
+stacks.living()
+{before}
+stand_still()
+"""
+
+
+def test_a_rank_in_a_collective_is_told_from_one_that_is_not() -> None:
+    waiting, behind = read(HUNG), read(BEHIND)
+    assert waiting is not None
+    assert behind is not None
+    assert waiting.collective == "all_reduce"
+    assert waiting.place == "rl_megatron/learner/forward.py:160 in reduce_outputs"
+    assert behind.collective is None
+    assert behind.place == "/home/me/my_hooks.py:3 in slow, by rl_megatron/learner/megatron.py:130 in train_step"
+    assert explain({0: waiting, 1: behind, 2: waiting, 3: None}) == (
+        [1, 3],
+        "rank 0, 2 waits in all_reduce at rl_megatron/learner/forward.py:160 in reduce_outputs; "
+        "rank 1 is at /home/me/my_hooks.py:3 in slow, by rl_megatron/learner/megatron.py:130 in train_step; "
+        "rank 3 gave no stack",
+    )
+
+
+def test_nobody_is_behind_where_all_wait_or_none_does() -> None:
+    waiting, behind = read(HUNG), read(BEHIND)
+    assert explain({0: waiting, 1: waiting})[0] == []
+    assert explain({0: behind, 1: behind})[0] == []
+
+
+def test_a_wait_for_a_collective_under_way_counts_as_one(tmp_path: Path) -> None:
+    file = tmp_path / "overlap.py"
+    file.write_text("def finish(handle):\n    handle.wait()\n")
+    stack = read(f'Current thread 0x01 (most recent call first):\n  File "{file}", line 2 in finish\n')
+    assert stack == Stack(
+        frames=(Frame(file=str(file), line=2, name="finish"),), collective="wait, for a collective under way"
+    )
+
+
+def test_no_stacks_are_none() -> None:
+    assert read("") is None
+
+
+def write(folder: Path, *, still: str, before: str = "", silence: float = 1000.0) -> subprocess.Popen[str]:
+    code = PROGRAM.format(still=still, before=before, silence=silence)
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+def until_written(process: subprocess.Popen[str], folder: Path) -> Stack:
+    file = folder / "rank-3.txt"
+    try:
+        eventually(lambda: "<module>" in file.read_text(), "the stacks", 60)
+    finally:
+        process.kill()
+        process.wait(30)
+    stack = read(file.read_text())
+    assert stack is not None
+    return stack
+
+
+def test_a_process_that_hangs_writes_its_stacks_at_the_signal(tmp_path: Path) -> None:
+    process = write(tmp_path, still="time.sleep(1000)")
+    process.send_signal(stacks.SIGNAL)
+    assert [frame.name for frame in until_written(process, tmp_path).frames] == ["stand_still", "<module>"]
+
+
+def test_and_by_itself_where_nothing_runs_in_its_interpreter(tmp_path: Path) -> None:
+    """ctypes.PyDLL keeps the interpreter's lock: no thread of Python can answer."""
+    process = write(tmp_path, still="ctypes.PyDLL(None).sleep(1000)", before="import ctypes", silence=1.0)
+    assert "stand_still" in [frame.name for frame in until_written(process, tmp_path).frames]
+
+
+def test_files_with_nothing_in_them_go(tmp_path: Path) -> None:
+    for name, text in (("first/rank-0.txt", ""), ("first/rank-1.txt", ""), ("second/rank-0.txt", "Thread")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    stacks.tidy(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["second"]
+    (tmp_path / "second" / "rank-0.txt").write_text("")
+    stacks.tidy(tmp_path)
+    assert not tmp_path.exists()
+    stacks.tidy(tmp_path)
