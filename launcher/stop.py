@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from rl_megatron.observability.progress import Progress
 
 _COME_BACK = signal.SIGUSR1
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, _COME_BACK)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop(asyncio.Event):
@@ -31,7 +31,7 @@ class Stop(asyncio.Event):
 
 @contextlib.contextmanager
 def stop_signals(progress: Progress) -> Iterator[Stop]:
-    """What Ctrl-C, SIGTERM and SIGUSR1 set. The next Ctrl-C interrupts at once."""
+    """What Ctrl-C, SIGTERM and SIGUSR1 set. The next Ctrl-C interrupts at once; at the end SIGUSR1 is ignored."""
     stop, loop = Stop(progress), asyncio.get_running_loop()
 
     def ask(name: str) -> Callable[[], None]:
@@ -42,9 +42,13 @@ def stop_signals(progress: Progress) -> Iterator[Stop]:
         return handle
 
     for signum in _SIGNALS:
-        loop.add_signal_handler(signum, ask(signal.Signals(signum).name))
+        loop.add_signal_handler(signum, ask(signum.name))
+    come_back = ask(_COME_BACK.name)
+    signal.signal(_COME_BACK, lambda *_: loop.call_soon_threadsafe(come_back))
     try:
         yield stop
     finally:
+        # A job's script sends it until the run has ended, and asyncio would let it kill a run that is at its end.
+        signal.signal(_COME_BACK, signal.SIG_IGN)
         for signum in _SIGNALS:
             loop.remove_signal_handler(signum)

@@ -1,0 +1,37 @@
+"""Signals that a scheduler sends, to a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CODE = """
+import asyncio, os, signal
+from pathlib import Path
+from launcher.stop import stop_signals
+from rl_megatron.observability.progress import Progress
+
+async def main():
+    with Progress(1, "plain", "run", run_folder=Path("run")) as progress, stop_signals(progress) as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        async with asyncio.timeout(60):
+            await stop.wait()
+        assert stop.comes_back
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+asyncio.run(main())
+os.kill(os.getpid(), signal.SIGUSR1)
+print("at its end")
+"""
+
+
+def test_the_signal_before_the_time_limit_stops_a_run_and_never_kills_it(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "SIGUSR1: finishing this step and saving" in done.stdout
+    assert done.stdout.endswith("at its end\n")
