@@ -20,7 +20,7 @@ FOLDER = pytest.StashKey[Path]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where the cluster is made, by the test process that wants it first."""
-    given = getattr(config, "workerinput", {}).get("cluster")  # of pytest-xdist: from the process that started this one
+    given = _given(config)
     config.stash[FOLDER] = Path(given or tempfile.mkdtemp(prefix="rl_megatron-"))
     if given is None:  # tests that are ended by a time limit still stop the cluster
         signal.signal(signal.SIGTERM, lambda *_: pytest.exit("SIGTERM", returncode=1))
@@ -33,8 +33,8 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """The process that started all others stops the cluster, whoever made it."""
-    if not hasattr(config, "workerinput"):
+    """The process that chose the folder stops the cluster, whoever started it."""
+    if _given(config) is None:
         _cluster(config).stop()
         shutil.rmtree(config.stash[FOLDER])
 
@@ -47,6 +47,12 @@ def cluster(pytestconfig: pytest.Config) -> Cluster:
     cluster = _cluster(pytestconfig)
     cluster.start(nodes=NODES)
     return cluster
+
+
+def _given(config: pytest.Config) -> str | None:
+    """The folder that the process chose which started this one, with pytest-xdist."""
+    folder: str | None = getattr(config, "workerinput", {}).get("cluster")
+    return folder
 
 
 def _cluster(config: pytest.Config) -> Cluster:
