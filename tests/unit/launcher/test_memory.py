@@ -23,10 +23,10 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.families import megatron_layout
 
 ELSEWHERE = "rollout.server.addresses=http://engine1:8000,http://engine2:8000"
-RECIPES = {  # name: keys of the user's, GPUs
-    "qwen3_30b_a3b": ((), 8),
-    "qwen3_235b_a22b": ((ELSEWHERE,), 128),
-    "deepseek_v3": ((ELSEWHERE,), 512),
+RECIPES = {  # name: keys of the user's, nodes, GPUs of the learner
+    "qwen3_30b_a3b": ((), 1, 8),
+    "qwen3_235b_a22b": ((), 16, 96),
+    "deepseek_v3": ((ELSEWHERE,), 64, 512),
 }
 QWEN3 = {  # the fields of the published config.json that its reader wants
     "model_type": "qwen3_moe",
@@ -83,7 +83,8 @@ def test_qwen3_has_the_parameters_of_its_closed_form() -> None:
 def test_a_recipe_fills_its_gpus_and_no_more(name: str) -> None:
     config, shape = recipe(name)
     d, slurm = config.learner.dims, config.slurm
-    assert d.world_size == RECIPES[name][1] == slurm.nodes * slurm.gpus_per_node
+    assert slurm.nodes + slurm.engines.nodes == RECIPES[name][1]
+    assert d.world_size == RECIPES[name][2] == slurm.nodes * slurm.gpus_per_node
     assert slurm.gpus_per_node % d.tp == 0
     layout = learner_layout(config, shape)  # heads, kv heads, experts, vocabulary and layers divide
     assert sum(layout.stages or (shape.num_layers,)) == shape.num_layers
@@ -135,7 +136,8 @@ def test_logits_of_the_last_stage_by_hand() -> None:
     [
         ("qwen3_30b_a3b", ("slurm.gpu_memory_gb=80",), r"rank 0 needs 97\.2 GB .* Largest: optimizer; raise slurm\."),
         ("qwen3_30b_a3b", ("rollout.server.memory_fraction=0.05",), r"memory_fraction=0\.05 .* less than the 7\.6 GB"),
-        ("qwen3_235b_a22b", ("rollout.server.addresses=null",), r"Largest: engine; .* rollout\.server\.addresses"),
+        ("qwen3_235b_a22b", ("slurm.engines.nodes=0",), r"Largest: engine; lower rollout\.server\.memory_fraction"),
+        ("qwen3_235b_a22b", ("rollout.server.tp=4",), r"memory_fraction=0\.9 .* less than the 117\.5 GB"),
         (
             "qwen3_235b_a22b",
             ("learner.recompute_layers=false",),

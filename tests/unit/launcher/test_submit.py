@@ -79,7 +79,7 @@ CASES = {
 CLUSTER = ("slurm.account=lab", "slurm.partition=gpu", "slurm.container=/images/rl.sqsh")
 RECIPES = {  # what is the user's to give
     "qwen3_30b_a3b": CLUSTER,
-    "qwen3_235b_a22b": (*CLUSTER, "rollout.server.addresses=http://engine1:8000"),
+    "qwen3_235b_a22b": CLUSTER,
     "deepseek_v3": (*CLUSTER, "rollout.server.addresses=http://engine1:8000"),
 }
 
