@@ -40,6 +40,7 @@ OPTIONS = StartOptions(
     slots=1,
     tp=1,
     token="",
+    memory_fraction=None,
     routes=True,
     extra=(),
 )
