@@ -22,10 +22,11 @@ from rl_megatron.config import TinyModelSection
 from rl_megatron.config_algorithm import OptimizerSection
 from rl_megatron.config_learner import LearnerSection
 from rl_megatron.data.packing import pack, unpack
+from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.types import Batch, Samples
+from rl_megatron.types import Batch, GenerationRequest, Prompt, RolloutGroup, Samples, SamplingParams
 from tests.distributed.ranks import run_ranks
 
 TINY = TinyModelSection(num_layers=4)
@@ -124,8 +125,37 @@ def one_layout(rank: int, learner: LearnerSection, model: Path, rendezvous: Path
         with pytest.raises(RLMegatronError, match=what):
             policy.train_step([bad], CrossEntropy(), 0.0, **counts)
     seen["free_result"] = policy.train_step(unrouted.micro_batches[dp], CrossEntropy(), 0.0, **counts)
+    if learner.dims.world_size == 1:
+        seen["mismatch"] = [
+            (policy.score([s])[0] - s.rollout_logprobs)[s.mask].abs()  # type: ignore[index]
+            for s in (rollouts(shape, model), free(rollouts(shape, model)))
+        ]
     world.leave()
     return seen
+
+
+def rollouts(shape: ModelShape, model: Path) -> Samples:
+    """What the in-process engine samples with weights rounded to bfloat16, and the routes it took."""
+    from safetensors.torch import load_file
+
+    from rl_megatron.rollout.local import LocalEngine
+
+    engine = LocalEngine(shape, slots=64, dtype=torch.float32, device="cpu", max_length=64)
+    weights = load_file(model / "model.safetensors")
+    for name, tensor in engine.tensors.items():
+        tensor.copy_(weights[name].bfloat16())
+    params = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=30, stop_token_ids=(), seed=0)
+    prompts = [Prompt(id=str(i), text="", token_ids=tuple(range(i, i + 9)), answer="") for i in range(40)]
+    asked = [
+        GenerationRequest(id=p.id, token_ids=p.token_ids, num_completions=2, params=params, routes=True)
+        for p in prompts
+    ]
+    return to_samples(
+        [
+            RolloutGroup(prompt=prompt, completions=tuple(completions), texts=("", ""), rewards=(0.0, 0.0))
+            for prompt, completions in zip(prompts, engine.generate(asked), strict=True)
+        ]
+    )
 
 
 @contextmanager
@@ -279,6 +309,12 @@ def test_the_loss_is_that_of_transformers_with_the_same_experts(seen: Any, oracl
     assert all(g.norm() > 1e-3 for g in oracle.router_gradients)
     assert abs(result.loss - free_result.loss) > 1e-3
     assert (joined(seen["alone"], "replayed") - joined(seen["alone"], "free")).abs().mean() > 0.01
+
+
+def test_replaying_the_engines_routes_brings_its_log_probs_nearer(seen: Any) -> None:
+    replayed, unreplayed = seen["alone"][0]["mismatch"]
+    assert 0 < replayed.mean() < 0.7 * unreplayed.mean()
+    assert replayed.max() < 0.3 * unreplayed.max()  # what is left is the weights' rounding
 
 
 def test_recorded_routes_are_those_of_transformers(seen: Any, model: Path) -> None:
