@@ -41,7 +41,6 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by the number of ranks
         "ep2": {"ep": 2},
         "cp2": {"cp": 2},
         "tp2-ep2": {"tp": 2, "ep": 2},
-        "pp2-recompute": {"pp": 2, "recompute_layers": True},
         "vpp2-recompute": {"pp": 2, "vpp": 2, "recompute_layers": True},
         "tp2-ep2-recompute": {"tp": 2, "ep": 2, "recompute_layers": True},
         "cp2-recompute": {"cp": 2, "recompute_layers": True},
