@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from launcher import stacks
+from launcher import messages, stacks
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import CorruptionError, RLMegatronError
 from rl_megatron.observability import activity
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _SENDING = threading.Lock()  # one message at a time into the pipe
-STACKS = b"stacks"  # no pickle: answered beside the calls, in files
+STACKS: messages.Message = (b"stacks", [])  # no pickle: answered beside the calls, in files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +70,12 @@ def run(connection: Connection, rank: int, store: int | None = None) -> None:
     try:
         import rl_megatron.learner.megatron  # noqa: F401  heavy: done while the controller still prepares
 
-        setup: Setup = pickle.loads(connection.recv_bytes())
+        setup: Setup = messages.unpack(messages.receive(connection))
         from rl_megatron.observability.log import run_log
 
         if setup.stacks is not None:
             stacks.register(setup.stacks, rank, silence=0.45 * setup.config.learner.timeout_seconds)
-        calls: SimpleQueue[bytes | None] = SimpleQueue()
+        calls: SimpleQueue[messages.Message | None] = SimpleQueue()
         threading.Thread(target=_hear, args=(connection, calls), name="hear", daemon=True).start()
         with run_log(setup.run_folder, role="rank", rank=rank):
             worker = Worker(setup, rank, store)
@@ -90,11 +89,11 @@ def run(connection: Connection, rank: int, store: int | None = None) -> None:
         tell(connection, "raised", traceback.format_exc())
 
 
-def _hear(connection: Connection, calls: SimpleQueue[bytes | None]) -> None:
+def _hear(connection: Connection, calls: SimpleQueue[messages.Message | None]) -> None:
     """Calls wait for the one before; stacks do not. None is the end."""
     with contextlib.suppress(EOFError, OSError):  # the controller closed the stream
         while True:
-            message = connection.recv_bytes()
+            message = messages.receive(connection)
             if message == STACKS:
                 stacks.dump()
             else:
@@ -102,10 +101,10 @@ def _hear(connection: Connection, calls: SimpleQueue[bytes | None]) -> None:
     calls.put(None)
 
 
-def _serve(connection: Connection, worker: Worker, calls: SimpleQueue[bytes | None]) -> None:
+def _serve(connection: Connection, worker: Worker, calls: SimpleQueue[messages.Message | None]) -> None:
     counts = Counter[str]()
     while (message := calls.get()) is not None:
-        name, arguments = pickle.loads(message)
+        name, arguments = messages.unpack(message)
         counts[name] += 1
         activity.begin(f"{name}, call {counts[name]}")
         if name not in Worker.CALLS:
@@ -119,9 +118,9 @@ def _serve(connection: Connection, worker: Worker, calls: SimpleQueue[bytes | No
 
 def tell(connection: Connection, status: str, value: Any) -> None:
     """Say one thing to the controller, from any thread."""
-    data = pickle.dumps((status, value), protocol=pickle.HIGHEST_PROTOCOL)
+    message = messages.pack((status, value))
     with _SENDING:
-        connection.send_bytes(data)
+        messages.send(connection, message)
 
 
 def say_alive(connection: Connection) -> None:

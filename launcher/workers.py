@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import pickle
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from launcher import stacks
+from launcher import messages, stacks
 from launcher.watchdog import Watchdog
 from launcher.worker import STACKS, Setup
 from rl_megatron.errors import RLMegatronError, WorkerDied
@@ -137,18 +136,17 @@ class WorkerHandle:
         answer = self._loop.create_future()
         self._waiting.append(answer)
         self._calls.append(name)
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self._sender.submit(self._write, data)
+        self._sender.submit(self._write, messages.pack(message))
         return answer
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, message: messages.Message) -> None:
         with contextlib.suppress(OSError):  # _watch says how the process ended
-            self.process.connection.send_bytes(data)
+            messages.send(self.process.connection, message)
 
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):  # likewise
             while True:
-                self._tell(self._answer, *pickle.loads(self.process.connection.recv_bytes()))
+                self._tell(self._answer, *messages.unpack(messages.receive(self.process.connection)))
         self._hung_up.set()
 
     def _watch(self) -> None:

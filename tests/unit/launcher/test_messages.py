@@ -1,0 +1,84 @@
+"""Messages over a stream: tensors of every kind arrive as they were, in memory of their own, and breaks are told."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from launcher import messages
+
+TENSORS = {
+    "routes": torch.randint(0, 255, (3000, 4, 8), dtype=torch.uint8),
+    "wide": torch.randint(0, 384, (3000, 2, 8), dtype=torch.int16),
+    "mask": torch.rand(9000) < 0.5,
+    "half": torch.randn(5000).bfloat16(),
+    "strided": torch.randn(300, 200)[::2, 5:100],
+    "small": torch.arange(3),
+    "none": torch.zeros(0, 4),
+    "one": torch.tensor(2.5),
+}
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Connection, Connection]]:
+    ours, theirs = Pipe()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def over(ends: tuple[Connection, Connection], value: object) -> object:
+    sender = threading.Thread(target=messages.send, args=(ends[0], messages.pack(value)))
+    sender.start()
+    try:
+        return messages.unpack(messages.receive(ends[1]))
+    finally:
+        sender.join()
+
+
+def test_values_arrive_as_they_were_one_after_the_other(ends: tuple[Connection, Connection]) -> None:
+    for value in (TENSORS, ("score", (1, [TENSORS["routes"]] * 2)), None):
+        found = over(ends, value)
+        if value is TENSORS:
+            for name, tensor in TENSORS.items():
+                assert found[name].dtype == tensor.dtype, name
+                assert torch.equal(found[name], tensor), name
+                found[name].zero_()  # can be written, and is nobody else's
+            assert TENSORS["routes"].any()
+        elif value is not None:
+            assert found[:1] == ("score",)
+            first, second = found[1][1]
+            assert first is second  # what is the same tensor stays one
+            assert torch.equal(first, TENSORS["routes"])
+        else:
+            assert found is None
+
+
+def test_a_views_own_bytes_travel_and_no_others() -> None:
+    rows = torch.zeros(1_000_000, dtype=torch.uint8)[:5000]
+    pickled, buffers = messages.pack([rows, TENSORS["small"]])
+    assert [len(b) for b in buffers] == [5000]
+    assert len(pickled) < 2000
+
+
+def test_tensors_are_not_copied_to_be_sent() -> None:
+    tensor = torch.zeros(10_000, dtype=torch.uint8)
+    _, (buffer,) = messages.pack(tensor)
+    tensor[7] = 3
+    assert buffer[7] == 3
+
+
+def test_a_stream_that_ends_inside_a_message_says_so(ends: tuple[Connection, Connection]) -> None:
+    ours, theirs = ends
+    pickled, buffers = messages.pack(TENSORS["routes"])
+    ours.send_bytes((len(buffers[0])).to_bytes(8, "little"))
+    ours.send_bytes(pickled)
+    os.write(ours.fileno(), buffers[0][:1000])
+    ours.close()
+    with pytest.raises(EOFError, match="inside a message"):
+        messages.receive(theirs)
