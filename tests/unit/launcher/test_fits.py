@@ -20,3 +20,22 @@ def test_only_what_the_engine_runs_starts() -> None:
         _check_fits(config, replace(SHAPE, family="mixtral", qk_norm=None))
     with pytest.raises(ConfigError, match=r"rope_type='yarn': the engine that samples here has plain rotary"):
         _check_fits(config, replace(SHAPE, rope=Rope(kind="yarn")))
+
+
+@pytest.mark.parametrize("replay", ["r2", "r3"])
+def test_routes_of_a_model_without_experts_are_refused(replay: str) -> None:
+    config = RunConfig.model_validate({"algorithm": {"routing_replay": replay}})
+    _check_fits(config, SHAPE)
+    dense = replace(SHAPE, family="qwen3", num_experts=0, experts_per_token=0, expert_width=0, dense_width=4096)
+    with pytest.raises(ConfigError, match=rf"routing_replay={replay}: model_type='qwen3' has no experts.*=off"):
+        _check_fits(config, dense)
+
+
+def test_an_engines_routes_of_completions_that_no_engine_sampled_are_refused() -> None:
+    pairs = {"type": "files", "train": "a.jsonl", "eval": "b.jsonl", "rejected_field": "bad"}
+    for replay in ("off", "r2"):
+        RunConfig.model_validate({"algorithm": {"routing_replay": replay, "preference_beta": 0.1}, "data": pairs})
+    with pytest.raises(
+        ValueError, match=r"routing_replay=r3 replays what an engine routed by, but data\.rejected_field"
+    ):
+        RunConfig.model_validate({"algorithm": {"routing_replay": "r3", "preference_beta": 0.1}, "data": pairs})
