@@ -21,6 +21,9 @@ wait "$controller"
 status=$?
 trap '' USR1
 
+could_run() { # with these options, as far as Slurm says here
+    sbatch --test-only "$@" "$0" >/dev/null 2>&1
+}
 requeue() {
     scontrol requeue "$SLURM_JOB_ID" || exit 1
 }
@@ -39,10 +42,15 @@ if [ -e "$attempt/failed_node" ]; then
     if [ "$(wc -l <"$RUN/jobs/failed_nodes")" -le "$RESTARTS" ]; then
         nodes=$(sort -u "$RUN/jobs/failed_nodes" | paste -sd, -)
         say "failed: $reason"
-        say "comes back without $nodes"
-        trap '' TERM # until the list of nodes is changed, which a job that runs does not allow
-        requeue
-        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$nodes${EXCLUDE:+,$EXCLUDE}" || say "the node was not excluded"
+        if could_run && ! could_run --exclude="$nodes${EXCLUDE:+,$EXCLUDE}"; then # it would wait for ever
+            say "comes back; without $nodes there are too few nodes"
+            requeue
+        else
+            say "comes back without $nodes"
+            trap '' TERM # until the list of nodes is changed, which a job that runs does not allow
+            requeue
+            scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$nodes${EXCLUDE:+,$EXCLUDE}" || say "the node was not excluded"
+        fi
         exec sleep 600
     fi
 fi

@@ -83,17 +83,25 @@ def test_before_its_time_is_up_a_run_saves_and_goes_on_in_the_next_job(cluster: 
     assert len(job.attempts()) == 3
 
 
-def test_after_a_crash_it_comes_back_on_another_node(cluster: Cluster) -> None:
-    job = cluster.submit("crashed", "slurm.nodes=1", "slurm.restarts=1", hold="3 5")
-    job.until_step(3)
+def test_after_a_crash_it_comes_back_on_another_node_while_there_is_one(cluster: Cluster) -> None:
+    keys = ("slurm.nodes=1", "slurm.partition=pair11", "slurm.restarts=2")
+    job = cluster.submit("crashed", *keys, hold="1 3 5")
+    job.until_step(1)
     first = job.shown()["NodeList"]
     job.ranks()[1].kill()
-    job.go_on(3)
-    job.until(lambda: "comes back without" in job.log(), "the requeue")
+    job.go_on(1)
+    job.until(lambda: f"comes back without {first}" in job.log(), "the requeue")
     job.until(lambda: job.state() == "RUNNING", "the second attempt")
-    assert job.shown()["NodeList"] != first
+    second = job.shown()["NodeList"]
+    assert {first, second} == {"node11", "node12"}
     assert job.shown()["ExcNodeList"] == first
+    job.until_step(3)
+    job.ranks()[1].kill()
+    job.go_on(3)
+    both = "comes back; without node11,node12 there are too few nodes"  # it would wait for ever
+    job.until(lambda: both in job.log(), "the second requeue")
     job.until_step(5)
+    assert job.shown()["NodeList"] == second
     job.ranks()[0].kill()  # once too often
     job.go_on(5)
     assert job.end() == "FAILED"
