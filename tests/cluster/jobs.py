@@ -203,10 +203,11 @@ class Job:
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Its rank processes, on whatever node; this machine sees them all."""
-        found = {}
+        found, cluster = {}, self.cluster.environment()["SLURM_CONF"]
         for process in psutil.process_iter():
             try:
-                if "launcher.rank" in process.cmdline() and (of := process.environ()).get("SLURM_JOB_ID") == self.id:
+                of = process.environ() if "launcher.rank" in process.cmdline() else {}
+                if (of.get("SLURM_CONF"), of.get("SLURM_JOB_ID")) == (cluster, self.id):
                     found[int(of["SLURM_PROCID"])] = process
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue

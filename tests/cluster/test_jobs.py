@@ -174,8 +174,14 @@ def test_an_error_of_the_user_ends_it_at_once_with_the_reason(cluster: Cluster) 
 
 
 def test_what_can_never_run_is_not_sent(cluster: Cluster) -> None:
-    keys = ("slurm.nodes=16", "learner.dp=16", "run.name=never")
-    text = cluster.program("submit", "tiny_cpu", *keys, check=False)
-    assert "error: sbatch --test-only" in text, text
-    assert not (cluster.work / "runs" / "never").exists()
+    for keys in (
+        ("slurm.nodes=32", "learner.dp=32"),
+        ("slurm.partition=nowhere",),
+        ("slurm.constraint=unheard_of",),
+        ("slurm.reservation=nobodys",),
+        ("slurm.exclude=node[1-4]",),
+    ):
+        text = cluster.program("submit", "tiny_cpu", "run.name=never", *keys, check=False)
+        assert "error: sbatch --test-only" in text, text
+        assert not (cluster.work / "runs" / "never").exists()
     assert "never" not in cluster.call("squeue", "-h", "-o", "%j")
