@@ -33,7 +33,8 @@ CHANGES: Mapping[str, str] = {
     "activations": "set learner.recompute_layers=true, lower learner.max_tokens_per_micro_batch or raise learner.cp",
     "logits": "lower learner.max_tokens_per_micro_batch, or raise learner.tp or learner.cp",
     "weight push": "lower weights.bucket_mb",
-    "engine": "lower rollout.server.memory_fraction, or give rollout.server.addresses of servers on other GPUs",
+    "engine": "lower rollout.server.memory_fraction, or give servers other GPUs: slurm.engines.nodes or "
+    "rollout.server.addresses",
     "reserved": "take GPUs with more memory",
 }
 """What makes each term smaller."""
@@ -104,7 +105,8 @@ def check(config: RunConfig, shape: ModelShape) -> Memory | None:
             f"({terms}). Largest: {most.largest}; {CHANGES[most.largest]}"
         )
     share, per_gpu = config.rollout.server.memory_fraction, server_weights(config, shape)
-    if config.rollout.served and share is not None and per_gpu > share * room:
+    starts = config.rollout.served and config.rollout.server.addresses is None
+    if starts and share is not None and per_gpu > share * room:
         raise ConfigError(
             f"rollout.server.memory_fraction={share:g} of slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g} is less "
             f"than the {per_gpu / GB:.1f} GB of weights on a GPU of the engine; raise it, or rollout.server.tp"

@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -37,6 +36,7 @@ from launcher.ray_node import (
     node_command,
     resource,
 )
+from launcher.scratch import scratch
 from launcher.slurm import Job, ended, running_step, threads_per_rank
 from launcher.workers import Failure
 from rl_megatron.config import RunConfig
@@ -56,7 +56,7 @@ logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it leaves SIGT
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_CAUSE_SECONDS = 5.0
+_CAUSE_SECONDS = 20.0
 
 
 class RankActor:
@@ -131,11 +131,9 @@ async def _cluster(config: RunConfig, placement: Placement, job: Job | None) -> 
     async with contextlib.AsyncExitStack() as stack:
         own = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="ray"))
         if job is None:
-            folder = stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="rlm-", dir="/tmp")
-            )  # sockets: a short path
+            folder = stack.enter_context(scratch(within=Path("/tmp")))  # a short path: sockets lie in it
             stack.push_async_callback(_in_thread, own, ray.shutdown)
-            await _in_thread(own, _start_here, placement, token, folder)
+            await _in_thread(own, _start_here, placement, token, str(folder))
         else:
             call = NodeCall(
                 head=job.here,
@@ -176,8 +174,13 @@ def _join(call: NodeCall, nodes: Sequence[str], given_up: threading.Event) -> No
     """Raises TimeoutError naming the nodes that Ray is not up on, ConnectionError or RayError where it refuses."""
     end = time.monotonic() + call.seconds
     await_head(call, given_up)
-    with _holding(call.token):
-        ray.init(address=f"{call.host}:{call.port}", log_to_driver=False, configure_logging=False)
+    while not ray.is_initialized():
+        try:
+            with _holding(call.token):
+                ray.init(address=f"{call.host}:{call.port}", log_to_driver=False, configure_logging=False)
+        except ConnectionError:  # the head listens before it serves, and Ray's own patience is short
+            if given_up.wait(1.0) or time.monotonic() > end:
+                raise
     while not given_up.is_set():
         there = ray.cluster_resources()  # type: ignore[no-untyped-call]
         missing = [node for node in nodes if resource(node) not in there]
@@ -223,19 +226,21 @@ def _start_actors(placement: Placement, call: Call, folder: Path) -> list[Future
 async def _first_end(ends: Sequence[Future[None]]) -> str:
     """How the first actor ended, once one has."""
     waiting = [asyncio.wrap_future(end) for end in ends]
+    for one in waiting:
+        one.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio complains of it
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     number = next(i for i, one in enumerate(waiting) if one.done())
     return f"the actor of rank {number} ended{_cause(ends[number])}"
 
 
 def _cause(end: Future[None]) -> str:
-    """What Ray says of an actor's end, to be put behind a sentence; nothing where it does not know in time."""
+    """What Ray says of a death, to be put behind a sentence; nothing of an end by itself, or not known in time."""
     try:
         error = end.exception(_CAUSE_SECONDS)
     except FutureTimeout:
         return ""
-    said = [line for line in str(error).splitlines() if not line.startswith("\t")]
-    return f"\nRay: {' '.join(said)}" if error else ""
+    said = " ".join(line for line in str(error).splitlines() if not line.startswith("\t"))
+    return "" if error is None or "INTENDED_USER_EXIT" in said else f"\nRay: {said}"
 
 
 async def _in_thread(own: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -31,6 +31,7 @@ SETTINGS = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # ranks choose among all GPUs of their node
+    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "600",  # what is left of a dashboard without one; the head waits for it
     "RAY_worker_niceness": "0",  # else ranks give way to whatever runs beside them
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill ranks where another job fills the node
 }
@@ -132,6 +133,7 @@ def options(call: NodeCall, node: str, own: str) -> list[str]:
         f"--port={call.port}",
         f"--ray-client-server-port={free_port(call.host)}",
         "--include-dashboard=false",
+        "--no-monitor",  # it would ask for more nodes
         f"--temp-dir={call.folder}",
     ]
 

@@ -48,7 +48,7 @@ def elsewhere(found: Sequence[Place]) -> bool:
 
 def _place(seat: Seat, config: RunConfig, job: Job, each: int) -> Place:
     environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, seat.gpus))} if seat.gpus else {}
-    if seat.node == job.here:
+    if seat.node == job.here and not job.heterogeneous:  # this process has nothing of another component
         return Place(environment=environment)
     try:
         host = socket.gethostbyname(seat.node)

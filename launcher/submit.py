@@ -110,15 +110,14 @@ def render(config: RunConfig, *, folder: Path, python: str, package: Path) -> st
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     parent, slurm = folder / config.run.dir, config.slurm
-    like = {
-        **slurm.model_dump(include={"memory_per_node", "partition", "constraint"}),
-        **slurm.engines.model_dump(exclude_none=True),
-    }
+    engines = slurm.engines.model_dump()
+    for key in ("memory_per_node", "partition", "constraint"):
+        engines[key] = engines[key] or getattr(slurm, key)
     servers = -(-config.rollout.server.replicas // max(1, slurm.engines.nodes))
     return environment.get_template("train.sbatch.j2").render(
         slurm=slurm,
         total_nodes=slurm.nodes + (0 if slurm.heterogeneous else slurm.engines.nodes),
-        engines=like | {"servers_per_node": servers, "gpus_per_node": slurm.engine_gpus}
+        engines=engines | {"servers_per_node": servers, "gpus_per_node": slurm.engine_gpus}
         if slurm.heterogeneous
         else None,
         tasks_per_node=config.slurm.tasks_per_node(config.learner.dims.world_size),

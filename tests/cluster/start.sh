@@ -57,7 +57,7 @@ printf 'CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n' >"$folder/etc/cgroup.conf"
     echo "$net.254 $controller"
 } >"$folder/etc/hosts"
 for i in $(seq "$count"); do
-    echo "NodeName=node$i NodeAddr=$net.$i NodeHostname=node$i Port=16818 CPUs=8 RealMemory=32000 State=UNKNOWN" >>"$SLURM_CONF"
+    echo "NodeName=node$i NodeAddr=$net.$i NodeHostname=node$i Port=16818 CPUs=8 RealMemory=32000 Feature=rack$i State=UNKNOWN" >>"$SLURM_CONF"
     echo "$net.$i node$i" >>"$folder/etc/hosts"
 done
 cat >>"$SLURM_CONF" <<CONF

@@ -11,6 +11,7 @@ from tests.cluster.jobs import REPO, Cluster, Job
 
 PYTHON = REPO / ".engines" / "vllm" / "bin" / "python"
 KEYS = (
+    "eval.every=0",
     "rollout=vllm",
     f"rollout.python={PYTHON}",
     "rollout.slots=64",
@@ -18,10 +19,11 @@ KEYS = (
     "train.steps=2",
     "slurm.nodes=1",
     "slurm.ntasks_per_node=2",
-    "slurm.constraint=rack1",
+    "slurm.partition=pair15",
+    "slurm.constraint=rack15",
     "slurm.heterogeneous=true",
     "slurm.engines.nodes=1",
-    "slurm.engines.constraint=rack2",
+    "slurm.engines.constraint=rack16",
     "slurm.engines.memory_per_node=4000",
 )
 
@@ -43,11 +45,11 @@ def nodes_of(job: Job, what: str) -> set[str]:
 def test_each_role_of_a_heterogeneous_job_is_on_its_nodes(cluster: Cluster) -> None:
     job = cluster.submit("roles", *KEYS, "slurm.environment.RUN_OF_THE_TEST=roles")
     job.until(lambda: nodes_of(job, "launcher.rank") and nodes_of(job, "engine_guard.py"), "both roles")
-    assert nodes_of(job, "launcher.rank") == {"node1"}
-    assert nodes_of(job, "engine_guard.py") == {"node2"}
+    assert nodes_of(job, "launcher.rank") == {"node15"}
+    assert nodes_of(job, "engine_guard.py") == {"node16"}
     assert (job.run / "placement.txt").read_text().splitlines()[-1] == "engine 0: node 1"
     followed = cluster.program("attach", str(job.run))  # to its end
-    assert "RUNNING on node1 and node2" in followed
+    assert "RUNNING on node15 and node16" in followed
     assert "step 2/2" in followed
     assert job.end() == "COMPLETED", job.said()
     assert [row["step"] for row in job.record() if row["phase"] == "rl"] == [0, 1, 2]

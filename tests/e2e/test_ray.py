@@ -33,6 +33,6 @@ def test_actors_train_as_processes_do_and_a_dead_one_ends_the_run_by_name(place:
     assert run.end() == 1
     assert f"(pid {victim.pid} on " in run.text()
     assert "hung up: it was killed, crashed or lost its node; rank-" in run.text()
-    assert "Ray: The actor is dead because its worker process has died" in run.text()
+    assert "Ray: The actor died unexpectedly before finishing this task. The actor is dead because" in run.text()
     assert "Traceback" not in run.text()
     eventually(lambda: not any(map(alive, started)), "Ray's processes to end", 60)

@@ -205,6 +205,22 @@ def test_the_step_has_a_task_a_rank_in_its_container(keys: tuple[str, ...], expe
     )
 
 
+def test_engine_nodes_take_after_the_learners_where_nothing_else_is_said() -> None:
+    keys = (
+        "rollout=vllm",
+        "slurm.heterogeneous=true",
+        "slurm.engines.nodes=1",
+        "slurm.partition=p",
+        "slurm.constraint=c",
+    )
+    made = submit.render(config_of(*keys), folder=Path("/work"), python="python", package=Path("/code"))
+    learner, engines = made.split("#SBATCH hetjob\n")
+    for line in ("#SBATCH --partition=p", "#SBATCH --constraint=c", "#SBATCH --time=24:00:00"):
+        assert line in learner
+        assert line in engines
+    assert "--cpus-per-task" not in engines
+
+
 def test_every_role_is_placed_before_the_job_is_sent() -> None:
     text = submit.checked(config_of(*CASES["heterogeneous"], "algorithm=ppo")).describe()
     assert text.splitlines() == [

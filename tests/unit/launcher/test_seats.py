@@ -1,0 +1,101 @@
+"""The nodes of a job by role, out of the environment that Slurm makes, and how servers get to theirs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.engines import mirror_path
+from launcher.seats import Place, elsewhere, places
+from launcher.slurm import Job
+from rl_megatron.config import RunConfig
+from rl_megatron.config_io import load
+from rl_megatron.errors import EngineError
+
+SCONTROL = """#!/bin/sh
+# As scontrol show hostnames: lists without brackets.
+echo "$3" | tr , '\\n'
+"""
+SERVED = ("rollout=vllm", "run.launcher=slurm")
+GPUS = ("learner.device=cuda", "learner.tp=4", "learner.ep=8", "slurm.gpus_per_node=8", "rollout.server.tp=2")
+
+
+def config_of(*keys: str) -> RunConfig:
+    return load("tiny_cpu", [*SERVED, *keys])
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's folder, in job 7 on node a1, whose nodes have the addresses of this machine."""
+    (tmp_path / "scontrol").write_text(SCONTROL)
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, value in (("SLURM_JOB_ID", "7"), ("SLURMD_NODENAME", "a1"), ("SLURM_JOB_NODELIST", "a1,a2,b1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    monkeypatch.delenv("SLURM_HET_SIZE", raising=False)
+    monkeypatch.setattr("socket.gethostbyname", {"a1": "10.0.0.1", "a2": "10.0.0.2", "b1": "10.0.0.3"}.__getitem__)
+    return tmp_path / "run"
+
+
+def job_of(config: RunConfig, run: Path) -> Job:
+    job = Job.this(run, config.slurm)
+    assert job is not None
+    return job
+
+
+def test_outside_a_job_servers_are_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    config = config_of("rollout.server.replicas=2", "run.launcher=local")
+    assert Job.this(tmp_path, config.slurm) is None
+    found = places(config, None)
+    assert found == [Place(), Place()]
+    assert not elsewhere(found)
+    assert mirror_path(config, tmp_path).parent.parent == Path("/dev/shm")
+
+
+def test_like_nodes_are_cut_by_role(run: Path) -> None:
+    config = config_of("slurm.nodes=2", "slurm.engines.nodes=1", "rollout.server.replicas=2", "slurm.cpus_per_task=6")
+    job = job_of(config, run)
+    assert (job.nodes, job.engine_nodes, job.heterogeneous) == (("a1", "a2"), ("b1",), False)
+    found = places(config, job)
+    assert [place.host for place in found] == ["10.0.0.3"] * 2
+    assert all("--nodelist=b1" in place.before for place in found)
+    assert all("--cpus-per-task=3" in place.before for place in found)
+    assert len({place.port() for place in found * 50}) > 90
+    assert mirror_path(config, run).parent.parent == run
+    given = config_of("slurm.nodes=2", "slurm.engines.nodes=1", "rollout.server.weights_dir=/fast")
+    assert mirror_path(given, run).parent.parent == Path("/fast")
+
+
+def test_servers_that_share_the_learners_nodes_are_spread_over_them(run: Path) -> None:
+    config = config_of(*GPUS, "learner.dp=6", "slurm.nodes=3", "rollout.server.replicas=6")
+    found = places(config, job_of(config, run))
+    assert [place.host for place in found] == ["127.0.0.1"] * 2 + ["10.0.0.2"] * 2 + ["10.0.0.3"] * 2
+    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in found] == ["0,1", "2,3"] * 3
+    assert [bool(place.before) for place in found] == [False] * 2 + [True] * 4
+
+
+def test_a_component_of_its_own_is_reached_by_its_group(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_HET_SIZE", "2")
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "a1,a2")
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_1", "a1")  # Slurm may give both a share of one node
+    keys = ("slurm.heterogeneous=true", "slurm.engines.nodes=1", "slurm.engines.cpus_per_server=9")
+    config = config_of("slurm.nodes=2", *keys)
+    job = job_of(config, run)
+    assert (job.nodes, job.engine_nodes, job.heterogeneous) == (("a1", "a2"), ("a1",), True)
+    (place,) = places(config, job)
+    assert place.host == "10.0.0.1"
+    assert {"--het-group=1", "--nodelist=a1", "--cpus-per-task=9", "--overlap"} <= set(place.before)
+
+
+def test_a_node_without_an_address_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("socket.gethostbyname", unknown)
+    config = config_of("slurm.nodes=2", "slurm.engines.nodes=1")
+    with pytest.raises(EngineError, match="node b1 of job 7 has no address here: Name or service not known"):
+        places(config, job_of(config, run))
