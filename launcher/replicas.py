@@ -21,6 +21,7 @@ from rl_megatron.rollout.served import ForeignWeights, ServedEngine
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 20.0
+_GRACE_SECONDS = 2.0
 _TAIL = 20  # lines of a log in an error
 _CHECKS = 3  # a check that a suspended job slept through is one of them
 
@@ -143,6 +144,7 @@ class Supervisor:
                 return str(error)
             status = await replica.server.status("/health", seconds=self._period)
             if status is None:
+                await asyncio.sleep(_GRACE_SECONDS)  # where it ended, its status and the end of its log say more
                 return f"{error}; nor did it answer in {self._period:g} s when asked for its health"
             replica.trust()
 

@@ -121,14 +121,15 @@ def _collective(frames: Sequence[Frame]) -> str | None:
     """The outermost function of torch.distributed on top of a stack, or a wait for what one began."""
     if not frames:
         return None
-    if ".wait(" in linecache.getline(frames[0].file, frames[0].line):
-        return "wait, for a collective under way"
     names = []
     for frame in frames:
         if _COLLECTIVES not in frame.file:
             break
         names.append(frame.name)
-    return next((name for name in reversed(names) if name != "wrapper"), None)
+    if names:
+        return next((name for name in reversed(names) if name != "wrapper"), None)
+    waits = ".wait(" in linecache.getline(frames[0].file, frames[0].line)
+    return "a collective under way" if waits else None
 
 
 def of_task(task: asyncio.Task[Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 from tests.cluster.jobs import Cluster
@@ -13,9 +14,10 @@ def test_a_stopped_rank_on_another_node_fails_the_job_with_the_reason(cluster: C
     rank = job.ranks()[1]
     rank.send_signal(signal.SIGSTOP)
     assert job.end() == "FAILED", job.said()
-    last = job.log().splitlines()[-1]
-    assert "failed with status 1: error: rank 1 (pid" in last
-    assert ") has said nothing for 30 s" in last
+    said = r"failed with status 1: error: rank 1 \(pid \d+ on (node\d+)\) has said nothing for 30 s"
+    found = re.search(said, job.log().splitlines()[-1])
+    assert found, job.said()
+    assert found[1] != job.shown()["BatchHost"]
     written = {path.name: path.read_text() for path in (job.run / "stacks").rglob("*.txt")}
     assert written.keys() == {"rank-0.txt", "rank-1.txt", "controller.txt"}
     assert all("_serve" in written[f"rank-{rank}.txt"] for rank in (0, 1))

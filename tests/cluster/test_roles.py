@@ -1,4 +1,7 @@
-"""A heterogeneous job: the learner's ranks and an engine server, each on the kind of node that its role asks for."""
+"""A heterogeneous job: the learner's ranks and an engine server, each on the kind of node that its role asks for.
+
+The server is killed on its node, and comes back there.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ KEYS = (
     f"rollout.python={PYTHON}",
     "rollout.slots=64",
     "warm_start.steps=0",
-    "train.steps=2",
+    "train.steps=4",
     "slurm.nodes=1",
     "slurm.ntasks_per_node=2",
     "slurm.partition=pair15",
@@ -28,17 +31,22 @@ KEYS = (
 )
 
 
-def nodes_of(job: Job, what: str) -> set[str]:
-    """On which nodes programs of the job run whose command line has ``what``."""
-    found = set()
+def programs(job: Job, what: str) -> dict[psutil.Process, str]:
+    """Programs of the job whose command line has ``what``, with the node that each runs on."""
+    found = {}
     for process in psutil.process_iter():
         try:
             of = process.environ() if any(what in word for word in process.cmdline()[1:4]) else {}
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
         if of.get("RUN_OF_THE_TEST") == job.run.name and "SLURM_PROCID" in of:
-            found.add(of["SLURMD_NODENAME"])
+            found[process] = of["SLURMD_NODENAME"]
     return found
+
+
+def nodes_of(job: Job, what: str) -> set[str]:
+    """On which nodes such programs run."""
+    return set(programs(job, what).values())
 
 
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"NO TEST OF ROLES: {PYTHON} is not there; make test-engines makes it")
@@ -47,12 +55,17 @@ def test_each_role_of_a_heterogeneous_job_is_on_its_nodes(cluster: Cluster) -> N
     job.until(lambda: nodes_of(job, "launcher.rank") and nodes_of(job, "engine_guard.py"), "both roles")
     assert nodes_of(job, "launcher.rank") == {"node15"}
     assert nodes_of(job, "engine_guard.py") == {"node16"}
+    job.until_step(1)
+    for server in programs(job, "vllm.entrypoints.openai.api_server"):
+        server.kill()
     assert (job.run / "placement.txt").read_text().splitlines()[-1] == "engine 0: node 1"
     followed = cluster.program("attach", str(job.run))  # to its end
     assert "RUNNING on node15 and node16" in followed
-    assert "step 2/2" in followed
+    assert "step 4/4" in followed
     assert job.end() == "COMPLETED", job.said()
-    assert [row["step"] for row in job.record() if row["phase"] == "rl"] == [0, 1, 2]
+    rows = [row for row in job.record() if row["phase"] == "rl"]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["engine/restarts"] for row in (rows[1], rows[-1])] == [0, 1]  # there again, on its node
     assert not nodes_of(job, "engine_guard.py")
     assert not weights_left(job.run)
 

@@ -73,9 +73,7 @@ def test_a_wait_for_a_collective_under_way_counts_as_one(tmp_path: Path) -> None
     file = tmp_path / "overlap.py"
     file.write_text("def finish(handle):\n    handle.wait()\n")
     stack = read(f'Current thread 0x01 (most recent call first):\n  File "{file}", line 2 in finish\n')
-    assert stack == Stack(
-        frames=(Frame(file=str(file), line=2, name="finish"),), collective="wait, for a collective under way"
-    )
+    assert stack == Stack(frames=(Frame(file=str(file), line=2, name="finish"),), collective="a collective under way")
 
 
 def test_no_stacks_are_none() -> None:
