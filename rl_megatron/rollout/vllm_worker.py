@@ -65,6 +65,7 @@ class MirrorEngine(WeightTransferEngine):
     def finish_weight_update(self) -> None:
         """See WeightTransferEngine."""
         finalize_layerwise_reload(self.model, self.model_config)
+        repack_tied_heads(self.model)
 
     def shutdown(self) -> None:
         """Nothing is held."""
@@ -80,6 +81,19 @@ def forget_packed_experts(model: nn.Module) -> None:
         method: Any = getattr(module, "quant_method", None)
         if type(method).__name__ == "UnquantizedFusedMoEMethod":
             method.moe_kernel = None
+
+
+def repack_tied_heads(model: nn.Module) -> None:
+    """Pack an output layer that is the embedding anew.
+
+    On CPUs, vLLM 0.32.0 samples from a packed copy of it, which it makes anew only where a checkpoint has a tensor for
+    the layer: tied to the embedding it would keep the first weights' logits without an error.
+    """
+    weights = {id(m.weight) for m in model.modules() if type(m).__name__ == "VocabParallelEmbedding"}
+    for module in model.modules():
+        if type(module).__name__ == "ParallelLMHead" and id(module.weight) in weights:
+            method: Any = module.quant_method
+            method.process_weights_after_loading(module)
 
 
 class WorkerExtension:
