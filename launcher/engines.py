@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import secrets
@@ -19,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher import engine_guard
+from launcher.colocated import colocated
 from launcher.placement import engines_elsewhere
 from launcher.replicas import Attached, Standing, Started, Supervisor
 from launcher.scratch import scratch
@@ -69,6 +71,8 @@ class ServedLauncher:
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
         """See interfaces.Launcher. Raises ConfigError where a server does not fit, EngineError where none comes up."""
+        if config.rollout.server.colocated and config.learner.device == "cpu":
+            logger.warning("rollout.server.colocated: on CPUs servers are asked for their memory, but give none back")
         adapter = SERVERS[config.rollout.engine](self._shape)
         path = mirror_path(config, self._run_folder)
         async with contextlib.AsyncExitStack() as stack:
@@ -96,6 +100,8 @@ class ServedLauncher:
                 probe=probe,
             )
             servers.refit = weights.refit
+            if config.rollout.server.colocated:
+                roles = colocated(roles, engine)
             yield replace(roles, engine=engine, weights=weights, engine_metrics=engine.metrics)
 
 
@@ -225,6 +231,7 @@ class ServedEngines:
                 slots=self._config.rollout.slots,
                 tp=section.tp,
                 memory_fraction=section.memory_fraction,
+                colocated=section.colocated,
                 token=token,
                 routes=self._config.algorithm.routing_replay == "r3",
                 extra=tuple(shlex.split(section.options or "")),
@@ -287,7 +294,8 @@ class ServedEngines:
     def _check(self, found: Sequence[tuple[str, Description]]) -> None:
         """Raises ConfigError with everything at once that keeps the servers from being used."""
         wanted, top_p = self._config.learner.dtype, self._config.rollout.top_p
-        problems = []
+        known = json.loads((self._model_folder / "config.json").read_text())
+        architecture, problems = ",".join(known.get("architectures") or ()), []
         if top_p < 1 and not self._adapter.renormalises_top_p:
             problems.append(
                 f"rollout.top_p={top_p}: {self._adapter.name}'s log-probs are not of the tokens that top_p leaves, so "
@@ -296,6 +304,13 @@ class ServedEngines:
         for url, described in found:
             logger.info("%s %s at %s: %s", self._adapter.name, described.version, url, described)
             problems += [f"{url}: {problem}" for problem in described.problems]
+            if described.version.split("+")[0] != self._adapter.tested:
+                logger.warning("%s: only %s %s is tested", url, self._adapter.name, self._adapter.tested)
+            if architecture and not described.problems and described.architecture != architecture:
+                problems.append(
+                    f"{url}: it serves {described.architecture}, but the model to train is {architecture}; start it "
+                    f"with {self._model_folder}"
+                )
             if not described.problems and described.dtype != wanted:
                 problems.append(f"{url}: it computes in {described.dtype}, learner.dtype={wanted}; make them equal")
             if self._config.algorithm.routing_replay == "r3" and described.no_routes:

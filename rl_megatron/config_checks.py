@@ -22,6 +22,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *_server_problems(config.rollout),
         *_replay_problems(config),
         *_role_problems(config),
+        *_colocation_problems(config),
     ]
 
 
@@ -146,6 +147,23 @@ def _role_problems(c: RunConfig) -> list[str]:
         out.append(
             "slurm.container with run.launcher=ray: the controller, outside the container, would not reach Ray inside; "
             "set run.launcher=slurm, or have Ray in slurm.python"
+        )
+    return out
+
+
+def _colocation_problems(c: RunConfig) -> list[str]:
+    if not (c.rollout.served and c.rollout.server.colocated):
+        return []
+    out, turns = [], "rollout.server.colocated=true lets learner and servers take turns"
+    if c.train.max_staleness:
+        out.append(
+            f"{turns}, but train.max_staleness={c.train.max_staleness} samples while it trains; set one of them to its "
+            "default"
+        )
+    if c.slurm.engines.nodes:
+        out.append(
+            f"{turns} on the same nodes, but slurm.engines.nodes={c.slurm.engines.nodes} are the servers' alone; leave "
+            "one of them out"
         )
     return out
 

@@ -40,6 +40,13 @@ class ServerSection(Section):
     """Wait before the first retry; it doubles each time."""
     concurrency: Positive = 256
     """Requests in flight at most."""
+    running_requests: Literal["keep", "abort"] = "keep"
+    """What becomes of a request that new weights find running: it waits in the server and goes on with them; or it is
+    ended there and asked again, what it has being the end of its prompt. Nothing that was sampled is lost either way.
+    """
+    colocated: bool = False
+    """Whether servers and learner take turns on the same accelerators: the servers' memory is given back before
+    anything trains or scores, and taken again at a push."""
     weights_dir: Path | None = None
     """Where weights are handed over, seen by the servers too; null: /dev/shm, or for servers that are started on other
     nodes the run's folder."""

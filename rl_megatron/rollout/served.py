@@ -6,23 +6,20 @@ An adapter (vllm.py, sglang.py) says a request or an order in its server's words
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import math
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-from numpy.typing import NDArray
-
 from rl_megatron.config_rollout import ServerSection
-from rl_megatron.data.routes import encode_routes
-from rl_megatron.errors import DataError, EngineError, ReplicasLost, SyncError
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.errors import EngineError, ReplicasLost, SyncError
+from rl_megatron.rollout.answers import as_it_should_end, joined, rest_of
 from rl_megatron.rollout.http import AttemptFailed, Server
 from rl_megatron.rollout.replicas import PRESENT, Event, Replica, ReplicaDied, ReplicaSet, State
-from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
+from rl_megatron.types import Completion, FinishReason, GenerationRequest
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,6 +43,7 @@ class StartOptions:
     slots: int
     tp: int
     memory_fraction: float | None
+    colocated: bool  # it gives memory back between phases
     token: str
     routes: bool  # whether requests ask for them
     extra: tuple[str, ...]
@@ -76,6 +74,7 @@ class Adapter(Protocol):
 
     name: str
     module: str  # what must be importable in its interpreter
+    tested: str  # version
     renormalises_top_p: bool  # whether log-probs are of the distribution that top_p leaves
 
     def command(self, options: StartOptions) -> Command:
@@ -110,6 +109,14 @@ class Adapter(Protocol):
         """Name the weights that it holds."""
         ...
 
+    async def release(self, server: Server) -> None:
+        """Give the memory of weights and cache back; both are lost. Nothing may run."""
+        ...
+
+    async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
+        """Take memory again that was given back: for weights before they are loaded, for the cache after."""
+        ...
+
 
 class ForeignWeights(EngineError):
     """A server sampled with weights that no push of this run brought."""
@@ -125,30 +132,14 @@ def version_of(label: object) -> int:
     return int(text)
 
 
-def checked_routes(experts: NDArray[Any], *, positions: int, shape: ModelShape) -> Routes:
-    """Those of the MoE layers, from an answer's numbers by position, layer (all of them) and expert of a token.
-
-    Raises EngineError where there are more or fewer of them, or one names no expert.
-    """
-    wanted = (positions, shape.num_layers, shape.experts_per_token)
-    if experts.size != math.prod(wanted):
-        raise EngineError(
-            f"it answered with routes of shape {experts.shape}; (positions, layers, experts a token) is {wanted}"
-        )
-    layers = shape.moe_layers
-    try:
-        return encode_routes(experts.reshape(wanted)[:, layers.start : layers.stop], num_experts=shape.num_experts)
-    except DataError as error:
-        raise EngineError(str(error)) from error
-
-
 class ServedEngine:
     """A RolloutEngine over servers. Weights are served from ``commit`` on, and by nobody after ``load`` until then.
 
     ``load`` and ``commit`` belong to the weight sync. Requests that run meanwhile wait in the engine and go on with the
-    new weights; their answers are held back until these are committed. A request whose replica dies goes to another, or
-    waits for one. A prompt and its completion have at most ``max_length`` tokens, of ids below ``vocab_size``: what
-    else a server would cut short, or die of, is refused here.
+    new weights, or are ended and asked again with what they have (``running_requests``); their answers are held back
+    until these are committed. A request whose replica dies goes to another, or waits for one. A prompt and its
+    completion have at most ``max_length`` tokens, of ids below ``vocab_size``: what else a server would cut short, or
+    die of, is refused here.
     """
 
     def __init__(
@@ -160,6 +151,7 @@ class ServedEngine:
         self._max_length, self._vocab_size = max_length, vocab_size
         self._slots = asyncio.Semaphore(section.concurrency)
         self._version: int | None = None
+        self._released = False
         self._settled = asyncio.Event()
         self._settled.set()
 
@@ -170,8 +162,8 @@ class ServedEngine:
 
     @property
     def updating(self) -> bool:
-        """Whether new weights are under way, so that servers may be at a pause."""
-        return not self._settled.is_set()
+        """Whether new weights are under way or memory is given back, so that servers may be at a pause."""
+        return self._released or not self._settled.is_set()
 
     def metrics(self) -> dict[str, int]:
         """How the replicas are."""
@@ -185,7 +177,8 @@ class ServedEngine:
         self._check(request)
         async with self._slots:
             before = await self._vouched(request)
-            completions = await self._sampled(request)
+            started = await self._sampled(request)
+            completions = await asyncio.gather(*(self._finished(request, c, before) for c in started))
             after = await self._vouched(request)
         if len(completions) != request.num_completions:
             raise EngineError(
@@ -218,6 +211,23 @@ class ServedEngine:
         if self._version is None:
             raise EngineError(f"request {request.id!r}: no weights are served; push some first")
         return self._version
+
+    async def _finished(self, request: GenerationRequest, completion: Completion, version: int) -> Completion:
+        """The completion, with what newer weights sampled of it where an update ended it.
+
+        Raises EngineError where the server ended it though no update was under way since ``version`` was served.
+        """
+        while (completion := as_it_should_end(completion, request)).finish_reason == "abort":
+            served = await self._vouched(request)
+            if served == version:
+                raise EngineError(
+                    f"request {request.id!r}: the server ended it after {len(completion.token_ids)} tokens, though "
+                    f"weights of version {served} were served all the time: did another client abort or pause?"
+                )
+            version = served
+            (more,) = await self._sampled(rest_of(request, completion))
+            completion = joined(completion, more)
+        return completion
 
     async def _least_busy(self, failed: Replica | None) -> Replica:
         """Another than ``failed`` where there is one."""
@@ -256,8 +266,8 @@ class ServedEngine:
             wait *= 2
 
     def stale(self, url: str) -> bool:
-        """Whether a server answers there that does not serve."""
-        return any(r.state is State.STALE and r.server.url == url for r in self.replicas.all)
+        """Whether a server answers there that does not serve, and should."""
+        return not self._released and any(r.state is State.STALE and r.server.url == url for r in self.replicas.all)
 
     async def load(self, path: Path, version: int, *, only: str | None = None) -> None:
         """Every replica that answers holds ``version`` when this returns, and nothing is served.
@@ -269,8 +279,13 @@ class ServedEngine:
             self._version = None
 
         async def one(server: Server) -> None:
-            await self.adapter.pause(server, "keep")
+            await self.adapter.pause(server, self._section.running_requests)
+            if server.released:
+                await self.adapter.reclaim(server, "weights")
             await self.adapter.load(server, path, version, f"{version}?")
+            if server.released:
+                await self.adapter.reclaim(server, "cache")
+                server.released = False
             await self.adapter.resume(server)
 
         try:
@@ -282,6 +297,7 @@ class ServedEngine:
                 self._settled.set()
             raise
         self._holding = holding if only is None else self._holding | holding
+        self._released = self._released and only is not None
 
     async def sample_everywhere(
         self, requests: Sequence[GenerationRequest], *, only: str | None = None
@@ -302,6 +318,22 @@ class ServedEngine:
         if only is None:
             self._version = version
             self._settled.set()
+
+    async def release(self) -> None:
+        """Give the servers' memory to who trains beside them. Nothing is served until the next ``load`` is committed.
+
+        No request may run. Does nothing where it was given already; one that came back since gives its own.
+        """
+        self._released, self._version = True, None
+
+        async def one(replica: Replica) -> None:
+            if not replica.server.released:
+                await self.adapter.release(replica.server)
+                replica.server.released = True
+
+        present = {replica: replica.server for replica in self.replicas.present()}
+        with contextlib.suppress(ReplicasLost):  # the dead hold none
+            await self._on_each(present, "giving memory back", one)
 
     def refuse(self) -> None:
         """Serve nothing until another ``load`` is committed; requests that wait fail."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,22 +12,25 @@ import numpy as np
 
 from rl_megatron.errors import EngineError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.answers import checked_routes
 from rl_megatron.rollout.http import Server
 from rl_megatron.rollout.served import (
     FINISH_REASONS,
     Command,
     Description,
     StartOptions,
-    checked_routes,
     version_of,
 )
 from rl_megatron.types import Completion, GenerationRequest, Routes
 from rl_megatron.weights import mirror
 
-_NEEDED = ("/generate", "/update_weights_from_disk", "/update_weight_version", "/pause_generation", "/server_info")
+_NEEDED = (
+    *("/generate", "/update_weights_from_disk", "/update_weight_version", "/pause_generation", "/server_info"),
+    *("/release_memory_occupation", "/resume_memory_occupation"),
+)
 _ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.1"),
+    *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
 )
 _MARGIN = 8  # of its context that a request may not use
 
@@ -36,6 +40,7 @@ class SGLangAdapter:
 
     name = "SGLang"
     module = "sglang"
+    tested = "0.5.21"
     renormalises_top_p = False
 
     def __init__(self, shape: ModelShape) -> None:
@@ -55,6 +60,7 @@ class SGLangAdapter:
                 *("--dtype", options.dtype, "--tp-size", str(options.tp)),
                 *("--context-length", str(options.max_length + _MARGIN), "--max-running-requests", str(options.slots)),
                 *("--skip-server-warmup", "--sleep-on-idle", "--skip-tokenizer-init"),
+                *(("--enable-memory-saver",) if options.colocated and options.device != "cpu" else ()),
                 *((*_ON_CPU, "--max-total-tokens", str(cached)) if options.device == "cpu" else ()),
                 *(("--mem-fraction-static", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(("--enable-return-routed-experts",) if options.routes else ()),
@@ -62,6 +68,8 @@ class SGLangAdapter:
             ),
             environment={
                 "HF_HUB_OFFLINE": "1",
+                # Else each rank wants a NUMA node of its own.
+                **({"SGLANG_CPU_OMP_THREADS_BIND": _cores(options.tp)} if options.device == "cpu" else {}),
                 "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the margin may lie beyond the model's positions
             },
         )
@@ -125,6 +133,22 @@ class SGLangAdapter:
     async def relabel(self, server: Server, label: str) -> None:
         """See served.Adapter."""
         await server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
+    async def release(self, server: Server) -> None:
+        """See served.Adapter."""
+        await server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+
+    async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
+        """See served.Adapter."""
+        tags = [{"weights": "weights", "cache": "kv_cache"}[what]]
+        await server.post("/resume_memory_occupation", {"tags": tags})
+
+
+def _cores(ranks: int) -> str:
+    """This machine's cores, shared out."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // ranks)
+    return "|".join(",".join(str(cores[(rank * each + i) % len(cores)]) for i in range(each)) for rank in range(ranks))
 
 
 def _names(request: GenerationRequest, request_id: str) -> list[str]:

@@ -12,18 +12,21 @@ import numpy as np
 
 from rl_megatron.errors import ConfigError, CorruptionError, EngineError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.answers import checked_routes
 from rl_megatron.rollout.http import AttemptFailed, Server
 from rl_megatron.rollout.served import (
     FINISH_REASONS,
     Command,
     Description,
     StartOptions,
-    checked_routes,
     version_of,
 )
 from rl_megatron.types import Completion, GenerationRequest, Routes
 
-_NEEDED = ("/inference/v1/generate", "/start_weight_update", "/update_weight_version", "/collective_rpc", "/pause")
+_NEEDED = (
+    *("/inference/v1/generate", "/start_weight_update", "/update_weight_version", "/collective_rpc", "/pause"),
+    *("/sleep", "/wake_up"),
+)
 
 
 class VLLMAdapter:
@@ -34,6 +37,7 @@ class VLLMAdapter:
 
     name = "vLLM"
     module = "vllm"
+    tested = "0.32.0"
     renormalises_top_p = True
 
     def __init__(self, shape: ModelShape) -> None:
@@ -59,6 +63,7 @@ class VLLMAdapter:
                 *("--weight-transfer-config", json.dumps({"backend": "rl_megatron_mirror"})),
                 *("--enable-scale-out", "--disable-uvicorn-access-log", "--enforce-eager"),
                 *("--shutdown-timeout", "5"),  # else its processes are killed, and leave shared memory behind
+                *(("--enable-sleep-mode",) if options.colocated and options.device != "cpu" else ()),
                 *(("--distributed-executor-backend", "uni") if options.tp == 1 else ()),  # one process less
                 *(("--gpu-memory-utilization", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(("--enable-return-routed-experts",) if options.routes else ()),
@@ -68,6 +73,8 @@ class VLLMAdapter:
                 "VLLM_SERVER_DEV_MODE": "1",  # the weight update API is behind it
                 "VLLM_API_KEY": options.token,
                 "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, where it runs on a CPU
+                # Else every server binds its threads to the same cores, and ranks want a NUMA node each.
+                **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if options.device == "cpu" else {}),
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
             },
@@ -120,8 +127,8 @@ class VLLMAdapter:
         await server.post("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})
 
     async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
-        """See served.Adapter."""
-        await server.post("/pause", params={"mode": mode})
+        """See served.Adapter. Cached prefixes are dropped here; requests that are kept compute theirs anew."""
+        await server.post("/pause", params={"mode": mode, "clear_cache": "true"})
 
     async def resume(self, server: Server) -> None:
         """See served.Adapter."""
@@ -132,7 +139,6 @@ class VLLMAdapter:
         await server.post("/start_weight_update")
         await server.post("/update_weights", {"update_info": {"path": str(path), "version": version}})
         await server.post("/finish_weight_update", {"weight_version": label})
-        await server.post("/reset_prefix_cache")
         for _, differing in await self._rpc(server, "rl_megatron_differing", str(path), version):
             if differing:
                 raise CorruptionError(f"it holds other bytes than the learner wrote in {', '.join(differing[:20])}")
@@ -140,6 +146,14 @@ class VLLMAdapter:
     async def relabel(self, server: Server, label: str) -> None:
         """See served.Adapter."""
         await server.post("/update_weight_version", {"new_version": label})
+
+    async def release(self, server: Server) -> None:
+        """See served.Adapter."""
+        await server.post("/sleep", params={"level": "2", "mode": "abort"})
+
+    async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
+        """See served.Adapter."""
+        await server.post("/wake_up", params={"tags": {"weights": "weights", "cache": "kv_cache"}[what]})
 
     async def _rpc(self, server: Server, method: str, *arguments: object) -> Any:
         """What each worker of the server answers."""
@@ -151,12 +165,13 @@ def _completion(choice: dict[str, Any], request: GenerationRequest, shape: Model
     content = (choice["logprobs"] or {}).get("content") or []
     if len(content) != len(token_ids):
         raise AttemptFailed(f"{len(content)} log-probs came with {len(token_ids)} tokens")
-    versions = [version_of(span["version"]) for span in choice["weight_versions"] or [{"version": None}]]
+    spans = choice["weight_versions"] or ([{"version": None}] if token_ids else [])  # what has no tokens has none
+    versions = [version_of(span["version"]) for span in spans]
     return Completion(
         token_ids=token_ids,
         logprobs=tuple(float(c["logprob"]) for c in content),
         finish_reason=FINISH_REASONS[choice["finish_reason"]],
-        versions=(min(versions), max(versions)),
+        versions=(min(versions, default=0), max(versions, default=0)),
         routes=_routes(choice, len(request.token_ids) + len(token_ids) - 1, shape)
         if request.routes and token_ids
         else None,

@@ -159,9 +159,13 @@ class ServedBench:
     def __init__(self, name: str, engine: ServedEngine, sync: FolderSync, path: Path, runner: asyncio.Runner) -> None:
         self.name, self.engine, self.sync, self.path, self._runner = name, engine, sync, path, runner
         self.renormalises_top_p = engine.adapter.renormalises_top_p
+        self.weights = self.weights_of(engine)
+
+    def weights_of(self, engine: ServedEngine) -> ServedWeights:
+        """A sync into ``engine``, which may be another over the same servers."""
         probe = Probe.make(vocab_size=259, max_length=MAX_LENGTH, temperature=1.0, tolerance=1e-4)
-        self.weights = ServedWeights(
-            inner=sync, path=path, replicas=engine, learner=sync, dims=ParallelDims(), probe=probe
+        return ServedWeights(
+            inner=self.sync, path=self.path, replicas=engine, learner=self.sync, dims=ParallelDims(), probe=probe
         )
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -183,11 +187,11 @@ class ServedBench:
         return self.run(all_of())
 
 
-def config_of(engine: str, **keys: object) -> RunConfig:
+def config_of(engine: str, *, routes: bool = True, **keys: object) -> RunConfig:
     """A run's configuration with servers of ``engine``; keys of ``rollout.server`` by name."""
     given = [f"rollout.server.{key}={value}" for key, value in keys.items()]
     python = [] if "addresses" in keys else [f"rollout.python={interpreter(engine)}"]
-    replay = ["algorithm.routing_replay=r3"] if engine in RETURN_ROUTES else []
+    replay = ["algorithm.routing_replay=r3"] if routes and engine in RETURN_ROUTES else []
     return load("tiny_cpu", [f"rollout={engine}", "rollout.slots=64", *python, *LENGTHS, *given, *replay])
 
 

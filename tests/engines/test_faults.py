@@ -20,6 +20,16 @@ from tests.engines.benches import REPO, interpreter, request, served
 from tests.engines.conftest import needs
 
 LIMIT = 240.0
+TURNS = {
+    "sglang": (
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/update_weights_from_disk",
+        "/resume_memory_occupation",
+    ),
+    "vllm": ("seconds to fall asleep", "the engine with tags: ['weights']", "the engine with tags: ['kv_cache']"),
+}
+"""What a server's log has of a turn: memory given back, taken for weights, these loaded, taken for the cache."""
 
 
 def test_experts_that_a_reload_leaves_unpacked_are_refused(
@@ -72,11 +82,16 @@ def start(name: str, cwd: Path, *keys: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("name", sorted(SERVERS))
-def test_the_main_job_runs_and_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
-    """What the learner and the engine make of the same tokens is equal to rounding. 45 seconds."""
+@pytest.mark.parametrize(("name", "replicas"), [("sglang", 1), ("vllm", 2)])
+def test_the_main_job_runs_and_leaves_nothing_behind(tmp_path: Path, name: str, replicas: int) -> None:
+    """What the learner and the engine make of the same tokens is equal to rounding. 45 seconds.
+
+    Learner and servers take turns: every server gives its memory back before each training, and takes it again around
+    the load of the next weights. Every replica samples.
+    """
     needs(name)
-    run = start(name, tmp_path, "train.steps=3", "eval.every=2", f"rollout.server.weights_dir={tmp_path}")
+    placed = ("rollout.server.colocated=true", f"rollout.server.replicas={replicas}")
+    run = start(name, tmp_path, "train.steps=3", "eval.every=2", f"rollout.server.weights_dir={tmp_path}", *placed)
     try:
         output, _ = run.communicate(timeout=LIMIT)
     finally:
@@ -87,6 +102,13 @@ def test_the_main_job_runs_and_leaves_nothing_behind(tmp_path: Path, name: str) 
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert all(row["mismatch/logprob_abs_max"] < 1e-4 and row["staleness/max"] == 0 for row in steps)
     assert not list(tmp_path.glob("rl_megatron-*"))
+    assert (
+        "on CPUs servers are asked for their memory, but give none back" in (tmp_path / "runs/it/log.txt").read_text()
+    )
+    for replica in range(replicas):
+        said = (tmp_path / f"runs/it/{name}_{replica}.log").read_text()
+        turns = re.findall("|".join(map(re.escape, TURNS[name])), said)
+        assert turns[-3 * len(TURNS[name]) :] == [*TURNS[name]] * 3
 
 
 @pytest.mark.parametrize("name", sorted(SERVERS))

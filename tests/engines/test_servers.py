@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_megatron.config_rollout import ServerSection
 from rl_megatron.data.routes import decode_routes
 from rl_megatron.errors import ConfigError, EngineError, SyncError
+from rl_megatron.rollout.served import ServedEngine
 from rl_megatron.types import Completion
 from tests.engines.benches import MAX_LENGTH, RETURN_ROUTES, ServedBench, logprobs_of, request, routes_of, served
 
@@ -93,6 +96,7 @@ def test_a_running_request_goes_on_over_an_update(server: ServedBench, models: t
     by_first = int((gaps[0] > 1e-3).int().argmax())  # the first token that the old weights did not sample
     assert 0 < by_first < 400
     assert gaps[0][:by_first].max() < 1e-4
+    assert gaps[1][by_first:].max() < 1e-4  # by the new weights alone: keys and values were computed anew
     if completion.routes is not None:  # of every position once; a kept request is computed anew, by the new weights
         found = torch.tensor(decode_routes(completion.routes)).sort(-1).values
         wanted = routes_of(models[1], (*LONG.token_ids, *token_ids)[:-1])
@@ -101,25 +105,59 @@ def test_a_running_request_goes_on_over_an_update(server: ServedBench, models: t
     assert (completion.routes is not None) == (server.name in RETURN_ROUTES)
 
 
+def test_what_an_update_ends_goes_on_from_what_it_has(server: ServedBench, models: tuple[Path, Path]) -> None:
+    """The other way to keep partial rollouts; each part's log-probs are of the weights that sampled it."""
+    server.push(models[0], 1)
+    pair, section = request(n=2, new=400), ServerSection(running_requests="abort")
+    engine = server.engine
+    ending = ServedEngine(engine.adapter, engine.servers, section, max_length=MAX_LENGTH, vocab_size=259)
+
+    async def update_meanwhile() -> Sequence[Completion]:
+        weights = server.weights_of(ending)
+        server.sync.folder = models[0]
+        await weights.push(1)
+        running = asyncio.create_task(ending.generate(pair))
+        await asyncio.sleep(0.3)
+        server.sync.folder = models[1]
+        await weights.push(2)
+        return await running
+
+    for completion in server.run(update_meanwhile()):
+        assert (completion.finish_reason, len(completion.token_ids)) == ("length", 400)
+        assert completion.versions == (1, 2)
+        before, after = (
+            (torch.tensor(completion.logprobs) - logprobs_of(folder, pair.token_ids, completion.token_ids, 1.0)).abs()
+            for folder in models
+        )
+        cut = int((before > 1e-3).int().argmax())
+        assert 0 < cut < 400
+        assert before[:cut].max() < 1e-4
+        assert after[cut:].max() < 1e-4
+
+
 def test_an_aborted_request_keeps_what_was_sampled(server: ServedBench, models: tuple[Path, Path]) -> None:
+    """Of all its completions; the request beside it goes on."""
     server.push(models[0], 1)
     (replica,) = server.engine.servers
+    adapter, pair = server.engine.adapter, replace(request(n=2, new=400), routes=server.name in RETURN_ROUTES)
 
-    async def abort() -> Completion:
-        asked = replace(LONG, routes=server.name in RETURN_ROUTES)
-        running = asyncio.create_task(server.engine.adapter.generate(replica, asked, "mine"))
+    async def abort() -> tuple[list[Completion], list[Completion]]:
+        mine = asyncio.create_task(adapter.generate(replica, pair, "mine"))
+        other = asyncio.create_task(adapter.generate(replica, pair, "mine too"))
         await asyncio.sleep(0.3)
-        await server.engine.adapter.abort(replica, LONG, "mine")
-        (completion,) = await running
-        return completion
+        await adapter.abort(replica, pair, "mine")
+        return await mine, await other
 
-    completion = server.run(abort())
-    assert completion.finish_reason == "abort"
-    assert 0 < len(completion.token_ids) == len(completion.logprobs) < 400
-    if completion.routes is not None:
-        positions = (*LONG.token_ids, *completion.token_ids)[:-1]
-        assert decode_routes(completion.routes).shape == routes_of(models[0], positions).shape
-    assert (completion.routes is not None) == (server.name in RETURN_ROUTES)
+    aborted, whole = server.run(abort())
+    assert len(aborted) == len(whole) == 2
+    for completion in aborted:
+        assert completion.finish_reason == "abort"
+        assert 0 < len(completion.token_ids) == len(completion.logprobs) < 400
+        assert (completion.routes is not None) == (server.name in RETURN_ROUTES)
+        if completion.routes is not None:
+            positions = (*LONG.token_ids, *completion.token_ids)[:-1]
+            assert decode_routes(completion.routes).shape == routes_of(models[0], positions).shape
+    assert [c.finish_reason for c in whole] == ["length"] * 2
 
 
 def test_a_pause_can_end_what_runs(server: ServedBench, models: tuple[Path, Path]) -> None:
@@ -151,7 +189,7 @@ def test_running_servers_are_attached_to_and_left_running(
 ) -> None:
     (replica,) = server.engine.servers
     token = tmp_path / "token.txt"
-    token.write_text(replica._client.headers["Authorization"].removeprefix("Bearer ") + "\n")
+    token.write_text(f"{replica.token}\n")
     attach = {"addresses": replica.url, "token_file": token}
     with served(server.name, models[0], tmp_path, **attach) as attached:
         attached.push(models[1], 7)
@@ -161,6 +199,15 @@ def test_running_servers_are_attached_to_and_left_running(
     with (
         pytest.raises(ConfigError, match=r"computes in float32, learner\.dtype=bfloat16; make them equal"),
         served(server.name, models[0], tmp_path, dtype="bfloat16", **attach),
+    ):
+        pass
+    other = tmp_path / "other"
+    shutil.copytree(models[0], other)
+    config = (other / "config.json").read_text()
+    (other / "config.json").write_text(config.replace("Qwen3MoeForCausalLM", "MixtralForCausalLM"))
+    with (
+        pytest.raises(ConfigError, match="serves Qwen3MoeForCausalLM, but the model to train is MixtralForCausalLM"),
+        served(server.name, other, tmp_path, **attach),
     ):
         pass
     token.write_text("wrong")

@@ -167,6 +167,11 @@ def test_rules_between_keys_stay_readable() -> None:
     first, second = problems("tiny_cpu", ["learner.ep=2", "learner.tp=3", "learner.dp=1", "train.minibatches=999999"])
     assert first.startswith("learner: ep*etp = 2*1 = 2 does not divide tp*cp*dp = 3*1*1 = 3")
     assert second.startswith("train.minibatches=999999 is more than")
+    turns = ["rollout=vllm", "rollout.server.colocated=true", "train.max_staleness=2", "slurm.engines.nodes=1"]
+    assert [line.split(", but ")[1] for line in problems("tiny_cpu", turns)] == [
+        "train.max_staleness=2 samples while it trains; set one of them to its default",
+        "slurm.engines.nodes=1 are the servers' alone; leave one of them out",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +17,10 @@ import pytest
 
 from rl_megatron.config_rollout import ServerSection
 from rl_megatron.errors import EngineError, SyncError
+from rl_megatron.rollout.answers import as_it_should_end, joined
 from rl_megatron.rollout.http import Server
 from rl_megatron.rollout.served import Command, Description, ServedEngine, StartOptions, version_of
-from rl_megatron.types import Completion, GenerationRequest, SamplingParams
+from rl_megatron.types import Completion, GenerationRequest, Routes, SamplingParams
 
 Answer = Callable[[str, dict[str, Any], int], tuple[int, object]]
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token_ids=(), seed=0)
@@ -27,9 +29,9 @@ SECTION = ServerSection(retries=2, backoff_seconds=0.01, timeout_seconds=5.0, co
 
 
 class Words:
-    """An adapter whose server answers {"label": ...} to /generate."""
+    """An adapter whose server answers {"label": ...} to /generate, and "tokens" and "finish" where it likes."""
 
-    name, module, renormalises_top_p = "Words", "words", True
+    name, module, tested, renormalises_top_p = "Words", "words", "1", True
 
     def command(self, options: StartOptions) -> Command:
         raise NotImplementedError
@@ -38,15 +40,22 @@ class Words:
         raise NotImplementedError
 
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
-        version = version_of((await server.post("/generate", {"id": request_id}))["label"])
-        done = Completion(token_ids=(7,), logprobs=(-0.5,), finish_reason="stop", versions=(version, version))
+        body = {"id": request_id, "prompt": request.token_ids, "new": request.params.max_new_tokens}
+        answer = {"tokens": [7], "finish": "stop", **await server.post("/generate", body)}
+        version, tokens = version_of(answer["label"]), tuple(answer["tokens"])
+        done = Completion(
+            token_ids=tokens,
+            logprobs=(-0.5,) * len(tokens),
+            finish_reason=answer["finish"],
+            versions=(version, version),
+        )
         return [done] * request.num_completions
 
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
         raise NotImplementedError
 
     async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
-        await server.post("/pause")
+        await server.post("/pause", {"mode": mode})
 
     async def resume(self, server: Server) -> None:
         await server.post("/resume")
@@ -56,6 +65,12 @@ class Words:
 
     async def relabel(self, server: Server, label: str) -> None:
         await server.post("/relabel", {"label": label})
+
+    async def release(self, server: Server) -> None:
+        await server.post("/release")
+
+    async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
+        await server.post(f"/reclaim_{what}")
 
 
 class Fake(ThreadingHTTPServer):
@@ -151,7 +166,7 @@ def test_a_failed_attempt_goes_to_another_replica(fakes: list[Fake]) -> None:
         ((400, "too hot"), {}, 'status 400: "too hot"', 1),
         ((200, {"label": "default"}), {}, "labelled 'default', which no push of this run gave", 1),
         ((200, {"label": "3"}), {}, "was sampled with version 3, but 4 to 4 were served", 1),
-        (None, {"timeout_seconds": 0.1}, "no answer in rollout.server.timeout_seconds=0.1; attempts made: 3", 3),
+        (None, {"timeout_seconds": 0.5}, "no answer in rollout.server.timeout_seconds=0.5; attempts made: 3", 3),
     ],
     ids=["server error", "refusal", "a server that was started again", "of another run", "silence"],
 )
@@ -250,3 +265,90 @@ def test_requests_that_a_server_would_mistreat_are_not_sent(
     with pytest.raises(EngineError, match=said):
         asyncio.run(ask())
     assert "/generate" not in fakes[0].asked + fakes[1].asked
+
+
+@pytest.mark.parametrize("sampled", [[3], []])
+def test_what_an_update_ends_is_asked_again_with_what_it_has(sampled: list[int]) -> None:
+    with running(1) as (fake,):
+        paused, prompts = threading.Event(), list[tuple[list[int], int]]()
+
+        def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+            if path == "/pause":
+                assert body["mode"] == "abort"
+                paused.set()
+            if path != "/generate":
+                return 200, {}
+            prompts.append((body["prompt"], body["new"]))
+            if len(prompts) == 1:
+                assert paused.wait(10)
+                return 200, {"label": "1", "tokens": sampled, "finish": "abort"}
+            return 200, {"label": "2", "tokens": [4] * body["new"], "finish": "length"}
+
+        async def ask() -> Completion:
+            engine = engine_of([fake], running_requests="abort")
+            await push(engine, 1)
+            paused.clear()
+            running = asyncio.create_task(engine.generate(REQUEST))
+            while not prompts:
+                await asyncio.sleep(0.01)
+            await push(engine, 2)
+            return (await running)[0]
+
+        fake.answer = answer
+        done = asyncio.run(ask())
+        assert done.token_ids == (*sampled, *[4] * (2 - len(sampled)))
+        assert done.finish_reason == "length"
+        assert done.versions == (1 if sampled else 2, 2)
+        assert prompts == [([1, 2], 2), ([1, 2, *sampled], 2 - len(sampled))]
+
+
+def test_what_ends_without_an_update_is_an_error(fakes: list[Fake]) -> None:
+    for fake in fakes:
+        fake.answer = lambda path, body, number: (200, {"label": "1", "tokens": [3], "finish": "abort"})
+
+    async def ask() -> None:
+        engine = engine_of(fakes)
+        await push(engine, 1)
+        await engine.generate(REQUEST)
+
+    with pytest.raises(EngineError, match=r"ended it after 1 tokens, though weights of version 1 were served all the"):
+        asyncio.run(ask())
+
+
+def test_routes_of_a_completion_in_two_parts_are_those_that_chose_its_tokens() -> None:
+    def part(tokens: int, positions: int, expert: int) -> Completion:
+        routes = Routes(data=bytes([expert] * positions * 2), shape=(positions, 1, 2))
+        return Completion(
+            token_ids=(5,) * tokens, logprobs=(0.0,) * tokens, finish_reason="stop", versions=(1, 1), routes=routes
+        )
+
+    whole = joined(part(2, 4, 0), part(3, 7, 9))  # a prompt of 3 tokens
+    assert whole.routes == Routes(data=bytes([0] * 8 + [9] * 6), shape=(7, 1, 2))
+
+
+@pytest.mark.parametrize(("tokens", "finish"), [((3,), "abort"), ((), "abort"), ((9,), "stop"), ((3, 4), "length")])
+def test_what_was_ended_at_its_end_has_nothing_left(tokens: tuple[int, ...], finish: str) -> None:
+    params = replace(PARAMS, stop_token_ids=(9,))
+    cut = Completion(token_ids=tokens, logprobs=(0.0,) * len(tokens), finish_reason="abort", versions=(1, 1))
+    assert as_it_should_end(cut, replace(REQUEST, params=params)).finish_reason == finish
+
+
+def test_memory_is_given_back_once_and_taken_again_around_the_load(fakes: list[Fake]) -> None:
+    async def ask() -> None:
+        engine = engine_of(fakes)
+        await push(engine, 1)
+        for fake in fakes:
+            fake.asked.clear()
+        await engine.release()
+        await engine.release()
+        with pytest.raises(EngineError, match="no weights are served; push some first"):
+            await engine.generate(REQUEST)
+        await push(engine, 2)
+        await push(engine, 3)
+        await engine.generate(REQUEST)
+
+    asyncio.run(ask())
+    update = ["/pause", "/load", "/resume", "/relabel"]
+    for fake in fakes:
+        asked = [path for path in fake.asked if path != "/generate"]
+        assert asked == ["/release", "/pause", "/reclaim_weights", "/load", "/reclaim_cache", *update[2:], *update]

@@ -1,0 +1,74 @@
+"""Learner and engine servers on the same accelerators, in turns: who trains or scores first has the servers' memory.
+
+The next push of weights takes it back (`rollout.served.ServedEngine.load`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rl_megatron.interfaces import Critic, Learner, Reference, Roles
+from rl_megatron.rollout.served import ServedEngine
+from rl_megatron.types import Batch, Loss, Scores, StepResult
+
+
+def colocated(roles: Roles, engine: ServedEngine) -> Roles:
+    """The same roles, whose models make ``engine`` give its memory back before they compute."""
+    return replace(
+        roles,
+        learner=_Learner(inner=roles.learner, engine=engine),
+        critic=_Critic(inner=roles.critic, critic=roles.critic, engine=engine) if roles.critic else None,
+        reference=_Reference(inner=roles.reference, engine=engine) if roles.reference else None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Learner:
+    """See interfaces.Learner."""
+
+    inner: Learner
+    engine: ServedEngine
+
+    async def score(self, batch: Batch) -> Scores:
+        await self.engine.release()
+        return await self.inner.score(batch)
+
+    async def score_with_routes(self, batch: Batch) -> tuple[Scores, Scores]:
+        await self.engine.release()
+        return await self.inner.score_with_routes(batch)
+
+    async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult:
+        await self.engine.release()
+        return await self.inner.train_step(batch, loss, learning_rate)
+
+    async def save(self, folder: Path) -> None:
+        await self.inner.save(folder)
+
+    async def load(self, folder: Path) -> None:
+        await self.inner.load(folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Critic(_Learner):
+    """See interfaces.Critic."""
+
+    critic: Critic
+
+    async def start_from(self, folder: Path) -> None:
+        await self.critic.start_from(folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reference:
+    """See interfaces.Reference."""
+
+    inner: Reference
+    engine: ServedEngine
+
+    async def score(self, batch: Batch) -> Scores:
+        await self.engine.release()
+        return await self.inner.score(batch)
+
+    async def start_from(self, folder: Path) -> None:
+        await self.inner.start_from(folder)

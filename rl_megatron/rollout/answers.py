@@ -1,0 +1,70 @@
+"""What servers answer: routes are checked, and what an update ended before its end is asked on and joined."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from numpy.typing import NDArray
+
+from rl_megatron.data.routes import encode_routes
+from rl_megatron.errors import DataError, EngineError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import Completion, GenerationRequest, Routes
+
+
+def as_it_should_end(completion: Completion, request: GenerationRequest) -> Completion:
+    """The completion with the finish reason of its tokens: a stop token, or all it may have, end it by themselves."""
+    params = request.params
+    if completion.finish_reason != "abort":
+        return completion
+    if completion.token_ids and completion.token_ids[-1] in params.stop_token_ids:
+        return replace(completion, finish_reason="stop")
+    if len(completion.token_ids) == params.max_new_tokens:
+        return replace(completion, finish_reason="length")
+    return completion
+
+
+def rest_of(request: GenerationRequest, completion: Completion) -> GenerationRequest:
+    """What is left to sample of one completion: its tokens end the prompt."""
+    left = request.params.max_new_tokens - len(completion.token_ids)
+    return replace(
+        request,
+        token_ids=(*request.token_ids, *completion.token_ids),
+        num_completions=1,
+        params=replace(request.params, max_new_tokens=left),
+    )
+
+
+def joined(first: Completion, more: Completion) -> Completion:
+    """One completion of two, the second sampled with the first behind its prompt."""
+    if not first.token_ids:
+        return more
+    routes = more.routes
+    if first.routes is not None and routes is not None:  # those of the first part chose its tokens
+        routes = replace(routes, data=first.routes.data + routes.data[len(first.routes.data) :])
+    return Completion(
+        token_ids=first.token_ids + more.token_ids,
+        logprobs=first.logprobs + more.logprobs,
+        finish_reason=more.finish_reason,
+        versions=(min(first.versions[0], more.versions[0]), max(first.versions[1], more.versions[1])),
+        routes=routes,
+    )
+
+
+def checked_routes(experts: NDArray[Any], *, positions: int, shape: ModelShape) -> Routes:
+    """Those of the MoE layers, from an answer's numbers by position, layer (all of them) and expert of a token.
+
+    Raises EngineError where there are more or fewer of them, or one names no expert.
+    """
+    wanted = (positions, shape.num_layers, shape.experts_per_token)
+    if experts.size != math.prod(wanted):
+        raise EngineError(
+            f"it answered with routes of shape {experts.shape}; (positions, layers, experts a token) is {wanted}"
+        )
+    layers = shape.moe_layers
+    try:
+        return encode_routes(experts.reshape(wanted)[:, layers.start : layers.stop], num_experts=shape.num_experts)
+    except DataError as error:
+        raise EngineError(str(error)) from error
