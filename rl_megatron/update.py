@@ -16,6 +16,7 @@ from torch import Tensor
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.corrections import proximal_share, second_moment_mask
 from rl_megatron.algorithms.kl import adaptive_beta
+from rl_megatron.algorithms.mismatch import expert_metrics, mismatch_metrics
 from rl_megatron.algorithms.quantiles import ratio_quantiles
 from rl_megatron.config import RunConfig
 from rl_megatron.credit import (
@@ -61,6 +62,7 @@ class Update:
             if not groups:
                 return row
         found = await self._measure(self._samples_of(groups), watch)
+        row |= _mismatch_row(found)
         rewards = shape_rewards(groups, section, self.memory, max_new_tokens=self.config.rollout.max_new_tokens)
         samples, memory = assign_credit(
             found.samples,
@@ -198,6 +200,17 @@ class _Measured:
     samples: Samples
     current: Tensor | None  # [N] log-probs of the policy at the start of the update
     next_values: Tensor | None  # [S]
+
+
+def _mismatch_row(found: _Measured) -> Row:
+    """Nothing where the algorithm does not ask the learner before it trains."""
+    samples, current = found.samples, found.current
+    if current is None:
+        return {}
+    row: Row = {**mismatch_metrics(current, samples.rollout_logprobs, samples.mask, samples.cu_seqlens)}
+    if samples.routes is not None:
+        row |= expert_metrics(current, samples.rollout_logprobs, samples.mask, samples.routes)
+    return row
 
 
 def minibatches(samples: Samples, config: RunConfig, step: int, *, unit: int) -> Iterator[Samples]:

@@ -102,6 +102,24 @@ METRICS: Mapping[str, Metric] = _rows(
     ("staleness/max", "versions", "greatest staleness of a completion"),
     ("mismatch/logprob_abs_mean", "nats", "mean |learner - engine| log-prob of a sampled token, equal weights"),
     ("mismatch/logprob_abs_max", "nats", "greatest such difference"),
+    ("mismatch/logprob_abs_p50", "nats", "median of such differences; this and the rest before the update"),
+    ("mismatch/logprob_abs_p90", "nats", "90 % of the differences are below this"),
+    ("mismatch/logprob_abs_p99", "nats", "99 % of the differences are below this"),
+    ("mismatch/k1", "nats", "k1 estimate of KL(engine || learner) per token: mean engine - learner log-prob"),
+    (
+        "mismatch/position/<name>",
+        "nats",
+        "mean difference at those places of the completions: t0 the first token, t1_7, t8_63, t64_511, t512_4095, "
+        "t4096_up",
+    ),
+    (
+        "mismatch/expert_worst",
+        "",
+        "mean difference of the tokens of the expert where it is greatest, over that of all tokens; where the engine "
+        "tells routes; of experts with 32 tokens or more",
+    ),
+    ("mismatch/expert_layer", "", "that expert's layer, counted from 0 among those with experts"),
+    ("mismatch/expert_number", "", "that expert's number in its layer"),
     ("response/length_mean", "tokens", "mean length of a completion, stop token included"),
     ("response/length_max", "tokens", "longest completion"),
     ("response/truncated_fraction", "", "share of completions that reached rollout.max_new_tokens"),

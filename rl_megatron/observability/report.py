@@ -93,7 +93,18 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(
                 title="Train-rollout log-prob gap", metric="mismatch/logprob_abs_mean", peak="mismatch/logprob_abs_max"
             ),
+            Curve(
+                title="Log-prob gap: 90 %, median to 99 %",
+                metric="mismatch/logprob_abs_p90",
+                low="mismatch/logprob_abs_p50",
+                high="mismatch/logprob_abs_p99",
+            ),
+            Curve(title="Log-prob gap at tokens <name>", metric="mismatch/position/<name>"),
+            Curve(title="Log-prob gap of the worst expert, over all", metric="mismatch/expert_worst"),
+            Curve(title="Layer of that expert", metric="mismatch/expert_layer"),
+            Curve(title="Number of that expert", metric="mismatch/expert_number"),
             Curve(title="KL, engine from learner", metric="kl/rollout"),
+            Curve(title="The same by k1", metric="mismatch/k1"),
             Curve(title="Expert load, busiest over mean", metric="moe/load_imbalance"),
             Curve(title="Tokens rerouted by replay", metric="moe/rerouted_fraction"),
             Curve(title="Groups with equal rewards", metric="groups/zero_advantage_fraction"),

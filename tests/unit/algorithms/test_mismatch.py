@@ -1,0 +1,81 @@
+"""Metrics of the train-rollout mismatch, against a loop over tokens."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+import pytest
+import torch
+
+from rl_megatron.algorithms.mismatch import POSITIONS, expert_means, expert_metrics, mismatch_metrics
+
+BUCKETS = {"t0": (0, 1), "t1_7": (1, 8), "t8_63": (8, 64), "t64_511": (64, 512)}
+
+
+def test_every_metric_is_that_of_a_loop_over_tokens() -> None:
+    chosen = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([90, 1, 3, 200, 1, 40])
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    size = int(bounds[-1])
+    learner, engine = torch.randn(2, size, generator=chosen)
+    mask = torch.rand(size, generator=chosen) < 0.7
+    mask[bounds[1] : bounds[2]] = False  # a sequence without a sampled token
+    mask[bounds[4] : bounds[5]] = True  # one of a single sampled token
+    by_bucket = defaultdict(list)
+    differences = []
+    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        place = 0
+        for at in range(start, stop):
+            if not mask[at]:
+                continue
+            d = float(learner[at]) - float(engine[at])
+            differences.append(d)
+            (name,) = (name for name, (a, b) in BUCKETS.items() if a <= place < b)
+            by_bucket[name].append(abs(d))
+            place += 1
+    row = mismatch_metrics(learner, engine, mask, bounds)
+    sizes = sorted(abs(d) for d in differences)
+    expected = {"mismatch/k1": -sum(differences) / len(differences)}
+    for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+        expected[f"mismatch/logprob_abs_{name}"] = sizes[round(share * (len(sizes) - 1))]
+    expected |= {f"mismatch/position/{name}": sum(v) / len(v) for name, v in by_bucket.items()}
+    assert len(by_bucket) == 4
+    assert row == pytest.approx(expected, abs=1e-6)
+
+
+def test_buckets_cover_every_length() -> None:
+    size = 5000
+    ones = torch.ones(size)
+    row = mismatch_metrics(ones, ones * 0, torch.ones(size, dtype=torch.bool), torch.tensor([0, size]))
+    assert [name.rpartition("/")[2] for name in row if "position" in name] == list(POSITIONS)
+    assert mismatch_metrics(ones, ones, torch.zeros(size, dtype=torch.bool), torch.tensor([0, size])) == {}
+
+
+def test_the_expert_whose_tokens_differ_is_named() -> None:
+    chosen = torch.Generator().manual_seed(1)
+    size, layers, per_token = 4000, 3, 2
+    routes = torch.rand(size, layers, 8, generator=chosen).topk(per_token).indices.to(torch.uint8)
+    learner = 0.01 * torch.randn(size, generator=chosen)
+    wrong = (routes[:, 1] == 5).any(1)
+    learner[wrong] += 0.5
+    mask = torch.rand(size, generator=chosen) < 0.5
+    row = expert_metrics(learner, torch.zeros(size), mask, routes)
+    assert (row["mismatch/expert_layer"], row["mismatch/expert_number"]) == (1, 5)
+    inside, every = learner.abs()[mask & wrong].mean(), learner.abs()[mask].mean()
+    assert row["mismatch/expert_worst"] == pytest.approx(float(inside / every), rel=1e-5)
+    means, counts = expert_means(learner.abs()[mask], routes[mask])
+    assert int(counts.sum()) == int(mask.sum()) * layers * per_token
+    assert float(means[1, 5]) == pytest.approx(float(inside), rel=1e-5)
+    assert expert_metrics(learner[:20], torch.zeros(20), torch.ones(20, dtype=torch.bool), routes[:20]) == {}
+
+
+def test_a_large_batch_costs_a_second_at_most() -> None:
+    size, length = 2**20, 2**10
+    learner, engine = torch.randn(2, size)
+    routes = torch.randint(0, 128, (2**17, 48, 8), dtype=torch.uint8)
+    mask = torch.ones(size, dtype=torch.bool)
+    started = time.process_time()
+    mismatch_metrics(learner, engine, mask, torch.arange(0, size + 1, length))
+    expert_metrics(learner[: len(routes)], engine[: len(routes)], mask[: len(routes)], routes)
+    assert time.process_time() - started < 10  # a tenth of that where nothing else runs
