@@ -16,6 +16,8 @@ from rl_megatron import config_io
 from rl_megatron.errors import ConfigError, RLMegatronError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+doctor_app = typer.Typer()
+app.add_typer(doctor_app, name="doctor")
 
 
 @app.command()
@@ -165,10 +167,30 @@ def plan(
     plan_command.show(model, layouts, element_bytes=element_bytes, links=links, colocated=colocated)
 
 
-@app.command()
-def doctor() -> None:
-    """Say what this machine and this installation can run."""
-    doctor_room.show()
+@doctor_app.callback(invoke_without_command=True)
+def doctor(context: typer.Context) -> None:
+    """Say what this machine and this installation can run; or find the cause of a mismatch."""
+    if context.invoked_subcommand is None:
+        doctor_room.show()
+
+
+@doctor_app.command()
+def mismatch(
+    target: Annotated[str, typer.Argument(help="a run's folder, a name under conf/, or a YAML file")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="prompts that are sampled from")] = 16,
+    completions: Annotated[int, typer.Option(min=1, help="completions of each")] = 4,
+) -> None:
+    """Start learner and engine as a run does, and say why their log-probs differ. Status 1 where more than rounding is.
+
+    Of a run's folder its configuration and its newest checkpoint are taken; nothing is trained.
+    """
+    from launcher import mismatch as room
+
+    subject = room.subject(target, overrides or [])
+    sys.path.append(str(Path.cwd()))  # where a reward function of the user's may be
+    if asyncio.run(room.diagnose(subject, num_prompts=prompts, num_completions=completions)):
+        raise typer.Exit(1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,7 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
     folder = config.run.dir / config.run.name
     policy_loss(config, config.algorithm.kl.coefficient)  # what is not sound in it is told first
     with claim(folder, resume=resume):
-        parts = Parts(config=config, folder=folder, reward=reward, job=_job(config, folder))
+        parts = Parts(config=config, folder=folder, reward=reward, job=job_of(config, folder))
         start = resuming.find(config, folder) if resume else None
         config_io.save_resolved(config, folder / "config.yaml")
         progress = Progress(config.train.steps, config.log.progress, config.run.name, run_folder=folder)
@@ -95,21 +95,7 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
 async def _train(parts: Parts, progress: Progress, stop: Stop, start: resuming.Start | None) -> bool:
     """Whether every step is made. What has been trained is exported, but where the run comes back soon."""
     config = parts.config
-    progress.note("preparing the model")
-    model_folder = await asyncio.to_thread(_model_folder, config)
-    shape = ModelShape.from_folder(model_folder, families=FAMILIES)
-    _check_fits(config, shape)
-    progress.note(f"starting {config.learner.dims.world_size} learner processes and loading data")
-    launcher = _launcher(parts, model_folder, shape, stop)
-    async with contextlib.AsyncExitStack() as stack:
-        starting = asyncio.create_task(stack.enter_async_context(launcher.start(config)))
-        try:
-            data = await asyncio.to_thread(_load, config, model_folder)
-        except BaseException:  # what is wrong with the data is told before all processes are up
-            starting.cancel()
-            await asyncio.wait([starting])
-            raise
-        roles = await starting
+    async with started(parts, progress, stop) as (roles, data, shape):
         with contextlib.closing(Recorder(parts.folder, config.log, progress)) as recorder:
             trainer = _trainer(parts, shape, roles, data, recorder, stop)
             if not await _begin(trainer, data, start):
@@ -124,7 +110,28 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: resuming.S
             return finished
 
 
-def _job(config: RunConfig, folder: Path) -> Job | None:
+@contextlib.asynccontextmanager
+async def started(parts: Parts, progress: Progress, stop: Stop) -> AsyncIterator[tuple[Roles, Data, ModelShape]]:
+    """Learner and engine, the data and the model's shape; the processes are gone at the end of the context."""
+    config = parts.config
+    progress.note("preparing the model")
+    model_folder = await asyncio.to_thread(_model_folder, config)
+    shape = ModelShape.from_folder(model_folder, families=FAMILIES)
+    _check_fits(config, shape)
+    progress.note(f"starting {config.learner.dims.world_size} learner processes and loading data")
+    launcher = _launcher(parts, model_folder, shape, stop)
+    async with contextlib.AsyncExitStack() as stack:
+        starting = asyncio.create_task(stack.enter_async_context(launcher.start(config)))
+        try:
+            data = await asyncio.to_thread(_load, config, model_folder)
+        except BaseException:  # what is wrong with the data is told before all processes are up
+            starting.cancel()
+            await asyncio.wait([starting])
+            raise
+        yield await starting, data, shape
+
+
+def job_of(config: RunConfig, folder: Path) -> Job | None:
     """The allocation to use. Raises ConfigError where there is none and must be one."""
     job = None if config.run.launcher == "local" else Job.this(folder, config.slurm)
     if config.run.launcher == "slurm" and job is None:

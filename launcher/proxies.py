@@ -62,6 +62,11 @@ class LearnerGroup:
         both: list[tuple[list[Tensor], list[Tensor]]] = await self._by_dp_rank("score_with_routes", batch)
         return [scores for scores, _ in both], [routes for _, routes in both]
 
+    async def logits(self, batch: Batch) -> Scores:
+        """See diagnosis.experiments.Policy."""
+        logits: list[list[Tensor]] = await self._by_dp_rank("logits", batch)
+        return logits
+
     async def _by_dp_rank(self, call: str, batch: Batch) -> list[Any]:
         """What one rank of each data-parallel rank answers."""
         shares = {rank: (self._role, m) for rank, m in self._shares(batch).items()}
@@ -155,6 +160,11 @@ class WeightGroup:
             seconds=max(u.seconds for u in updates),
             verify_seconds=max(u.verify_seconds for u in updates),
         )
+
+    async def held(self) -> list[dict[str, str]]:
+        """The checksum of each tensor that each rank holds for its engine."""
+        held: list[dict[str, str]] = await self._group.each("checksums")
+        return held
 
     async def _stage(self, version: int) -> tuple[list[WeightUpdate], list[CorruptionError]]:
         answers: list[WeightUpdate | CorruptionError] = await self._group.each("stage", version)

@@ -133,14 +133,15 @@ def say_alive(connection: Connection) -> None:
 
 
 class Worker:
-    """What one rank can be asked. All but ``generate`` and ``export`` are collective: every rank is asked together.
+    """What one rank can be asked. All but ``generate``, ``export`` and ``checksums`` are collective: every rank is
+    asked together.
 
     The models of a role: "policy", "critic", and "reference", which is the policy with other weights.
     """
 
     CALLS = (
-        *("generate", "stage", "commit", "export", "start_from", "score", "score_with_routes", "train_step"),
-        *("save", "load", "close"),
+        *("generate", "stage", "commit", "export", "checksums", "start_from"),
+        *("score", "score_with_routes", "logits", "train_step", "save", "load", "close"),
     )
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
@@ -264,6 +265,16 @@ class Worker:
         from rl_megatron.weights.safetensors_io import write_folder
 
         write_folder(self._held, self._model_folder, folder)
+
+    def checksums(self) -> dict[str, str]:
+        """Of each Hugging Face tensor that a push wrote here, as it is held."""
+        from rl_megatron.weights.mirror import checksum
+
+        return {name: checksum(tensor.cpu()) for name, tensor in self._held.items()}
+
+    def logits(self, role: str, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
+        """See MegatronLearner.logits."""
+        return self._learners[role].logits(micro_batches)
 
     def score(self, role: str, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
         """See MegatronLearner.score."""

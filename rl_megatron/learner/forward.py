@@ -68,6 +68,24 @@ class VocabHead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsHead:
+    """A policy's logits before the temperature, of the masked-in positions alone: their whole vocabulary is large."""
+
+    vocab_size: int
+    score: str = "logits"
+
+    def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
+        """``logits`` [masked-in, V] float32; see Head."""
+        mine = output.squeeze(0)[micro_batch.columns["mask"]].float()
+        tp = parallel_state.get_tensor_model_parallel_group()
+        if tp.size() > 1:
+            shards = [torch.empty_like(mine) for _ in range(tp.size())]
+            dist.all_gather(shards, mine.contiguous(), group=tp)
+            mine = torch.cat(shards, 1)
+        return {"logits": mine[:, : self.vocab_size]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValueHead:
     """A critic: the output [1, t, 1] is the value after each position's input token."""
 

@@ -32,7 +32,15 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 from rl_megatron.learner import checkpoint  # noqa: E402
 from rl_megatron.learner.decoder_config import DecoderConfig  # noqa: E402
-from rl_megatron.learner.forward import Head, ValueHead, VocabHead, reduce_outputs, run_loss, run_scores  # noqa: E402
+from rl_megatron.learner.forward import (  # noqa: E402
+    Head,
+    LogitsHead,
+    ValueHead,
+    VocabHead,
+    reduce_outputs,
+    run_loss,
+    run_scores,
+)
 from rl_megatron.learner.load_meter import ExpertLoadMeter  # noqa: E402
 from rl_megatron.learner.model import build_chunks, keep_selection_biases_float32, make_config  # noqa: E402
 from rl_megatron.learner.naming import global_parameters  # noqa: E402
@@ -73,6 +81,7 @@ class MegatronLearner:
         head: Head,
     ) -> None:
         self._device, self._dims, self._models, self._head = device, learner.dims, models, head
+        self._vocab_size = shape.vocab_size
         modules = [Float16Module(config, m) for m in models] if config.bf16 else models
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=learner.optimizer.distributed, grad_reduce_in_fp32=True, bucket_size=None
@@ -137,6 +146,32 @@ class MegatronLearner:
         restored = [
             self._restore(r, p, len(m.input_ids)) for r, p, m in zip(results, packed, micro_batches, strict=False)
         ]
+        first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+        return restored if first else None
+
+    def logits(self, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
+        """A policy's logits at temperature 1, [m, V] float32 of the m masked-in positions of each micro-batch.
+
+        None off the last stage and off TP/CP rank 0.
+        """
+        packed = self._pack(micro_batches)
+        with torch.no_grad():
+            head = LogitsHead(vocab_size=self._vocab_size)
+            results = run_scores(self._chunks, packed, head, self._routing.replaying)
+            self._routing.finish()
+        self._load_meter.reset()
+        self._routing.reset()
+        if not parallel_state.is_pipeline_last_stage():
+            return None
+        restored = []
+        for result, mine, samples in zip(results, packed, micro_batches, strict=False):
+            places = mine.source.to(self._device)[mine.columns["mask"]]
+            rows = samples.mask.long().cumsum(0).to(self._device)[places] - 1  # among the masked-in positions
+            out = result.new_zeros(int(samples.mask.sum()), result.shape[1])
+            out[rows] = result
+            if self._dims.cp > 1:
+                dist.all_reduce(out, group=parallel_state.get_context_parallel_group())
+            restored.append(out.cpu())
         first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
         return restored if first else None
 

@@ -117,6 +117,10 @@ class Adapter(Protocol):
         """Take memory again that was given back: for weights before they are loaded, for the cache after."""
         ...
 
+    async def comparable(self, server: Server, path: Path, version: int) -> tuple[int, list[str]]:
+        """How many of the mirror file's tensors a worker holds as they are, and the names of those that differ."""
+        ...
+
 
 class ForeignWeights(EngineError):
     """A server sampled with weights that no push of this run brought."""
@@ -308,6 +312,23 @@ class ServedEngine:
             return list(await asyncio.gather(*(self._sampled(r, replica) for r in requests)))
 
         return await self._on_each(self._loaded(only), "a probe of new weights", all_of)
+
+    async def comparable(self, path: Path, version: int) -> dict[str, tuple[int, list[str]]]:
+        """See Adapter.comparable; of each replica, by URL. Raises SyncError."""
+        what = f"comparing version {version}"
+        return await self._on_each(self._loaded(None), what, lambda r: self.adapter.comparable(r.server, path, version))
+
+    async def tokenized(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...] | None:
+        """What a replica's own tokenizer makes of a text; None where it has none. Raises EngineError."""
+        server = next(iter(self._loaded(None).values()))
+        body = {"prompt": text, "add_special_tokens": add_special_tokens}
+        try:
+            if "/tokenize" not in (await server.get("/openapi.json"))["paths"]:
+                return None
+            answer = await server.post("/tokenize", body)
+        except AttemptFailed as error:
+            raise EngineError(f"its tokenizer does not answer: {error}") from error
+        return tuple(answer["tokens"])
 
     async def commit(self, version: int, *, only: str | None = None) -> None:
         """Serve what ``load`` brought, as ``version``; with ``only``, by that replica too."""

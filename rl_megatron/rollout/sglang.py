@@ -143,6 +143,10 @@ class SGLangAdapter:
         tags = [{"weights": "weights", "cache": "kv_cache"}[what]]
         await server.post("/resume_memory_occupation", {"tags": tags})
 
+    async def comparable(self, server: Server, path: Path, version: int) -> tuple[int, list[str]]:
+        """See served.Adapter. SGLang gives none in the form it was sent."""
+        return 0, []
+
 
 def _cores(ranks: int) -> str:
     """This machine's cores, shared out."""

@@ -139,9 +139,9 @@ class VLLMAdapter:
         await server.post("/start_weight_update")
         await server.post("/update_weights", {"update_info": {"path": str(path), "version": version}})
         await server.post("/finish_weight_update", {"weight_version": label})
-        for _, differing in await self._rpc(server, "rl_megatron_differing", str(path), version):
-            if differing:
-                raise CorruptionError(f"it holds other bytes than the learner wrote in {', '.join(differing[:20])}")
+        _, differing = await self.comparable(server, path, version)
+        if differing:
+            raise CorruptionError(f"it holds other bytes than the learner wrote in {', '.join(differing[:20])}")
 
     async def relabel(self, server: Server, label: str) -> None:
         """See served.Adapter."""
@@ -154,6 +154,11 @@ class VLLMAdapter:
     async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
         """See served.Adapter."""
         await server.post("/wake_up", params={"tags": {"weights": "weights", "cache": "kv_cache"}[what]})
+
+    async def comparable(self, server: Server, path: Path, version: int) -> tuple[int, list[str]]:
+        """See served.Adapter. Those that are neither sharded nor stacked nor packed."""
+        answers = await self._rpc(server, "rl_megatron_differing", str(path), version)
+        return min(count for count, _ in answers), sorted({name for _, names in answers for name in names})
 
     async def _rpc(self, server: Server, method: str, *arguments: object) -> Any:
         """What each worker of the server answers."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from launcher.memory import memory
 from rl_megatron.algorithms.losses import PolicyLoss
@@ -67,6 +68,9 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     if logprobs is not None:
         seen["logprobs"] = [x.tolist() for x in logprobs]
         seen["ids"] = [m.input_ids.tolist() for m in batch.micro_batches[dp]]
+    if (logits := megatron.logits(batch.micro_batches[dp])) is not None:
+        assert logprobs is not None
+        seen["logits"] = [gap_to_logits(*each) for each in zip(logits, logprobs, batch.micro_batches[dp], strict=True)]
     for _ in range(STEPS):
         result = megatron.train_step(
             batch.micro_batches[dp], CISPO, 1e-3, num_tokens=batch.num_tokens, num_sequences=batch.num_sequences
@@ -92,6 +96,12 @@ def held_bytes(megatron: Any) -> dict[str, int]:
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": sum(tensor.nbytes for tensor in moments),
     }
+
+
+def gap_to_logits(logits: Tensor, logprobs: Tensor, samples: Samples) -> float:
+    """Greatest difference between the targets' log-probs and those that the logits give, by torch."""
+    wanted = (logits / 0.7).log_softmax(-1).gather(1, samples.targets[samples.mask][:, None])[:, 0]
+    return float((logprobs[samples.mask] - wanted).abs().amax()) if len(wanted) else 0.0
 
 
 def run(folder: Path, model: Path, learner: LearnerSection, max_tokens: int = 4096) -> Any:
@@ -153,6 +163,7 @@ def test_layout_changes_neither_loss_nor_gradient(name: str, model: Path, alone:
     learner = LearnerSection.model_validate(LAYOUTS[name])
     seen = run(tmp_path / "cispo", model, learner, max_tokens=200)
     assert_same(seen, alone)
+    assert 0 < max(gap for rank in seen for gap in rank.get("logits", [])) < 1e-5
 
 
 @pytest.mark.parametrize("max_tokens", [64, 300])

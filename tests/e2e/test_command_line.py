@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -98,6 +99,23 @@ def test_a_finished_run_its_name_and_its_configuration(place: Place) -> None:
     again = place.call("train", "--config", "runs/tiny_cpu/config.yaml", "--resume")
     assert again.process.returncode == 0, again.text()
     assert [row["step"] for row in _rows(place, "tiny_cpu")] == [0, 1, 2]
+
+
+def test_the_doctor_of_a_mismatch(place: Place) -> None:
+    """On the run of the test before: nothing is wrong with it, but with what it is asked to sample with."""
+    sound = place.call("doctor", "mismatch", "runs/tiny_cpu", "--prompts", "8", "--completions", "2")
+    assert sound.process.returncode == 0, sound.text()
+    assert "runs/tiny_cpu/checkpoints/step_000002" in sound.text()
+    sick = place.call("doctor", "mismatch", "runs/tiny_cpu", "rollout.top_p=0.5", "learner.tp=2")
+    assert sick.process.returncode == 1, sick.text()
+    report = json.loads((place.folder / "runs/tiny_cpu/doctor/mismatch.json").read_text())
+    found = {f["cause"]: f for f in report["findings"]}
+    assert [cause for cause, f in found.items() if f["verdict"] == "guilty"] == ["sampling parameters"]
+    assert "top_p 0.5 (the learner: 1)" in found["sampling parameters"]["evidence"]
+    assert "set rollout.top_p=1" in found["sampling parameters"]["fix"]
+    assert "tensors compared" in found["weights"]["evidence"]
+    said = refused(place.call("doctor", "mismatch", "nothing"))
+    assert "nothing" in said
 
 
 def _rows(place: Place, name: str) -> list[dict[str, float]]:

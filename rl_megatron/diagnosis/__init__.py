@@ -1,0 +1,1 @@
+"""Why an engine's log-probs are not the learner's: experiments with both, and what their outcomes prove."""

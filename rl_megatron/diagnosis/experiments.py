@@ -1,0 +1,313 @@
+"""The experiments: what is asked of the engine and of the learner. What their outcomes prove is in causes.py."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rl_megatron.data.packing import pack, unpack
+from rl_megatron.data.samples import to_samples
+from rl_megatron.diagnosis.observation import Observation, size
+from rl_megatron.errors import DataError
+from rl_megatron.interfaces import RolloutEngine, Scorer
+from rl_megatron.types import (
+    Batch,
+    Completion,
+    GenerationRequest,
+    ParallelDims,
+    Prompt,
+    RolloutGroup,
+    Samples,
+    SamplingParams,
+    Scores,
+)
+
+MOST_LOGITS = 2**26  # values of logits that are fetched
+_GREEDY_PROMPTS = 8
+_GREEDY_TOKENS = 16
+_SINGLE_TOKENS = 64
+_PREFIX_SEQUENCES = 16
+
+PromptChange = Callable[[tuple[int, ...]], tuple[int, ...]]
+
+
+class Policy(Scorer, Protocol):
+    """A learner that also gives its logits and its routes; it takes the routes of samples that have some."""
+
+    async def score_with_routes(self, batch: Batch) -> tuple[Scores, Scores]:
+        """See interfaces.Learner."""
+        ...
+
+    async def logits(self, batch: Batch) -> Scores:
+        """Next-token logits at temperature 1 of each micro-batch's m masked-in positions, [m, V] float32 each."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """A learner and an engine that should be one policy, and how a run samples."""
+
+    learner: Policy
+    engine: RolloutEngine
+    dims: ParallelDims
+    max_tokens: int  # of a micro-batch
+    vocab_size: int
+    temperature: float
+    top_p: float
+    max_prompt_tokens: int
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    special_token_ids: Mapping[str, int] = field(default_factory=dict)  # by name, as bos_token
+    routes: bool = False  # whether the engine can be asked for them
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    """All that was seen. Gaps are in nats, [n] double; each would be rounding noise where all is well."""
+
+    observation: Observation
+    single: Tensor  # engine less learner, of the token sampled behind one-token prompts
+    single_routes: Tensor | None  # [n, L, k] of these
+    together: Tensor  # engine's greedy tokens in a batch less alone
+    prefilled: Tensor  # engine's greedy tokens as decoded less the same behind a longer prompt
+    packed: Tensor  # learner's log-probs in a batch less alone
+    prompts: Mapping[str, float]  # size of the gap where the learner sees the prompts changed so
+
+
+async def run(bench: Bench, prompts: Sequence[Prompt], *, completions: int, worth: float) -> Outcomes:
+    """Ask everything. Changed prompts are tried where the gap's size is above ``worth``."""
+    observation = await observe(bench, prompts, completions)
+    gap = size(observation.gaps)
+    together, prefilled = await _greedy(bench, prompts)
+    single, single_routes = await _behind_one_token(bench)
+    return Outcomes(
+        observation=observation,
+        single=single,
+        single_routes=single_routes,
+        together=together,
+        prefilled=prefilled,
+        packed=await _packed_less_alone(bench, observation),
+        prompts=await _changed_prompts(bench, observation) if gap > worth else {},
+    )
+
+
+async def observe(bench: Bench, prompts: Sequence[Prompt], completions: int) -> Observation:
+    """Sample as a run does, score the same tokens, and fetch logits for as many as there is room for."""
+    requests = [_request(bench, p.id, p.token_ids, num=completions, seed=bench.seed + i) for i, p in enumerate(prompts)]
+    requests = [replace(r, routes=bench.routes) for r in requests]
+    answers = await asyncio.gather(*(bench.engine.generate(r) for r in requests))
+    samples = _samples(prompts, answers)
+    free = replace(samples, routes=None)
+    detailed = _first_sampled(samples, MOST_LOGITS // bench.vocab_size)
+    logits = await _logits(bench, replace(free, mask=detailed))
+    if samples.routes is None:
+        learner, routes, replayed = await _score(bench, free), None, None
+    else:
+        batch = pack(free, dims=bench.dims, max_tokens=bench.max_tokens)
+        learner, routes = (unpack(batch, x, free) for x in await bench.learner.score_with_routes(batch))
+        replayed = await _score(bench, samples)
+    return Observation(
+        samples=samples,
+        learner=learner,
+        learner_routes=routes,
+        replayed=replayed,
+        detailed=detailed,
+        logits=logits,
+        temperature=bench.temperature,
+    )
+
+
+async def _greedy(bench: Bench, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+    """The engine against itself: a batch of unlike lengths and alone, decoded and prefilled."""
+    chosen = random.Random(bench.seed)
+    pool = [token for prompt in prompts for token in prompt.token_ids]
+    longest = bench.max_prompt_tokens
+    lengths = sorted({1, 2, 3, *(max(1, longest * i // 5) for i in range(1, 6))})[:_GREEDY_PROMPTS]
+    ids = [tuple(chosen.choice(pool) for _ in range(length)) for length in lengths]
+    new = min(bench.max_new_tokens, _GREEDY_TOKENS)
+    asked = [_request(bench, f"greedy {i}", x, new=new, greedy=True) for i, x in enumerate(ids)]
+    batch = [answer[0] for answer in await asyncio.gather(*(bench.engine.generate(r) for r in asked))]
+    alone = [(await bench.engine.generate(r))[0] for r in asked]
+    together = [_compared(a, b) for a, b in zip(batch, alone, strict=True)]
+    prefilled = []
+    for prompt, completion in zip(ids, alone, strict=True):
+        half = min(len(completion.token_ids) // 2, longest - len(prompt))
+        if half > 0:
+            longer = prompt + completion.token_ids[:half]
+            again = await bench.engine.generate(_request(bench, "greedy again", longer, new=new - half, greedy=True))
+            rest = replace(
+                completion, token_ids=completion.token_ids[half:], logprobs=completion.logprobs[half:], routes=None
+            )
+            prefilled.append(_compared(rest, again[0]))
+    return torch.cat(together), torch.cat(prefilled) if prefilled else torch.zeros(0)
+
+
+def _compared(one: Completion, other: Completion) -> Tensor:
+    """Gaps up to the first token that is not the same; that of two unlike tokens is between the likeliest of each."""
+    pairs = zip(one.token_ids, other.token_ids, strict=False)
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one.token_ids), len(other.token_ids)))
+    stop = min(same + 1, len(one.logprobs), len(other.logprobs))
+    return torch.tensor(one.logprobs[:stop]).double() - torch.tensor(other.logprobs[:stop]).double()
+
+
+async def _behind_one_token(bench: Bench) -> tuple[Tensor, Tensor | None]:
+    """Where there is nothing to attend to but a token itself, positions and caches have no part in what comes next."""
+    chosen = random.Random(bench.seed)
+    ids = chosen.sample(range(bench.vocab_size), min(_SINGLE_TOKENS, bench.vocab_size))
+    asked = [replace(_request(bench, f"token {i}", (i,), num=2, new=1), routes=bench.routes) for i in ids]
+    answers = await asyncio.gather(*(bench.engine.generate(r) for r in asked))
+    prompts = [Prompt(id=r.id, text="", token_ids=r.token_ids, answer="") for r in asked]
+    samples = _samples(prompts, answers)
+    scores = await _score(bench, replace(samples, routes=None))
+    return samples.rollout_logprobs.double() - scores.double(), samples.routes
+
+
+async def _packed_less_alone(bench: Bench, observation: Observation) -> Tensor:
+    """The learner against itself: the sequences of unlike lengths in one batch, and each by itself."""
+    samples = replace(observation.samples, routes=None)
+    lengths = samples.cu_seqlens.diff()
+    order = lengths.argsort().tolist()
+    picked = sorted({order[i * (len(order) - 1) // 7] for i in range(8)})
+    gaps = []
+    for number in picked:
+        alone = _sequence(samples, number)
+        start, stop = samples.cu_seqlens[number : number + 2].tolist()
+        gap = observation.learner[start:stop].double() - (await _score(bench, alone)).double()
+        gaps.append(gap[alone.mask])
+    return torch.cat(gaps)
+
+
+def _sequence(samples: Samples, number: int) -> Samples:
+    start, stop = samples.cu_seqlens[number : number + 2].tolist()
+    columns = {name: column[start:stop] for name, column in samples.columns.items()}
+    return Samples(**columns, cu_seqlens=torch.tensor([0, stop - start]))
+
+
+async def _changed_prompts(bench: Bench, observation: Observation) -> dict[str, float]:
+    """Size of the gap if the engine saw other prompts than it was given, by how they were changed."""
+    special = bench.special_token_ids.items()
+    changes: dict[str, PromptChange] = {
+        **{f"{name} ({token}) put before it": partial(_put_before, token) for name, token in special},
+        **{f"{name} ({token}) put behind it": partial(_put_behind, token) for name, token in special},
+        "its first token left out": _without_first,
+        "its last token left out": _without_last,
+    }
+    groups = _groups_of(observation.samples)[:_PREFIX_SEQUENCES]
+    out = {}
+    for name, change in changes.items():
+        changed = [replace(g, prompt=replace(g.prompt, token_ids=change(g.prompt.token_ids))) for g in groups]
+        samples = to_samples(changed)
+        gaps = samples.rollout_logprobs.double() - (await _score(bench, samples)).double()
+        out[name] = size(gaps[samples.mask])
+    return out
+
+
+def _put_before(token: int, ids: tuple[int, ...]) -> tuple[int, ...]:
+    return (token, *ids)
+
+
+def _put_behind(token: int, ids: tuple[int, ...]) -> tuple[int, ...]:
+    return (*ids, token)
+
+
+def _without_first(ids: tuple[int, ...]) -> tuple[int, ...]:
+    return ids[1:] or ids
+
+
+def _without_last(ids: tuple[int, ...]) -> tuple[int, ...]:
+    return ids[:-1] or ids
+
+
+def _groups_of(samples: Samples) -> list[RolloutGroup]:
+    """A group of one completion for each sequence."""
+    out = []
+    for number in range(samples.num_sequences):
+        one = _sequence(samples, number)
+        first = int(one.mask.int().argmax())
+        completion = Completion(
+            token_ids=tuple(one.targets[first:].tolist()),
+            logprobs=tuple(one.rollout_logprobs[first:].tolist()),
+            finish_reason="length",
+            versions=(0, 0),
+        )
+        ids = tuple(one.input_ids[: first + 1].tolist())
+        out.append(_group(Prompt(id=str(number), text="", token_ids=ids, answer=""), [completion]))
+    return out
+
+
+def _first_sampled(samples: Samples, most: int) -> Tensor:
+    """Of every sequence as many of its first sampled positions as let all have ``most`` together, [N] bool."""
+    each = max(1, most // samples.num_sequences)
+    out = torch.zeros_like(samples.mask)
+    for start, stop in zip(samples.cu_seqlens[:-1].tolist(), samples.cu_seqlens[1:].tolist(), strict=True):
+        places = samples.mask[start:stop].nonzero().squeeze(1)[:each]
+        out[start + places] = True
+    return out
+
+
+async def _score(bench: Bench, samples: Samples) -> Tensor:
+    batch = pack(samples, dims=bench.dims, max_tokens=bench.max_tokens)
+    return unpack(batch, await bench.learner.score(batch), samples)
+
+
+async def _logits(bench: Bench, samples: Samples) -> Tensor:
+    """[m, V] in the order of the masked-in positions."""
+    batch = pack(samples, dims=bench.dims, max_tokens=bench.max_tokens)
+    answers = await bench.learner.logits(batch)
+    count = 0
+    numbers = []
+    for row in batch.micro_batches:
+        of_row = []
+        for micro_batch in row:
+            places = torch.zeros(len(micro_batch.mask), dtype=torch.int64)
+            found = int(micro_batch.mask.sum())
+            places[micro_batch.mask] = torch.arange(count, count + found)
+            count += found
+            of_row.append(places)
+        numbers.append(of_row)
+    order = unpack(batch, numbers, samples)[samples.mask]
+    return torch.cat([logits for row in answers for logits in row])[order]
+
+
+def _request(
+    bench: Bench,
+    name: str,
+    ids: tuple[int, ...],
+    *,
+    num: int = 1,
+    new: int | None = None,
+    seed: int = 0,
+    greedy: bool = False,
+) -> GenerationRequest:
+    params = SamplingParams(
+        temperature=0.0 if greedy else bench.temperature,
+        top_p=1.0 if greedy else bench.top_p,
+        max_new_tokens=new or bench.max_new_tokens,
+        stop_token_ids=() if greedy or new else bench.stop_token_ids,
+        seed=seed,
+    )
+    return GenerationRequest(id=f"doctor: {name}", token_ids=ids, num_completions=num, params=params)
+
+
+def _samples(prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]]) -> Samples:
+    """With routes where these fit the prompts: an engine that saw others than it was given has others of them."""
+    groups = [_group(prompt, completions) for prompt, completions in zip(prompts, answers, strict=True)]
+    try:
+        return to_samples(groups)
+    except DataError:
+        return to_samples(
+            [replace(g, completions=tuple(replace(c, routes=None) for c in g.completions)) for g in groups]
+        )
+
+
+def _group(prompt: Prompt, completions: Sequence[Completion]) -> RolloutGroup:
+    count = len(completions)
+    return RolloutGroup(prompt=prompt, completions=tuple(completions), texts=("",) * count, rewards=(0.0,) * count)

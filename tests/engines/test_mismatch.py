@@ -1,0 +1,132 @@
+"""The doctor on real servers: nothing is wrong, then what a server was started with, then what it loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+
+from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
+from rl_megatron.diagnosis.causes import Finding, judge
+from rl_megatron.diagnosis.experiments import Bench, run
+from rl_megatron.diagnosis.sampling import Parameters
+from rl_megatron.rollout.http import Server
+from rl_megatron.types import Batch, ParallelDims, Prompt, Samples, Scores
+from rl_megatron.weights.served import Probe, ServedWeights
+from tests.engines.benches import Change, ServedBench
+
+SETTING = Setting(learner_dtype="float32", engine_dtype="float32", configured=Parameters(), served=True)
+PROMPTS = [
+    Prompt(id=str(i), text="", token_ids=tuple((7 * i + j) % 256 for j in range(1 + 4 * i)), answer="")
+    for i in range(8)
+]
+
+
+class Learner:
+    """Transformers' forward of a folder, all sequences at once: padding behind one is seen by none of its positions."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    async def score(self, batch: Batch) -> Scores:
+        logprobs = [[self._forward(m).log_softmax(-1) for m in row] for row in batch.micro_batches]
+        return [
+            [of.gather(1, m.targets[:, None])[:, 0] for of, m in zip(*pair, strict=True)]
+            for pair in zip(logprobs, batch.micro_batches, strict=True)
+        ]
+
+    async def logits(self, batch: Batch) -> Scores:
+        return [[self._forward(m)[m.mask] for m in row] for row in batch.micro_batches]
+
+    @torch.no_grad()
+    def _forward(self, samples: Samples) -> Tensor:
+        sequences = samples.input_ids.split(samples.cu_seqlens.diff().tolist())
+        logits = self._model(pad_sequence(list(sequences), batch_first=True)).logits.float()
+        return torch.cat([row[: len(ids)] for row, ids in zip(logits, sequences, strict=True)])
+
+
+@pytest.fixture
+def looked_at(server: ServedBench) -> Iterator[ServedBench]:
+    """A server that serves whatever it is given."""
+    before, tolerant = server.weights, float("inf")
+    probe = Probe.make(vocab_size=259, max_length=512, temperature=1.0, tolerance=tolerant)
+    server.weights = ServedWeights(
+        inner=server.sync,
+        path=server.path,
+        replicas=server.engine,
+        learner=server.sync,
+        dims=ParallelDims(),
+        probe=probe,
+    )
+    yield server
+    server.weights = before
+
+
+def diagnose(server: ServedBench, learner: Learner, version: int) -> dict[str, Finding]:
+    bench = Bench(
+        learner=learner,
+        engine=server.engine,
+        dims=ParallelDims(),
+        max_tokens=4096,
+        vocab_size=259,
+        temperature=1.0,
+        top_p=1.0,
+        max_prompt_tokens=32,
+        max_new_tokens=12,
+        special_token_ids={"bos_token": 258},
+    )
+
+    outcomes = server.run(run(bench, PROMPTS, completions=2, worth=SETTING.noise))
+    ((compared, differing),) = server.run(server.engine.comparable(server.path, version)).values()
+    total = len(server.sync.mirror.tensors)
+    weights = WeightCheck(compared=compared, total=total, differing=tuple(differing), how="with the mirror")
+    assert server.run(server.engine.tokenized("a+b", add_special_tokens=True)) in (None, tuple(b"a+b"))
+    tokenizer = TokenizerCheck(compared=1, differing=(), how="the same ids")
+    return {f.cause: f for f in judge(outcomes, SETTING, weights, tokenizer)}
+
+
+def guilty(found: dict[str, Finding]) -> list[str]:
+    return [f.cause for f in found.values() if f.verdict == "guilty"]
+
+
+def swap_gates_and_ups(tensors: dict[str, Tensor]) -> None:
+    """Of every expert of a layer: what an engine does that stacks them in the other order."""
+    for expert in range(8):
+        at = f"model.layers.1.mlp.experts.{expert}."
+        gate, up = f"{at}gate_proj.weight", f"{at}up_proj.weight"
+        tensors[gate], tensors[up] = tensors[up], tensors[gate]
+
+
+def test_each_plant_is_named_and_nothing_else(
+    looked_at: ServedBench, models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, learner = looked_at, Learner(models[0])
+    server.push(models[0], 1)
+    found = diagnose(server, learner, 1)
+    assert guilty(found) == [], found
+    assert found["dtype or kernels"].verdict == "noise"
+
+    post = Server.post
+
+    async def penalising(self: Server, path: str, body: Any = None, **rest: Any) -> Any:
+        if isinstance(body, dict) and "sampling_params" in body:
+            body = {**body, "sampling_params": {**body["sampling_params"], "repetition_penalty": 1.4}}
+        return await post(self, path, body, **rest)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(Server, "post", penalising)
+        found = diagnose(server, learner, 1)
+    assert guilty(found) == ["sampling parameters"], found
+    assert "repetition_penalty 1.4 (the learner: 1)" in found["sampling parameters"].evidence
+
+    change: Change = swap_gates_and_ups
+    server.push(models[0], 2, change)
+    found = diagnose(server, learner, 2)
+    assert guilty(found) == ["weights"], found
+    server.push(models[0], 3)

@@ -1,0 +1,131 @@
+"""Corrections and mismatch metrics of an update come from the log-probs that the engine reported."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from launcher.build import policy_loss
+from rl_megatron.algorithms.segments import segment_sum, sequence_ids
+from rl_megatron.config import RunConfig
+from rl_megatron.interfaces import Roles
+from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.types import Batch, Completion, Loss, LossInputs, Prompt, RolloutGroup, Samples, Scores, StepResult
+from rl_megatron.update import Update
+
+LENGTHS, GROUP = (3, 5, 2, 6), 4
+
+
+def learner_says(samples: Samples) -> Tensor:
+    """A learner's log-probs: some function of the tokens."""
+    return -((samples.targets * 7 % 13).float() / 5 + 0.1)
+
+
+@dataclass
+class Learner:
+    """Scores by the function above; a step is the loss alone, on a policy that has not moved."""
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+
+    async def score(self, batch: Batch) -> Scores:
+        return [[learner_says(m) for m in row] for row in batch.micro_batches]
+
+    async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult:
+        (samples,) = batch.micro_batches[0]
+        ids, columns = sequence_ids(samples.cu_seqlens), samples.columns
+        inputs = {k: v for k, v in columns.items() if k not in ("input_ids", "targets", "routes")}
+        output = loss(
+            LossInputs(
+                **inputs,
+                logprobs=learner_says(samples).requires_grad_(),
+                entropy=torch.zeros(len(ids)),
+                segment_ids=ids,
+                segment_sum=partial(segment_sum, ids=ids, num_segments=samples.num_sequences),
+                num_tokens=batch.num_tokens,
+                num_sequences=batch.num_sequences,
+            )
+        )
+        metrics = {name: float(value) for name, value in output.means.items()}
+        return StepResult(loss=float(output.loss.detach()), grad_norm=0.0, metrics=metrics)
+
+
+def groups() -> list[RolloutGroup]:
+    completions = [
+        Completion(
+            token_ids=tuple(11 * s + t for t in range(length)),
+            logprobs=tuple(-0.3 - 0.37 * ((s + 2 * t) % 5) for t in range(length)),
+            finish_reason="stop",
+            versions=(0, 0),
+        )
+        for s, length in enumerate(LENGTHS)
+    ]
+    prompt = Prompt(id="p", text="p", token_ids=(1, 2), answer="")
+    rewards = tuple(float(s % 2) for s in range(GROUP))
+    return [RolloutGroup(prompt=prompt, completions=tuple(completions), texts=("",) * GROUP, rewards=rewards)]
+
+
+def update(correction: dict[str, Any]) -> Row:
+    config = RunConfig.model_validate({"algorithm": {"correction": correction}, "train": {"minibatches": 1}})
+    learner: Any = Learner()
+    roles = Roles(learner=learner, critic=None, reference=None, engine=learner, weights=learner)
+    work = Update(config=config, roles=roles, make_loss=partial(policy_loss, config), attention_cost=0.0)
+    return asyncio.run(work(groups(), 1, Stopwatch()))
+
+
+def gaps() -> list[list[float]]:
+    """Learner less engine of each token of each completion, in plain Python."""
+    return [
+        [-(t * 7 % 13) / 5 - 0.1 - engine for t, engine in zip(c.token_ids, c.logprobs, strict=True)]
+        for c in groups()[0].completions
+    ]
+
+
+def expected(correction: dict[str, Any]) -> list[float]:
+    out = []
+    for of_sequence in gaps():
+        mean = sum(of_sequence) / len(of_sequence)
+        vetoed = any(math.exp(gap) < correction.get("veto", 0.0) for gap in of_sequence)
+        for gap in of_sequence:
+            weight = math.exp(mean if correction.get("level") == "sequence" else gap)
+            low, high = correction.get("low", 0.0), correction.get("high", 2.0)
+            inside = low <= weight <= high
+            weight = {
+                "truncate": min(max(weight, low), high),
+                "mask": weight if inside else 0.0,
+                "band": float(inside),
+                "none": 1.0,
+            }[correction["mode"]]
+            out.append(0.0 if vetoed else weight)
+    return out
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {"mode": "truncate"},
+        {"mode": "truncate", "level": "sequence", "high": 1.1},
+        {"mode": "mask", "low": 0.5, "high": 1.5},
+        {"mode": "band", "level": "sequence", "low": 0.8, "high": 1.2},
+        {"mode": "none", "veto": 0.2},
+    ],
+    ids=["TIS", "sequence", "mask", "band", "veto"],
+)
+def test_weights_are_learner_over_engine(correction: dict[str, Any]) -> None:
+    row, weights = update(correction), expected(correction)
+    assert len(set(weights)) > 1
+    assert row["correction/weight_mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-5)
+    assert row["correction/dropped_fraction"] == pytest.approx(weights.count(0.0) / len(weights))
+
+
+def test_the_row_tells_the_mismatch_of_the_batch() -> None:
+    row, every = update({"mode": "none"}), [gap for of_sequence in gaps() for gap in of_sequence]
+    assert row["mismatch/k1"] == pytest.approx(-sum(every) / len(every), rel=1e-5)
+    firsts = [abs(of_sequence[0]) for of_sequence in gaps()]
+    assert row["mismatch/position/t0"] == pytest.approx(sum(firsts) / len(firsts), rel=1e-5)
