@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WOKEN = 16
 _DUMP_SECONDS = 10.0  # what a process has to write its stacks
+_QUIET_SECONDS = 5  # then a process may have been stopped
+_WOKEN = 16  # at most
 _DISK = frozenset({"start_from", "save", "load", "export"})  # calls that read or write a model
 
 
@@ -55,38 +56,39 @@ class Watchdog:
 
     async def _end(self, silent: Sequence[WorkerHandle], stuck: Sequence[WorkerHandle]) -> None:
         self._failure.claim()  # what ranks say of one another from here on is noise
-        for worker in silent[:_WOKEN]:
-            worker.process.wake()
-        found = await self._stacks()
+        quiet = {w.rank: w.quiet for w in self._workers if w.quiet > _QUIET_SECONDS}
+        found = await self._stacks(quiet)
         behind, everybody = stacks.explain(found)
         if silent:
             first, limit = silent[0], self._silence
             what = f"has said nothing for {limit:g} s, half of learner.timeout_seconds: it hangs or was stopped"
         else:
-            first = next((w for w in stuck if w.rank in behind), min(stuck, key=lambda w: w.beats))
+            asked = [w for w in self._workers if w.asked is not None]
+            culprits = [w for ranks in (quiet, behind) for w in asked if w.rank in ranks]
+            first = (culprits or sorted(stuck, key=lambda w: w.beats))[0]
             limit = self._limit_of(first.asked or "")
             key = "watchdog_disk_seconds" if first.asked in _DISK else "watchdog_seconds"
-            what = f"makes no progress for {limit:g} s (run.{key})"
+            silence = f", and has said nothing for {quiet[first.rank]} s" if first.rank in quiet else ""
+            what = f"makes no progress for {limit:g} s (run.{key}){silence}"
         lines = [f"{what}; it was in {first.doing}", everybody or "no rank was ready to say where it stands"]
         if found:
             lines.append(f"stacks of all processes: {self._folder}")
         error = WorkerDied(f"{first.who} " + "; ".join(lines))
         self._failure.report(error, at_once=True, rank=first.rank, claimed=True)
 
-    async def _stacks(self) -> dict[int, stacks.Stack | None]:
-        """Of every rank that is ready; the controller's are its tasks."""
+    async def _stacks(self, quiet: Collection[int]) -> dict[int, stacks.Stack | None]:
+        """Of every rank that is ready, of ``quiet`` ones last; the controller's are its tasks."""
         ready = [w for w in self._workers if w.ready]
         files = {w.rank: self._folder / f"rank-{w.rank}.txt" for w in ready}
-        before = {rank: _size(file) for rank, file in files.items()}
+        before = {file: _size(file) for file in files.values()}
         for worker in ready:
             worker.dump()
         if ready:
             self._write_tasks()
-        for _ in range(int(_DUMP_SECONDS * 10)):
-            await asyncio.sleep(0.1)
-            if all(_size(file) > before[rank] for rank, file in files.items()):
-                await asyncio.sleep(0.2)  # to their end
-                break
+        await _written({files[w.rank]: before[files[w.rank]] for w in ready if w.rank not in quiet})
+        for worker in [w for w in ready if w.rank in quiet][:_WOKEN]:  # what wakes goes on, and others with it
+            worker.process.wake()
+        await _written(before)
         return {rank: stacks.read(_text(file)) for rank, file in files.items()}
 
     def _write_tasks(self) -> None:
@@ -134,6 +136,15 @@ class LoopWatch:
         logger.error("the run ends: %s", text)
         print(f"error: {text}", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+async def _written(before: Mapping[Path, int]) -> None:
+    """Wait until the files have grown, for as long as that may take."""
+    for _ in range(int(_DUMP_SECONDS * 10)):
+        if all(_size(file) > size for file, size in before.items()):
+            await asyncio.sleep(0.2)  # to their end
+            return
+        await asyncio.sleep(0.1)
 
 
 def _size(file: Path) -> int:

@@ -9,14 +9,15 @@ from tests.cluster.jobs import Cluster
 
 
 def test_a_stopped_rank_on_another_node_fails_the_job_with_the_reason(cluster: Cluster) -> None:
-    job = cluster.submit("stopped", "slurm.nodes=2", "slurm.restarts=0", "learner.timeout_seconds=60")
+    job = cluster.submit("stopped", "slurm.nodes=2", "slurm.restarts=0", "run.watchdog_seconds=20")
     job.until_step(2)
     rank = job.ranks()[1]
     rank.send_signal(signal.SIGSTOP)
     assert job.end() == "FAILED", job.said()
-    said = r"failed with status 1: error: rank 1 \(pid \d+ on (node\d+)\) has said nothing for 30 s"
+    said = r"failed with status 1: error: rank 1 \(pid \d+ on (node\d+)\) makes no progress for 20 s"
     found = re.search(said, job.log().splitlines()[-1])
     assert found, job.said()
+    assert ", and has said nothing for " in job.log()
     assert found[1] != job.shown()["BatchHost"]
     written = {path.name: path.read_text() for path in (job.run / "stacks").rglob("*.txt")}
     assert written.keys() == {"rank-0.txt", "rank-1.txt", "controller.txt"}
