@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl_megatron.errors import EngineError
+from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.answers import checked_routes
 from rl_megatron.rollout.http import Server
@@ -48,6 +48,11 @@ class SGLangAdapter:
 
     def command(self, options: StartOptions) -> Command:
         """See served.Adapter."""
+        if options.device == "cpu" and self._shape.latent is not None:
+            raise ConfigError(
+                f"model_type={self._shape.family!r}: SGLang's attention for CPUs without AMX kernels takes the cached "
+                "latents of latent attention for keys, and ends at the first request; use rollout=vllm, or a GPU"
+            )
         cached = options.slots * (options.max_length + _MARGIN)
         return Command(
             arguments=(

@@ -5,6 +5,7 @@ Learner ranks start once (40 seconds), a model's two servers at the same time (3
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,13 +18,17 @@ from launcher.engines import SERVERS
 from rl_megatron.config_io import load
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
-from tests.engines.benches import LocalBench, ServedBench, logprobs_of, request, served
+from tests.engines.benches import REPO, LocalBench, ServedBench, logprobs_of, request, served
 from tests.engines.conftest import needs
 from tests.engines.learned import KERNELS, LAYOUTS, SHARED, folder_of, mirror_of, push_all
 
 pytestmark = pytest.mark.slow
 # The last is longer than two blocks of vLLM's prefix cache: what it computed by older weights would show.
 PROMPTS = [[(11 * i + 3 * j) % 256 for j in range(length)] for i, length in enumerate((4, 13, 22, 31, 40, 49, 300))]
+
+
+REFUSED = {("sglang", "deepseek_v3"): "takes the cached latents of latent attention for keys"}
+"""What an engine cannot do on a CPU, and says so."""
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +59,16 @@ def test_pushed_weights_give_the_log_probs_of_transformers(
 ) -> None:
     for engine in SERVERS:
         needs(engine)
+    model = folder_of(pushed, name, 1)
 
     def try_out(engine: str) -> None:
         folder = tmp_path / engine
         folder.mkdir()
-        with served(engine, folder_of(pushed, name, 1), folder, tp=tp, routes=False) as server:
+        if (engine, name) in REFUSED:
+            with pytest.raises(ConfigError, match=REFUSED[engine, name]), served(engine, model, folder, tp=tp):
+                pass
+            return
+        with served(engine, model, folder, tp=tp, routes=False) as server:
             check(server, name, pushed)
 
     if (name, tp) == (SHARED, 1):
@@ -70,6 +80,17 @@ def test_pushed_weights_give_the_log_probs_of_transformers(
     problems = [problem for done in tried if (problem := done.exception()) is not None]
     if problems:
         raise BaseExceptionGroup(f"{name}, tp={tp}", problems)
+
+
+def test_why_sglang_refuses_latent_attention() -> None:
+    """The attention that it has without AMX kernels reads keys from the cache alone, which are latents there."""
+    needs("sglang")
+    (source,) = (REPO / ".engines/sglang").glob(
+        "lib/*/site-packages/sglang/srt/layers/attention/torch_native_backend.py"
+    )
+    text = source.read_text()
+    assert "per_req_key = k_cache[per_req_tokens]" in text
+    assert not re.search("latent|kv_lora|mla", text, re.IGNORECASE)
 
 
 def test_the_embedded_engine_takes_what_learners_pushed(pushed: Path) -> None:
