@@ -30,9 +30,10 @@ from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.interfaces import Launcher, Roles
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.adapter import Adapter, Description, StartOptions
 from rl_megatron.rollout.http import AttemptFailed, Server
 from rl_megatron.rollout.replicas import Replica
-from rl_megatron.rollout.served import Adapter, Description, ServedEngine, StartOptions
+from rl_megatron.rollout.served import ServedEngine
 from rl_megatron.rollout.sglang import SGLangAdapter
 from rl_megatron.rollout.vllm import VLLMAdapter
 from rl_megatron.weights.served import PROBE_LENGTH, Probe, ServedWeights

@@ -14,9 +14,10 @@ from typing import Protocol
 
 from rl_megatron.config_rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError, SyncError
+from rl_megatron.rollout.adapter import ForeignWeights
 from rl_megatron.rollout.http import AttemptFailed, NoAnswer, Server, Unreachable
 from rl_megatron.rollout.replicas import Event, Replica, State
-from rl_megatron.rollout.served import ForeignWeights, ServedEngine
+from rl_megatron.rollout.served import ServedEngine
 
 logger = logging.getLogger(__name__)
 

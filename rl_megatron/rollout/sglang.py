@@ -12,15 +12,9 @@ import numpy as np
 
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.adapter import FINISH_REASONS, Command, Description, StartOptions, version_of
 from rl_megatron.rollout.answers import checked_routes
 from rl_megatron.rollout.http import Server
-from rl_megatron.rollout.served import (
-    FINISH_REASONS,
-    Command,
-    Description,
-    StartOptions,
-    version_of,
-)
 from rl_megatron.types import Completion, GenerationRequest, Routes
 from rl_megatron.weights import mirror
 

@@ -14,9 +14,10 @@ import pytest
 
 from launcher.replicas import Standing, Supervisor
 from rl_megatron.errors import EngineError, ReplicasLost
+from rl_megatron.rollout.adapter import ForeignWeights
 from rl_megatron.rollout.http import NoAnswer, Server
 from rl_megatron.rollout.replicas import Replica, State
-from rl_megatron.rollout.served import ForeignWeights, ServedEngine
+from rl_megatron.rollout.served import ServedEngine
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, Words, push, running
 
 LIMIT = 60.0

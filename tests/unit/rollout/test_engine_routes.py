@@ -16,7 +16,7 @@ from rl_megatron.data.routes import decode_routes
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.served import StartOptions
+from rl_megatron.rollout.adapter import StartOptions
 from rl_megatron.rollout.sglang import SGLangAdapter
 from rl_megatron.rollout.vllm import VLLMAdapter
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams

@@ -17,9 +17,10 @@ import pytest
 
 from rl_megatron.config_rollout import ServerSection
 from rl_megatron.errors import EngineError, SyncError
+from rl_megatron.rollout.adapter import Command, Description, StartOptions, version_of
 from rl_megatron.rollout.answers import as_it_should_end, joined
 from rl_megatron.rollout.http import Server
-from rl_megatron.rollout.served import Command, Description, ServedEngine, StartOptions, version_of
+from rl_megatron.rollout.served import ServedEngine
 from rl_megatron.types import Completion, GenerationRequest, Routes, SamplingParams
 
 Answer = Callable[[str, dict[str, Any], int], tuple[int, object]]

@@ -1,0 +1,122 @@
+"""What an adapter of an engine says and is told: one Protocol, and the data that passes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from rl_megatron.errors import EngineError
+from rl_megatron.rollout.http import Server
+from rl_megatron.types import Completion, FinishReason, GenerationRequest
+
+FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions:
+    """What a server that is started must know."""
+
+    python: Path
+    model_folder: Path
+    bare_folder: Path  # with the model's config.json alone
+    host: str  # the one address that it listens on
+    port: int
+    device: str  # cpu or an accelerator
+    dtype: str
+    max_length: int  # tokens of a prompt and its completion
+    slots: int
+    tp: int
+    memory_fraction: float | None
+    colocated: bool  # it gives memory back between phases
+    token: str
+    routes: bool  # whether requests ask for them
+    extra: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A server's command line, and what its environment has beside the trainer's."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What a running server says of itself."""
+
+    version: str
+    dtype: str
+    architecture: str
+    max_length: int
+    problems: tuple[str, ...]  # what keeps it from being used, each with the way out
+    no_routes: str | None = None  # why it returns none
+
+
+class Adapter(Protocol):
+    """One kind of engine. Weight versions are labels there; every method but ``command`` raises as `Server` does."""
+
+    name: str
+    module: str  # what must be importable in its interpreter
+    tested: str  # version
+    renormalises_top_p: bool  # whether log-probs are of the distribution that top_p leaves
+
+    def command(self, options: StartOptions) -> Command:
+        """How a server is started. Raises ConfigError for what it cannot do."""
+        ...
+
+    async def describe(self, server: Server) -> Description:
+        """What the server is, and what it lacks."""
+        ...
+
+    async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
+        """All completions of ``request``, aborted ones too. ``request_id`` is a name for ``abort``."""
+        ...
+
+    async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
+        """End a request; what was sampled of it is its answer."""
+        ...
+
+    async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
+        """Stop sampling; running requests wait, or end as they are."""
+        ...
+
+    async def resume(self, server: Server) -> None:
+        """Sample on."""
+        ...
+
+    async def load(self, server: Server, path: Path, version: int, label: str) -> None:
+        """Load the mirror file ``path``, drop cached prefixes. Raises SyncError naming a tensor that is wrong."""
+        ...
+
+    async def relabel(self, server: Server, label: str) -> None:
+        """Name the weights that it holds."""
+        ...
+
+    async def release(self, server: Server) -> None:
+        """Give the memory of weights and cache back; both are lost. Nothing may run."""
+        ...
+
+    async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
+        """Take memory again that was given back: for weights before they are loaded, for the cache after."""
+        ...
+
+    async def comparable(self, server: Server, path: Path, version: int) -> tuple[int, list[str]]:
+        """How many of the mirror file's tensors a worker holds as they are, and the names of those that differ."""
+        ...
+
+
+class ForeignWeights(EngineError):
+    """A server sampled with weights that no push of this run brought."""
+
+
+def version_of(label: object) -> int:
+    """The version that a label names. Raises ForeignWeights for one that this trainer did not give."""
+    text = str(label).removesuffix("?")
+    if not text.isdecimal():
+        raise ForeignWeights(
+            f"the server sampled with weights labelled {label!r}, which no push of this run gave: was it started again?"
+        )
+    return int(text)
