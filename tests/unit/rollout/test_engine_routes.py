@@ -33,6 +33,7 @@ OPTIONS = StartOptions(
     python=Path("python"),
     model_folder=Path("model"),
     bare_folder=Path("bare"),
+    host="127.0.0.1",
     port=1,
     device="cuda",
     dtype="float32",
@@ -41,6 +42,7 @@ OPTIONS = StartOptions(
     tp=1,
     token="",
     memory_fraction=None,
+    colocated=False,
     routes=True,
     extra=(),
 )
