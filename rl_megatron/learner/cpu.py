@@ -131,12 +131,25 @@ def _keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
+def _fuse_nothing() -> None:
+    """megatron's ``jit_fuser`` is torch.compile, which wants a C++ compiler here.
+
+    To import what that needs is a third of the start of a rank, so nothing of it is, unless megatron is there already.
+    """
+    if "megatron.core" in sys.modules:
+        from torch import _dynamo
+
+        _dynamo.config.disable = True
+        return
+    jit = types.ModuleType("megatron.core.jit")
+    jit.__dict__["jit_fuser"] = lambda function: function
+    sys.modules[jit.__name__] = jit
+
+
 def install() -> None:
     """Make megatron.core importable code run here. Call once per process, before building a model."""
     if not torch.cuda.is_available():
-        from torch import _dynamo
-
-        _dynamo.config.disable = True  # megatron's jit_fuser is torch.compile, which wants a C++ compiler here
+        _fuse_nothing()
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 names it without TransformerEngine, on GPUs too
