@@ -41,7 +41,7 @@ def joined(first: Completion, more: Completion) -> Completion:
     """One completion of two, the second sampled with the first behind its prompt."""
     if not first.token_ids:
         return more
-    routes = more.routes
+    routes = more.routes if more.token_ids else first.routes
     if first.routes is not None and routes is not None:  # those of the first part chose its tokens
         routes = replace(routes, data=first.routes.data + routes.data[len(first.routes.data) :])
     return Completion(

@@ -108,7 +108,8 @@ def test_a_running_request_goes_on_over_an_update(server: ServedBench, models: t
 def test_what_an_update_ends_goes_on_from_what_it_has(server: ServedBench, models: tuple[Path, Path]) -> None:
     """The other way to keep partial rollouts; each part's log-probs are of the weights that sampled it."""
     server.push(models[0], 1)
-    pair, section = request(n=2, new=400), ServerSection(running_requests="abort")
+    routed = server.name in RETURN_ROUTES
+    pair, section = replace(request(n=2, new=400), routes=routed), ServerSection(running_requests="abort")
     engine = server.engine
     ending = ServedEngine(engine.adapter, engine.servers, section, max_length=MAX_LENGTH, vocab_size=259)
 
@@ -133,6 +134,15 @@ def test_what_an_update_ends_goes_on_from_what_it_has(server: ServedBench, model
         assert 0 < cut < 400
         assert before[:cut].max() < 1e-4
         assert after[cut:].max() < 1e-4
+        assert (completion.routes is not None) == routed
+        if completion.routes is not None:  # each position's experts are those that chose the token behind it
+            found = torch.tensor(decode_routes(completion.routes)).sort(-1).values
+            old, new = (routes_of(folder, (*pair.token_ids, *completion.token_ids)[:-1]) for folder in models)
+            first_new = len(pair.token_ids) + cut - 1
+            assert found.shape == old.shape
+            assert (found[:first_new] == old[:first_new]).double().mean() > 0.99  # a near tie may fall otherwise
+            assert (found[first_new:] == new[first_new:]).double().mean() > 0.99
+            assert (new[:first_new] == old[:first_new]).double().mean() < 0.9
 
 
 def test_an_aborted_request_keeps_what_was_sampled(server: ServedBench, models: tuple[Path, Path]) -> None:

@@ -325,6 +325,8 @@ def test_routes_of_a_completion_in_two_parts_are_those_that_chose_its_tokens() -
 
     whole = joined(part(2, 4, 0), part(3, 7, 9))  # a prompt of 3 tokens
     assert whole.routes == Routes(data=bytes([0] * 8 + [9] * 6), shape=(7, 1, 2))
+    ended_at_once = Completion(token_ids=(), logprobs=(), finish_reason="abort", versions=(2, 2))
+    assert joined(whole, ended_at_once).routes == whole.routes
 
 
 @pytest.mark.parametrize(("tokens", "finish"), [((3,), "abort"), ((), "abort"), ((9,), "stop"), ((3, 4), "length")])
