@@ -20,6 +20,7 @@ from rl_megatron.types import Completion
 from tests.engines.benches import MAX_LENGTH, RETURN_ROUTES, ServedBench, logprobs_of, request, routes_of, served
 
 LONG = request(new=400)
+ATTEMPTS = 5  # to meet a request between its first token and its last, which a loaded machine may miss
 
 
 def swap_gate_and_up(tensors: dict[str, Tensor]) -> None:
@@ -123,7 +124,12 @@ def test_what_an_update_ends_goes_on_from_what_it_has(server: ServedBench, model
         await weights.push(2)
         return await running
 
-    for completion in server.run(update_meanwhile()):
+    completions: Sequence[Completion] = ()
+    for _ in range(ATTEMPTS):
+        completions = server.run(update_meanwhile())
+        if all(c.versions == (1, 2) for c in completions):
+            break
+    for completion in completions:
         assert (completion.finish_reason, len(completion.token_ids)) == ("length", 400)
         assert completion.versions == (1, 2)
         before, after = (
@@ -158,7 +164,10 @@ def test_an_aborted_request_keeps_what_was_sampled(server: ServedBench, models: 
         await adapter.abort(replica, pair, "mine")
         return await mine, await other
 
-    aborted, whole = server.run(abort())
+    for _ in range(ATTEMPTS):
+        aborted, whole = server.run(abort())
+        if all(0 < len(c.token_ids) < 400 for c in aborted):
+            break
     assert len(aborted) == len(whole) == 2
     for completion in aborted:
         assert completion.finish_reason == "abort"
