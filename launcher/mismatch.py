@@ -27,7 +27,7 @@ from rl_megatron.diagnosis.causes import CAUSES, Finding, judge
 from rl_megatron.diagnosis.experiments import Bench, run
 from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.durable import write_atomically
-from rl_megatron.errors import SyncError
+from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.log import run_log
@@ -66,6 +66,11 @@ async def diagnose(subject: Subject, *, num_prompts: int, num_completions: int) 
     Raises RLMegatronError.
     """
     config, folder = _with_every_version_served(subject.config), subject.folder
+    if config.rollout.served and config.rollout.server.colocated:
+        raise ConfigError(
+            "rollout.server.colocated=true: servers forget their weights where the learner computes, and here both are "
+            "asked in turn; add rollout.server.colocated=false, with memory for both"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     parts = Parts(config=config, folder=folder, reward=resolve_reward(config.reward), job=job_of(config, folder))
     progress = Progress(1, "plain", "doctor mismatch", run_folder=folder)
