@@ -12,9 +12,14 @@ from typing import Any
 
 import pytest
 
+from launcher.engines import ServedEngines
 from launcher.replicas import Standing, Supervisor
+from rl_megatron.config import TinyModelSection
+from rl_megatron.config_io import load
 from rl_megatron.errors import EngineError, ReplicasLost
-from rl_megatron.rollout.adapter import ForeignWeights
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.rollout.adapter import Description, ForeignWeights
 from rl_megatron.rollout.http import NoAnswer, Server
 from rl_megatron.rollout.replicas import Replica, State
 from rl_megatron.rollout.served import ServedEngine
@@ -131,7 +136,7 @@ def test_requests_of_a_server_that_dies_are_answered_once_by_what_was_refitted(
     """By another replica, or, where there is none, by the new server; all by the version that is served."""
 
     async def test() -> None:
-        async with bed(fakes[:replicas], fakes[2:]) as it:
+        async with bed(fakes[:replicas], fakes[2:], timeout_seconds=1000.0) as it:
             await it.push(4)
             go = stuck(fakes[0], "/generate")
             requests = [asyncio.create_task(it.engine.generate(REQUEST)) for _ in range(6)]
@@ -155,7 +160,7 @@ def test_a_server_that_dies_of_a_push_gets_the_new_version(fakes: list[Fake], re
     """The push goes on with the others; where there is none, with the new server."""
 
     async def test() -> None:
-        async with bed(fakes[:replicas], fakes[2:]) as it:
+        async with bed(fakes[:replicas], fakes[2:], timeout_seconds=1000.0) as it:
             await it.push(4)
             go = stuck(fakes[0], "/load")
             pushing = asyncio.create_task(self_healing(it, 5))
@@ -251,6 +256,47 @@ def test_a_server_of_somebody_else_that_came_back_with_other_weights_is_refitted
             assert (await it.engine.generate(REQUEST))[0].versions == (4, 4)
             assert "'default'" in it.engine.replicas.all[0].reason
             assert fakes[0].label == "4"
+
+    run(test)
+
+
+class Described(Words):
+    async def describe(self, server: Server) -> Description:
+        await server.get("/version")
+        architecture = "Qwen3MoeForCausalLM"
+        return Description(version="1", dtype="float32", architecture=architecture, max_length=1000, problems=())
+
+
+def test_a_server_by_address_that_was_out_of_reach_serves_again_once_it_is_refitted(
+    fakes: list[Fake], tmp_path: Path
+) -> None:
+    """Between a broken connection and its next answer it was started again, by somebody else."""
+    fake, gone = fakes[0], list[int]()
+    model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
+    config = load("tiny_cpu", ["rollout=vllm", f"rollout.server.addresses={fake.url}"])
+
+    def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        if path == "/generate" and not gone:
+            gone.append(number)
+            fake.label = "default"
+            raise ConnectionAbortedError
+        return 200, {"label": fake.label}
+
+    async def test() -> None:
+        fake.answer = answer
+        servers = ServedEngines(config, Described(), model, tmp_path, ModelShape.from_folder(model))
+        async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
+
+            async def refit(url: str) -> None:
+                if engine.stale(url):
+                    await engine.load(Path("weights"), 4, only=url)
+                    await engine.commit(4, only=url)
+
+            await push(engine, 4)
+            servers.refit = refit
+            assert (await engine.generate(REQUEST))[0].versions == (4, 4)
+            assert engine.metrics() == {"engine/healthy": 1, "engine/restarts": 1}
+            assert fake.asked.count("/load") == 2
 
     run(test)
 
