@@ -22,13 +22,14 @@ from pathlib import Path
 from launcher import engine_guard
 from launcher.colocated import colocated
 from launcher.placement import engines_elsewhere
+from launcher.proxies import WeightGroup
 from launcher.replicas import Attached, Standing, Started, Supervisor
 from launcher.scratch import scratch
 from launcher.seats import elsewhere, places
 from launcher.slurm import Job
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.interfaces import Launcher, Roles
+from rl_megatron.interfaces import Launcher, Roles, WeightSync
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.adapter import Adapter, Description, StartOptions
 from rl_megatron.rollout.http import AttemptFailed, Server
@@ -36,7 +37,10 @@ from rl_megatron.rollout.replicas import Replica
 from rl_megatron.rollout.served import ServedEngine
 from rl_megatron.rollout.sglang import SGLangAdapter
 from rl_megatron.rollout.vllm import VLLMAdapter
-from rl_megatron.weights.served import PROBE_LENGTH, Probe, ServedWeights
+from rl_megatron.weights.direct import Direct
+from rl_megatron.weights.probe import PROBE_LENGTH, Probe
+from rl_megatron.weights.served import ServedWeights
+from rl_megatron.weights.transports.joined import Keeper
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +103,28 @@ class ServedLauncher:
                 learner=roles.learner,
                 dims=config.learner.dims,
                 probe=probe,
+                probes=config.rollout.server.probes,
+                direct=_direct(config, roles.weights, engine, path),
             )
             servers.refit = weights.refit
             if config.rollout.server.colocated:
                 roles = colocated(roles, engine)
             yield replace(roles, engine=engine, weights=weights, engine_metrics=engine.metrics)
+
+
+def _direct(config: RunConfig, weights: WeightSync, engine: ServedEngine, path: Path) -> Direct | None:
+    """The way from learner ranks straight into engine ranks, where the configuration wants it."""
+    if config.rollout.server.transport == "file":
+        return None
+    assert isinstance(weights, WeightGroup)
+    return Direct(
+        senders=weights,
+        receivers=engine,
+        keeper=Keeper(config.rollout.server.meeting_host, config.rollout.server.timeout_seconds),
+        path=path,
+        learner_ranks=config.learner.dims.world_size,
+        backend="gloo" if config.learner.device == "cpu" else "nccl",
+    )
 
 
 class ServedEngines:
@@ -217,7 +238,7 @@ class ServedEngines:
         return started
 
     async def _start_one(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
-        section, place, token = self._section, self._places[number], secrets.token_urlsafe(24)
+        section, place, token = self._section, self._places[number], secrets.token_hex(24)
         port = place.port()
         command = self._adapter.command(
             StartOptions(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.workers import WorkerGroup, WorkerHandle
 from rl_megatron.config import RunConfig
-from rl_megatron.errors import CorruptionError
+from rl_megatron.errors import CorruptionError, SyncError
 from rl_megatron.interfaces import Roles
 from rl_megatron.types import (
     Batch,
@@ -23,6 +23,9 @@ from rl_megatron.types import (
     StepResult,
     WeightUpdate,
 )
+from rl_megatron.weights.engine_layout import Boxes
+from rl_megatron.weights.held import Report
+from rl_megatron.weights.transports.joined import Place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,16 +157,11 @@ class WeightGroup:
         if failures:
             raise failures[0]
         await self._group.each("commit", version)
-        return WeightUpdate(
-            version=version,
-            num_bytes=sum(u.num_bytes for u in updates),
-            seconds=max(u.seconds for u in updates),
-            verify_seconds=max(u.verify_seconds for u in updates),
-        )
+        return _joined(version, updates)
 
-    async def held(self) -> list[dict[str, str]]:
+    async def held(self) -> list[dict[str, int]]:
         """The checksum of each tensor that each rank holds for its engine."""
-        held: list[dict[str, str]] = await self._group.each("checksums")
+        held: list[dict[str, int]] = await self._group.each("checksums")
         return held
 
     async def _stage(self, version: int) -> tuple[list[WeightUpdate], list[CorruptionError]]:
@@ -173,6 +171,28 @@ class WeightGroup:
             [answer for answer in answers if isinstance(answer, CorruptionError)],
         )
 
+    async def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
+        """See weights.direct.Senders."""
+        await self._group.each("join_engines", place, ranks)
+
+    async def send(self, version: int) -> tuple[WeightUpdate, list[Report]]:
+        """See weights.direct.Senders."""
+        answers: list[tuple[WeightUpdate, Report] | SyncError] = await self._group.each("send", version)
+        for answer in answers:
+            if isinstance(answer, SyncError):
+                raise answer
+        said = [answer for answer in answers if not isinstance(answer, SyncError)]
+        return _joined(version, [update for update, _ in said]), [report for _, report in said]
+
     async def export(self, folder: Path) -> None:
         """See interfaces.WeightSync. Writes what was pushed last."""
         await self._group.ask("export", {0: (folder,)})
+
+
+def _joined(version: int, updates: Sequence[WeightUpdate]) -> WeightUpdate:
+    return WeightUpdate(
+        version=version,
+        num_bytes=sum(u.num_bytes for u in updates),
+        seconds=max(u.seconds for u in updates),
+        verify_seconds=max(u.verify_seconds for u in updates),
+    )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import messages, stacks
 from rl_megatron.config import RunConfig
-from rl_megatron.errors import CorruptionError, RLMegatronError
+from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
 from rl_megatron.observability import activity
 from rl_megatron.types import Completion, GenerationRequest, Loss, Samples, StepResult, WeightUpdate
 
@@ -33,7 +33,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_megatron.rollout.local import LocalEngine
+    from rl_megatron.weights.engine_layout import Boxes
+    from rl_megatron.weights.held import Report
     from rl_megatron.weights.mirror import Mirror
+    from rl_megatron.weights.transports.engine_ends import Sender
+    from rl_megatron.weights.transports.joined import Place
 
 _PR_SET_PDEATHSIG = 1
 _SENDING = threading.Lock()  # one message at a time into the pipe
@@ -140,7 +144,7 @@ class Worker:
     """
 
     CALLS = (
-        *("generate", "stage", "commit", "export", "checksums", "start_from"),
+        *("generate", "stage", "commit", "join_engines", "send", "export", "checksums", "start_from"),
         *("score", "score_with_routes", "logits", "train_step", "save", "load", "close"),
     )
 
@@ -161,6 +165,7 @@ class Worker:
             learner = config.learner.model_copy(update={"optimizer": section.optimizer})
             self._learners["critic"] = make_critic(self._shape, learner, device)
         self._reference: dict[str, Tensor] = {}
+        self._sender: Sender | None = None  # into engine ranks that are processes of their own
         self._hf = hf_layout(self._shape)
         mesh = config.learner
         self._layout = megatron_layout(
@@ -260,17 +265,43 @@ class Worker:
         """Serve the weights that were staged."""
         self._replica.commit(version)
 
+    def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
+        """Plan the way from every learner rank straight into engine ranks, which hold ``ranks``; collective with them.
+
+        Raises SyncError where they do not come, WeightError where no plan leads there.
+        """
+        from rl_megatron.weights.engine_layout import recorded_layout
+        from rl_megatron.weights.held import sources_of
+        from rl_megatron.weights.plan import plan
+        from rl_megatron.weights.transports.engine_ends import Sender
+
+        first = self._layout.dims.world_size
+        placement = {rank: first + rank for rank in range(len(ranks))}
+        moves = plan(self._layout, recorded_layout(self._hf, ranks), placement=placement)
+        if self._sender is not None:
+            self._sender.close()
+        sources, tensors = sources_of(self._layout, self._rank, self._hf), dict(self._learners["policy"].tensors)
+        self._sender = Sender(place, self._rank, moves, tensors, sources)
+
+    def send(self, version: int) -> tuple[WeightUpdate, Report] | SyncError:
+        """Send this rank's shards to the engine ranks. What goes wrong on their side is an answer, not an end."""
+        assert self._sender is not None
+        try:
+            return self._sender.send(version)
+        except SyncError as error:
+            return error
+
     def export(self, folder: Path) -> None:
         """Write what was pushed last as a Hugging Face folder."""
         from rl_megatron.weights.safetensors_io import write_folder
 
         write_folder(self._held, self._model_folder, folder)
 
-    def checksums(self) -> dict[str, str]:
+    def checksums(self) -> dict[str, int]:
         """Of each Hugging Face tensor that a push wrote here, as it is held."""
-        from rl_megatron.weights.mirror import checksum
+        from rl_megatron.weights.checksums import checksum
 
-        return {name: checksum(tensor.cpu()) for name, tensor in self._held.items()}
+        return {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in self._held.items()}
 
     def logits(self, role: str, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
         """See MegatronLearner.logits."""

@@ -165,6 +165,11 @@ def _colocation_problems(c: RunConfig) -> list[str]:
             f"{turns} on the same nodes, but slurm.engines.nodes={c.slurm.engines.nodes} are the servers' alone; leave "
             "one of them out"
         )
+    if c.rollout.server.transport != "file":
+        out.append(
+            f"{turns}, but rollout.server.transport={c.rollout.server.transport} sends into memory that servers give "
+            "back meanwhile; use rollout.server.transport=file"
+        )
     return out
 
 

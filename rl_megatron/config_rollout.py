@@ -47,9 +47,17 @@ class ServerSection(Section):
     colocated: bool = False
     """Whether servers and learner take turns on the same accelerators: the servers' memory is given back before
     anything trains or scores, and taken again at a push."""
+    transport: Literal["file", "process_group"] = "file"
+    """How weights reach servers. file: whole, in a file that their own loaders read; process_group: each engine rank's
+    shard straight from the learner's ranks, over gloo or NCCL."""
+    meeting_host: str = "127.0.0.1"
+    """transport=process_group: this machine's address, at which learner and engine ranks find each other."""
     weights_dir: Path | None = None
     """Where weights are handed over, seen by the servers too; null: /dev/shm, or for servers that are started on other
     nodes the run's folder."""
+    probes: Literal["auto", "always"] = "auto"
+    """At which versions log-probs of a fixed text are compared: a server's first, and all where checksums cannot vouch
+    for every tensor; or all."""
     probe_tolerance: PositiveFloat | None = None
     """Largest difference of a probe's log-probs, in nats, at which new weights are served; null: 1e-3 in float32, 0.25
     in bfloat16."""

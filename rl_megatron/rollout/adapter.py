@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.http import Server
 from rl_megatron.types import Completion, FinishReason, GenerationRequest
+from rl_megatron.weights.engine_layout import Boxes
+from rl_megatron.weights.held import Report
 
 FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -87,8 +89,26 @@ class Adapter(Protocol):
         """Sample on."""
         ...
 
-    async def load(self, server: Server, path: Path, version: int, label: str) -> None:
-        """Load the mirror file ``path``, drop cached prefixes. Raises SyncError naming a tensor that is wrong."""
+    async def score(self, server: Server, text: Sequence[int]) -> list[float]:
+        """Log-probs, at temperature 1, of every token behind the first, from one forward of the whole text."""
+        ...
+
+    async def load(
+        self, server: Server, path: Path, version: int, label: str, *, straight: bool = False
+    ) -> list[Report]:
+        """Load the mirror file ``path``, drop cached prefixes; what each rank holds then.
+
+        ``straight``: take what the learner's ranks send over the group joined last. Raises SyncError naming a tensor
+        that is wrong.
+        """
+        ...
+
+    async def boxes(self, server: Server, path: Path) -> list[Boxes]:
+        """The box of each tensor of the mirror file that each rank of the server holds."""
+        ...
+
+    async def join(self, server: Server, path: Path, place: Mapping[str, object], first: int) -> None:
+        """Make the server's ranks ``first`` and those behind it of the group that meets at ``place``."""
         ...
 
     async def relabel(self, server: Server, label: str) -> None:
@@ -103,8 +123,8 @@ class Adapter(Protocol):
         """Take memory again that was given back: for weights before they are loaded, for the cache after."""
         ...
 
-    async def comparable(self, server: Server, path: Path, version: int) -> tuple[int, list[str]]:
-        """How many of the mirror file's tensors a worker holds as they are, and the names of those that differ."""
+    async def held(self, server: Server, path: Path) -> list[Report]:
+        """What each rank of the server holds of the mirror file's tensors."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Engine servers as one RolloutEngine: replicas, retries, and new weights served only once somebody vouched for them.
 
-An adapter (vllm.py, sglang.py) says a request or an order in its server's words; everything else is here, once.
+An adapter (adapter.py) says a request or an order in its server's words; everything else is here, once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from rl_megatron.rollout.answers import as_it_should_end, joined, rest_of
 from rl_megatron.rollout.http import AttemptFailed, Server
 from rl_megatron.rollout.replicas import PRESENT, Event, Replica, ReplicaDied, ReplicaSet, State
 from rl_megatron.types import Completion, GenerationRequest
+from rl_megatron.weights.engine_layout import Boxes
+from rl_megatron.weights.held import Report
+from rl_megatron.weights.mirror import vouched_for
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -164,8 +167,26 @@ class ServedEngine:
         """Whether a server answers there that does not serve, and should."""
         return not self._released and any(r.state is State.STALE and r.server.url == url for r in self.replicas.all)
 
-    async def load(self, path: Path, version: int, *, only: str | None = None) -> None:
-        """Every replica that answers holds ``version`` when this returns, and nothing is served.
+    def names(self) -> list[str]:
+        """URLs of those that answer."""
+        return [server.url for server in self.servers]
+
+    async def boxes(self, path: Path) -> dict[str, list[Boxes]]:
+        """What each rank of each replica that answers holds of the mirror file's tensors; by URL. Raises SyncError."""
+        present = {replica: replica.server for replica in await self.replicas.some(self.replicas.present)}
+        return await self._on_each(present, "recording layouts", lambda r: self.adapter.boxes(r.server, path))
+
+    async def join(self, path: Path, place: Mapping[str, object], first: Mapping[str, int]) -> None:
+        """Make the ranks of these replicas members of a group, each from its ``first`` on, by URL. Raises SyncError."""
+        wanted = {r: r.server for r in self.replicas.present() if r.server.url in first}
+        await self._on_each(
+            wanted, "joining a group", lambda r: self.adapter.join(r.server, path, place, first[r.server.url])
+        )
+
+    async def load(
+        self, path: Path, version: int, *, only: str | None = None, straight: bool = False
+    ) -> dict[str, list[Report]]:
+        """Every replica that answers holds ``version`` when this returns, and nothing is served; what ranks hold.
 
         ``only``: the one at that URL alone; the others serve on. Raises SyncError; ReplicasLost where all died.
         """
@@ -173,26 +194,28 @@ class ServedEngine:
             self._settled.clear()
             self._version = None
 
-        async def one(server: Server) -> None:
+        async def one(server: Server) -> list[Report]:
             await self.adapter.pause(server, self._section.running_requests)
             if server.released:
                 await self.adapter.reclaim(server, "weights")
-            await self.adapter.load(server, path, version, f"{version}?")
+            reports = await self.adapter.load(server, path, version, f"{version}?", straight=straight)
             if server.released:
                 await self.adapter.reclaim(server, "cache")
                 server.released = False
             await self.adapter.resume(server)
+            return reports
 
         try:
             present = self.replicas.present() if only else await self.replicas.some(self.replicas.present)
             holding = {replica: replica.server for replica in present if only in (None, replica.server.url)}
-            await self._on_each(holding, f"version {version}", lambda replica: one(replica.server))
+            reports = await self._on_each(holding, f"version {version}", lambda replica: one(replica.server))
         except BaseException:
             if only is None:
                 self._settled.set()
             raise
         self._holding = holding if only is None else self._holding | holding
         self._released = self._released and only is not None
+        return reports
 
     async def sample_everywhere(
         self, requests: Sequence[GenerationRequest], *, only: str | None = None
@@ -205,9 +228,10 @@ class ServedEngine:
         return await self._on_each(self._loaded(only), "a probe of new weights", all_of)
 
     async def comparable(self, path: Path, version: int) -> dict[str, tuple[int, list[str]]]:
-        """See Adapter.comparable; of each replica, by URL. Raises SyncError."""
+        """How many of the mirror's tensors checksums vouch for, and those that differ; by URL. Raises SyncError."""
         what = f"comparing version {version}"
-        return await self._on_each(self._loaded(None), what, lambda r: self.adapter.comparable(r.server, path, version))
+        said = await self._on_each(self._loaded(None), what, lambda r: self.adapter.held(r.server, path))
+        return {url: vouched_for(path, version, reports) for url, reports in said.items()}
 
     async def tokenized(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...] | None:
         """What a replica's own tokenizer makes of a text; None where it has none. Raises EngineError."""
@@ -220,6 +244,16 @@ class ServedEngine:
         except AttemptFailed as error:
             raise EngineError(f"its tokenizer does not answer: {error}") from error
         return tuple(answer["tokens"])
+
+    async def score_everywhere(
+        self, texts: Sequence[Sequence[int]], *, only: str | None = None
+    ) -> dict[str, list[list[float]]]:
+        """Log-probs of each text's tokens but the first, likewise."""
+
+        async def all_of(replica: Replica) -> list[list[float]]:
+            return list(await asyncio.gather(*(self.adapter.score(replica.server, text) for text in texts)))
+
+        return await self._on_each(self._loaded(only), "a probe of new weights", all_of)
 
     async def commit(self, version: int, *, only: str | None = None) -> None:
         """Serve what ``load`` brought, as ``version``; with ``only``, by that replica too."""

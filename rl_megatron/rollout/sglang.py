@@ -1,36 +1,43 @@
-"""SGLang's words: its native generate endpoint and its weight update from a folder, as of 0.5.21."""
+"""SGLang's words: its native generate endpoint and its weight update by a loader of ours, as of 0.5.21."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
+import pickle
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
-from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.errors import ConfigError, CorruptionError, EngineError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.adapter import FINISH_REASONS, Command, Description, StartOptions, version_of
 from rl_megatron.rollout.answers import checked_routes
 from rl_megatron.rollout.http import Server
 from rl_megatron.types import Completion, GenerationRequest, Routes
-from rl_megatron.weights import mirror
+from rl_megatron.weights.engine_layout import Boxes, boxes_of
+from rl_megatron.weights.held import Report
 
 _NEEDED = (
-    *("/generate", "/update_weights_from_disk", "/update_weight_version", "/pause_generation", "/server_info"),
-    *("/release_memory_occupation", "/resume_memory_occupation"),
+    *("/generate", "/begin_weight_update", "/update_weights_from_tensor", "/update_weight_version"),
+    *("/pause_generation", "/server_info", "/release_memory_occupation", "/resume_memory_occupation"),
 )
 _ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
 )
+_LOADER = "rl_megatron.rollout.sglang_worker.load"
 _MARGIN = 8  # of its context that a request may not use
 
 
 class SGLangAdapter:
-    """See served.Adapter. Its log-probs come from before top-p (sampler.py), so only 1 is served."""
+    """See adapter.Adapter. Its log-probs come from before top-p (sampler.py), so only 1 is served."""
 
     name = "SGLang"
     module = "sglang"
@@ -41,7 +48,7 @@ class SGLangAdapter:
         self._shape = shape
 
     def command(self, options: StartOptions) -> Command:
-        """See served.Adapter."""
+        """See adapter.Adapter."""
         if options.device == "cpu" and self._shape.latent is not None:
             raise ConfigError(
                 f"model_type={self._shape.family!r}: SGLang's attention for CPUs without AMX kernels takes the cached "
@@ -54,7 +61,7 @@ class SGLangAdapter:
                 *("-m", "sglang.launch_server"),
                 # Its end-of-sequence tokens would end completions beside those that a request names.
                 *("--model-path", str(options.bare_folder), "--json-model-override-args", '{"eos_token_id": null}'),
-                *("--load-format", "dummy"),
+                *("--load-format", "dummy", "--custom-weight-loader", _LOADER),
                 *("--host", options.host, "--port", str(options.port), "--api-key", options.token),
                 *("--dtype", options.dtype, "--tp-size", str(options.tp)),
                 *("--context-length", str(options.max_length + _MARGIN), "--max-running-requests", str(options.slots)),
@@ -74,7 +81,7 @@ class SGLangAdapter:
         )
 
     async def describe(self, server: Server) -> Description:
-        """See served.Adapter."""
+        """See adapter.Adapter."""
         paths = (await server.get("/openapi.json"))["paths"]
         problems = [f"it has no {path}; docs/engines.md names the version" for path in _NEEDED if path not in paths]
         info, settings = await server.get("/model_info"), await server.get("/server_info")
@@ -90,7 +97,7 @@ class SGLangAdapter:
         )
 
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
-        """See served.Adapter."""
+        """See adapter.Adapter."""
         p = request.params
         if p.top_p < 1:
             raise EngineError("SGLang's log-probs are not of the tokens that top_p leaves; ask with top_p=1")
@@ -110,41 +117,79 @@ class SGLangAdapter:
         answers = await server.post("/generate", body)
         return [_completion(answer["meta_info"], request, self._shape) for answer in answers]
 
+    async def score(self, server: Server, text: Sequence[int]) -> list[float]:
+        """See adapter.Adapter."""
+        sampling = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
+        body = {"input_ids": list(text), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        said = (await server.post("/generate", body))["meta_info"]["input_token_logprobs"]
+        return [float(logprob) for logprob, _, _ in said[1:]]
+
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
-        """See served.Adapter."""
+        """See adapter.Adapter."""
         for name in _names(request, request_id):
             await server.post("/abort_request", {"rid": name})
 
     async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
-        """See served.Adapter. Requests that are kept lose their cache, and compute it anew with the new weights."""
+        """See adapter.Adapter. Requests that are kept lose their cache, and compute it anew with the new weights."""
         await server.post("/pause_generation", {"mode": "retract" if mode == "keep" else "abort"})
 
     async def resume(self, server: Server) -> None:
-        """See served.Adapter."""
+        """See adapter.Adapter."""
         await server.post("/continue_generation", {})
 
-    async def load(self, server: Server, path: Path, version: int, label: str) -> None:
-        """See served.Adapter. The file is checked here, right before SGLang's own loader reads it."""
-        await asyncio.to_thread(mirror.read, path, version)
-        body = {"model_path": str(path.parent), "load_format": "auto", "weight_version": label, "flush_cache": True}
-        await server.post("/update_weights_from_disk", body)
+    async def load(
+        self, server: Server, path: Path, version: int, label: str, *, straight: bool = False
+    ) -> list[Report]:
+        """See adapter.Adapter."""
+        said = await self._order(
+            server, path, {"do": "receive" if straight else "load", "version": version}, weight_version=label
+        )
+        return [Report.from_json(one) for one in said]
+
+    async def boxes(self, server: Server, path: Path) -> list[Boxes]:
+        """See adapter.Adapter."""
+        return [boxes_of(one) for one in await self._order(server, path, {"do": "boxes"})]
+
+    async def join(self, server: Server, path: Path, place: Mapping[str, object], first: int) -> None:
+        """See adapter.Adapter."""
+        await self._order(server, path, {"do": "join", "place": place, "first": first})
+
+    async def _order(
+        self, server: Server, path: Path, order: dict[str, object], **more: object
+    ) -> list[dict[str, Any]]:
+        """What the loader answers on each rank: in files beside the weights, for its errors would end the server."""
+        ranks = int((await server.get("/server_info"))["tp_size"])
+        answer = path.with_name(f"held-{uuid.uuid4().hex}")
+        text = json.dumps(order | {"path": str(path), "answer": str(answer)})
+        payload = base64.b64encode(pickle.dumps([(text, torch.empty(0))])).decode()
+        body = {"serialized_named_tensors": [payload] * ranks, "load_format": _LOADER, "flush_cache": True}
+        await server.post("/begin_weight_update", {})
+        try:
+            await server.post("/update_weights_from_tensor", body | more)
+        finally:
+            await server.post("/end_weight_update", {})
+        said = await asyncio.to_thread(_answers, answer, ranks)
+        for rank, one in enumerate(said):
+            if "error" in one:
+                raise CorruptionError(f"rank {rank}: {one['error']}")
+        return said
 
     async def relabel(self, server: Server, label: str) -> None:
-        """See served.Adapter."""
+        """See adapter.Adapter."""
         await server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     async def release(self, server: Server) -> None:
-        """See served.Adapter."""
+        """See adapter.Adapter."""
         await server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
-        """See served.Adapter."""
+        """See adapter.Adapter."""
         tags = [{"weights": "weights", "cache": "kv_cache"}[what]]
         await server.post("/resume_memory_occupation", {"tags": tags})
 
-    async def comparable(self, server: Server, path: Path, version: int) -> tuple[int, list[str]]:
-        """See served.Adapter. SGLang gives none in the form it was sent."""
-        return 0, []
+    async def held(self, server: Server, path: Path) -> list[Report]:
+        """See adapter.Adapter."""
+        return [Report.from_json(one) for one in await self._order(server, path, {"do": "held"})]
 
 
 def _cores(ranks: int) -> str:
@@ -152,6 +197,15 @@ def _cores(ranks: int) -> str:
     cores = sorted(os.sched_getaffinity(0))
     each = max(1, len(cores) // ranks)
     return "|".join(",".join(str(cores[(rank * each + i) % len(cores)]) for i in range(each)) for rank in range(ranks))
+
+
+def _answers(path: Path, ranks: int) -> list[dict[str, Any]]:
+    """What each rank's loader said, and says no more."""
+    files = [path.with_name(f"{path.name}.{rank}") for rank in range(ranks)]
+    said = [json.loads(file.read_text()) for file in files]
+    for file in files:
+        file.unlink()
+    return said
 
 
 def _names(request: GenerationRequest, request_id: str) -> list[str]:

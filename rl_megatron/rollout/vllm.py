@@ -5,17 +5,20 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from rl_megatron.errors import ConfigError, CorruptionError, EngineError
+from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.adapter import FINISH_REASONS, Command, Description, StartOptions, version_of
 from rl_megatron.rollout.answers import checked_routes
 from rl_megatron.rollout.http import AttemptFailed, Server
 from rl_megatron.types import Completion, GenerationRequest, Routes
+from rl_megatron.weights.engine_layout import Boxes, boxes_of
+from rl_megatron.weights.held import Report
 
 _NEEDED = (
     *("/inference/v1/generate", "/start_weight_update", "/update_weight_version", "/collective_rpc", "/pause"),
@@ -24,7 +27,7 @@ _NEEDED = (
 
 
 class VLLMAdapter:
-    """See served.Adapter.
+    """See adapter.Adapter.
 
     Seeds are not passed on: a request that has one ends vLLM 0.32.0 when it resumes after a pause.
     """
@@ -38,7 +41,7 @@ class VLLMAdapter:
         self._shape = shape
 
     def command(self, options: StartOptions) -> Command:
-        """See served.Adapter."""
+        """See adapter.Adapter."""
         if options.routes and options.device == "cpu":
             raise ConfigError(
                 "algorithm.routing_replay=r3: vLLM 0.32.0 returns routes by its second model runner alone, which wants "
@@ -75,7 +78,7 @@ class VLLMAdapter:
         )
 
     async def describe(self, server: Server) -> Description:
-        """See served.Adapter."""
+        """See adapter.Adapter."""
         paths = (await server.get("/openapi.json"))["paths"]
         problems = [f"it has no {path}; start it as docs/engines.md says" for path in _NEEDED if path not in paths]
         model = (await server.get("/v1/models"))["data"][0]
@@ -97,7 +100,7 @@ class VLLMAdapter:
         )
 
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
-        """See served.Adapter."""
+        """See adapter.Adapter."""
         p = request.params
         sampling = {
             "n": request.num_completions if p.temperature else 1,  # greedy ones are all the same
@@ -116,43 +119,58 @@ class VLLMAdapter:
         ]
         return completions if p.temperature else completions * request.num_completions
 
+    async def score(self, server: Server, text: Sequence[int]) -> list[float]:
+        """See adapter.Adapter."""
+        sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "ignore_eos": True, "detokenize": False}
+        answer = await server.post("/inference/v1/generate", {"token_ids": list(text), "sampling_params": sampling})
+        said = answer["prompt_logprobs"][1:]
+        return [float(found[str(token)]["logprob"]) for token, found in zip(text[1:], said, strict=True)]
+
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
-        """See served.Adapter."""
+        """See adapter.Adapter."""
         await server.post("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})
 
     async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
-        """See served.Adapter. Cached prefixes are dropped here; requests that are kept compute theirs anew."""
+        """See adapter.Adapter. Cached prefixes are dropped here; requests that are kept compute theirs anew."""
         await server.post("/pause", params={"mode": mode, "clear_cache": "true"})
 
     async def resume(self, server: Server) -> None:
-        """See served.Adapter."""
+        """See adapter.Adapter."""
         await server.post("/resume")
 
-    async def load(self, server: Server, path: Path, version: int, label: str) -> None:
-        """See served.Adapter."""
+    async def load(
+        self, server: Server, path: Path, version: int, label: str, *, straight: bool = False
+    ) -> list[Report]:
+        """See adapter.Adapter."""
+        info = {"path": str(path), "version": version, "straight": straight}
         await server.post("/start_weight_update")
-        await server.post("/update_weights", {"update_info": {"path": str(path), "version": version}})
+        await server.post("/update_weights", {"update_info": info})
         await server.post("/finish_weight_update", {"weight_version": label})
-        _, differing = await self.comparable(server, path, version)
-        if differing:
-            raise CorruptionError(f"it holds other bytes than the learner wrote in {', '.join(differing[:20])}")
+        return await self.held(server, path)
+
+    async def boxes(self, server: Server, path: Path) -> list[Boxes]:
+        """See adapter.Adapter."""
+        return [boxes_of(said) for said in await self._rpc(server, "rl_megatron_boxes", str(path))]
+
+    async def join(self, server: Server, path: Path, place: Mapping[str, object], first: int) -> None:
+        """See adapter.Adapter."""
+        await self._rpc(server, "rl_megatron_join", str(path), json.dumps(place), first)
 
     async def relabel(self, server: Server, label: str) -> None:
-        """See served.Adapter."""
+        """See adapter.Adapter."""
         await server.post("/update_weight_version", {"new_version": label})
 
     async def release(self, server: Server) -> None:
-        """See served.Adapter."""
+        """See adapter.Adapter."""
         await server.post("/sleep", params={"level": "2", "mode": "abort"})
 
     async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
-        """See served.Adapter."""
+        """See adapter.Adapter."""
         await server.post("/wake_up", params={"tags": {"weights": "weights", "cache": "kv_cache"}[what]})
 
-    async def comparable(self, server: Server, path: Path, version: int) -> tuple[int, list[str]]:
-        """See served.Adapter. Those that are neither sharded nor stacked nor packed."""
-        answers = await self._rpc(server, "rl_megatron_differing", str(path), version)
-        return min(count for count, _ in answers), sorted({name for _, names in answers for name in names})
+    async def held(self, server: Server, path: Path) -> list[Report]:
+        """See adapter.Adapter."""
+        return [Report.from_json(said) for said in await self._rpc(server, "rl_megatron_held", str(path))]
 
     async def _rpc(self, server: Server, method: str, *arguments: object) -> Any:
         """What each worker of the server answers."""

@@ -1,4 +1,4 @@
-"""Runs inside vLLM's workers: takes weights from a mirror file and says which tensors it does not hold as written.
+"""Runs inside vLLM's workers: takes weights from a mirror file, and says by checksums what it holds behind it.
 
 vLLM loads it by ``--worker-extension-cls``, in its own interpreter: of this package it needs what torch alone needs.
 Written against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py).
@@ -6,10 +6,15 @@ Written against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py).
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -17,11 +22,22 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _layerwise_process,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
-from rl_megatron.weights import mirror
+from rl_megatron.weights import held, mirror
+from rl_megatron.weights.recorded import Held, record
+from rl_megatron.weights.transports.engine_ends import Receiver, named
+from rl_megatron.weights.transports.joined import Place
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 BACKEND = "rl_megatron_mirror"
 
@@ -37,6 +53,7 @@ class MirrorUpdate(WeightTransferUpdateInfo):
 
     path: str
     version: int
+    straight: bool = False  # the learner's ranks send shards over the group that this rank has joined
 
 
 class MirrorEngine(WeightTransferEngine):
@@ -50,13 +67,18 @@ class MirrorEngine(WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         """See WeightTransferEngine."""
+        abandon(self.model)
         forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: MirrorUpdate) -> None:
         """Raises CorruptionError that names the tensor whose bytes are not the learner's."""
-        tensors = mirror.read(Path(update_info.path), update_info.version)
-        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors.items())
+        if update_info.straight:
+            STRAIGHT[self.model].receive(update_info.version)
+            return
+        reader = mirror.Reader(Path(update_info.path), update_info.version)
+        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in reader)
+        SECONDS[self.model] = reader.seconds
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Without the base class's wait for an accelerator, which a CPU has not; `Tensor.to` has waited."""
@@ -69,6 +91,15 @@ class MirrorEngine(WeightTransferEngine):
 
     def shutdown(self) -> None:
         """Nothing is held."""
+
+
+def abandon(model: nn.Module) -> None:
+    """Forget an update that failed half-way: what it left waiting in a layer would count for the next."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            _place_kernel_tensors(layer, info)
+            info.reset()
 
 
 def forget_packed_experts(model: nn.Module) -> None:
@@ -102,6 +133,7 @@ class WorkerExtension:
     model_runner: Any
     model_config: Any
     vllm_config: Any
+    rank: int
 
     def rl_megatron_describe(self) -> dict[str, str]:
         """What the trainer must know before it trusts this server."""
@@ -112,15 +144,85 @@ class WorkerExtension:
             "routes": str(self.vllm_config.aux_output_config.enable_return_routed_experts),
         }
 
-    def rl_megatron_differing(self, path: str, version: int) -> tuple[int, list[str]]:
-        """How many of the mirror's tensors this rank holds as they are, and the names of those with other bytes.
+    def rl_megatron_held(self, path: str) -> dict[str, object]:
+        """A `held.Report` of this rank's parameters. What lies in a layout of the kernels' own is for the probe."""
+        model = self.model_runner.model
+        report = held.checksums_of(layout_of(model, path), dict(model.named_parameters()))
+        return held.Report(rows=report.rows, seconds=report.seconds + SECONDS.pop(model, 0.0)).to_json()
 
-        Sharded, stacked and packed ones cannot be compared so; the probe's log-probs are their check.
-        """
-        checksums = mirror.sealed_checksums(Path(path), version)
-        shapes = mirror.shapes(Path(path))
-        held = {n: p for n, p in self.model_runner.model.named_parameters() if shapes.get(n) == tuple(p.shape)}
-        return len(held), [name for name, p in held.items() if mirror.checksum(p.cpu()) != checksums[name]]
+    def rl_megatron_boxes(self, path: str) -> dict[str, object]:
+        """The box of each Hugging Face tensor that this rank holds."""
+        return {one.hf: one.box for one in layout_of(self.model_runner.model, path)}
+
+    def rl_megatron_join(self, path: str, place: str, first: int) -> None:
+        """Join learner and engine ranks, as rank ``first`` and what this one is in its server. Collective."""
+        model = self.model_runner.model
+        STRAIGHT[model] = Straight(model, path, Place(**json.loads(place)), first + self.rank)
+
+
+class Straight:
+    """This rank's end of a transport, and the memory that it fills: the parameters as the loader wants them.
+
+    They lie beside the kernels' own, so the rank's share of the model is held twice.
+    """
+
+    def __init__(self, model: nn.Module, path: str, place: Place, rank: int) -> None:
+        places, device = layout_of(model, path), next(model.parameters()).device
+        self._layers: dict[nn.Module, dict[str, Tensor]] = {}
+        wanted = {one.param for one in places}
+        with as_loaded(model) as params:
+            made = {name: torch.empty_like(params[name], device=device) for name in wanted}
+            for prefix, layer in model.named_modules():
+                for name in get_layer_tensors(layer):
+                    if (param := f"{prefix}.{name}" if prefix else name) in wanted:
+                        self._layers.setdefault(layer, {})[name] = made[param].detach()
+        self._receiver = Receiver(place, rank, named([(one.hf, one.of(made[one.param])) for one in places]))
+
+    def receive(self, version: int) -> None:
+        """Take a version and give it to the kernels, as vLLM does with what its loader has filled."""
+        self._receiver.receive(version)
+        for layer, tensors in self._layers.items():
+            for name, tensor in tensors.items():
+                wanted, filled = getattr(layer, name), tensor.detach()
+                filled.__class__, filled.__dict__ = wanted.__class__, wanted.__dict__.copy()
+                setattr(layer, name, filled)
+            _layerwise_process(layer, get_layerwise_info(layer))
+
+
+STRAIGHT: dict[Any, Straight] = {}
+"""By model, where the learner's ranks send shards."""
+
+
+SECONDS: dict[Any, float] = {}
+"""By model: how long the last load looked at checksums."""
+
+
+@cache
+def layout_of(model: Any, path: str) -> list[Held]:
+    """Where the model's loader puts the Hugging Face tensors of a mirror file."""
+    with as_loaded(model) as params:
+        return record(model.load_weights, mirror.shapes(Path(path)), params, mirror.dtype_of(Path(path)))
+
+
+@contextmanager
+def as_loaded(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The parameters as the loader wants them, without data; the kernels' own are back in their place behind it."""
+    layers = list(model.modules())
+    try:
+        for layer in layers:
+            info = get_layerwise_info(layer)
+            info.kernel_tensors = get_layer_params_buffers(layer)
+            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+            restore_layer_on_meta(layer, info)
+            for tensor in get_layer_tensors(layer).values():
+                if hasattr(tensor, "weight_loader"):  # a load that went before has wrapped it
+                    tensor.weight_loader = _get_original_loader(tensor)
+        yield dict(model.named_parameters())
+    finally:
+        for layer in layers:
+            info = get_layerwise_info(layer)
+            _place_kernel_tensors(layer, info)
+            info.reset()
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import xxhash
 from torch import Tensor
 
 PIECE_BYTES = 256 * 2**10  # with its copy well inside a core's second-level cache
@@ -24,7 +23,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def digest(data: memoryview) -> int:
     """Of bytes, as an unsigned number."""
-    return xxhash.xxh3_64_intdigest(data)
+    from xxhash import xxh3_64_intdigest  # engines' environments may lack it: they get their weights without digests
+
+    return xxh3_64_intdigest(data)
 
 
 def digests(tensors: Sequence[Tensor]) -> Tensor:

@@ -7,11 +7,13 @@ tensor, so that a reader knows what it read. Engines import this module: it need
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -19,7 +21,9 @@ from torch import Tensor
 
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import CorruptionError, SyncError
+from rl_megatron.weights.checksums import checksum
 from rl_megatron.weights.dtypes import DType
+from rl_megatron.weights.held import Report, compare
 from rl_megatron.weights.layout import Shape
 from rl_megatron.weights.mapped import MappedFile, header_bytes, read_header
 
@@ -53,33 +57,62 @@ class Mirror:
 
     def serve(self, version: int) -> None:
         """The tensors are ``version``'s, all of them."""
-        note = {"version": version, "checksums": {name: checksum(t) for name, t in self.tensors.items()}}
+        started = time.perf_counter()
+        note: dict[str, object] = {"version": version}
+        note["checksums"] = {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
+        note["seconds"] = time.perf_counter() - started
         write_atomically(_note(self.path), json.dumps(note).encode())
 
 
-def read(path: Path, version: int) -> dict[str, Tensor]:
-    """Tensors by name, each compared with its checksum.
+class Reader:
+    """A reader's side: ``tensors`` by name, mapped; ``seconds`` is what `check` took so far.
 
-    Raises SyncError where the file is not ``version``'s, CorruptionError naming a tensor that it lacks or that has
-    other bytes than were sealed.
+    Raises SyncError where the file is not ``version``'s, CorruptionError naming a tensor that it lacks.
     """
-    checksums, tensors = sealed_checksums(path, version), load_file(path)
-    for name in checksums.keys() ^ tensors.keys():
-        raise CorruptionError(f"{path}, version {version}: {name} is in the file or among its checksums, not in both")
-    for name, tensor in tensors.items():
-        if checksum(tensor) != checksums[name]:
-            raise CorruptionError(f"{path}, version {version}: {name} has other bytes than the learner wrote")
-    return tensors
+
+    def __init__(self, path: Path, version: int) -> None:
+        self._what, self.seconds = f"{path}, version {version}", 0.0
+        self._checksums, self.tensors = seal_of(path, version).checksums, load_file(path)
+        for name in self._checksums.keys() ^ self.tensors.keys():
+            raise CorruptionError(f"{self._what}: {name} is in the file or among its checksums, not in both")
+
+    def check(self, name: str) -> None:
+        """Raises CorruptionError for a tensor that has other bytes than were sealed."""
+        started = time.perf_counter()
+        if checksum(self.tensors[name], tuple(self.tensors[name].shape)) != self._checksums[name]:
+            raise CorruptionError(f"{self._what}: {name} has other bytes than the learner wrote")
+        self.seconds += time.perf_counter() - started
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor, right after it was checked."""
+        for name, tensor in self.tensors.items():
+            self.check(name)
+            yield name, tensor
 
 
-def sealed_checksums(path: Path, version: int) -> dict[str, str]:
-    """What `checksum` gives for each tensor of ``version``. Raises SyncError where the file holds another."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seal:
+    """What `checksum` gives for each tensor of a version, and how long the writer computed it."""
+
+    checksums: Mapping[str, int]
+    seconds: float
+
+
+def seal_of(path: Path, version: int) -> Seal:
+    """Raises SyncError where the file holds another version."""
     note = _note(path)
-    sealed = json.loads(note.read_text()) if note.is_file() else {"version": None, "checksums": {}}
+    sealed: dict[str, Any] = json.loads(note.read_text()) if note.is_file() else {"version": None}
     if sealed["version"] != version:
         raise SyncError(f"{path} holds version {sealed['version']}, not {version}: its sender died or was overtaken")
-    checksums: dict[str, str] = sealed["checksums"]
-    return checksums
+    return Seal(checksums=sealed["checksums"], seconds=sealed["seconds"])
+
+
+def vouched_for(path: Path, version: int, reports: Sequence[Report]) -> tuple[int, list[str]]:
+    """For how many tensors of ``version`` the checksums of one server vouch, and those that differ."""
+    seal, known = seal_of(path, version), shapes(path)
+    found = compare(seal.checksums, known, reports, frozenset())
+    found = compare(seal.checksums, known, reports, found.private(reports))
+    return len(known) - len(found.unseen), sorted(found.differing)
 
 
 def shapes(path: Path) -> dict[str, Shape]:
@@ -87,10 +120,11 @@ def shapes(path: Path) -> dict[str, Shape]:
     return {name: entry.shape for name, entry in read_header(MappedFile(path)).items()}
 
 
-def checksum(tensor: Tensor) -> str:
-    """SHA-1 of a CPU tensor's bytes, against faults; not every engine's environment has xxhash."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha1(flat.numpy().data, usedforsecurity=False).hexdigest()
+def dtype_of(path: Path) -> torch.dtype:
+    """The file's, which is one."""
+    entry = next(iter(read_header(MappedFile(path)).values()))
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return dtype
 
 
 def _note(path: Path) -> Path:

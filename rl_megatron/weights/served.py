@@ -1,41 +1,28 @@
-"""A WeightSync into engine servers: no version is served before its log-probs were the learner's on a fixed probe.
+"""A WeightSync into engine servers: a version is served once it is known that every server holds what the learner has.
 
-A server may keep weights in a layout of its kernels' own, where no hash can follow. What it samples from is the check:
-a few prompts are continued with the new weights, and the learner scores the same tokens.
+Checksums say so of all that a server keeps as its loader put it, the probe of what its kernels keep otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
-from rl_megatron.data.packing import pack
-from rl_megatron.data.samples import to_samples
-from rl_megatron.errors import ReplicasLost, SyncError
+from rl_megatron.errors import CorruptionError, ReplicasLost, SyncError
 from rl_megatron.interfaces import Scorer, WeightSync
-from rl_megatron.types import (
-    Completion,
-    GenerationRequest,
-    ParallelDims,
-    Prompt,
-    RolloutGroup,
-    SamplingParams,
-    WeightUpdate,
-)
+from rl_megatron.types import Completion, GenerationRequest, ParallelDims, WeightUpdate
+from rl_megatron.weights import held, mirror
+from rl_megatron.weights.direct import Direct
+from rl_megatron.weights.probe import Probe, Scored, scores_of
 
 logger = logging.getLogger(__name__)
 
-_PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 16, 28, 4
-_TIES = 2  # prompts in which a router may hold two experts so near that rounding chooses: seen at a gap of 6e-8
-PROBE_LENGTH = _PROMPT_TOKENS + _NEW_TOKENS
+_TOLD = 20  # tensors that an error names
 
 
 class Replicas(Protocol):
@@ -45,14 +32,23 @@ class Replicas(Protocol):
         """Whether it answers, but does not serve."""
         ...
 
-    async def load(self, path: Path, version: int, *, only: str | None = None) -> None:
-        """Every replica holds the mirror file's weights; none serves them. Raises SyncError."""
+    async def load(self, path: Path, version: int, *, only: str | None = None) -> Mapping[str, Sequence[held.Report]]:
+        """Every replica holds the mirror file's weights; none serves them. What each rank holds, by replica.
+
+        Raises SyncError; ReplicasLost where all died.
+        """
         ...
 
     async def sample_everywhere(
         self, requests: Sequence[GenerationRequest], *, only: str | None = None
     ) -> Mapping[str, list[list[Completion]]]:
         """By each replica with the weights it holds; by its name."""
+        ...
+
+    async def score_everywhere(
+        self, texts: Sequence[Sequence[int]], *, only: str | None = None
+    ) -> Mapping[str, list[list[float]]]:
+        """Log-probs of each text's tokens but the first, likewise."""
         ...
 
     async def commit(self, version: int, *, only: str | None = None) -> None:
@@ -64,151 +60,190 @@ class Replicas(Protocol):
         ...
 
 
+@dataclass(slots=True, kw_only=True)
+class _Trust:
+    """What is known of the servers: kinds of parameters that they keep in layouts of their own, and who was probed."""
+
+    private: dict[str, frozenset[str]] = field(default_factory=dict)  # by server
+    probed: set[str] = field(default_factory=set)
+
+
+Reference = Sequence[Sequence[float]] | None
+"""A verified replica's log-probs of the probe's texts; None where checksums alone vouched."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """The same prompts at every push: token ids all over the vocabulary, so that most experts see some."""
+class _Served:
+    """The version that is served."""
 
-    requests: tuple[GenerationRequest, ...]
-    greedy: tuple[GenerationRequest, ...]  # the same, with the most likely tokens: what equal weights answer alike
-    tolerance: float  # nats
-
-    @classmethod
-    def make(cls, *, vocab_size: int, max_length: int, temperature: float, tolerance: float) -> Probe:
-        """Prompts that fit into ``max_length`` tokens with what is sampled."""
-        chosen = random.Random(0)
-        length = min(_PROMPT_TOKENS, max_length - _NEW_TOKENS)
-        params = SamplingParams(
-            temperature=temperature, top_p=1.0, max_new_tokens=_NEW_TOKENS, stop_token_ids=(), seed=0
-        )
-        requests = tuple(
-            GenerationRequest(
-                id=f"probe {i}",
-                token_ids=tuple(chosen.randrange(vocab_size) for _ in range(length)),
-                num_completions=1,
-                params=params,
-            )
-            for i in range(_PROMPTS)
-        )
-        likeliest = replace(params, temperature=0.0)
-        greedy = tuple(replace(r, id=f"greedy {r.id}", params=likeliest) for r in requests)
-        return cls(requests=requests, greedy=greedy, tolerance=tolerance)
+    version: int
+    reference: Reference
 
 
 class ServedWeights:
-    """See interfaces.WeightSync. ``inner`` moves the learner's weights into the mirror file ``path``."""
+    """See interfaces.WeightSync. ``inner`` moves the learner's weights into the mirror file ``path``.
+
+    ``direct`` moves them straight into the servers' ranks instead; the mirror is filled for an export alone then.
+    ``probes``: "auto" asks servers whose checksums vouch for every tensor at their first version alone.
+    """
 
     def __init__(
-        self, *, inner: WeightSync, path: Path, replicas: Replicas, learner: Scorer, dims: ParallelDims, probe: Probe
+        self,
+        *,
+        inner: WeightSync,
+        path: Path,
+        replicas: Replicas,
+        learner: Scorer,
+        dims: ParallelDims,
+        probe: Probe,
+        probes: Literal["auto", "always"] = "auto",
+        direct: Direct | None = None,
     ) -> None:
         self._inner, self._path, self._replicas = inner, path, replicas
-        self._learner, self._dims, self._probe = learner, dims, probe
+        self._learner, self._dims, self._probe, self._probes = learner, dims, probe, probes
+        self._shapes: Mapping[str, tuple[int, ...]] = {}
+        self._trust = _Trust()
+        self._direct = direct
         self._lock = asyncio.Lock()  # the mirror holds one version
-        self._served: tuple[int, list[list[Completion]]] | None = None  # the version, what it answers to probe.greedy
+        self._served: _Served | None = None
 
     async def push(self, version: int) -> WeightUpdate:
         """See interfaces.WeightSync. Raises SyncError where what a replica holds is not what the learner has."""
         started = time.perf_counter()
         async with self._lock:
             self._served = None
-            moved = await self._inner.push(version)
             try:
-                verify_seconds, replicas = await self._serve(version)
+                moved, reference, verify_seconds = await self._serve(version)
             except BaseException:
                 self._replicas.refuse()
                 raise
+            self._served = _Served(version=version, reference=reference)
         return replace(
             moved,
-            num_bytes=moved.num_bytes + replicas * self._path.stat().st_size,
             seconds=time.perf_counter() - started,
             verify_seconds=moved.verify_seconds + verify_seconds,
         )
 
-    async def _serve(self, version: int) -> tuple[float, int]:
-        """Load, verify and commit, again where all replicas died of it; how long the probe took, on how many."""
+    async def _serve(self, version: int) -> tuple[WeightUpdate, Reference, float]:
+        """Move, verify and commit, again where all replicas died of it."""
+        moved = await self._inner.push(version) if self._direct is None else None
         while True:
             try:
-                wrong, verify_seconds, answers = await self._load(version)
-                if wrong:
-                    raise SyncError(
-                        f"version {version} arrived wrong, and is not served:\n  {wrong}\n  the engine loads this "
-                        "model's weights wrongly, or it computes with another precision"
-                    )
+                update, reports, seal = await self._moved(version, moved)
+                reference, verify_seconds = await self._verify(version, reports, seal)
                 await self._replicas.commit(version)
             except ReplicasLost as error:
                 logger.warning("%s\nloaded again as soon as a server is back", error)
                 continue
-            self._served = version, answers[0]
-            return verify_seconds, len(answers)
-
-    async def _load(self, version: int) -> tuple[str, float, list[list[list[Completion]]]]:
-        """What the probe found wrong, a line for each replica; how long it took; each one's greedy answers."""
-        await self._replicas.load(self._path, version)
-        loaded = time.perf_counter()
-        sampled = await self._replicas.sample_everywhere([*self._probe.requests, *self._probe.greedy])
-        lines = [
-            f"{name}: {found}"
-            for name, answers in sampled.items()
-            if (found := await self._differing(answers[: len(self._probe.requests)]))
-        ]
-        greedy = [answers[len(self._probe.requests) :] for answers in sampled.values()]
-        return "\n  ".join(lines), time.perf_counter() - loaded, greedy
+            return update, reference, verify_seconds
 
     async def refit(self, name: str) -> None:
         """Have a stale replica serve what the others do, or did. Raises SyncError where it does not hold it then.
 
-        It must answer as a replica did that the learner itself compared: the learner may have moved on. Where nothing
-        is served, or a push was faster, this does nothing.
+        Beside its checksums, it must score as a replica did that the learner itself compared: the learner may have
+        moved on. Where nothing is served, or a push was faster, this does nothing; and what went straight into the
+        others is in no file, so such a replica waits for the next push.
         """
         async with self._lock:
-            if self._served is None or not self._replicas.stale(name):
+            if self._served is None or self._direct is not None or not self._replicas.stale(name):
                 return
-            version, expected = self._served
-            await self._replicas.load(self._path, version, only=name)
-            answers = (await self._replicas.sample_everywhere(self._probe.greedy, only=name))[name]
-            gaps = [_gap(mine, its) for (mine,), (its,) in zip(expected, answers, strict=True)]
-            if found := self._excess(gaps, "those of a replica that was verified"):
-                raise SyncError(f"version {version} arrived wrong at {name}, and is not served there: {found}")
+            version, reference = self._served.version, self._served.reference
+            reports = await self._replicas.load(self._path, version, only=name)
+            unseen = self._compare(name, reports[name], mirror.seal_of(self._path, version))
+            if reference is None and unseen:
+                raise SyncError(f"version {version} is not served at {name}: nobody vouches for {min(unseen)} there")
+            if reference is not None:
+                said = (await self._replicas.score_everywhere(self._probe.texts, only=name))[name]
+                found, refused = self._probe.judge(self._probe.scored(said), reference, "a verified replica's")
+                if refused:
+                    raise SyncError(f"version {version} arrived wrong at {name}, and is not served there: {found}")
+            self._trust.probed.add(name)
             await self._replicas.commit(version, only=name)
 
     async def export(self, folder: Path) -> None:
         """See interfaces.WeightSync."""
+        if self._direct is not None and self._served is not None:
+            await self._inner.push(self._served.version)  # what went straight to the engines is in no file
         await self._inner.export(folder)
 
-    async def _differing(self, completions: Sequence[Sequence[Completion]]) -> str:
-        """How far the engine's log-probs are from the learner's, where that is more than the probe tolerates."""
-        groups = [_group(r, c) for r, (c,) in zip(self._probe.requests, completions, strict=True)]
-        batch = pack(to_samples(groups), dims=self._dims, max_tokens=len(groups) * PROBE_LENGTH)
-        scores = await self._learner.score(batch)
-        gaps = [
-            float(((score - samples.rollout_logprobs).abs() * samples.mask)[start:stop].max())
-            for row, row_scores in zip(batch.micro_batches, scores, strict=True)
-            for samples, score in zip(row, row_scores, strict=True)
-            for start, stop in pairwise(samples.cu_seqlens.tolist())
-        ]
-        return self._excess(gaps, "the learner's")
+    async def _moved(
+        self, version: int, moved: WeightUpdate | None
+    ) -> tuple[WeightUpdate, Mapping[str, Sequence[held.Report]], mirror.Seal]:
+        """What moved, what each rank of each replica holds, and what it should. Raises SyncError."""
+        if moved is None:
+            assert self._direct is not None
+            return await self._direct.push(version)
+        reports = await self._replicas.load(self._path, version)
+        num_bytes = moved.num_bytes + len(reports) * self._path.stat().st_size
+        return replace(moved, num_bytes=num_bytes), reports, mirror.seal_of(self._path, version)
 
-    def _excess(self, gaps: Sequence[float], whose: str) -> str:
-        """What is to say of gaps of log-probs, one a prompt; nothing where they are tolerated."""
-        over = [gap for gap in gaps if not gap <= self._probe.tolerance]  # NaN too
-        found = (
-            f"log-probs of the probe are up to {max(over, default=0.0):.3g} nats from {whose}, in {len(over)} of "
-            f"{len(gaps)} prompts; rollout.server.probe_tolerance is {self._probe.tolerance:g}"
-        )
-        if 0 < len(over) <= _TIES:
-            logger.info("taken for near ties between experts: %s", found)
-        return found if len(over) > _TIES else ""
+    async def _verify(
+        self, version: int, reports: Mapping[str, Sequence[held.Report]], seal: mirror.Seal
+    ) -> tuple[Reference, float]:
+        """What a verified replica says of the texts; seconds spent on nothing but verifying. Raises SyncError."""
+        started = time.perf_counter()
+        unseen = {name: self._compare(name, said, seal) for name, said in reports.items()}
+        reference: Reference = None
+        if self._probes == "always" or any(unseen.values()) or reports.keys() - self._trust.probed:
+            reference = await self._ask(version, unseen)
+        self._trust.probed |= reports.keys()
+        seconds = max((said[0].seconds for said in reports.values() if said), default=0.0)
+        return reference, seal.seconds + seconds + time.perf_counter() - started
 
+    def _compare(self, name: str, reports: Sequence[held.Report], seal: mirror.Seal) -> frozenset[str]:
+        """Tensors of a server that no checksum vouches for. Raises CorruptionError for those that differ."""
+        self._shapes = self._shapes or mirror.shapes(self._path)
+        private = self._trust.private.get(name, frozenset())
+        found = held.compare(seal.checksums, self._shapes, reports, private)
+        if found.differing and name not in self._trust.private:
+            private = found.private(reports)
+            found = held.compare(seal.checksums, self._shapes, reports, private)
+        if found.differing:
+            named = sorted(found.differing)
+            more = f" and {len(named) - _TOLD} more" if len(named) > _TOLD else ""
+            raise CorruptionError(
+                f"{name}: it holds other bytes than the learner wrote in {', '.join(named[:_TOLD])}{more}"
+            )
+        if name not in self._trust.private:
+            self._trust.private[name] = private
+            kinds = f", of them {', '.join(sorted(private))} in layouts of its own" if private else ""
+            logger.info("%s: checksums vouch for all but %d tensors%s", name, len(found.unseen), kinds)
+        return found.unseen
 
-def _gap(one: Completion, other: Completion) -> float:
-    """Greatest difference of two greedy completions' log-probs, up to where they choose otherwise, in nats."""
-    gaps = []
-    for mine, its, a, b in zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=True):
-        gaps.append(abs(a - b))
-        if mine != its:
-            break
-    return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps)
+    async def _ask(self, version: int, unseen: Mapping[str, frozenset[str]]) -> Reference:
+        """What a replica says of the texts. Raises SyncError where one says other log-probs than the learner."""
+        wrong, answers = [], await self._answers()
+        for name, (said, learner) in answers.items():
+            found, refused = self._probe.judge(said, learner, "the learner's")
+            if refused:
+                blind = sorted(unseen[name])
+                told = f"; no checksum vouches for {', '.join(blind[:3])} ({len(blind)} tensors)" if blind else ""
+                wrong.append(f"{name}: {found}{told}")
+            elif found:
+                logger.info("taken for near ties between experts: %s: %s", name, found)
+        if wrong:
+            for name in unseen.keys() - self._trust.probed:
+                del self._trust.private[name]  # nobody has vouched for what it called its own
+            raise SyncError(
+                "\n  ".join([f"version {version} arrived wrong, and is not served:", *wrong])
+                + "\n  the engine loads this model's weights wrongly, or it computes with another precision"
+            )
+        if not self._probe.given:
+            scores = await self._replicas.score_everywhere(self._probe.texts)
+            return next(iter(scores.values()))
+        return [said for _, _, said in next(iter(answers.values()))[0]]
 
-
-def _group(request: GenerationRequest, completion: Completion) -> RolloutGroup:
-    prompt = Prompt(id=request.id, text="", token_ids=request.token_ids, answer="")
-    return RolloutGroup(prompt=prompt, completions=(completion,), texts=("",), rewards=(0.0,))
+    async def _answers(self) -> dict[str, tuple[list[Scored], list[list[float]]]]:
+        """What each replica and the learner say of the same tokens, asked at once where these are given."""
+        if self._probe.given:
+            texts = self._probe.scored([[0.0] * (len(text) - 1) for text in self._probe.texts])
+            said, learner = await asyncio.gather(
+                self._replicas.score_everywhere(self._probe.texts), scores_of(self._learner, self._dims, texts)
+            )
+            return {name: (self._probe.scored(one), learner) for name, one in said.items()}
+        sampled = await self._replicas.sample_everywhere(self._probe.requests())
+        out = {}
+        for name, answers in sampled.items():
+            scored = self._probe.continued(answers)
+            out[name] = (scored, await scores_of(self._learner, self._dims, scored))
+        return out

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -32,13 +32,15 @@ from rl_megatron.types import (
     WeightUpdate,
 )
 from rl_megatron.weights.mirror import Mirror
-from rl_megatron.weights.served import Probe, ServedWeights
+from rl_megatron.weights.probe import Probe
+from rl_megatron.weights.served import ServedWeights
 
 REPO = Path(__file__).resolve().parents[2]
 MAX_LENGTH = 512
 LENGTHS = ("rollout.max_prompt_tokens=100", "rollout.max_new_tokens=412")
 RETURN_ROUTES = ("local", "sglang")  # on CPUs
 T = TypeVar("T")
+Probes = Literal["auto", "always"]
 Change = Callable[[dict[str, Tensor]], None]
 
 
@@ -156,16 +158,25 @@ class FolderSync:
 class ServedBench:
     """Engine servers, started as a run starts them."""
 
-    def __init__(self, name: str, engine: ServedEngine, sync: FolderSync, path: Path, runner: asyncio.Runner) -> None:
+    def __init__(
+        self, name: str, engine: ServedEngine, sync: FolderSync, path: Path, runner: asyncio.Runner, probes: Probes
+    ) -> None:
         self.name, self.engine, self.sync, self.path, self._runner = name, engine, sync, path, runner
         self.renormalises_top_p = engine.adapter.renormalises_top_p
+        self._probes: Probes = probes
         self.weights = self.weights_of(engine)
 
     def weights_of(self, engine: ServedEngine) -> ServedWeights:
         """A sync into ``engine``, which may be another over the same servers."""
         probe = Probe.make(vocab_size=259, max_length=MAX_LENGTH, temperature=1.0, tolerance=1e-4)
         return ServedWeights(
-            inner=self.sync, path=self.path, replicas=engine, learner=self.sync, dims=ParallelDims(), probe=probe
+            inner=self.sync,
+            path=self.path,
+            replicas=engine,
+            learner=self.sync,
+            dims=ParallelDims(),
+            probe=probe,
+            probes=self._probes,
         )
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -197,7 +208,7 @@ def config_of(engine: str, *, routes: bool = True, **keys: object) -> RunConfig:
 
 @contextlib.contextmanager
 def served(
-    engine: str, model: Path, folder: Path, *, dtype: str | None = None, **keys: object
+    engine: str, model: Path, folder: Path, *, dtype: str | None = None, probes: Probes = "always", **keys: object
 ) -> Iterator[ServedBench]:
     """Servers of ``engine`` for the length of a with block, for a learner of ``dtype``."""
     shape = ModelShape.from_folder(model)
@@ -212,7 +223,7 @@ def served(
         try:
             running = runner.run(stack.enter_async_context(servers.running(path)))
             mirror = Mirror(path, shapes, torch.float32, model / "config.json")
-            bench = ServedBench(engine, running, FolderSync(mirror=mirror), path, runner)
+            bench = ServedBench(engine, running, FolderSync(mirror=mirror), path, runner, probes)
             servers.refit = bench.weights.refit
             yield bench
         finally:

@@ -1,11 +1,46 @@
-"""vLLM's worker extension without the work-around for packed experts, as a test's server loads it."""
+"""vLLM's worker extension with faults that a test chooses, as a test's server loads it."""
 
 from __future__ import annotations
 
-from rl_megatron.rollout import vllm_worker
+import os
+from collections.abc import Iterator
+from typing import Any
 
-vllm_worker.forget_packed_experts = lambda model: None
+import torch
+from torch import Tensor
+
+from rl_megatron.rollout import vllm_worker
+from rl_megatron.weights import mirror
+
+LOST, FLIPPED = "model.layers.1.self_attn.q_norm.weight", "model.embed_tokens.weight"
+_fault = ""
+_forget, _tensors = vllm_worker.forget_packed_experts, mirror.Reader.__iter__
+
+
+def _forget_or_not(model: Any) -> None:
+    if _fault != "packing":
+        _forget(model)
+
+
+def _some_tensors(reader: mirror.Reader) -> Iterator[tuple[str, Tensor]]:
+    if _fault == "dies":
+        os._exit(1)
+    return ((name, tensor) for name, tensor in _tensors(reader) if _fault != "lost" or name != LOST)
+
+
+vllm_worker.forget_packed_experts = _forget_or_not
+mirror.Reader.__iter__ = _some_tensors  # type: ignore[method-assign]
 
 
 class WorkerExtension(vllm_worker.WorkerExtension):
     """See vllm_worker."""
+
+    def break_(self, fault: str) -> None:
+        """From now on, until another is chosen."""
+        global _fault
+        _fault = fault
+
+    def rl_megatron_held(self, path: str) -> dict[str, object]:
+        if _fault == "flipped":
+            self.model_runner.model.get_parameter(FLIPPED).data.view(torch.uint8)[17, 5] ^= 1
+        return super().rl_megatron_held(path)

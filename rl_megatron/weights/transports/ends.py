@@ -121,6 +121,10 @@ class Ends:
             for pair, moved in self._pairs.items()
         }
 
+    def dtype_of_last(self, name: str) -> torch.dtype:
+        """In which the last process of the group holds a destination tensor."""
+        return self._dtypes[-1].of(name)
+
     def wire_bytes(self, bucket: Bucket) -> int:
         """Of a message: payload, padding to a word, trailer."""
         return _padded(bucket.num_bytes) + _WORD * (1 + len(bucket.parts)) if self.verify else bucket.num_bytes

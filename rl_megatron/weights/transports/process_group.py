@@ -54,7 +54,7 @@ class ProcessGroupTransport:
         verify: bool = True,
     ) -> None:
         self.group = group
-        rank = dist.get_rank(group)
+        rank = dist.get_rank() if group is None else group.rank()
         self.ends = Ends(moves, rank=rank, src=src, dst=dst, exchange=reports_of(group), verify=verify)
         self.steps = self._schedule(self.ends.buckets(bucket_bytes), moves.rounds())
         self._num_bytes = sum(step.receive.bucket.num_bytes for step in self.steps if step.receive)

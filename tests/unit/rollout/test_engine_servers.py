@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,6 +22,8 @@ from rl_megatron.rollout.answers import as_it_should_end, joined
 from rl_megatron.rollout.http import Server
 from rl_megatron.rollout.served import ServedEngine
 from rl_megatron.types import Completion, GenerationRequest, Routes, SamplingParams
+from rl_megatron.weights.engine_layout import Boxes
+from rl_megatron.weights.held import Report
 
 Answer = Callable[[str, dict[str, Any], int], tuple[int, object]]
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token_ids=(), seed=0)
@@ -61,8 +63,20 @@ class Words:
     async def resume(self, server: Server) -> None:
         await server.post("/resume")
 
-    async def load(self, server: Server, path: Path, version: int, label: str) -> None:
+    async def score(self, server: Server, text: Sequence[int]) -> list[float]:
+        raise NotImplementedError
+
+    async def load(
+        self, server: Server, path: Path, version: int, label: str, *, straight: bool = False
+    ) -> list[Report]:
         await server.post("/load", {"label": label})
+        return []
+
+    async def boxes(self, server: Server, path: Path) -> list[Boxes]:
+        raise NotImplementedError
+
+    async def join(self, server: Server, path: Path, place: Mapping[str, object], first: int) -> None:
+        raise NotImplementedError
 
     async def relabel(self, server: Server, label: str) -> None:
         await server.post("/relabel", {"label": label})

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from rl_megatron.errors import CorruptionError, SyncError
-from rl_megatron.weights.mirror import Mirror, read
+from rl_megatron.weights.mirror import Mirror, Reader
 
 SHAPES = {"a.weight": (3, 4), "b.bias": (5,)}
 
@@ -26,7 +26,7 @@ def mirror(tmp_path: Path) -> Mirror:
 
 def test_what_is_served_is_read_and_is_a_hugging_face_folder(mirror: Mirror) -> None:
     mirror.serve(3)
-    for tensors in (read(mirror.path, 3), load_file(mirror.path)):
+    for tensors in (dict(Reader(mirror.path, 3)), load_file(mirror.path)):
         assert tensors.keys() == SHAPES.keys()
         assert all(torch.equal(tensors[name], mirror.tensors[name]) for name in SHAPES)
     assert mirror.path.with_name("config.json").read_text() == "{}"
@@ -35,14 +35,14 @@ def test_what_is_served_is_read_and_is_a_hugging_face_folder(mirror: Mirror) -> 
 def test_a_version_that_is_not_there_is_refused(mirror: Mirror) -> None:
     mirror.serve(3)
     with pytest.raises(SyncError, match="holds version 3, not 4"):
-        read(mirror.path, 4)
+        Reader(mirror.path, 4)
     mirror.withdraw()
     with pytest.raises(SyncError, match="holds version None, not 3"):
-        read(mirror.path, 3)
+        Reader(mirror.path, 3)
 
 
 def test_one_flipped_bit_is_named(mirror: Mirror) -> None:
     mirror.serve(3)
     mirror.tensors["b.bias"].view(torch.uint8)[1] ^= 1
     with pytest.raises(CorruptionError, match=r"version 3: b\.bias has other bytes"):
-        read(mirror.path, 3)
+        dict(Reader(mirror.path, 3))

@@ -1,4 +1,4 @@
-"""Which pushes into engine servers are served: learner and replicas are a few lines, the packing is real."""
+"""Which pushes into engine servers are served: learner and replicas are a few lines, mirror and sums are real."""
 
 from __future__ import annotations
 
@@ -6,25 +6,46 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
-from rl_megatron.errors import ReplicasLost, SyncError
+from rl_megatron.errors import CorruptionError, ReplicasLost, SyncError
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Scores, WeightUpdate
-from rl_megatron.weights.served import Probe, ServedWeights
+from rl_megatron.weights.held import Report, checksums_of
+from rl_megatron.weights.mirror import Mirror
+from rl_megatron.weights.probe import Probe
+from rl_megatron.weights.recorded import Held
+from rl_megatron.weights.served import ServedWeights
 
-PROBE = Probe.make(vocab_size=50, max_length=40, temperature=1.0, tolerance=1e-3)
+SHAPES = {"norm": (4,), **{f"layers.{i}.{x}": (4, 8) for i in range(2) for x in ("gate", "up")}}
 
 
 class Both:
-    """A learner for which every log-prob is -1, and a replica that is ``off`` in the first so many prompts."""
+    """A learner for which every log-prob is -1, and a replica that is ``off`` in the first so many texts.
 
-    def __init__(self, off: int, by: float) -> None:
-        self.off, self.by, self.said = off, by, list[str]()
-        self.is_stale = True
+    The replica holds each tensor in a parameter of its own, gate and up as a kind that it may ``pack``.
+    """
+
+    def __init__(self, folder: Path, off: int = 0, by: float = 0.0) -> None:
+        (folder / "config.json").write_text("{}")
+        self.mirror = Mirror(folder / "w" / "model.safetensors", SHAPES, torch.float32, folder / "config.json")
+        self.params = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        self.off, self.by, self.said, self.probes = off, by, list[str](), 0
+        self.is_stale, self.packed, self.flipped = True, False, ""
+
+    def weights(
+        self, *, dp: int = 1, temperature: float = 1.0, probes: Literal["auto", "always"] = "auto"
+    ) -> ServedWeights:
+        probe = Probe.make(vocab_size=50, max_length=40, temperature=temperature, tolerance=1e-3)
+        dims, path = ParallelDims(dp=dp), self.mirror.path
+        return ServedWeights(inner=self, path=path, replicas=self, learner=self, dims=dims, probe=probe, probes=probes)
 
     async def push(self, version: int) -> WeightUpdate:
+        for tensor in self.mirror.tensors.values():
+            tensor.normal_(generator=torch.Generator().manual_seed(version))
+        self.mirror.serve(version)
         return WeightUpdate(version=version, num_bytes=3, seconds=0.1, verify_seconds=0.0)
 
     async def export(self, folder: Path) -> None:
@@ -36,16 +57,35 @@ class Both:
     def stale(self, name: str) -> bool:
         return self.is_stale
 
-    async def load(self, path: Path, version: int, *, only: str | None = None) -> None:
+    async def load(self, path: Path, version: int, *, only: str | None = None) -> Mapping[str, Sequence[Report]]:
         self.said.append(f"load {version}{only or ''}")
+        for name, tensor in self.mirror.tensors.items():
+            self.params[name] = tensor.flip(0) if self.packed and name != "norm" else tensor.clone()
+        if self.flipped:
+            self.params[self.flipped].view(torch.uint8).view(-1)[5] ^= 1
+        held = [
+            Held(hf=n, whole=s, box=tuple((0, x) for x in s), param=n, view=(s, (1,) if len(s) == 1 else (8, 1), 0))
+            for n, s in SHAPES.items()
+        ]
+        return {"it": [checksums_of(held, self.params)]}
 
     async def sample_everywhere(
         self, requests: Sequence[GenerationRequest], *, only: str | None = None
     ) -> Mapping[str, list[list[Completion]]]:
+        self.probes += 1
         return {"it": [[self._answer(-1.0 + (self.by if i < self.off else 0.0))] for i in range(len(requests))]}
 
     def _answer(self, logprob: float) -> Completion:
         return Completion(token_ids=(1, 2), logprobs=(-1.0, logprob), finish_reason="length", versions=(1, 1))
+
+    async def score_everywhere(
+        self, texts: Sequence[Sequence[int]], *, only: str | None = None
+    ) -> Mapping[str, list[list[float]]]:
+        self.probes += 1
+        said = [[-1.0] * (len(text) - 1) for text in texts]
+        for row in said[: self.off]:
+            row[3] += self.by
+        return {"it": said}
 
     async def commit(self, version: int, *, only: str | None = None) -> None:
         self.said.append(f"commit {version}{only or ''}")
@@ -54,43 +94,91 @@ class Both:
         self.said.append("refuse")
 
 
-@pytest.mark.parametrize("dp", [1, 3])
-@pytest.mark.parametrize(
+CASES = pytest.mark.parametrize(
     ("off", "by", "served"),
-    [(0, 0.0, True), (16, 5e-4, True), (2, 0.7, True), (3, 2e-3, False), (16, 0.7, False), (3, math.nan, False)],
-    ids=["equal", "rounding", "near ties", "three prompts", "all", "not a number"],
+    [(0, 0.0, True), (4, 5e-4, True), (1, 0.7, True), (2, 2e-3, False), (4, 0.7, False), (2, math.nan, False)],
+    ids=["equal", "rounding", "near ties", "two texts", "all", "not a number"],
 )
-def test_a_version_is_served_where_nearly_all_prompts_agree(
-    tmp_path: Path, off: int, by: float, served: bool, dp: int
+
+
+@pytest.mark.parametrize("dp", [1, 3])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@CASES
+def test_a_version_is_served_where_nearly_all_texts_agree(
+    tmp_path: Path, off: int, by: float, served: bool, dp: int, temperature: float
 ) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"12345")
-    both = Both(off, by)
-    dims = ParallelDims(dp=dp)
-    weights = ServedWeights(inner=both, path=path, replicas=both, learner=both, dims=dims, probe=PROBE)
+    both = Both(tmp_path, off, by)
+    weights = both.weights(dp=dp, temperature=temperature)
     if served:
-        assert asyncio.run(weights.push(4)).num_bytes == 8
+        assert asyncio.run(weights.push(4)).num_bytes == 3 + both.mirror.path.stat().st_size
     else:
-        with pytest.raises(SyncError, match=rf"version 4 arrived wrong.*\n  it: .*nats.*, in {off} of 16 prompts"):
+        with pytest.raises(SyncError, match=rf"version 4 arrived wrong.*\n  it: .*nats.*, in {off} of 4 texts"):
             asyncio.run(weights.push(4))
     assert both.said == ["load 4", "commit 4" if served else "refuse"]
 
 
-@pytest.mark.parametrize(
-    ("off", "by", "served"),
-    [(0, 0.0, True), (16, 5e-4, True), (2, 0.7, True), (3, 2e-3, False), (16, 0.7, False), (3, math.nan, False)],
-    ids=["equal", "rounding", "near ties", "three prompts", "all", "not a number"],
-)
+def test_servers_whose_every_tensor_is_vouched_for_are_probed_once(tmp_path: Path) -> None:
+    both = Both(tmp_path)
+    weights = both.weights()
+    for version in range(3):
+        asyncio.run(weights.push(version))
+    assert both.probes == 1
+    always = both.weights(probes="always")
+    for version in range(3):
+        asyncio.run(always.push(version))
+    assert both.probes == 4
+
+
+def test_a_flipped_bit_is_named_and_not_served(tmp_path: Path) -> None:
+    both = Both(tmp_path)
+    weights = both.weights()
+    for version, flipped in enumerate(("", "layers.1.up", "norm"), start=1):
+        both.flipped = flipped
+        if not flipped:
+            asyncio.run(weights.push(version))
+            continue
+        with pytest.raises(CorruptionError, match=rf"it holds other bytes than the learner wrote in {flipped}$"):
+            asyncio.run(weights.push(version))
+    assert both.said == ["load 1", "commit 1", "load 2", "refuse", "load 3", "refuse"]
+
+
+def test_kinds_in_layouts_of_their_own_are_left_to_the_probe_and_others_are_not(tmp_path: Path) -> None:
+    both = Both(tmp_path)
+    both.packed = True
+    weights = both.weights()
+    for version in range(3):
+        asyncio.run(weights.push(version))
+    assert both.probes == 3
+    both.flipped = "norm"
+    with pytest.raises(CorruptionError, match=r"wrote in norm$"):
+        asyncio.run(weights.push(3))
+    both.flipped, both.off, both.by = "", 4, 0.7  # packed wrongly
+    with pytest.raises(SyncError, match=r"no checksum vouches for layers\.0\.gate, .* \(4 tensors\)"):
+        asyncio.run(weights.push(4))
+
+
+def test_a_server_that_was_not_vouched_for_gets_no_layouts_of_its_own(tmp_path: Path) -> None:
+    both = Both(tmp_path, 4, 0.7)
+    both.packed = True
+    weights = both.weights()
+    with pytest.raises(SyncError, match="4 tensors"):
+        asyncio.run(weights.push(1))
+    both.off, both.packed = 0, False
+    asyncio.run(weights.push(2))
+    both.packed = True
+    with pytest.raises(CorruptionError, match=r"layers\.0\.gate"):
+        asyncio.run(weights.push(3))
+
+
+@CASES
 def test_a_server_that_came_back_must_answer_as_one_that_was_verified(
     tmp_path: Path, off: int, by: float, served: bool
 ) -> None:
     """The learner has moved on meanwhile: it is not asked."""
 
     async def test() -> None:
-        both = Both(0, 0.0)
-        path = tmp_path / "model.safetensors"
-        path.write_bytes(b"12345")
-        weights = ServedWeights(inner=both, path=path, replicas=both, learner=both, dims=ParallelDims(), probe=PROBE)
+        both = Both(tmp_path)
+        weights = both.weights()
         await weights.refit("it")
         assert both.said == []  # nothing is served yet
         await weights.push(4)
@@ -99,9 +187,12 @@ def test_a_server_that_came_back_must_answer_as_one_that_was_verified(
         if served:
             await weights.refit("it")
         else:
-            with pytest.raises(SyncError, match=rf"version 4 arrived wrong at it.*verified, in {off} of 16 prompts"):
+            with pytest.raises(SyncError, match=rf"version 4 arrived wrong at it.*verified.*, in {off} of 4 texts"):
                 await weights.refit("it")
         assert both.said == ["load 4it", "commit 4it"][: 1 + served]
+        both.flipped = "layers.0.up"
+        with pytest.raises(CorruptionError, match=r"wrote in layers\.0\.up$"):
+            await weights.refit("it")
         both.said, both.is_stale = [], False
         await weights.refit("it")  # a push was faster
         assert both.said == []
@@ -111,10 +202,7 @@ def test_a_server_that_came_back_must_answer_as_one_that_was_verified(
 
 def test_a_push_of_which_all_servers_died_is_made_again(tmp_path: Path) -> None:
     async def test() -> None:
-        both = Both(0, 0.0)
-        path = tmp_path / "model.safetensors"
-        path.write_bytes(b"12345")
-        weights = ServedWeights(inner=both, path=path, replicas=both, learner=both, dims=ParallelDims(), probe=PROBE)
+        both = Both(tmp_path)
         commit, deaths = both.commit, [ReplicasLost("killed"), ReplicasLost("killed again")]
 
         async def dying(version: int, *, only: str | None = None) -> None:
@@ -123,7 +211,7 @@ def test_a_push_of_which_all_servers_died_is_made_again(tmp_path: Path) -> None:
             await commit(version, only=only)
 
         both.commit = dying  # type: ignore[method-assign]
-        await weights.push(4)
+        await both.weights().push(4)
         assert both.said == ["load 4", "load 4", "load 4", "commit 4"]
 
     asyncio.run(test())

@@ -1,0 +1,81 @@
+"""Runs inside SGLang's schedulers: takes weights from a mirror file, and says by checksums what it holds then.
+
+SGLang calls `load` where /update_weights_from_tensor names it, once on each rank, in its own interpreter: of this
+package it needs what torch alone needs. Written against SGLang 0.5.21 (weight_updater.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.runtime_context import get_parallel
+from torch import Tensor
+
+from rl_megatron.durable import write_atomically
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.weights import held, mirror
+from rl_megatron.weights.recorded import Held, record
+from rl_megatron.weights.transports.engine_ends import Receiver, named
+from rl_megatron.weights.transports.joined import Place
+
+
+def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Do what the first tensor's name says in JSON, and answer in the file ``answer``.<rank>.
+
+    What is wrong with the weights is an answer: an error would end the server.
+    """
+    order = json.loads(named_tensors[0][0])
+    path, rank = Path(order["path"]), get_parallel().tp_rank
+    answer: dict[str, object] = {}
+    try:
+        if order["do"] == "boxes":
+            answer = {name: one.box for name, (one,) in layout_of(model, path).items()}
+        elif order["do"] == "join":
+            tensors = dict(model.named_parameters())
+            views = [(n, one.of(tensors[one.param])) for n, ones in layout_of(model, path).items() for one in ones]
+            RECEIVERS[model] = Receiver(Place(**order["place"]), order["first"] + rank, named(views))
+        elif order["do"] in ("receive", "held"):
+            if order["do"] == "receive":
+                RECEIVERS[model].receive(order["version"])
+            places = [one for ones in layout_of(model, path).values() for one in ones]
+            answer = held.checksums_of(places, dict(model.named_parameters())).to_json()
+        else:
+            answer = _load(model, path, order["version"]).to_json()
+    except RLMegatronError as error:
+        answer = {"error": str(error)}
+    write_atomically(Path(f"{order['answer']}.{rank}"), json.dumps(answer).encode())
+
+
+RECEIVERS: dict[Any, Receiver] = {}
+"""By model, where the learner's ranks send shards."""
+
+
+def _load(model: Any, path: Path, version: int) -> held.Report:
+    reader = mirror.Reader(path, version)
+    places, params, reports = layout_of(model, path), dict(model.named_parameters()), []
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        """What the loader did with each is looked at while the cache still has it."""
+        for name, tensor in reader.tensors.items():
+            if name not in places:
+                reader.check(name)
+            yield name, tensor
+            reports.append(held.checksums_of(places.get(name, ()), params))
+
+    model.load_weights(tensors())
+    rows = [row for report in reports for row in report.rows]
+    return held.Report(rows=rows, seconds=reader.seconds + sum(report.seconds for report in reports))
+
+
+@cache
+def layout_of(model: Any, path: Path) -> dict[str, list[Held]]:
+    """Where the model's loader puts the tensors of a mirror file, by their Hugging Face names."""
+    params = dict(model.named_parameters())
+    out: dict[str, list[Held]] = {}
+    for one in record(model.load_weights, mirror.shapes(path), params, mirror.dtype_of(path)):
+        out.setdefault(one.hf, []).append(one)
+    return out

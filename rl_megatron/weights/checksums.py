@@ -1,0 +1,97 @@
+"""64-bit checksums that add up: those of the boxes that a tensor is cut into are, in sum, the tensor's own.
+
+So what engine ranks hold in shards and stacks is compared with what the learner sealed, however it is cut. They find
+corruption, not forgery. Engines import this module: it needs numpy and torch alone.
+
+A tensor is a matrix of words, dim 0 by all others; its checksum is the sum of each word times an odd number of its row
+times an odd number of its column, modulo 2**64. One wrong word always changes it; several, or words that changed
+places, do but for about one case in 2**63. It reads memory as fast as XXH3 does, and cached bytes at half that speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd, prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_WORDS = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
+_INTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_BLOCK = 1024  # words of a row whose factors stay in a core's first-level cache
+_PIECE = 2**25  # words of a GPU's tensor that are widened at once
+_MODULUS = 2**64
+
+
+def checksum(box: Tensor, whole: tuple[int, ...], start: tuple[int, ...] = ()) -> int:
+    """Of a box that begins at ``start`` of a tensor of shape ``whole``; its checksums over all boxes add up by `add`.
+
+    Only dims 0 and 1 may be cut. Raises ValueError where a row's share is not of whole words.
+    """
+    if not box.numel():
+        return 0
+    if box.ndim < 2:  # a row
+        box, whole, start = box.reshape(1, -1), (1, *(whole or (1,))), (0, *(start or (0,)))
+    rows, columns = len(box), prod(box.shape[1:])
+    at = (start[0], start[1] * prod(whole[2:])) if start else (0, 0)
+    size = gcd(prod(whole[1:]) * box.dtype.itemsize, 8)
+    width, first = columns * box.dtype.itemsize, at[1] * box.dtype.itemsize
+    if width % size or first % size:
+        raise ValueError(f"columns {at[1]} to {at[1] + columns} of {whole} are not whole words of {size} bytes")
+    matrix = box.detach().reshape(rows, columns)
+    if matrix.stride(1) != 1 or matrix.stride(0) * box.dtype.itemsize % size or matrix.data_ptr() % size:
+        matrix = matrix.contiguous() if matrix.stride(1) != 1 else matrix.clone(memory_format=torch.contiguous_format)
+    words = (first // size, (first + width) // size)
+    if matrix.device.type != "cpu":
+        return _on_device(matrix.view(_INTS[size]), at[0], words)
+    return _on_cpu(matrix.view(_INTS[size]).numpy().view(_WORDS[size]), at[0], words)
+
+
+def aligned(whole: tuple[int, ...], columns: tuple[int, int], itemsize: int) -> bool:
+    """Whether these of dim 1 are whole words of a tensor of shape ``whole``."""
+    row = prod(whole[2:]) * itemsize
+    return all(place * row % gcd(whole[1] * row, 8) == 0 for place in columns)
+
+
+def add(*checksums: int) -> int:
+    """The checksum of boxes together."""
+    return sum(checksums) % _MODULUS
+
+
+def _on_cpu(matrix: NDArray[np.unsignedinteger], row: int, words: tuple[int, int]) -> int:
+    sums = np.zeros(len(matrix), np.uint64)
+    for low, high in _blocks(words, _BLOCK):
+        block, factors = matrix[:, low - words[0] : high - words[0]], _factors(high, 31)[low:high]
+        sums += np.einsum("ij,j->i", block, factors, dtype=np.uint64, casting="safe")
+    return int((sums * _factors(row + len(matrix), 29)[row : row + len(matrix)]).sum())
+
+
+def _on_device(matrix: Tensor, row: int, words: tuple[int, int]) -> int:
+    device, mask = matrix.device, (1 << 8 * matrix.dtype.itemsize) - 1
+    rows = torch.from_numpy(_factors(row + len(matrix), 29)[row : row + len(matrix)].view(np.int64).copy()).to(device)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for low, high in _blocks(words, max(1, _PIECE // len(matrix))):
+        columns = torch.from_numpy(_factors(high, 31)[low:high].view(np.int64).copy()).to(device)
+        block = matrix[:, low - words[0] : high - words[0]].to(torch.int64)
+        total += ((block & mask if mask < _MODULUS - 1 else block) * columns).sum(1).mul_(rows).sum()
+    return int(total) % _MODULUS
+
+
+def _blocks(words: tuple[int, int], size: int) -> Iterator[tuple[int, int]]:
+    for low in range(words[0], words[1], size):
+        yield low, min(low + size, words[1])
+
+
+_MADE: dict[int, NDArray[np.uint64]] = {}
+
+
+def _factors(count: int, shift: int) -> NDArray[np.uint64]:
+    """At least ``count`` odd numbers, the same whenever they are asked for (of splitmix64's kind)."""
+    made = _MADE.get(shift)
+    if made is None or len(made) < count:
+        numbers = np.arange(1, max(2 * count, _BLOCK) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(0xBF58476D1CE4E5B9)
+        made = _MADE[shift] = (numbers ^ (numbers >> np.uint64(27))) | np.uint64(1)
+    return made

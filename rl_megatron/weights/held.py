@@ -1,0 +1,182 @@
+"""What engine ranks hold, however they stack and cut it, compared with what the learner sealed.
+
+A worker answers with a checksum of every box that its loader filled (`checksums_of`); the controller adds them up over
+the ranks (`compare`). Some kernels want a layout of their own, made of a parameter behind the loader: there no box is
+what was loaded. Such parameters are told from corrupted ones at a server's first load, where all layers and experts of
+a private one differ and the probe vouches for them; from then on the list stands.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from rl_megatron.errors import CorruptionError
+from rl_megatron.weights.checksums import add, aligned, checksum
+from rl_megatron.weights.layout import Box, Layout, Shape
+from rl_megatron.weights.recorded import Held
+
+Row = tuple[str, str, Box, int]
+"""Parameter, Hugging Face tensor, its box, the checksum of what lies there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one engine rank holds, and how long it computed checksums."""
+
+    rows: Sequence[Row]
+    seconds: float
+
+    def to_json(self) -> dict[str, object]:
+        """For an answer over HTTP."""
+        return {"rows": [list(row) for row in self.rows], "seconds": self.seconds}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, object]) -> Report:
+        """Inverse of `to_json`."""
+        rows, seconds = said["rows"], said["seconds"]
+        assert isinstance(rows, list)
+        assert isinstance(seconds, int | float)
+        return cls(
+            rows=[(param, hf, tuple((low, high) for low, high in box), int(sum_)) for param, hf, box, sum_ in rows],
+            seconds=seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """``place`` of a learner's ``param`` is ``box`` of Hugging Face tensor ``hf``, whose shape is ``whole``."""
+
+    param: str
+    place: Box
+    hf: str
+    box: Box
+    whole: Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Hugging Face tensors by name: those that differ, with the parameters they lie in; and those unseen."""
+
+    differing: Mapping[str, frozenset[str]]
+    unseen: frozenset[str]
+
+    def private(self, reports: Sequence[Report]) -> frozenset[str]:
+        """Kinds of parameters that hold several tensors, over all layers and experts, all of which differ."""
+        wrong = {(param, hf) for hf, params in self.differing.items() for param in params}
+        same = {kind_of(param) for report in reports for param, hf, _, _ in report.rows if (param, hf) not in wrong}
+        return frozenset(kind for kind, n in Counter(kind_of(p) for p, _ in wrong).items() if n > 1) - same
+
+
+def kind_of(param: str) -> str:
+    """A parameter's name without the numbers of layers and experts."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", param)
+
+
+def checksums_of(held: Sequence[Held], params: Mapping[str, Tensor]) -> Report:
+    """Of every box whose parameter is in ``params`` and large enough to hold it."""
+    started, rows = time.perf_counter(), []
+    for one in held:
+        tensor = params.get(one.param)
+        if tensor is not None and fits(one, tensor) and whole_words(one, tensor.dtype.itemsize):
+            sum_ = checksum(one.of(tensor), one.whole, tuple(low for low, _ in one.box))
+            rows.append((one.param, one.hf, one.box, sum_))
+    return Report(rows=rows, seconds=time.perf_counter() - started)
+
+
+def sources_of(layout: Layout, rank: int, hf: Layout) -> list[Source]:
+    """The boxes that a learner rank answers for: those of which it is the first holder."""
+    shapes, out = hf.local_shapes(0), []
+    for spec in layout.rows():
+        for chunk, slices in enumerate(layout.chunks(spec)):
+            for layer, stages in layout.layer_stages(spec).items():
+                for expert in range(layout.shape.num_experts if "{expert}" in spec.name else 1):
+                    ep = layout.expert_rank(spec, expert)
+                    if min(r for stage in stages for r in layout.ranks(spec, chunk, stage, ep)) == rank:
+                        param = spec.name.format(layer=layer, expert=expert)
+                        names = [one.hf.format(layer=layer, expert=expert) for one in slices]
+                        out += [
+                            Source(param=param, place=one.box, hf=name, box=one.hf_box, whole=shapes[name])
+                            for name, one in zip(names, slices, strict=True)
+                        ]
+    return out
+
+
+def sent_checksums(
+    sources: Sequence[Source], tensors: Mapping[str, Tensor], dtype_of: Callable[[str], torch.dtype]
+) -> Report:
+    """Of the learner's boxes, in the dtype in which the engines get each tensor."""
+    started, rows = time.perf_counter(), []
+    for one in sources:
+        dtype = dtype_of(one.hf)
+        if len(one.whole) < 2 or aligned(one.whole, one.box[1], dtype.itemsize):
+            box = tensors[one.param].detach()[tuple(slice(low, high) for low, high in one.place)].to(dtype)
+            rows.append((one.param, one.hf, one.box, checksum(box, one.whole, tuple(low for low, _ in one.box))))
+    return Report(rows=rows, seconds=time.perf_counter() - started)
+
+
+def fits(one: Held, tensor: Tensor) -> bool:
+    """Whether the box lies inside the parameter's memory."""
+    size, strides, offset = one.view
+    last = offset + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
+    return last < tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+
+
+def whole_words(one: Held, itemsize: int) -> bool:
+    """Whether the box's columns are whole words, so that checksums of its tensor's boxes add up."""
+    return len(one.whole) < 2 or aligned(one.whole, one.box[1], itemsize)
+
+
+def sealed_by(reports: Sequence[Report], shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """Checksums of whole tensors from what the learner's ranks say of their boxes.
+
+    Raises CorruptionError naming a tensor that two of them hold otherwise.
+    """
+    out = {}
+    for name, held in _by_tensor(reports).items():
+        if any(len(sums) > 1 for sums in held.values()):
+            raise CorruptionError(f"{name}: ranks of the learner that should hold the same hold different bytes of it")
+        if _is_whole(held, shapes[name]):
+            out[name] = add(*(min(sums) for sums in held.values()))
+    return out
+
+
+def compare(
+    sealed: Mapping[str, int], shapes: Mapping[str, Shape], reports: Sequence[Report], private: frozenset[str]
+) -> Comparison:
+    """What the ranks of one server hold beside the sealed checksums; parameters of ``private`` kinds say nothing.
+
+    A box that several hold, as replicated norms and heads, must be the same everywhere, and counts once.
+    """
+    seen = [
+        Report(rows=[row for row in report.rows if kind_of(row[0]) not in private], seconds=report.seconds)
+        for report in reports
+    ]
+    boxes = _by_tensor(seen)
+    differing, unseen = {}, set()
+    for name, shape in shapes.items():
+        held = boxes.get(name, {})
+        if name not in sealed or not _is_whole(held, shape):
+            unseen.add(name)
+        elif any(len(sums) > 1 for sums in held.values()) or add(*(min(s) for s in held.values())) != sealed[name]:
+            differing[name] = frozenset(param for report in seen for param, hf, _, _ in report.rows if hf == name)
+    return Comparison(differing=differing, unseen=frozenset(unseen))
+
+
+def _by_tensor(reports: Sequence[Report]) -> dict[str, dict[Box, set[int]]]:
+    boxes: dict[str, dict[Box, set[int]]] = {}
+    for report in reports:
+        for _, hf, box, sum_ in report.rows:
+            boxes.setdefault(hf, {}).setdefault(box, set()).add(sum_)
+    return boxes
+
+
+def _is_whole(boxes: Iterable[Box], shape: Shape) -> bool:
+    return sum(prod(high - low for low, high in box) for box in boxes) == prod(shape)

@@ -1,0 +1,99 @@
+"""A fixed text that engine and learner score alike where an engine holds what the learner has."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rl_megatron.data.packing import pack, unpack
+from rl_megatron.data.samples import to_samples
+from rl_megatron.interfaces import Scorer
+from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, RolloutGroup, SamplingParams
+
+_TEXTS, _TEXT_TOKENS = 4, 16
+_SAMPLED = 4  # tokens of a text, where engines cannot score it
+_TIES = 1  # texts in which a router may hold two experts so near that rounding chooses: seen at a gap of 6e-8
+PROBE_LENGTH = _TEXT_TOKENS
+
+Scored = tuple[tuple[int, ...], tuple[int, ...], Sequence[float]]
+"""A prompt, what stands behind it, and the log-prob of each token of that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """The same texts at every push: token ids all over the vocabulary, so that most experts see some.
+
+    At temperature 1 engines score them in one forward, and the learner's scores need not wait for the engine. Engines
+    score given text at no other temperature: there they continue the texts by a few tokens, which the learner scores.
+    """
+
+    texts: tuple[tuple[int, ...], ...]
+    temperature: float
+    tolerance: float  # nats
+
+    @classmethod
+    def make(cls, *, vocab_size: int, max_length: int, temperature: float, tolerance: float) -> Probe:
+        """Texts that fit into ``max_length`` tokens."""
+        chosen = random.Random(0)
+        length = min(_TEXT_TOKENS, max_length)
+        texts = tuple(tuple(chosen.randrange(vocab_size) for _ in range(length)) for _ in range(_TEXTS))
+        return cls(texts=texts, temperature=temperature, tolerance=tolerance)
+
+    @property
+    def given(self) -> bool:
+        """Whether engines score the texts themselves, not what they sample behind them."""
+        return self.temperature == 1
+
+    def requests(self) -> list[GenerationRequest]:
+        """Continue every text; the prompt and what is sampled are as long as a text."""
+        params = SamplingParams(
+            temperature=self.temperature, top_p=1.0, max_new_tokens=_SAMPLED, stop_token_ids=(), seed=0
+        )
+        return [
+            GenerationRequest(id=f"probe {i}", token_ids=text[:-_SAMPLED], num_completions=1, params=params)
+            for i, text in enumerate(self.texts)
+        ]
+
+    def continued(self, completions: Sequence[Sequence[Completion]]) -> list[Scored]:
+        """What an engine sampled behind the texts."""
+        return [(t[:-_SAMPLED], c.token_ids, c.logprobs) for t, (c,) in zip(self.texts, completions, strict=True)]
+
+    def scored(self, logprobs: Sequence[Sequence[float]]) -> list[Scored]:
+        """What an engine says of the texts."""
+        return [(t[:1], t[1:], said) for t, said in zip(self.texts, logprobs, strict=True)]
+
+    def judge(self, engine: Sequence[Scored], other: Sequence[Sequence[float]], whose: str) -> tuple[str, bool]:
+        """How far the two are apart, empty where the probe tolerates that; and whether it refuses the engine's."""
+        gaps = [
+            max((abs(a - b) for a, b in zip(said, theirs, strict=True)), key=lambda gap: (math.isnan(gap), gap))
+            for (_, _, said), theirs in zip(engine, other, strict=True)
+        ]
+        over = [gap for gap in gaps if not gap <= self.tolerance]  # NaN too
+        if not over:
+            return "", False
+        found = (
+            f"log-probs of the probe are up to {max(over):.3g} nats from {whose}, in {len(over)} of {len(gaps)} texts; "
+            f" rollout.server.probe_tolerance is {self.tolerance:g}"
+        )
+        return found, len(over) > _TIES
+
+
+async def scores_of(learner: Scorer, dims: ParallelDims, texts: Sequence[Scored]) -> list[list[float]]:
+    """The learner's log-probs of what stands behind each prompt."""
+    groups = [
+        RolloutGroup(
+            prompt=Prompt(id=f"probe {i}", text="", token_ids=prompt, answer=""),
+            completions=(Completion(token_ids=behind, logprobs=tuple(said), finish_reason="length", versions=(0, 0)),),
+            texts=("",),
+            rewards=(0.0,),
+        )
+        for i, (prompt, behind, said) in enumerate(texts)
+    ]
+    samples = to_samples(groups)
+    batch = pack(samples, dims=dims, max_tokens=len(groups) * PROBE_LENGTH)
+    values = unpack(batch, await learner.score(batch), samples)
+    bounds = pairwise(samples.cu_seqlens.tolist())
+    return [values[start:stop][samples.mask[start:stop]].tolist() for start, stop in bounds]

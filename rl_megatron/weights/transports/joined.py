@@ -1,0 +1,102 @@
+"""A process group of learner and engine ranks, and a place where they meet before each version: nobody waits unheard.
+
+The controller keeps the place, a store. Before a version moves, every rank says there that it is ready; who finds that
+another cannot come says so, and all go home. So a server that refuses leaves no sender in a send.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import distributed_c10d
+
+from rl_megatron.errors import SyncError
+
+_LOOK_SECONDS = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where ``size`` ranks meet. ``name`` is new for every group, ``seconds`` the limit of every wait."""
+
+    host: str
+    port: int
+    name: str
+    size: int
+    backend: str
+    seconds: float
+
+
+class Keeper:
+    """The controller's side."""
+
+    def __init__(self, host: str, seconds: float) -> None:
+        self.host, self._seconds = host, seconds
+        limit = timedelta(seconds=seconds)
+        self._store = TCPStore(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
+
+    def place(self, size: int, backend: str) -> Place:
+        """For a group that is not there yet."""
+        return Place(
+            host=self.host,
+            port=self._store.port,
+            name=f"rl_megatron-{uuid.uuid4().hex}",  # an engine may have been in groups of other trainers
+            size=size,
+            backend=backend,
+            seconds=self._seconds,
+        )
+
+    def call_off(self, place: Place, version: int, reason: str) -> None:
+        """Send home who waits for the others."""
+        self._store.set(f"{place.name}/{version}/off", reason)
+
+
+class Member:
+    """Rank ``rank`` of the group. Collective; raises SyncError where not all come in time."""
+
+    def __init__(self, place: Place, rank: int) -> None:
+        self.place, self.rank = place, rank
+        limit = timedelta(seconds=place.seconds)
+        try:
+            self._store = TCPStore(place.host, place.port, is_master=False, timeout=limit)
+            # As torch's own new_group does, for ranks that have no default group in common.
+            self.group, _ = distributed_c10d._new_process_group_helper(
+                place.size,
+                rank,
+                [],
+                dist.Backend(place.backend),
+                PrefixStore(place.name, self._store),
+                group_name=distributed_c10d.GroupName(place.name),
+                timeout=limit,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise SyncError(
+                f"rank {rank} of {place.size} learner and engine ranks did not meet the others at {place.host}:"
+                f"{place.port} in {place.seconds:g} s: {error}"
+            ) from error
+        distributed_c10d._world.pg_group_ranks[self.group] = {number: number for number in range(place.size)}
+
+    def meet(self, version: int) -> None:
+        """Return when every rank is here. Raises SyncError where it was called off, or some do not come in time."""
+        at, limit = f"{self.place.name}/{version}", time.monotonic() + self.place.seconds
+        self._store.set(f"{at}/{self.rank}", "")
+        keys = [f"{at}/{rank}" for rank in range(self.place.size)]
+        while not self._store.check(keys):
+            if self._store.check([f"{at}/off"]):
+                raise SyncError(f"version {version} was called off: {self._store.get(f'{at}/off').decode()}")
+            if time.monotonic() > limit:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise SyncError(
+                    f"version {version} is not served: rank {self.rank} waited {self.place.seconds:g} s for ranks "
+                    f"{missing} of learner and engines"
+                )
+            time.sleep(_LOOK_SECONDS)
+
+    def close(self) -> None:
+        """Leave the group. Not collective."""
+        dist.destroy_process_group(self.group)

@@ -1,0 +1,233 @@
+"""Learner shards straight into engine ranks of another process group; engines are cut by torch itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_megatron.errors import SyncError, WeightError
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.engine_layout import Boxes, EngineLayout, recorded_layout
+from rl_megatron.weights.held import Report, checksums_of, compare, sealed_by, sources_of
+from rl_megatron.weights.layout import Box, Layout
+from rl_megatron.weights.plan import plan
+from rl_megatron.weights.recorded import Held, record
+from rl_megatron.weights.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.transports.engine_ends import Receiver, Sender, named
+from rl_megatron.weights.transports.joined import Keeper, Member, Place
+from tests.distributed import test_transport as base
+from tests.distributed.ranks import run_ranks
+
+SHAPE = replace(base.SHAPE, expert_width=8, head_dim=8)
+HF = Layout(table=HF_QWEN3_MOE, shape=SHAPE)
+DIMS, TP = ParallelDims(tp=2, ep=2), 2
+LEARNER = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=DIMS)
+VERSIONS = (3, 4)
+
+
+class Engine:
+    """A rank: q over k over v, experts stacked and cut, the vocabulary padded."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, h, width = rank, SHAPE.hidden_size, SHAPE.expert_width // TP
+        heads = (SHAPE.num_heads + 2 * SHAPE.num_kv_heads) * SHAPE.head_dim // TP
+        self.params: dict[str, Tensor] = {"norm": torch.zeros(h)}
+        for name in ("embed", "head"):
+            self.params[name] = torch.zeros(12, h)  # 21 tokens, of which the second rank has 9
+        for layer in range(SHAPE.num_layers):
+            self.params |= {
+                f"{layer}.qkv": torch.zeros(heads, h),
+                f"{layer}.o": torch.zeros(h, SHAPE.num_heads * SHAPE.head_dim // TP),
+                f"{layer}.router": torch.zeros(SHAPE.num_experts, h),
+                f"{layer}.w13": torch.zeros(SHAPE.num_experts, 2 * width, h),
+                f"{layer}.w2": torch.zeros(SHAPE.num_experts, h, width),
+                **{f"{layer}.{x}": torch.zeros(h) for x in ("input_layernorm", "post_attention_layernorm")},
+                **{f"{layer}.{x}": torch.zeros(SHAPE.head_dim) for x in ("q_norm", "k_norm")},
+            }
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            parts = name.split(".")
+            if name in ("model.embed_tokens.weight", "lm_head.weight"):
+                mine = tensor[12 * self.rank : 12 * self.rank + 12]
+                self.params["embed" if "embed" in name else "head"][: len(mine)].copy_(mine)
+            elif name == "model.norm.weight":
+                self.params["norm"].copy_(tensor)
+            else:
+                self._load_layer(parts[2], parts[-2], int(parts[5]) if "experts" in parts else 0, tensor)
+
+    def _load_layer(self, layer: str, what: str, expert: int, tensor: Tensor) -> None:
+        row, column = tensor.chunk(TP)[self.rank], tensor.chunk(TP, -1)[self.rank]
+        kv = SHAPE.num_kv_heads * SHAPE.head_dim // TP
+        starts = {"q_proj": 0, "k_proj": 2 * kv, "v_proj": 3 * kv}
+        if what in starts:
+            self.params[f"{layer}.qkv"].narrow(0, starts[what], len(row)).copy_(row)
+        elif what == "o_proj":
+            self.params[f"{layer}.o"].copy_(column)
+        elif what == "gate":
+            self.params[f"{layer}.router"].copy_(tensor)
+        elif what == "down_proj":
+            self.params[f"{layer}.w2"][expert].copy_(column)
+        elif what in ("gate_proj", "up_proj"):
+            self.params[f"{layer}.w13"][expert].chunk(2)[what == "up_proj"].copy_(row)
+        else:
+            self.params[f"{layer}.{what}"].copy_(tensor)
+
+    def record(self) -> list[Held]:
+        return record(self.load, HF.local_shapes(0), self.params, torch.float32)
+
+
+def boxes(ranks: Sequence[Engine]) -> list[Boxes]:
+    return [{held.hf: held.box for held in rank.record()} for rank in ranks]
+
+
+def recorded() -> EngineLayout:
+    return recorded_layout(HF, boxes([Engine(rank) for rank in range(TP)]))
+
+
+def test_a_recorded_layout_costs_what_its_table_costs() -> None:
+    """The rows of `ENGINE_QWEN3_MOE` say the same of engines of this kind, but for padding."""
+    place = {rank: DIMS.world_size + rank for rank in range(TP)}
+    table = Layout(table=ENGINE_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(tp=TP, etp=TP), vocab_multiple=4)
+    mine, theirs = plan(LEARNER, recorded(), placement=place), plan(LEARNER, table, placement=place)
+    received = [sum(n for (_, to), n in moves.traffic().items() if to == 2) for moves in (mine, theirs)]
+    assert sum(mine.traffic().values()) == sum(theirs.traffic().values())
+    assert received[0] == received[1]
+    assert recorded().local_shapes(1)["model.embed_tokens.weight"] == (9, 8)
+
+
+def test_expert_parallel_engines_get_their_own_experts_alone() -> None:
+    half = SHAPE.num_experts // 2
+
+    def keeps(name: str, rank: int) -> bool:
+        return "experts" not in name or int(name.split(".")[5]) // half == rank
+
+    whole: dict[str, Box] = {n: tuple((0, size) for size in shape) for n, shape in HF.local_shapes(0).items()}
+    ranks = [{name: box for name, box in whole.items() if keeps(name, rank)} for rank in range(2)]
+    layout = recorded_layout(HF, ranks)
+    assert [layout.local_shapes(rank).keys() for rank in range(2)] == [rank.keys() for rank in ranks]
+    moves = plan(LEARNER, layout, placement={0: 2, 1: 3})
+    for rank in range(2):
+        assert {t.dst_param for t in moves.receives(2 + rank)} == ranks[rank].keys()
+
+
+def test_what_no_rank_takes_is_named() -> None:
+    ranks = boxes([Engine(0), Engine(1)])
+    lost = [{name: box for name, box in rank.items() if name != "model.norm.weight"} for rank in ranks]
+    with pytest.raises(WeightError, match=r"model\.norm\.weight: the engine's loader takes it to no rank"):
+        recorded_layout(HF, lost)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    place: Place
+    folder: Path
+    port: int
+
+
+def tensors_of(version: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator) for name, shape in HF.local_shapes(0).items()}
+
+
+def process(rank: int, job: Job) -> None:
+    """Ranks 0 and 1 are the learner's, 2 and 3 an engine's, each pair in a default group of its own."""
+    torch.set_num_threads(1)
+    pair, inner = divmod(rank, 2)
+    store = dist.TCPStore("127.0.0.1", job.port + pair, is_master=inner == 0, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=inner, world_size=2, timeout=timedelta(seconds=120))
+    reports = learner(inner, job) if pair == 0 else engine(inner, job)
+    torch.save(reports, job.folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def learner(rank: int, job: Job) -> list[Any]:
+    src = {n: torch.zeros_like(t) for n, t in cut(VERSIONS[0], rank).items()}
+    moves = plan(LEARNER, recorded(), placement={0: 2, 1: 3})
+    sender = Sender(job.place, rank, moves, src, sources_of(LEARNER, rank, HF))
+    out = []
+    for version in VERSIONS:
+        for name, tensor in cut(version, rank).items():
+            src[name].copy_(tensor)
+        out.append(sender.send(version)[1])
+    return out
+
+
+def cut(version: int, rank: int) -> dict[str, Tensor]:
+    """`megatron_tensors` for this file's sizes."""
+    theirs, base.SHAPE = base.SHAPE, SHAPE
+    try:
+        return base.megatron_tensors(tensors_of(version), DIMS, rank)
+    finally:
+        base.SHAPE = theirs
+
+
+def engine(rank: int, job: Job) -> list[Any]:
+    mine = Engine(rank)
+    held = mine.record()
+    receiver = Receiver(job.place, 2 + rank, named([(one.hf, one.of(mine.params[one.param])) for one in held]))
+    out = []
+    for version in VERSIONS:
+        update = receiver.receive(version)
+        expected = Engine(rank)
+        expected.load(tensors_of(version).items())
+        for name, tensor in expected.params.items():
+            torch.testing.assert_close(mine.params[name], tensor, rtol=0, atol=0)
+        out.append((update.num_bytes, checksums_of(held, mine.params)))
+    return out
+
+
+def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path) -> None:
+    """Bit for bit what its own loader makes of the checkpoint; checksums of both sides agree. 8 seconds."""
+    keeper = Keeper("127.0.0.1", 120.0)
+    job = Job(place=keeper.place(4, "gloo"), folder=tmp_path, port=base_port())
+    run_ranks(process, 4, job)
+    said = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    traffic = plan(LEARNER, recorded(), placement={0: 2, 1: 3}).traffic()
+    for i, _ in enumerate(VERSIONS):
+        engines: list[Report] = []
+        for rank in (2, 3):
+            num_bytes, report = said[rank][i]
+            assert num_bytes == 4 * sum(n for (_, to), n in traffic.items() if to == rank)
+            engines.append(report)
+        sealed = sealed_by([said[0][i], said[1][i]], HF.local_shapes(0))
+        found = compare(sealed, HF.local_shapes(0), engines, frozenset())
+        assert not found.differing
+        assert not found.unseen
+        engines[0].rows[5] = (*engines[0].rows[5][:3], 1)  # type: ignore[index]
+        assert set(compare(sealed, HF.local_shapes(0), engines, frozenset()).differing) == {engines[0].rows[5][1]}
+
+
+def base_port() -> int:
+    import socket
+
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        two.bind(("127.0.0.1", port + 1))
+        return port
+
+
+def test_who_waits_for_a_rank_that_does_not_come_is_sent_home() -> None:
+    keeper = Keeper("127.0.0.1", 60.0)
+    place = keeper.place(1, "gloo")
+    member = Member(place, 0)
+    member.place = replace(place, size=2, seconds=0.2)
+    with pytest.raises(SyncError, match=r"rank 0 waited 0\.2 s for ranks \[1\]"):
+        member.meet(1)
+    member.place = replace(place, size=2)
+    called_off = partial(keeper.call_off, place, 2, "http://engine: status 400")
+    threading.Timer(0.2, called_off).start()
+    with pytest.raises(SyncError, match="version 2 was called off: http://engine: status 400"):
+        member.meet(2)
+    member.close()

@@ -1,0 +1,48 @@
+"""SGLang's weight loader of ours with a fault for some versions, as a test's server loads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_megatron.rollout import sglang_worker
+
+LOST, FLIPPED = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.mlp.experts.3.up_proj.weight"
+FAULTS = {101: "lost", 102: "flipped"}
+
+
+class _Broken:
+    """A model that loses or changes what it loads."""
+
+    def __init__(self, model: Any, fault: str) -> None:
+        self._model, self._fault = model, fault
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            if self._fault == "flipped" and name == FLIPPED:
+                tensor = tensor.clone()
+                tensor.view(torch.uint8)[9, 3] ^= 1
+            if self._fault != "lost" or name != LOST:
+                self._model.load_weights([(name, tensor)])
+
+
+def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """See sglang_worker."""
+    order = json.loads(named_tensors[0][0])
+    fault = FAULTS.get(order["version"])
+    if fault is None:
+        sglang_worker.load(model, named_tensors)
+        return
+    right = sglang_worker.layout_of
+    sglang_worker.layout_of = lambda broken, path: right(model, path)  # type: ignore[assignment]
+    try:
+        sglang_worker.load(_Broken(model, fault), named_tensors)
+    finally:
+        sglang_worker.layout_of = right

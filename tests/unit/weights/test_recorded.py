@@ -1,0 +1,126 @@
+"""The places that a loader fills, read off without data, and what lies there beside what was sealed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_megatron.errors import WeightError
+from rl_megatron.weights.checksums import checksum
+from rl_megatron.weights.held import Report, checksums_of, compare, kind_of
+from rl_megatron.weights.recorded import record
+
+HIDDEN, WIDTH, EXPERTS, TP = 8, 12, 3, 2
+SHAPES = {
+    "norm": (HIDDEN,),
+    "router": (EXPERTS, HIDDEN),
+    **{f"experts.{e}.{x}": (WIDTH, HIDDEN) for e in range(EXPERTS) for x in ("gate", "up")},
+    **{f"experts.{e}.down": (HIDDEN, WIDTH) for e in range(EXPERTS)},
+}
+SEALED_FROM = {n: torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, (n, s) in enumerate(SHAPES.items())}
+SEALED = {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in SEALED_FROM.items()}
+
+
+class Rank:
+    """An engine's rank: gate over up of its share, experts stacked; ``down`` of all experts lies transposed."""
+
+    def __init__(self, rank: int) -> None:
+        share = WIDTH // TP
+        self.mine = slice(rank * share, (rank + 1) * share)
+        self.params = {
+            "norm": torch.zeros(HIDDEN),
+            "gate.weight": torch.zeros(EXPERTS, HIDDEN),
+            "w13": torch.zeros(EXPERTS, 2 * share, HIDDEN),
+            "w2": torch.zeros(EXPERTS, share, HIDDEN),
+        }
+        self.swapped = False
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            if "experts" not in name:
+                self.params["norm" if name == "norm" else "gate.weight"].copy_(tensor)
+                continue
+            expert, what = int(name.split(".")[1]), name.split(".")[2]
+            if what == "down":
+                self.params["w2"][expert].copy_(tensor[:, self.mine].t())
+            else:
+                half = self.params["w13"][expert].chunk(2)[(what == "up") ^ self.swapped]
+                half.copy_(tensor[self.mine])
+
+
+@pytest.fixture
+def ranks() -> list[Rank]:
+    return [Rank(0), Rank(1)]
+
+
+def reports(ranks: list[Rank]) -> list[Report]:
+    """Places recorded with a loader that is right; over JSON, as workers answer."""
+    out = []
+    for rank, right in zip(ranks, (Rank(0), Rank(1)), strict=True):
+        held = record(right.load, SHAPES, right.params, torch.float32)
+        assert not any(param.any() for param in right.params.values())
+        out.append(Report.from_json(checksums_of(held, rank.params).to_json()))
+    return out
+
+
+def differing(ranks: list[Rank], private: frozenset[str] = frozenset()) -> set[str]:
+    found = compare(SEALED, SHAPES, reports(ranks), private)
+    assert not found.unseen
+    return set(found.differing)
+
+
+def test_shards_stacks_and_transposes_are_seen_by_their_names(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.load(SEALED_FROM.items())
+    assert differing(ranks) == set()
+    held = record(ranks[1].load, SHAPES, ranks[1].params, torch.float32)
+    boxes = {one.hf: (one.param, one.box) for one in held}
+    assert boxes["experts.2.up"] == ("w13", ((6, 12), (0, 8)))
+    assert boxes["experts.0.down"] == ("w2", ((0, 8), (6, 12)))
+    assert boxes["norm"] == ("norm", ((0, 8),))
+
+
+def test_a_flipped_bit_of_one_shard_is_named(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.load(SEALED_FROM.items())
+    ranks[1].params["w13"].view(torch.int32)[2, 7, 3] ^= 1
+    assert differing(ranks) == {"experts.2.up"}
+
+
+def test_gate_and_up_exchanged_are_named(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.swapped = True
+        rank.load(SEALED_FROM.items())
+    assert differing(ranks) == {n for n in SHAPES if n.endswith(("gate", "up"))}
+
+
+def test_a_replica_that_differs_and_a_lost_tensor_are_named(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.load((n, t) for n, t in SEALED_FROM.items() if n != "experts.1.down")
+    ranks[1].params["norm"][0] += 1
+    assert differing(ranks) == {"norm", "experts.1.down"}
+
+
+def test_a_layout_of_the_kernels_own_is_told_from_corruption(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.load(SEALED_FROM.items())
+        rank.params["w13"] = rank.params["w13"].flip(1)  # packed behind the loader
+    ranks[0].params["gate.weight"][1, 1] += 1
+    said = reports(ranks)
+    assert compare(SEALED, SHAPES, said, frozenset()).private(said) == {"w13"}
+    again = compare(SEALED, SHAPES, said, frozenset({"w13"}))
+    assert set(again.differing) == {"router"}
+    assert again.unseen == {n for n in SHAPES if n.endswith(("gate", "up"))}
+
+
+def test_what_a_loader_computes_is_refused() -> None:
+    param = torch.zeros(4)
+    with pytest.raises(WeightError, match="computed from it"):
+        record(lambda tensors: [param.copy_(t + 1) for _, t in tensors], {"a": (4,)}, {"p": param}, torch.float32)
+
+
+def test_kinds_are_names_without_numbers() -> None:
+    assert kind_of("model.layers.11.mlp.experts.w13_weight") == "model.layers.*.mlp.experts.w13_weight"
