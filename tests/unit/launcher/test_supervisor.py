@@ -53,6 +53,7 @@ class Bed:
     places: list[Place]
     spare: list[Fake]
     version: int = 0
+    may_start: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def push(self, version: int) -> None:
         self.version = version
@@ -74,8 +75,10 @@ async def bed(fakes: list[Fake], spare: list[Fake], **changes: Any) -> AsyncIter
     places = [place(fake) for fake in fakes]
     engine = ServedEngine(Words(), [p.server for p in places], section, max_length=8, vocab_size=10)
     it = Bed(engine=engine, places=places, spare=spare)
+    it.may_start.set()
 
     async def bring_back(replica: Replica) -> Standing:
+        await it.may_start.wait()
         if not it.spare:
             raise EngineError("no more ports")
         it.places.append(place(it.spare.pop(0)))
@@ -141,8 +144,11 @@ def test_requests_of_a_server_that_dies_are_answered_once_by_what_was_refitted(
             go = stuck(fakes[0], "/generate")
             requests = [asyncio.create_task(it.engine.generate(REQUEST)) for _ in range(6)]
             await until(lambda: "/generate" in fakes[0].asked)
+            if replicas == 2:
+                it.may_start.clear()  # the other answers them before there is a new server
             it.places[0].why.set_result("killed")
             answers = await asyncio.gather(*requests)
+            it.may_start.set()
             assert [[c.versions for c in answer] for answer in answers] == [[(4, 4)]] * 6
             await it.reach(0, State.HEALTHY)
             assert it.places[0].was_ended
