@@ -12,10 +12,10 @@ from launcher.attach import Follower, Tail, follow
 from rl_megatron.errors import ConfigError
 
 SCONTROL = """#!/bin/sh
-# The next line of the file beside it, the last one for ever.
+# The next line of the file beside it, the last one for ever; with that the job's script says its last word.
 file=$(dirname "$0")/states
 head -n 1 "$file"
-if [ "$(wc -l <"$file")" -gt 1 ]; then sed -i 1d "$file"; fi
+if [ "$(wc -l <"$file")" -gt 1 ]; then sed -i 1d "$file"; else echo "job 7 ends" >>"$(dirname "$0")/run/jobs/7.txt"; fi
 """
 
 
@@ -78,6 +78,7 @@ def test_it_follows_to_the_end_and_says_how_that_was(
         "step 2",
         "job 7: PENDING on n1, restart 0",
         f"job 7: {last} on n1, restart 0",
+        "job 7 ends",
     ]
 
 
