@@ -54,9 +54,8 @@ def _place(seat: Seat, config: RunConfig, job: Job, each: int) -> Place:
         host = socket.gethostbyname(seat.node)
     except OSError as error:
         raise EngineError(f"node {seat.node} of job {job.id} has no address here: {error}") from error
-    return Place(
-        host=host, before=tuple(job.server_command(seat.node, _cpus(config, job, each))), environment=environment
-    )
+    inside = ["env", *(f"{name}={value}" for name, value in environment.items())]  # srun sets it, so behind srun
+    return Place(host=host, before=(*job.server_command(seat.node, _cpus(config, job, each)), *inside))
 
 
 def _cpus(config: RunConfig, job: Job, each: int) -> int:
