@@ -109,7 +109,7 @@ def logits_error(policy: MegatronLearner, wanted: Tensor, vocab_size: int) -> fl
     from rl_megatron.learner.forward import run_scores
 
     packed = policy._pack([make_samples()])
-    results = run_scores(policy._chunks, packed, LogitsHead(vocab_size))
+    results = run_scores(policy._chunks, packed, LogitsHead(vocab_size), policy._routing.replaying)
     if not results:
         return None
     source = packed[0].source
