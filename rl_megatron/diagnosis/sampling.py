@@ -33,6 +33,7 @@ class Parameters:
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     repetition_penalty: float = 1.0
+    sampled_repetition_penalty: float = 1.0  # the same, but on sampled tokens alone: SGLang's
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
 
@@ -105,12 +106,14 @@ def predicted(evidence: Evidence, parameters: Parameters) -> Tensor:
 
 
 def _penalised(evidence: Evidence, p: Parameters) -> Tensor:
-    """Logits [m, V] after the penalties: CTRL's (arXiv:1909.05858) on every token before, OpenAI's on sampled ones."""
-    if p.repetition_penalty == 1 and not p.presence_penalty and not p.frequency_penalty:
+    """Logits [m, V] after the penalties: CTRL's (arXiv:1909.05858) on tokens before, OpenAI's on sampled ones."""
+    scales = (p.repetition_penalty, p.sampled_repetition_penalty)
+    if scales == (1, 1) and not p.presence_penalty and not p.frequency_penalty:
         return evidence.logits
     z = evidence.logits.clone()
     values = z[evidence.rows, evidence.columns]
-    values = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    scale = torch.where(evidence.sampled > 0, scales[0] * scales[1], scales[0])
+    values = torch.where(values > 0, values / scale, values * scale)
     values = values - p.presence_penalty * (evidence.sampled > 0) - p.frequency_penalty * evidence.sampled
     z[evidence.rows, evidence.columns] = values
     return z
@@ -132,10 +135,11 @@ class Fit:
 RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (math.log(0.05), math.log(8.0)),
     "repetition_penalty": (math.log(0.4), math.log(2.5)),
+    "sampled_repetition_penalty": (math.log(0.4), math.log(2.5)),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
-_LOGARITHMIC = ("temperature", "repetition_penalty")
+_LOGARITHMIC = ("temperature", "repetition_penalty", "sampled_repetition_penalty")
 
 
 def fit(evidence: Evidence, start: Parameters, *, good: float) -> Fit:

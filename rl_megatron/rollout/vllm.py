@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 from collections.abc import Mapping, Sequence
@@ -144,7 +145,12 @@ class VLLMAdapter:
         """See adapter.Adapter."""
         info = {"path": str(path), "version": version, "straight": straight}
         await server.post("/start_weight_update")
-        await server.post("/update_weights", {"update_info": info})
+        try:
+            await server.post("/update_weights", {"update_info": info})
+        except (AttemptFailed, EngineError):
+            with contextlib.suppress(AttemptFailed, EngineError):
+                await self._rpc(server, "rl_megatron_end_update")  # else no other can begin
+            raise
         await server.post("/finish_weight_update", {"weight_version": label})
         return await self.held(server, path)
 

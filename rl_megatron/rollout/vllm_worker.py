@@ -144,10 +144,15 @@ class WorkerExtension:
             "routes": str(self.vllm_config.aux_output_config.enable_return_routed_experts),
         }
 
+    def rl_megatron_end_update(self) -> None:
+        """Of an update that failed; its layers have the kernels' tensors again."""
+        abandon(self.model_runner.model)
+        self._weight_update_active = False
+
     def rl_megatron_held(self, path: str) -> dict[str, object]:
         """A `held.Report` of this rank's parameters. What lies in a layout of the kernels' own is for the probe."""
         model = self.model_runner.model
-        report = held.checksums_of(layout_of(model, path), dict(model.named_parameters()))
+        report = held.checksums_of(layout_of(model, path, partial=True), dict(model.named_parameters()))
         return held.Report(rows=report.rows, seconds=report.seconds + SECONDS.pop(model, 0.0)).to_json()
 
     def rl_megatron_boxes(self, path: str) -> dict[str, object]:
@@ -198,10 +203,11 @@ SECONDS: dict[Any, float] = {}
 
 
 @cache
-def layout_of(model: Any, path: str) -> list[Held]:
-    """Where the model's loader puts the Hugging Face tensors of a mirror file."""
+def layout_of(model: Any, path: str, *, partial: bool = False) -> list[Held]:
+    """Where the model's loader puts the Hugging Face tensors of a mirror file, or those that it only copies."""
     with as_loaded(model) as params:
-        return record(model.load_weights, mirror.shapes(Path(path)), params, mirror.dtype_of(Path(path)))
+        file = Path(path)
+        return record(model.load_weights, mirror.shapes(file), params, mirror.dtype_of(file), partial=partial)
 
 
 @contextmanager

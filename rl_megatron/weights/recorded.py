@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_megatron.errors import WeightError
 from rl_megatron.weights.layout import Box, Shape
 
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 
@@ -39,23 +40,32 @@ class Held:
         return tensor.detach().as_strided(size, strides, offset)
 
 
-def record(load: Load, shapes: Mapping[str, Shape], params: Mapping[str, Tensor], dtype: torch.dtype) -> list[Held]:
+def record(
+    load: Load,
+    shapes: Mapping[str, Shape],
+    params: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    partial: bool = False,
+) -> list[Held]:
     """What ``load`` copies where, given every tensor of ``shapes``, into ``params`` by name, which it leaves alone.
 
-    Raises WeightError naming a tensor whose elements the loader computes with before it copies them.
+    Raises WeightError naming a tensor whose elements the loader computes with before it copies them; where ``partial``
+    will do, it is left out.
     """
     sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    recorder = _Recorder(sources, params)
+    recorder = _Recorder(sources, params, partial)
     with torch.no_grad(), recorder:
         load(iter(sources.items()))
     return recorder.held
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, sources: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
+    def __init__(self, sources: Mapping[str, Tensor], params: Mapping[str, Tensor], partial: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sources = {_storage(tensor): (name, tensor) for name, tensor in sources.items()}
         self._params = {_storage(tensor): name for name, tensor in params.items()}
+        self._partial = partial
         self.held: list[Held] = []
 
     def __torch_dispatch__(
@@ -65,11 +75,20 @@ class _Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        options = kwargs or {}
+        if (
+            func in _COPIES
+            and _storage(args[0]) in self._sources
+            and options.get("dtype", args[0].dtype) is args[0].dtype
+        ):
+            return args[0].view_as(args[0])  # a copy's elements are the tensor's
         if func is not torch.ops.aten.copy_.default or _storage(args[0]) not in self._params:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **options)
         target, source = args[0], args[1]
         param = self._params[_storage(target)]
         if _storage(source) not in self._sources:
+            if self._partial:
+                return target
             raise WeightError(
                 f"{param}: the engine's loader writes what is no part of a Hugging Face tensor, but computed from it; "
                 "its layout cannot be recorded"

@@ -123,8 +123,11 @@ def test_each_plant_is_named_and_nothing_else(
         planted.setattr(Server, "post", penalising)
         found = diagnose(server, learner, 1)
     assert guilty(found) == ["sampling parameters"], found
-    assert "repetition_penalty 1.4 (the learner: 1)" in found["sampling parameters"].evidence
+    name = {"vllm": "repetition_penalty", "sglang": "sampled_repetition_penalty"}[server.name]
+    assert f" {name} 1.4 (the learner: 1)" in found["sampling parameters"].evidence
 
+    if server.name == "sglang":  # its tensors are all compared with the mirror, which holds what was planted
+        return
     change: Change = swap_gates_and_ups
     server.push(models[0], 2, change)
     found = diagnose(server, learner, 2)
