@@ -38,8 +38,12 @@ from rl_megatron.rollout.served import ServedEngine
 from rl_megatron.rollout.sglang import SGLangAdapter
 from rl_megatron.rollout.vllm import VLLMAdapter
 from rl_megatron.weights.direct import Direct
+from rl_megatron.weights.dtypes import DType
+from rl_megatron.weights.families import hf_layout
+from rl_megatron.weights.hf_folder import companions, config_text
 from rl_megatron.weights.probe import PROBE_LENGTH, Probe
 from rl_megatron.weights.served import ServedWeights
+from rl_megatron.weights.served_formats import FORMATS, stored
 from rl_megatron.weights.transports.joined import Keeper
 
 logger = logging.getLogger(__name__)
@@ -48,6 +52,7 @@ SERVERS: Mapping[str, type[SGLangAdapter] | type[VLLMAdapter]] = {"sglang": SGLa
 LEAST_HEAD_DIM = 32  # of vLLM's attention kernels on CPUs
 _LOOK_SECONDS = 0.25
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # nats
+_QUANTISED_TOLERANCE = 1.0  # nats
 
 
 def mirror_path(config: RunConfig, run_folder: Path) -> Path:
@@ -94,7 +99,7 @@ class ServedLauncher:
                 vocab_size=self._shape.vocab_size,
                 max_length=longest_sequence(config, self._shape),
                 temperature=config.rollout.temperature,
-                tolerance=config.rollout.server.probe_tolerance or _TOLERANCE[config.learner.dtype],
+                tolerance=_tolerance(config),
             )
             weights = ServedWeights(
                 inner=roles.weights,
@@ -110,6 +115,12 @@ class ServedLauncher:
             if config.rollout.server.colocated:
                 roles = colocated(roles, engine)
             yield replace(roles, engine=engine, weights=weights, engine_metrics=engine.metrics)
+
+
+def _tolerance(config: RunConfig) -> float:
+    """Nats: what rounding does; where weights are quantised, what that does."""
+    section, rounding = config.rollout.server, _TOLERANCE[config.learner.dtype]
+    return section.probe_tolerance or (rounding if FORMATS[section.quantization] is None else _QUANTISED_TOLERANCE)
 
 
 def _direct(config: RunConfig, weights: WeightSync, engine: ServedEngine, path: Path) -> Direct | None:
@@ -142,6 +153,8 @@ class ServedEngines:
         self._config, self._section, self._adapter = config, config.rollout.server, adapter
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
         self._max_length = longest_sequence(config, shape)
+        self._kind, self._shapes = FORMATS[self._section.quantization], hf_layout(shape).local_shapes(0)
+        stored(self._shapes, DType(config.learner.dtype), self._kind)  # what has no such format is told first
         self._places = places(config, job)
         self.refit: Callable[[str], Awaitable[None]] | None = None  # nothing is served before there is one
 
@@ -224,8 +237,18 @@ class ServedEngines:
         """What starting wants. The engine's interpreter sees this package alone, never those that lie beside it."""
         await _check_interpreter(self._python, self._adapter)
         (packages / "rl_megatron").symlink_to(Path(__file__).resolve().parent.parent / "rl_megatron")
+        self._write_models(packages)
+
+    def _write_models(self, packages: Path) -> None:
+        """The folders that servers start from, beside the model's own: ``quantised`` has its tokenizer too."""
         (packages / "model").mkdir()
         shutil.copy(self._model_folder / "config.json", packages / "model")
+        if self._kind is not None:
+            text = config_text(self._model_folder, set(), self._kind.config(self._shapes))
+            (packages / "model" / "config.json").write_text(text)
+            shutil.copytree(packages / "model", packages / "quantised")
+            for path in companions(self._model_folder):
+                shutil.copy(path, packages / "quantised")
 
     async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[Started]:
         started = [await self._start_one(stack, number, packages) for number in range(self._section.replicas)]
@@ -243,12 +266,13 @@ class ServedEngines:
         command = self._adapter.command(
             StartOptions(
                 python=self._python,
-                model_folder=self._model_folder,
+                model_folder=self._model_folder if self._kind is None else packages / "quantised",
                 bare_folder=packages / "model",
                 host=place.host,
                 port=port,
                 device=self._config.learner.device,
                 dtype=self._config.learner.dtype,
+                quantization=section.quantization,
                 max_length=self._max_length,
                 slots=self._config.rollout.slots,
                 tp=section.tp,

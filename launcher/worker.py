@@ -185,6 +185,7 @@ class Worker:
         from rl_megatron.learner.model import DTYPES
         from rl_megatron.rollout.local import LocalEngine
         from rl_megatron.weights.mirror import Mirror
+        from rl_megatron.weights.served_formats import FORMATS
 
         dtype, section = DTYPES[config.learner.dtype], config.rollout
         if not section.served:
@@ -193,7 +194,7 @@ class Worker:
         if self._rank:
             return None
         path, shapes = mirror_path(config, run_folder), self._hf.local_shapes(0)
-        return Mirror(path, shapes, dtype, self._model_folder / "config.json")
+        return Mirror(path, shapes, dtype, self._model_folder / "config.json", FORMATS[section.server.quantization])
 
     def _connect(self, config: RunConfig, folder: Path) -> None:
         """Plan the way from every learner rank to every engine replica beside one, or to rank 0's mirror."""

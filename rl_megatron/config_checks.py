@@ -20,6 +20,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *_transport_problems(config),
         *_batch_problems(config),
         *_server_problems(config.rollout),
+        *_quantization_problems(config),
         *_replay_problems(config),
         *_role_problems(config),
         *_colocation_problems(config),
@@ -118,6 +119,36 @@ def _server_problems(r: RolloutSection) -> list[str]:
         )
     if r.server.token_file and not r.server.addresses:
         out.append("rollout.server.token_file is for rollout.server.addresses; servers started here make a token")
+    return out
+
+
+def _quantization_problems(c: RunConfig) -> list[str]:
+    server = c.rollout.server
+    if server.quantization == "none":
+        return []
+    out, given = [], f"rollout.server.quantization={server.quantization}"
+    if not c.rollout.served:
+        out.append(f"{given}, but rollout.engine={c.rollout.engine} samples in the learner's processes; set it to none")
+    if c.learner.device == "cpu":
+        out.append(
+            f"{given}: the engines' kernels for quantised weights run on GPUs alone, but learner.device=cpu; set "
+            "rollout.server.quantization=none"
+        )
+    if c.learner.dtype != "bfloat16":
+        out.append(
+            f"{given}: the engines' kernels give bfloat16, but learner.dtype={c.learner.dtype}; set "
+            "learner.dtype=bfloat16"
+        )
+    if server.transport != "file":
+        out.append(
+            f"{given} quantises what lies in the file that servers read, but rollout.server.transport="
+            f"{server.transport} sends the learner's own shards; set rollout.server.transport=file"
+        )
+    if server.addresses:
+        out.append(
+            f"{given} is told to servers that are started, but rollout.server.addresses={server.addresses} are running "
+            "ones, whose format nobody can see; set rollout.server.quantization=none"
+        )
     return out
 
 

@@ -55,12 +55,15 @@ class ServerSection(Section):
     weights_dir: Path | None = None
     """Where weights are handed over, seen by the servers too; null: /dev/shm, or for servers that are started on other
     nodes the run's folder."""
+    quantization: Literal["none", "fp8", "int8"] = "none"
+    """Format of the linear layers' weights in servers, which each push quantises: learner.dtype's own, float8 with a
+    scale for each block of 128 x 128, or int8 with one for each output channel (docs/engines.md)."""
     probes: Literal["auto", "always"] = "auto"
     """At which versions log-probs of a fixed text are compared: a server's first, and all where checksums cannot vouch
     for every tensor; or all."""
     probe_tolerance: PositiveFloat | None = None
     """Largest difference of a probe's log-probs, in nats, at which new weights are served; null: 1e-3 in float32, 0.25
-    in bfloat16."""
+    in bfloat16, 1 where weights are quantised."""
 
 
 class RolloutSection(Section):

@@ -111,8 +111,10 @@ class Trainer:
             pushed = await self.roles.weights.push(self.step)
         watch.count("rollout", int(row["tokens/rollout"] or 0))
         watch.count("train", int(row["tokens/train"] or 0))
-        servers = self.roles.engine_metrics()
-        return row | {"weights/bytes": pushed.num_bytes, "seconds/verify": pushed.verify_seconds, **servers}
+        row |= {"weights/bytes": pushed.num_bytes, "seconds/verify": pushed.verify_seconds}
+        if pushed.quantization_error is not None:
+            row["weights/quantization_error"] = pushed.quantization_error
+        return {**row, **self.roles.engine_metrics()}
 
     async def sample(self) -> RolloutBatch:
         """The next rollout batch to train on, dynamic sampling done. Raises DataError when too little is left of it."""

@@ -217,10 +217,12 @@ class StepResult:
 class WeightUpdate:
     """One finished weight push, or one process's part in it: ``num_bytes`` came to it from other processes.
 
-    ``verify_seconds`` is the part of ``seconds`` in which it computed digests.
+    ``verify_seconds`` is the part of ``seconds`` in which it computed digests. ``quantization_error`` is the largest
+    of a quantised tensor, over the tensor, both as Frobenius norms.
     """
 
     version: int
     num_bytes: int
     seconds: float
     verify_seconds: float = 0.0
+    quantization_error: float | None = None  # None where nothing was quantised

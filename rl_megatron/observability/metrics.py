@@ -135,6 +135,11 @@ METRICS: Mapping[str, Metric] = _rows(
     ("packing/imbalance", "", "work of the slowest rank at each micro-batch over the mean rank's; 1 is even"),
     ("packing/padding_fraction", "", "share of the packed positions that are padding"),
     ("weights/bytes", "bytes", "weight bytes that crossed a process boundary to the rollout engine"),
+    (
+        "weights/quantization_error",
+        "",
+        "error of the tensor that quantising for engine servers put furthest off, over the tensor, as Frobenius norms",
+    ),
     ("engine/healthy", "servers", "engine servers that serve after the step's push; only where servers sample"),
     ("engine/restarts", "", "how often a dead engine server was brought back, since the run was started"),
     ("tokens/rollout", "tokens", "tokens sampled in the step"),

@@ -112,6 +112,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Packing padding", metric="packing/padding_fraction"),
             Curve(title="Correction weight", metric="correction/weight_mean"),
             Curve(title="Tokens dropped by the correction", metric="correction/dropped_fraction"),
+            Curve(title="Error of quantised weights", metric="weights/quantization_error"),
             Curve(title="Engine servers that serve", metric="engine/healthy", hide_constant=True),
             Curve(title="Engine servers brought back", metric="engine/restarts", hide_constant=True),
             Curve(title="Staleness", metric="staleness/mean", peak="staleness/max", hide_constant=True),

@@ -27,6 +27,7 @@ class StartOptions:
     port: int
     device: str  # cpu or an accelerator
     dtype: str
+    quantization: str  # format of its weights, or none
     max_length: int  # tokens of a prompt and its completion
     slots: int
     tp: int

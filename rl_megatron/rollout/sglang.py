@@ -54,6 +54,11 @@ class SGLangAdapter:
                 f"model_type={self._shape.family!r}: SGLang's attention for CPUs without AMX kernels takes the cached "
                 "latents of latent attention for keys, and ends at the first request; use rollout=vllm, or a GPU"
             )
+        if options.quantization == "int8":
+            raise ConfigError(
+                "rollout.server.quantization=int8: SGLang 0.5.21 has compressed-tensors' int8 experts for NPUs only, "
+                "and its int8 linear layers take weights once; use fp8, or rollout=vllm"
+            )
         cached = options.slots * (options.max_length + _MARGIN)
         return Command(
             arguments=(

@@ -76,6 +76,6 @@ def layout_of(model: Any, path: Path) -> dict[str, list[Held]]:
     """Where the model's loader puts the tensors of a mirror file, by their Hugging Face names."""
     params = dict(model.named_parameters())
     out: dict[str, list[Held]] = {}
-    for one in record(model.load_weights, mirror.shapes(path), params, mirror.dtype_of(path)):
+    for one in record(model.load_weights, mirror.shapes(path), params, mirror.dtypes(path)):
         out.setdefault(one.hf, []).append(one)
     return out

@@ -207,7 +207,7 @@ def layout_of(model: Any, path: str, *, partial: bool = False) -> list[Held]:
     """Where the model's loader puts the Hugging Face tensors of a mirror file, or those that it only copies."""
     with as_loaded(model) as params:
         file = Path(path)
-        return record(model.load_weights, mirror.shapes(file), params, mirror.dtype_of(file), partial=partial)
+        return record(model.load_weights, mirror.shapes(file), params, mirror.dtypes(file), partial=partial)
 
 
 @contextmanager

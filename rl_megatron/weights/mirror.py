@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,47 +22,76 @@ from torch import Tensor
 
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import CorruptionError, SyncError
+from rl_megatron.weights.bits import dtype_of
 from rl_megatron.weights.checksums import checksum
-from rl_megatron.weights.dtypes import DType
 from rl_megatron.weights.held import Report, compare
+from rl_megatron.weights.hf_folder import config_text
 from rl_megatron.weights.layout import Shape
 from rl_megatron.weights.mapped import MappedFile, header_bytes, read_header
+from rl_megatron.weights.served_formats import Format, stored
 
 
 class Mirror:
     """The writer's side. What is written into ``tensors`` is in the file; ``serve`` says that it is whole.
 
     ``config`` is the config.json that the folder of ``path`` gets. The tensors lie in host memory, whatever the learner
-    runs on: no GPU has room for a whole model.
+    runs on: no GPU has room for a whole model. With a ``kind`` they are the writer's alone, and the file gets them
+    quantised when they are served.
     """
 
-    def __init__(self, path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, config: Path) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        shapes: Mapping[str, Shape],
+        dtype: torch.dtype,
+        config: Path,
+        kind: Format | None = None,
+    ) -> None:
+        self.path, self._kind = path, kind
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         shutil.copyfile(config, path.with_name("config.json"))
-        kind = DType(str(dtype).removeprefix("torch."))
-        head = header_bytes([(name, kind, shape) for name, shape in shapes.items()])
-        sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in shapes.items()}
+        entries = stored(shapes, dtype_of(dtype), kind)
+        head = header_bytes([(name, given, shape) for name, (given, shape) in entries.items()])
+        sizes = {name: prod(shape) * given.itemsize for name, (given, shape) in entries.items()}
         self.num_bytes = sum(sizes.values())
         with path.open("wb") as file:
             file.write(head)
             file.truncate(len(head) + self.num_bytes)
         flat = torch.from_file(str(path), shared=True, size=len(head) + self.num_bytes, dtype=torch.uint8)
         pieces = flat[len(head) :].split(list(sizes.values()))
-        named = zip(shapes.items(), pieces, strict=True)
-        self.tensors: dict[str, Tensor] = {name: piece.view(dtype).view(shape) for (name, shape), piece in named}
+        self._stored: dict[str, Tensor] = {
+            name: piece.view(getattr(torch, given)).view(shape)
+            for (name, (given, shape)), piece in zip(entries.items(), pieces, strict=True)
+        }
+        self.tensors = self._stored
+        if kind is not None:
+            path.with_name("config.json").write_text(config_text(config.parent, set(), kind.config(shapes)))
+            self.tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
 
     def withdraw(self) -> None:
         """The tensors are about to change: nobody may read them until ``serve``."""
         _note(self.path).unlink(missing_ok=True)
 
     def serve(self, version: int) -> None:
-        """The tensors are ``version``'s, all of them."""
-        started = time.perf_counter()
+        """The tensors are ``version``'s, all of them. Raises SyncError naming one that cannot be quantised."""
         note: dict[str, object] = {"version": version}
-        note["checksums"] = {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
+        if self._kind is not None:
+            note["error"] = self._quantise(self._kind)
+        started = time.perf_counter()
+        note["checksums"] = {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in self._stored.items()}
         note["seconds"] = time.perf_counter() - started
         write_atomically(_note(self.path), json.dumps(note).encode())
+
+    def _quantise(self, kind: Format) -> tuple[float, str]:
+        """Fill the file; the largest error of a tensor (`Format.write`), and whose it is."""
+        errors = [(0.0, "")]
+        for name, tensor in self.tensors.items():
+            scales = self._stored.get(name + kind.suffix)
+            if scales is None:
+                self._stored[name].copy_(tensor)
+            else:
+                errors.append((kind.write(name, tensor, self._stored[name], scales), name))
+        return max(errors)
 
 
 class Reader:
@@ -92,10 +122,14 @@ class Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seal:
-    """What `checksum` gives for each tensor of a version, and how long the writer computed it."""
+    """What `checksum` gives for each tensor of a version, and how long the writer computed it.
+
+    ``error`` is the largest of a quantised tensor (`Format.write`), and its name; None where nothing was quantised.
+    """
 
     checksums: Mapping[str, int]
     seconds: float
+    error: tuple[float, str] | None = None
 
 
 def seal_of(path: Path, version: int) -> Seal:
@@ -104,7 +138,12 @@ def seal_of(path: Path, version: int) -> Seal:
     sealed: dict[str, Any] = json.loads(note.read_text()) if note.is_file() else {"version": None}
     if sealed["version"] != version:
         raise SyncError(f"{path} holds version {sealed['version']}, not {version}: its sender died or was overtaken")
-    return Seal(checksums=sealed["checksums"], seconds=sealed["seconds"])
+    error = sealed.get("error")
+    return Seal(
+        checksums=sealed["checksums"],
+        seconds=sealed["seconds"],
+        error=None if error is None else (float(error[0]), str(error[1])),
+    )
 
 
 def vouched_for(path: Path, version: int, reports: Sequence[Report]) -> tuple[int, list[str]]:
@@ -120,11 +159,9 @@ def shapes(path: Path) -> dict[str, Shape]:
     return {name: entry.shape for name, entry in read_header(MappedFile(path)).items()}
 
 
-def dtype_of(path: Path) -> torch.dtype:
-    """The file's, which is one."""
-    entry = next(iter(read_header(MappedFile(path)).values()))
-    dtype: torch.dtype = getattr(torch, entry.dtype)
-    return dtype
+def dtypes(path: Path) -> dict[str, torch.dtype]:
+    """Of every tensor of the file."""
+    return {name: getattr(torch, entry.dtype) for name, entry in read_header(MappedFile(path)).items()}
 
 
 def _note(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Numbers that change on the way: to another dtype, to block-scaled float8 (``block_scales``) and back."""
+"""Numbers that change on the way: to another dtype, to float8 (``block_scales``) or int8 with scales, and back."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rl_megatron.weights.streaming import Boxes, Job, Progress, Streamed
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max
+_LARGEST_INT = 127.0  # of either sign: symmetric
 
 
 def dequantise(weight: Tensor, scales: Tensor, start: Sequence[int], edges: tuple[int, int]) -> Tensor:
@@ -40,8 +41,21 @@ def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def block_scales(values: Tensor) -> Tensor:
     """The factor of each block of [r, c], float32; 1 where all of it is 0."""
-    largest = _tiles(values).abs().amax((1, 3))
-    return torch.where(largest > 0, largest / _LARGEST, 1.0)
+    return _factors(_tiles(values).abs().amax((1, 3)), _LARGEST)
+
+
+def quantise_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[r, c] -> int8 [r, c] and the factor of each row, [r, 1]; its largest number becomes 127."""
+    values = values.float()
+    scales = _factors(values.abs().amax(1, keepdim=True), _LARGEST_INT)
+    numbers = (values / scales).round_().clamp_(-_LARGEST_INT, _LARGEST_INT)
+    return numbers.to(torch.int8), scales
+
+
+def _factors(largest: Tensor, becomes: float) -> Tensor:
+    """1 where a factor would be 0."""
+    factors = largest / becomes
+    return torch.where(factors > 0, factors, 1.0)
 
 
 def _tiles(values: Tensor) -> Tensor:

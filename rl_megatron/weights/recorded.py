@@ -44,7 +44,7 @@ def record(
     load: Load,
     shapes: Mapping[str, Shape],
     params: Mapping[str, Tensor],
-    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
     *,
     partial: bool = False,
 ) -> list[Held]:
@@ -53,7 +53,7 @@ def record(
     Raises WeightError naming a tensor whose elements the loader computes with before it copies them; where ``partial``
     will do, it is left out.
     """
-    sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    sources = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
     recorder = _Recorder(sources, params, partial)
     with torch.no_grad(), recorder:
         load(iter(sources.items()))

@@ -174,8 +174,13 @@ class ServedWeights:
             assert self._direct is not None
             return await self._direct.push(version)
         reports = await self._replicas.load(self._path, version)
-        num_bytes = moved.num_bytes + len(reports) * self._path.stat().st_size
-        return replace(moved, num_bytes=num_bytes), reports, mirror.seal_of(self._path, version)
+        seal = mirror.seal_of(self._path, version)
+        moved = replace(moved, num_bytes=moved.num_bytes + len(reports) * self._path.stat().st_size)
+        if seal.error is not None:
+            error, tensor = seal.error
+            logger.info("version %d is quantised: off by up to %.3g of a tensor, %s", version, error, tensor)
+            moved = replace(moved, quantization_error=error)
+        return moved, reports, seal
 
     async def _verify(
         self, version: int, reports: Mapping[str, Sequence[held.Report]], seal: mirror.Seal

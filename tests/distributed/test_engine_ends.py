@@ -84,7 +84,8 @@ class Engine:
             self.params[f"{layer}.{what}"].copy_(tensor)
 
     def record(self) -> list[Held]:
-        return record(self.load, HF.local_shapes(0), self.params, torch.float32)
+        shapes = HF.local_shapes(0)
+        return record(self.load, shapes, self.params, dict.fromkeys(shapes, torch.float32))
 
 
 def boxes(ranks: Sequence[Engine]) -> list[Boxes]:

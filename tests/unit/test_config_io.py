@@ -174,6 +174,19 @@ def test_rules_between_keys_stay_readable() -> None:
     ]
 
 
+def test_quantised_weights_are_for_servers_on_gpus_that_read_a_file() -> None:
+    given = ["rollout.server.quantization=fp8", "rollout.server.transport=process_group"]
+    (first, *rest), key = problems("tiny_cpu", given), "rollout.server.quantization=fp8"
+    assert first == f"{key}, but rollout.engine=local samples in the learner's processes; set it to none"
+    attached = ["rollout=vllm", "rollout.server.addresses=http://a:1"]
+    (device, dtype, transport, addresses) = problems("tiny_cpu", [*given, *attached])
+    assert rest == [device, dtype, transport]
+    assert "run on GPUs alone, but learner.device=cpu; set rollout.server.quantization=none" in device
+    assert dtype.endswith("learner.dtype=float32; set learner.dtype=bfloat16")
+    assert transport.endswith("sends the learner's own shards; set rollout.server.transport=file")
+    assert "rollout.server.addresses=http://a:1 are running ones, whose format nobody can see" in addresses
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

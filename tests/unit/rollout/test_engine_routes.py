@@ -37,6 +37,7 @@ OPTIONS = StartOptions(
     port=1,
     device="cuda",
     dtype="float32",
+    quantization="none",
     max_length=8,
     slots=1,
     tp=1,
@@ -134,3 +135,9 @@ def test_a_server_is_started_to_return_them_only_where_they_are_asked_for(adapte
 def test_vllm_on_a_cpu_is_refused_with_the_reason(shape: ModelShape) -> None:
     with pytest.raises(ConfigError, match=r"routing_replay=r3: vLLM 0\.32\.0 .* does not run on CPUs; set rollout"):
         VLLMAdapter(shape).command(replace(OPTIONS, device="cpu"))
+
+
+def test_sglang_refuses_int8_with_the_reason(shape: ModelShape) -> None:
+    with pytest.raises(ConfigError, match=r"quantization=int8: SGLang 0\.5\.21 .* use fp8, or rollout=vllm"):
+        SGLangAdapter(shape).command(replace(OPTIONS, quantization="int8"))
+    assert SGLangAdapter(shape).command(replace(OPTIONS, quantization="fp8")).arguments

@@ -20,6 +20,7 @@ SHAPES = {
     **{f"experts.{e}.{x}": (WIDTH, HIDDEN) for e in range(EXPERTS) for x in ("gate", "up")},
     **{f"experts.{e}.down": (HIDDEN, WIDTH) for e in range(EXPERTS)},
 }
+DTYPES = dict.fromkeys(SHAPES, torch.float32)
 SEALED_FROM = {n: torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, (n, s) in enumerate(SHAPES.items())}
 SEALED = {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in SEALED_FROM.items()}
 
@@ -60,7 +61,7 @@ def reports(ranks: list[Rank]) -> list[Report]:
     """Places recorded with a loader that is right; over JSON, as workers answer."""
     out = []
     for rank, right in zip(ranks, (Rank(0), Rank(1)), strict=True):
-        held = record(right.load, SHAPES, right.params, torch.float32)
+        held = record(right.load, SHAPES, right.params, DTYPES)
         assert not any(param.any() for param in right.params.values())
         out.append(Report.from_json(checksums_of(held, rank.params).to_json()))
     return out
@@ -76,7 +77,7 @@ def test_shards_stacks_and_transposes_are_seen_by_their_names(ranks: list[Rank])
     for rank in ranks:
         rank.load(SEALED_FROM.items())
     assert differing(ranks) == set()
-    held = record(ranks[1].load, SHAPES, ranks[1].params, torch.float32)
+    held = record(ranks[1].load, SHAPES, ranks[1].params, DTYPES)
     boxes = {one.hf: (one.param, one.box) for one in held}
     assert boxes["experts.2.up"] == ("w13", ((6, 12), (0, 8)))
     assert boxes["experts.0.down"] == ("w2", ((0, 8), (6, 12)))
@@ -117,9 +118,9 @@ def test_a_layout_of_the_kernels_own_is_told_from_corruption(ranks: list[Rank]) 
 
 
 def test_what_a_loader_computes_is_refused() -> None:
-    param = torch.zeros(4)
+    param, dtypes = torch.zeros(4), {"a": torch.float32}
     with pytest.raises(WeightError, match="computed from it"):
-        record(lambda tensors: [param.copy_(t + 1) for _, t in tensors], {"a": (4,)}, {"p": param}, torch.float32)
+        record(lambda tensors: [param.copy_(t + 1) for _, t in tensors], {"a": (4,)}, {"p": param}, dtypes)
 
 
 def test_kinds_are_names_without_numbers() -> None:

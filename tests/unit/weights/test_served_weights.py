@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,6 +94,25 @@ class Both:
 
     def refuse(self) -> None:
         self.said.append("refuse")
+
+
+@pytest.mark.parametrize("error", [None, (0.03, "layers.1.up")])
+def test_the_error_of_quantised_weights_is_told(
+    tmp_path: Path, error: tuple[float, str] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    both = Both(tmp_path)
+    serve = both.mirror.serve
+
+    def sealed(version: int) -> None:
+        serve(version)
+        note = both.mirror.path.with_name("model.safetensors.json")
+        note.write_text(json.dumps(json.loads(note.read_text()) | ({"error": error} if error else {})))
+
+    both.mirror.serve = sealed  # type: ignore[method-assign]
+    with caplog.at_level(logging.INFO):
+        update = asyncio.run(both.weights().push(4))
+    assert update.quantization_error == (error[0] if error else None)
+    assert ("version 4 is quantised: off by up to 0.03 of a tensor, layers.1.up" in caplog.text) == (error is not None)
 
 
 CASES = pytest.mark.parametrize(

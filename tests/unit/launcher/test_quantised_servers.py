@@ -1,0 +1,60 @@
+"""What servers that are started are told of quantised weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher.engines import ServedEngines, _tolerance
+from rl_megatron.config import RunConfig, TinyModelSection
+from rl_megatron.config_io import load
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.named import NAMED
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.rollout.vllm import VLLMAdapter
+from rl_megatron.weights.families import hf_layout
+from rl_megatron.weights.mirror import Mirror
+from rl_megatron.weights.served_formats import FORMATS
+
+GPU = ["rollout=vllm", "learner.device=cuda", "learner.dtype=bfloat16"]
+
+
+def config_with(*overrides: str) -> RunConfig:
+    return load("tiny_cpu", [*GPU, *overrides])
+
+
+@pytest.mark.parametrize("kind", ["none", "fp8", "int8"])
+def test_servers_start_with_the_config_that_the_mirrors_folder_has(tmp_path: Path, kind: str) -> None:
+    folder = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
+    shape, packages = ModelShape.from_folder(folder), tmp_path / "packages"
+    packages.mkdir()
+    config = config_with(f"rollout.server.quantization={kind}")
+    ServedEngines(config, VLLMAdapter(shape), folder, tmp_path, shape)._write_models(packages)
+    shapes = hf_layout(shape).local_shapes(0)
+    mirror = Mirror(tmp_path / "w" / "model.safetensors", shapes, torch.bfloat16, folder / "config.json", FORMATS[kind])
+    text = mirror.path.with_name("config.json").read_text()
+    assert (packages / "model" / "config.json").read_text() == text
+    assert [path.name for path in (packages / "model").iterdir()] == ["config.json"]
+    assert (packages / "quantised").is_dir() == (kind != "none") == ("quantization_config" in json.loads(text))
+    if kind != "none":
+        assert (packages / "quantised" / "config.json").read_text() == text
+        assert (packages / "quantised" / "tokenizer.json").is_file()
+        assert not list(packages.rglob("*.safetensors"))
+        assert mirror.num_bytes < 2 * sum(tensor.numel() for tensor in mirror.tensors.values())
+
+
+def test_a_model_without_such_a_format_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    shape = replace(NAMED["qwen3-30b-a3b"], family="gpt_oss", num_layers=1)
+    config = config_with("rollout.server.quantization=fp8")
+    with pytest.raises(ConfigError, match=r"experts\.\w+ \[.*\] is no matrix; stacked experts are not quantised"):
+        ServedEngines(config, VLLMAdapter(shape), tmp_path, tmp_path, shape)
+
+
+def test_the_probe_tolerates_what_quantising_does_unless_a_tolerance_is_given() -> None:
+    fp8, given = "rollout.server.quantization=fp8", "rollout.server.probe_tolerance=0.5"
+    assert [_tolerance(config_with(*more)) for more in ((), (fp8,), (fp8, given))] == [0.25, 1.0, 0.5]

@@ -1,0 +1,214 @@
+"""What engine servers read of quantised weights, against loops over blocks and rows, and the learner's own numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rl_megatron.config import TinyModelSection
+from rl_megatron.errors import ConfigError, CorruptionError, SyncError
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.weights import served_formats
+from rl_megatron.weights.block_scales import is_quantised
+from rl_megatron.weights.dtypes import DType
+from rl_megatron.weights.mirror import Mirror, Reader, dtypes, seal_of
+from rl_megatron.weights.probe import Probe, Scored
+from rl_megatron.weights.quantize import dequantise
+from rl_megatron.weights.served_formats import FORMATS, stored
+
+LAYER = "model.layers.0."
+MATRICES = {
+    LAYER + "self_attn.q_proj.weight": (201, 137),  # of an odd number of bytes
+    LAYER + "mlp.experts.0.down_proj.weight": (136, 72),
+    LAYER + "mlp.experts.1.down_proj.weight": (128, 256),
+}
+WHOLE = {
+    "model.embed_tokens.weight": (40, 136),
+    LAYER + "self_attn.q_proj.bias": (201,),
+    LAYER + "mlp.gate.weight": (2, 136),
+    LAYER + "input_layernorm.weight": (137,),
+    "lm_head.weight": (40, 136),
+}
+SHAPES = MATRICES | WHOLE
+LOSES = pytest.mark.parametrize("kind", ["fp8", "int8"])
+
+
+def mirror_of(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> Mirror:
+    """Random numbers of several sizes; a row and a block of zeros, a row of tiny numbers."""
+    config = folder / "config.json"
+    config.write_text(json.dumps({"torch_dtype": "bfloat16", "architectures": ["A"]}))
+    made = Mirror(folder / "w" / "model.safetensors", SHAPES, dtype, config, FORMATS[kind])
+    for seed, tensor in enumerate(made.tensors.values()):
+        generator = torch.Generator().manual_seed(seed)
+        tensor.normal_(std=0.02, generator=generator)
+        if tensor.ndim == 2:
+            tensor.mul_(torch.logspace(-3, 2, tensor.shape[1]))
+    first = made.tensors[LAYER + "self_attn.q_proj.weight"]
+    first[128:, :128] = 0.0
+    first[7] = 0.0
+    first[9] = 1e-39
+    return made
+
+
+def entries(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """As Hugging Face's own reader sees the file."""
+    with safe_open(path, "pt") as file:
+        return {n: (file.get_slice(n).get_dtype(), file.get_slice(n).get_shape()) for n in file.keys()}  # noqa: SIM118
+
+
+def by_loops(kind: str, weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers that a quantised matrix stands for, float32, and the scale of each."""
+    factors = torch.empty(weight.shape)
+    for row in range(weight.shape[0]):
+        for column in range(weight.shape[1]):
+            factors[row, column] = scales[row // 128, column // 128] if kind == "fp8" else scales[row, 0]
+    return weight.float() * factors, factors
+
+
+@LOSES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_servers_read_numbers_within_half_a_step_of_the_learners(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    mirror = mirror_of(tmp_path, kind, dtype)
+    mirror.serve(3)
+    read = dict(Reader(mirror.path, 3))
+    suffix, stands, name_of = {
+        "fp8": ("_scale_inv", torch.float8_e4m3fn, "F8_E4M3"),
+        "int8": ("_scale", torch.int8, "I8"),
+    }[kind]
+    assert read.keys() == SHAPES.keys() | {name + suffix for name in MATRICES}
+    assert all(torch.equal(read[name], mirror.tensors[name]) for name in WHOLE)
+    worst = {}
+    for name, shape in MATRICES.items():
+        weight, scales, wanted = read[name], read[name + suffix], mirror.tensors[name].float()
+        edges = {"fp8": (128, 128), "int8": (1, shape[1])}[kind]
+        assert entries(mirror.path)[name] == (name_of, list(shape))
+        assert entries(mirror.path)[name + suffix] == (
+            "F32",
+            [-(-n // edge) for n, edge in zip(shape, edges, strict=True)],
+        )
+        assert weight.dtype == stands == dtypes(mirror.path)[name]
+        found, factors = by_loops(kind, weight, scales)
+        off = (found - wanted).abs()
+        if kind == "fp8":  # below the smallest normal number, 2**-6, steps are of 2**-9
+            assert (off <= torch.maximum(wanted.abs() * 2**-4, factors * 2**-10) * (1 + 1e-5)).all()
+        else:
+            assert (off <= factors / 2 * (1 + 1e-5)).all()
+            assert int(weight.min()) >= -127
+            assert (weight.abs().amax(1)[wanted.abs().amax(1) > 0] == 127).all()
+        worst[name] = float(off.double().norm() / wanted.double().norm())
+    error = seal_of(mirror.path, 3).error
+    assert error is not None
+    assert error[1] == max(worst, key=worst.__getitem__)
+    assert error[0] == pytest.approx(worst[error[1]], rel=1e-5)
+    assert 1e-4 < error[0] < 0.06
+    zeros = read[LAYER + "self_attn.q_proj.weight"].float()[7]
+    assert torch.equal(zeros, torch.zeros_like(zeros))
+
+
+def test_a_matrix_in_bands_is_the_matrix_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_formats, "_BAND", 2 * 128 * 150)
+    shape = (4 * 128 + 5, 150)
+    values = torch.empty(shape, dtype=torch.bfloat16).normal_(generator=torch.Generator().manual_seed(0))
+    for kind in filter(None, FORMATS.values()):
+        (_, (_, weight_shape)), (_, (_, scale_shape)) = sorted(stored({"a.weight": shape}, DType.BF16, kind).items())
+        weight = torch.empty(weight_shape, dtype=getattr(torch, kind.dtype))
+        scales = torch.full(scale_shape, torch.nan)
+        kind.write("a.weight", values, weight, scales)
+        numbers, factors = kind.quantise(values)
+        assert torch.equal(weight.view(torch.int8), numbers.view(torch.int8))
+        assert torch.equal(scales, factors)
+
+
+@LOSES
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_is_named_and_nothing_is_served(tmp_path: Path, kind: str, bad: float) -> None:
+    mirror = mirror_of(tmp_path, kind)
+    mirror.serve(1)
+    mirror.withdraw()
+    mirror.tensors[LAYER + "mlp.experts.1.down_proj.weight"][127, 255] = bad
+    with pytest.raises(SyncError, match=r"layers\.0\.mlp\.experts\.1\.down_proj\.weight has values that are NaN"):
+        mirror.serve(2)
+    with pytest.raises(SyncError, match="holds version None, not 2"):
+        Reader(mirror.path, 2)
+
+
+@LOSES
+def test_the_seal_is_of_the_quantised_bytes(tmp_path: Path, kind: str) -> None:
+    mirror = mirror_of(tmp_path, kind)
+    for name in (LAYER + "mlp.experts.0.down_proj.weight", LAYER + "self_attn.q_proj.weight" + FORMATS[kind].suffix):  # type: ignore[union-attr]
+        mirror.serve(3)
+        Reader(mirror.path, 3).check(name)
+        mirror._stored[name].view(torch.uint8)[0, 3] ^= 1
+        with pytest.raises(CorruptionError, match=f"version 3: {name} has other bytes"):
+            Reader(mirror.path, 3).check(name)
+
+
+def test_config_json_tells_servers_the_format(tmp_path: Path) -> None:
+    whole = ["lm_head", "model.embed_tokens", LAYER + "mlp.gate"]
+    for kind in ("fp8", "int8"):
+        mirror = mirror_of(tmp_path, kind)
+        config = json.loads(mirror.path.with_name("config.json").read_text())
+        assert (config["torch_dtype"], config["architectures"]) == ("bfloat16", ["A"])
+        given = config["quantization_config"]
+        if kind == "fp8":
+            assert given == {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
+                "modules_to_not_convert": whole,
+            }
+        else:
+            assert (given["quant_method"], given["format"], given["ignore"]) == (
+                "compressed-tensors",
+                "int-quantized",
+                whole,
+            )
+            group = given["config_groups"]["group_0"]
+            assert group["weights"] == {
+                "num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False
+            }  # fmt: skip
+            assert group["input_activations"]["strategy"] == "token"
+
+
+def test_stacked_experts_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"experts\.gate_up_proj \[2, 4, 6\] is no matrix"):
+        stored({LAYER + "mlp.experts.gate_up_proj": (2, 4, 6)}, DType.BF16, FORMATS["fp8"])
+    assert stored({"experts": (2, 4, 6)}, DType.BF16, None) == {"experts": (DType.BF16, (2, 4, 6))}
+
+
+@LOSES
+def test_the_probe_tolerates_quantised_weights_and_refuses_exchanged_ones(tmp_path: Path, kind: str) -> None:
+    """transformers in an engine's place; experts lie stacked there."""
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(TinyModelSection(), tmp_path, 0)).eval().float()
+    probe = Probe.make(vocab_size=model.config.vocab_size, max_length=16, temperature=1.0, tolerance=1.0)
+    text, given = torch.tensor(probe.texts), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def scores(weights: dict[str, Tensor]) -> list[list[float]]:
+        model.load_state_dict(weights)
+        with torch.no_grad():
+            said = model(text).logits.log_softmax(-1)[:, :-1]
+        return [[float(x) for x in row] for row in said.gather(-1, text[:, 1:, None])[..., 0]]
+
+    def quantised(name: str, tensor: Tensor) -> Tensor:
+        if tensor.ndim == 3:
+            return torch.stack([quantised("expert.weight", one) for one in tensor])
+        form = FORMATS[kind]
+        if form is None or not is_quantised("x." + name, tuple(tensor.shape)):
+            return tensor
+        numbers, factors = form.quantise(tensor)
+        return dequantise(numbers, factors, (0, 0), form.edges(tuple(tensor.shape)))
+
+    learner = scores(given)
+    weights = {name: quantised(name, tensor) for name, tensor in given.items()}
+    said: list[Scored] = probe.scored(scores(weights))
+    assert scores(weights) != learner
+    assert not probe.judge(said, learner, "the learner's")[1]
+    exchanged = weights | {"lm_head.weight": weights["lm_head.weight"].roll(1, 0)}
+    assert probe.judge(probe.scored(scores(exchanged)), learner, "the learner's")[1]
