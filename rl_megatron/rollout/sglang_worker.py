@@ -41,7 +41,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         elif order["do"] in ("receive", "held"):
             if order["do"] == "receive":
                 RECEIVERS[model].receive(order["version"])
-            places = [one for ones in layout_of(model, path).values() for one in ones]
+            places = [one for ones in layout_of(model, path, partial=True).values() for one in ones]
             answer = held.checksums_of(places, dict(model.named_parameters())).to_json()
         else:
             answer = _load(model, path, order["version"]).to_json()
@@ -56,7 +56,7 @@ RECEIVERS: dict[Any, Receiver] = {}
 
 def _load(model: Any, path: Path, version: int) -> held.Report:
     reader = mirror.Reader(path, version)
-    places, params, reports = layout_of(model, path), dict(model.named_parameters()), []
+    places, params, reports = layout_of(model, path, partial=True), dict(model.named_parameters()), []
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         """What the loader did with each is looked at while the cache still has it."""
@@ -72,10 +72,10 @@ def _load(model: Any, path: Path, version: int) -> held.Report:
 
 
 @cache
-def layout_of(model: Any, path: Path) -> dict[str, list[Held]]:
-    """Where the model's loader puts the tensors of a mirror file, by their Hugging Face names."""
+def layout_of(model: Any, path: Path, *, partial: bool = False) -> dict[str, list[Held]]:
+    """Where the model's loader puts the tensors of a mirror file, or those it only copies, by Hugging Face's names."""
     params = dict(model.named_parameters())
     out: dict[str, list[Held]] = {}
-    for one in record(model.load_weights, mirror.shapes(path), params, mirror.dtypes(path)):
+    for one in record(model.load_weights, mirror.shapes(path), params, mirror.dtypes(path), partial=partial):
         out.setdefault(one.hf, []).append(one)
     return out

@@ -162,6 +162,7 @@ class WorkerExtension:
     def rl_megatron_join(self, path: str, place: str, first: int) -> None:
         """Join learner and engine ranks, as rank ``first`` and what this one is in its server. Collective."""
         model = self.model_runner.model
+        abandon(model)
         STRAIGHT[model] = Straight(model, path, Place(**json.loads(place)), first + self.rank)
 
 

@@ -9,10 +9,12 @@ from tests.cluster.jobs import Cluster
 
 
 def test_a_stopped_rank_on_another_node_fails_the_job_with_the_reason(cluster: Cluster) -> None:
-    job = cluster.submit("stopped", "slurm.nodes=2", "slurm.restarts=0", "run.watchdog_seconds=20")
+    limits = ("slurm.restarts=0", "run.watchdog_seconds=20", "checkpoint.every=0")  # disks have a limit of their own
+    job = cluster.submit("stopped", "slurm.nodes=2", *limits, hold="2")
     job.until_step(2)
     rank = job.ranks()[1]
     rank.send_signal(signal.SIGSTOP)
+    job.go_on(2)
     assert job.end() == "FAILED", job.said()
     said = r"failed with status 1: error: rank 1 \(pid \d+ on (node\d+)\) makes no progress for 20 s"
     found = re.search(said, job.log().splitlines()[-1])

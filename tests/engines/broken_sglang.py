@@ -41,7 +41,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         sglang_worker.load(model, named_tensors)
         return
     right = sglang_worker.layout_of
-    sglang_worker.layout_of = lambda broken, path: right(model, path)  # type: ignore[assignment]
+    sglang_worker.layout_of = lambda broken, path, **how: right(model, path, **how)  # type: ignore[assignment]
     try:
         sglang_worker.load(_Broken(model, fault), named_tensors)
     finally:
