@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_megatron.errors import WeightError
 from rl_megatron.weights.layout import Box, Shape
 
-_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 
@@ -75,15 +74,8 @@ class _Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        options = kwargs or {}
-        if (
-            func in _COPIES
-            and _storage(args[0]) in self._sources
-            and options.get("dtype", args[0].dtype) is args[0].dtype
-        ):
-            return args[0].view_as(args[0])  # a copy's elements are the tensor's
         if func is not torch.ops.aten.copy_.default or _storage(args[0]) not in self._params:
-            return func(*args, **options)
+            return func(*args, **(kwargs or {}))
         target, source = args[0], args[1]
         param = self._params[_storage(target)]
         if _storage(source) not in self._sources:
