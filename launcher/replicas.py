@@ -135,6 +135,7 @@ class Supervisor:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.wait(tasks)  # a request that is still being ended would open a connection that nobody closes
 
     async def _fails(self, replica: Replica, standing: Standing) -> str:
         """A request met what shows it, or after one that failed the server does not say that it is well."""

@@ -117,6 +117,7 @@ class Replica:
         finally:
             task.cancel()
             down.cancel()
+            await asyncio.wait({task, down})  # what it asked is ended before the server's connections are closed
 
 
 class ReplicaSet:
