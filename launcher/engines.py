@@ -29,7 +29,7 @@ from launcher.seats import elsewhere, places
 from launcher.slurm import Job
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.interfaces import Launcher, Roles, WeightSync
+from rl_megatron.interfaces import Launcher, Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.adapter import Adapter, Description, StartOptions
 from rl_megatron.rollout.http import AttemptFailed, Server
@@ -101,6 +101,7 @@ class ServedLauncher:
                 temperature=config.rollout.temperature,
                 tolerance=_tolerance(config),
             )
+            assert isinstance(roles.weights, WeightGroup)
             weights = ServedWeights(
                 inner=roles.weights,
                 path=path,
@@ -123,11 +124,10 @@ def _tolerance(config: RunConfig) -> float:
     return section.probe_tolerance or (rounding if FORMATS[section.quantization] is None else _QUANTISED_TOLERANCE)
 
 
-def _direct(config: RunConfig, weights: WeightSync, engine: ServedEngine, path: Path) -> Direct | None:
+def _direct(config: RunConfig, weights: WeightGroup, engine: ServedEngine, path: Path) -> Direct | None:
     """The way from learner ranks straight into engine ranks, where the configuration wants it."""
     if config.rollout.server.transport == "file":
         return None
-    assert isinstance(weights, WeightGroup)
     return Direct(
         senders=weights,
         receivers=engine,
@@ -240,15 +240,16 @@ class ServedEngines:
         self._write_models(packages)
 
     def _write_models(self, packages: Path) -> None:
-        """The folders that servers start from, beside the model's own: ``quantised`` has its tokenizer too."""
-        (packages / "model").mkdir()
-        shutil.copy(self._model_folder / "config.json", packages / "model")
-        if self._kind is not None:
-            text = config_text(self._model_folder, set(), self._kind.config(self._shapes))
-            (packages / "model" / "config.json").write_text(text)
-            shutil.copytree(packages / "model", packages / "quantised")
-            for path in companions(self._model_folder):
-                shutil.copy(path, packages / "quantised")
+        """The folders that servers start from: config.json alone, and with the tokenizer.
+
+        It is of the weights that are pushed, whatever ``model.path`` keeps them in.
+        """
+        quantization = None if self._kind is None else self._kind.config(self._shapes)
+        for name, files in (("bare", set[Path]()), ("model", companions(self._model_folder))):
+            (packages / name).mkdir()
+            (packages / name / "config.json").write_text(config_text(self._model_folder, set(), quantization))
+            for path in files:
+                shutil.copy(path, packages / name)
 
     async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[Started]:
         started = [await self._start_one(stack, number, packages) for number in range(self._section.replicas)]
@@ -266,8 +267,8 @@ class ServedEngines:
         command = self._adapter.command(
             StartOptions(
                 python=self._python,
-                model_folder=self._model_folder if self._kind is None else packages / "quantised",
-                bare_folder=packages / "model",
+                model_folder=packages / "model",
+                bare_folder=packages / "bare",
                 host=place.host,
                 port=port,
                 device=self._config.learner.device,

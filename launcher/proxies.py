@@ -171,6 +171,11 @@ class WeightGroup:
             [answer for answer in answers if isinstance(answer, CorruptionError)],
         )
 
+    async def sums(self) -> list[Report]:
+        """See weights.served.Sender."""
+        reports: list[Report] = await self._group.each("sums")
+        return reports
+
     async def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
         """See weights.direct.Senders."""
         await self._group.each("join_engines", place, ranks)

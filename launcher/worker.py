@@ -144,13 +144,14 @@ class Worker:
     """
 
     CALLS = (
-        *("generate", "stage", "commit", "join_engines", "send", "export", "checksums", "start_from"),
+        *("generate", "stage", "commit", "sums", "join_engines", "send", "export", "checksums", "start_from"),
         *("score", "score_with_routes", "logits", "train_step", "save", "load", "close"),
     )
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
         from rl_megatron.learner import world
         from rl_megatron.learner.megatron import make_critic, make_policy
+        from rl_megatron.learner.model import DTYPES
         from rl_megatron.models.shape import ModelShape
         from rl_megatron.weights.families import hf_layout, megatron_layout
 
@@ -175,6 +176,7 @@ class Worker:
             first=mesh.first_stage_layers,
             last=mesh.last_stage_layers,
         )
+        self._dtype = DTYPES[config.learner.dtype]
         self._holder = self._make_holder(config, setup.run_folder, device)
         self.start_from("policy", model_folder)
         self._connect(config, setup.run_folder / "weights")
@@ -182,33 +184,45 @@ class Worker:
     def _make_holder(self, config: RunConfig, run_folder: Path, device: torch.device) -> LocalEngine | Mirror | None:
         """Where pushes go: this rank's engine; where servers sample, the mirror that they read, on rank 0 alone."""
         from launcher.engines import mirror_path
-        from rl_megatron.learner.model import DTYPES
         from rl_megatron.rollout.local import LocalEngine
         from rl_megatron.weights.mirror import Mirror
         from rl_megatron.weights.served_formats import FORMATS
 
-        dtype, section = DTYPES[config.learner.dtype], config.rollout
+        section = config.rollout
         if not section.served:
             longest = section.max_prompt_tokens + section.max_new_tokens
-            return LocalEngine(self._shape, slots=section.slots, dtype=dtype, device=device, max_length=longest)
+            return LocalEngine(self._shape, slots=section.slots, dtype=self._dtype, device=device, max_length=longest)
         if self._rank:
             return None
         path, shapes = mirror_path(config, run_folder), self._hf.local_shapes(0)
-        return Mirror(path, shapes, dtype, self._model_folder / "config.json", FORMATS[section.server.quantization])
+        kind = FORMATS[section.server.quantization]
+        return Mirror(path, shapes, self._dtype, self._model_folder / "config.json", kind)
 
     def _connect(self, config: RunConfig, folder: Path) -> None:
-        """Plan the way from every learner rank to every engine replica beside one, or to rank 0's mirror."""
+        """Plan the way from every learner rank to every engine replica beside one, or to rank 0's mirror.
+
+        Who reads a mirror compares it with the checksums of what the learner's ranks hold: digests on the way there
+        would say the same once more. Quantised, or cut inside a word, it is compared with what lies there.
+        """
         from rl_megatron.types import ParallelDims
         from rl_megatron.weights.commit import Replica
+        from rl_megatron.weights.held import add_up, sources_of
         from rl_megatron.weights.plan import plan
+        from rl_megatron.weights.served_formats import FORMATS
         from rl_megatron.weights.transports.connect import connect
 
         holders = 1 if config.rollout.served else self._layout.dims.world_size
         replicas = replace(self._hf, dims=ParallelDims(dp=holders))
         transfers = plan(self._layout, replicas)
         tensors = dict(self._learners["policy"].tensors)
+        sources = sources_of(self._layout, self._hf)
+        quantised = FORMATS[config.rollout.server.quantization] is not None
+        self._sources = sources[self._rank]
+        self._sealed = (
+            config.rollout.served and not quantised and all(add_up(one, self._dtype.itemsize) for one in sources)
+        )
         transport = connect(
-            config.weights,
+            config.weights.model_copy(update={"verify": config.weights.verify and not self._sealed}),
             transfers,
             src=tensors,
             dst=self._held,
@@ -266,13 +280,21 @@ class Worker:
         """Serve the weights that were staged."""
         self._replica.commit(version)
 
+    def sums(self) -> Report:
+        """Checksums of what this rank answers for of the weights in the mirror."""
+        from rl_megatron.weights.held import Report, sent_checksums
+        from rl_megatron.weights.mirror import Mirror
+
+        if self._sealed:
+            return sent_checksums(self._sources, self._learners["policy"].tensors, lambda _: self._dtype)
+        return self._holder.sums() if isinstance(self._holder, Mirror) else Report(rows=(), seconds=0.0)
+
     def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
         """Plan the way from every learner rank straight into engine ranks, which hold ``ranks``; collective with them.
 
         Raises SyncError where they do not come, WeightError where no plan leads there.
         """
         from rl_megatron.weights.engine_layout import recorded_layout
-        from rl_megatron.weights.held import sources_of
         from rl_megatron.weights.plan import plan
         from rl_megatron.weights.transports.engine_ends import Sender
 
@@ -281,8 +303,7 @@ class Worker:
         moves = plan(self._layout, recorded_layout(self._hf, ranks), placement=placement)
         if self._sender is not None:
             self._sender.close()
-        sources, tensors = sources_of(self._layout, self._rank, self._hf), dict(self._learners["policy"].tensors)
-        self._sender = Sender(place, self._rank, moves, tensors, sources)
+        self._sender = Sender(place, self._rank, moves, dict(self._learners["policy"].tensors), self._sources)
 
     def send(self, version: int) -> tuple[WeightUpdate, Report] | SyncError:
         """Send this rank's shards to the engine ranks. What goes wrong on their side is an answer, not an end."""

@@ -55,20 +55,20 @@ RECEIVERS: dict[Any, Receiver] = {}
 
 
 def _load(model: Any, path: Path, version: int) -> held.Report:
-    reader = mirror.Reader(path, version)
-    places, params, reports = layout_of(model, path, partial=True), dict(model.named_parameters()), []
+    found = mirror.read(path, version)
+    places, params, beside = layout_of(model, path, partial=True), dict(model.named_parameters()), held.Beside()
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        """What the loader did with each is looked at while the cache still has it."""
-        for name, tensor in reader.tensors.items():
+        """What the loader did with each is looked at behind it; what nobody can look at then, as it was read."""
+        for name, tensor in found.items():
             if name not in places:
-                reader.check(name)
+                beside.read(name, tensor)
             yield name, tensor
-            reports.append(held.checksums_of(places.get(name, ()), params))
+            if name in places:
+                beside.held(places[name], params)
 
     model.load_weights(tensors())
-    rows = [row for report in reports for row in report.rows]
-    return held.Report(rows=rows, seconds=reader.seconds + sum(report.seconds for report in reports))
+    return beside.report()
 
 
 @cache

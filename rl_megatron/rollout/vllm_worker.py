@@ -72,13 +72,20 @@ class MirrorEngine(WeightTransferEngine):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: MirrorUpdate) -> None:
-        """Raises CorruptionError that names the tensor whose bytes are not the learner's."""
+        """Raises SyncError where the file holds another version, or learner and engine ranks do not meet."""
         if update_info.straight:
             STRAIGHT[self.model].receive(update_info.version)
             return
-        reader = mirror.Reader(Path(update_info.path), update_info.version)
-        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in reader)
-        SECONDS[self.model] = reader.seconds
+        found, beside = mirror.read(Path(update_info.path), update_info.version), held.Beside()
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            """Looked at as they were read: most end in layouts of the kernels' own."""
+            for name, tensor in found.items():
+                beside.read(name, tensor)
+                yield name, tensor.to(self.device)
+
+        self.model.load_weights(tensors())
+        READ[self.model] = beside.report()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Without the base class's wait for an accelerator, which a CPU has not; `Tensor.to` has waited."""
@@ -153,7 +160,8 @@ class WorkerExtension:
         """A `held.Report` of this rank's parameters. What lies in a layout of the kernels' own is for the probe."""
         model = self.model_runner.model
         report = held.checksums_of(layout_of(model, path, partial=True), dict(model.named_parameters()))
-        return held.Report(rows=report.rows, seconds=report.seconds + SECONDS.pop(model, 0.0)).to_json()
+        read = READ.pop(model, held.Report(rows=(), seconds=0.0))
+        return held.Report(rows=report.rows, seconds=report.seconds + read.seconds, read=read.read).to_json()
 
     def rl_megatron_boxes(self, path: str) -> dict[str, object]:
         """The box of each Hugging Face tensor that this rank holds."""
@@ -199,8 +207,8 @@ STRAIGHT: dict[Any, Straight] = {}
 """By model, where the learner's ranks send shards."""
 
 
-SECONDS: dict[Any, float] = {}
-"""By model: how long the last load looked at checksums."""
+READ: dict[Any, held.Report] = {}
+"""By model: what the last load read, until it is asked for."""
 
 
 @cache

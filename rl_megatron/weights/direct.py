@@ -73,11 +73,8 @@ class Direct:
             raise _cause(sending.exception(), receiving.exception())
         update, reports = sending.result()
         shapes = mirror.shapes(self._path)
-        seal = mirror.Seal(
-            checksums=held.sealed_by(reports, shapes), seconds=max((r.seconds for r in reports), default=0.0)
-        )
         self._place = place
-        return update, receiving.result(), seal
+        return update, receiving.result(), mirror.Seal(checksums=held.sealed_by(reports, shapes))
 
     async def _meet(self) -> Place:
         boxes = await self._receivers.boxes(self._path)

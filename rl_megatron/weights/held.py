@@ -12,7 +12,8 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -29,24 +30,30 @@ Row = tuple[str, str, Box, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one engine rank holds, and how long it computed checksums."""
+    """What one rank holds, and how long it did nothing but compute checksums.
+
+    ``read`` has the checksums of whole tensors as a rank found them in a file, before its loader got them.
+    """
 
     rows: Sequence[Row]
     seconds: float
+    read: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
         """For an answer over HTTP."""
-        return {"rows": [list(row) for row in self.rows], "seconds": self.seconds}
+        return {"rows": [list(row) for row in self.rows], "seconds": self.seconds, "read": dict(self.read)}
 
     @classmethod
     def from_json(cls, said: Mapping[str, object]) -> Report:
         """Inverse of `to_json`."""
-        rows, seconds = said["rows"], said["seconds"]
+        rows, seconds, read = said["rows"], said["seconds"], said["read"]
         assert isinstance(rows, list)
         assert isinstance(seconds, int | float)
+        assert isinstance(read, dict)
         return cls(
             rows=[(param, hf, tuple((low, high) for low, high in box), int(sum_)) for param, hf, box, sum_ in rows],
             seconds=seconds,
+            read={str(name): int(sum_) for name, sum_ in read.items()},
         )
 
 
@@ -80,6 +87,31 @@ def kind_of(param: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", param)
 
 
+class Beside:
+    """Checksums that a thread of its own computes, while a loader goes on with other tensors."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+        self._held: list[Future[Report]] = []
+        self._read: dict[str, Future[int]] = {}
+
+    def read(self, name: str, tensor: Tensor) -> None:
+        """Look at a whole tensor, as it was found."""
+        self._read[name] = self._thread.submit(checksum, tensor, tuple(tensor.shape))
+
+    def held(self, held: Sequence[Held], params: Mapping[str, Tensor]) -> None:
+        """Look at boxes that nobody writes any more."""
+        self._held.append(self._thread.submit(checksums_of, held, params))
+
+    def report(self) -> Report:
+        """What was seen; ``seconds`` is how long this waited for it."""
+        started = time.perf_counter()
+        rows = [row for future in self._held for row in future.result().rows]
+        read = {name: future.result() for name, future in self._read.items()}
+        self._thread.shutdown()
+        return Report(rows=rows, seconds=time.perf_counter() - started, read=read)
+
+
 def checksums_of(held: Sequence[Held], params: Mapping[str, Tensor]) -> Report:
     """Of every box whose parameter is in ``params`` and large enough to hold it."""
     started, rows = time.perf_counter(), []
@@ -91,21 +123,22 @@ def checksums_of(held: Sequence[Held], params: Mapping[str, Tensor]) -> Report:
     return Report(rows=rows, seconds=time.perf_counter() - started)
 
 
-def sources_of(layout: Layout, rank: int, hf: Layout) -> list[Source]:
-    """The boxes that a learner rank answers for: those of which it is the first holder."""
-    shapes, out = hf.local_shapes(0), []
+def sources_of(layout: Layout, hf: Layout) -> list[list[Source]]:
+    """The boxes that each learner rank answers for: those of which it is the first holder."""
+    shapes: Mapping[str, Shape] = hf.local_shapes(0)
+    out: list[list[Source]] = [[] for _ in range(layout.dims.world_size)]
     for spec in layout.rows():
         for chunk, slices in enumerate(layout.chunks(spec)):
             for layer, stages in layout.layer_stages(spec).items():
                 for expert in range(layout.shape.num_experts if "{expert}" in spec.name else 1):
                     ep = layout.expert_rank(spec, expert)
-                    if min(r for stage in stages for r in layout.ranks(spec, chunk, stage, ep)) == rank:
-                        param = spec.name.format(layer=layer, expert=expert)
-                        names = [one.hf.format(layer=layer, expert=expert) for one in slices]
-                        out += [
-                            Source(param=param, place=one.box, hf=name, box=one.hf_box, whole=shapes[name])
-                            for name, one in zip(names, slices, strict=True)
-                        ]
+                    rank = min(r for stage in stages for r in layout.ranks(spec, chunk, stage, ep))
+                    param = spec.name.format(layer=layer, expert=expert)
+                    names = [one.hf.format(layer=layer, expert=expert) for one in slices]
+                    out[rank] += [
+                        Source(param=param, place=one.box, hf=name, box=one.hf_box, whole=shapes[name])
+                        for name, one in zip(names, slices, strict=True)
+                    ]
     return out
 
 
@@ -116,10 +149,15 @@ def sent_checksums(
     started, rows = time.perf_counter(), []
     for one in sources:
         dtype = dtype_of(one.hf)
-        if len(one.whole) < 2 or aligned(one.whole, one.box[1], dtype.itemsize):
+        if add_up([one], dtype.itemsize):
             box = tensors[one.param].detach()[tuple(slice(low, high) for low, high in one.place)].to(dtype)
             rows.append((one.param, one.hf, one.box, checksum(box, one.whole, tuple(low for low, _ in one.box))))
     return Report(rows=rows, seconds=time.perf_counter() - started)
+
+
+def add_up(sources: Sequence[Source], itemsize: int) -> bool:
+    """Whether all boxes are of whole words, so that the checksums of their tensors are known from theirs."""
+    return all(len(one.whole) < 2 or aligned(one.whole, one.box[1], itemsize) for one in sources)
 
 
 def fits(one: Held, tensor: Tensor) -> bool:
@@ -153,17 +191,17 @@ def compare(
 ) -> Comparison:
     """What the ranks of one server hold beside the sealed checksums; parameters of ``private`` kinds say nothing.
 
-    A box that several hold, as replicated norms and heads, must be the same everywhere, and counts once.
+    A box that several hold, as replicated norms and heads, must be the same everywhere, and counts once. What a rank
+    read otherwise than it was sealed differs, whoever holds it.
     """
-    seen = [
-        Report(rows=[row for row in report.rows if kind_of(row[0]) not in private], seconds=report.seconds)
-        for report in reports
-    ]
+    seen = [replace(one, rows=[row for row in one.rows if kind_of(row[0]) not in private]) for one in reports]
     boxes = _by_tensor(seen)
     differing, unseen = {}, set()
     for name, shape in shapes.items():
         held = boxes.get(name, {})
-        if name not in sealed or not _is_whole(held, shape):
+        if any(name in report.read and report.read[name] != sealed.get(name) for report in reports):
+            differing[name] = frozenset[str]()
+        elif name not in sealed or not _is_whole(held, shape):
             unseen.add(name)
         elif any(len(sums) > 1 for sums in held.values()) or add(*(min(s) for s in held.values())) != sealed[name]:
             differing[name] = frozenset(param for report in seen for param, hf, _, _ in report.rows if hf == name)

@@ -1,16 +1,15 @@
 """Every Hugging Face tensor of a model in one mapped file: how weights reach an engine that is a process of its own.
 
 The file is ``model.safetensors`` of a Hugging Face folder, in shared memory or on a shared disk, so that an engine's
-own loader reads it too. Beside it ``model.safetensors.json`` tells which version it holds whole and a checksum of each
-tensor, so that a reader knows what it read. Engines import this module: it needs what any engine has.
+own loader reads it too. Beside it ``model.safetensors.json`` tells which version it holds whole, and once it is sealed
+a checksum of each tensor. Engines import this module: it needs what any engine has.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_megatron.durable import write_atomically
-from rl_megatron.errors import CorruptionError, SyncError
+from rl_megatron.errors import SyncError
 from rl_megatron.weights.bits import dtype_of
 from rl_megatron.weights.checksums import checksum
 from rl_megatron.weights.held import Report, compare
@@ -34,9 +33,9 @@ from rl_megatron.weights.served_formats import Format, stored
 class Mirror:
     """The writer's side. What is written into ``tensors`` is in the file; ``serve`` says that it is whole.
 
-    ``config`` is the config.json that the folder of ``path`` gets. The tensors lie in host memory, whatever the learner
-    runs on: no GPU has room for a whole model. With a ``kind`` they are the writer's alone, and the file gets them
-    quantised when they are served.
+    ``config`` is the config.json that the folder of ``path`` gets, but for how its own weights are kept. The tensors
+    lie in host memory, whatever the learner runs on: no GPU has room for a whole model. With a ``kind`` they are the
+    writer's alone, and the file gets them quantised when they are served.
     """
 
     def __init__(
@@ -49,7 +48,8 @@ class Mirror:
     ) -> None:
         self.path, self._kind = path, kind
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        shutil.copyfile(config, path.with_name("config.json"))
+        text = config_text(config.parent, set(), None if kind is None else kind.config(shapes))
+        path.with_name("config.json").write_text(text)
         entries = stored(shapes, dtype_of(dtype), kind)
         head = header_bytes([(name, given, shape) for name, (given, shape) in entries.items()])
         sizes = {name: prod(shape) * given.itemsize for name, (given, shape) in entries.items()}
@@ -65,7 +65,6 @@ class Mirror:
         }
         self.tensors = self._stored
         if kind is not None:
-            path.with_name("config.json").write_text(config_text(config.parent, set(), kind.config(shapes)))
             self.tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
 
     def withdraw(self) -> None:
@@ -77,10 +76,13 @@ class Mirror:
         note: dict[str, object] = {"version": version}
         if self._kind is not None:
             note["error"] = self._quantise(self._kind)
-        started = time.perf_counter()
-        note["checksums"] = {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in self._stored.items()}
-        note["seconds"] = time.perf_counter() - started
         write_atomically(_note(self.path), json.dumps(note).encode())
+
+    def sums(self) -> Report:
+        """Of what lies here."""
+        started = time.perf_counter()
+        rows = [("", n, tuple((0, x) for x in t.shape), checksum(t, tuple(t.shape))) for n, t in self._stored.items()]
+        return Report(rows=rows, seconds=time.perf_counter() - started)
 
     def _quantise(self, kind: Format) -> tuple[float, str]:
         """Fill the file; the largest error of a tensor (`Format.write`), and whose it is."""
@@ -94,56 +96,36 @@ class Mirror:
         return max(errors)
 
 
-class Reader:
-    """A reader's side: ``tensors`` by name, mapped; ``seconds`` is what `check` took so far.
-
-    Raises SyncError where the file is not ``version``'s, CorruptionError naming a tensor that it lacks.
-    """
-
-    def __init__(self, path: Path, version: int) -> None:
-        self._what, self.seconds = f"{path}, version {version}", 0.0
-        self._checksums, self.tensors = seal_of(path, version).checksums, load_file(path)
-        for name in self._checksums.keys() ^ self.tensors.keys():
-            raise CorruptionError(f"{self._what}: {name} is in the file or among its checksums, not in both")
-
-    def check(self, name: str) -> None:
-        """Raises CorruptionError for a tensor that has other bytes than were sealed."""
-        started = time.perf_counter()
-        if checksum(self.tensors[name], tuple(self.tensors[name].shape)) != self._checksums[name]:
-            raise CorruptionError(f"{self._what}: {name} has other bytes than the learner wrote")
-        self.seconds += time.perf_counter() - started
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor, right after it was checked."""
-        for name, tensor in self.tensors.items():
-            self.check(name)
-            yield name, tensor
+def read(path: Path, version: int) -> dict[str, Tensor]:
+    """The tensors by name, mapped. Raises SyncError where the file is not ``version``'s."""
+    _noted(path, version)
+    return load_file(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seal:
-    """What `checksum` gives for each tensor of a version, and how long the writer computed it.
+    """What `checksum` gives for each tensor of a version.
 
     ``error`` is the largest of a quantised tensor (`Format.write`), and its name; None where nothing was quantised.
     """
 
     checksums: Mapping[str, int]
-    seconds: float
     error: tuple[float, str] | None = None
 
 
+def seal(path: Path, version: int, checksums: Mapping[str, int]) -> Seal:
+    """Note down what readers of ``version`` must find. Raises SyncError where the file holds another."""
+    write_atomically(_note(path), json.dumps(_noted(path, version) | {"checksums": checksums}).encode())
+    return seal_of(path, version)
+
+
 def seal_of(path: Path, version: int) -> Seal:
-    """Raises SyncError where the file holds another version."""
-    note = _note(path)
-    sealed: dict[str, Any] = json.loads(note.read_text()) if note.is_file() else {"version": None}
-    if sealed["version"] != version:
-        raise SyncError(f"{path} holds version {sealed['version']}, not {version}: its sender died or was overtaken")
-    error = sealed.get("error")
-    return Seal(
-        checksums=sealed["checksums"],
-        seconds=sealed["seconds"],
-        error=None if error is None else (float(error[0]), str(error[1])),
-    )
+    """Raises SyncError where the file holds another version, or was not sealed."""
+    noted = _noted(path, version)
+    if "checksums" not in noted:
+        raise SyncError(f"{path}: version {version} was not sealed: its sender died")
+    error = noted.get("error")
+    return Seal(checksums=noted["checksums"], error=None if error is None else (float(error[0]), str(error[1])))
 
 
 def vouched_for(path: Path, version: int, reports: Sequence[Report]) -> tuple[int, list[str]]:
@@ -162,6 +144,14 @@ def shapes(path: Path) -> dict[str, Shape]:
 def dtypes(path: Path) -> dict[str, torch.dtype]:
     """Of every tensor of the file."""
     return {name: getattr(torch, entry.dtype) for name, entry in read_header(MappedFile(path)).items()}
+
+
+def _noted(path: Path, version: int) -> dict[str, Any]:
+    note = _note(path)
+    noted: dict[str, Any] = json.loads(note.read_text()) if note.is_file() else {"version": None}
+    if noted["version"] != version:
+        raise SyncError(f"{path} holds version {noted['version']}, not {version}: its sender died or was overtaken")
+    return noted
 
 
 def _note(path: Path) -> Path:

@@ -68,6 +68,14 @@ class _Trust:
     probed: set[str] = field(default_factory=set)
 
 
+class Sender(WeightSync, Protocol):
+    """The learner, whose push ends in the mirror file."""
+
+    async def sums(self) -> Sequence[held.Report]:
+        """Checksums of the boxes that each rank answers for, of what was pushed last."""
+        ...
+
+
 Reference = Sequence[Sequence[float]] | None
 """A verified replica's log-probs of the probe's texts; None where checksums alone vouched."""
 
@@ -90,7 +98,7 @@ class ServedWeights:
     def __init__(
         self,
         *,
-        inner: WeightSync,
+        inner: Sender,
         path: Path,
         replicas: Replicas,
         learner: Scorer,
@@ -126,16 +134,29 @@ class ServedWeights:
 
     async def _serve(self, version: int) -> tuple[WeightUpdate, Reference, float]:
         """Move, verify and commit, again where all replicas died of it."""
-        moved = await self._inner.push(version) if self._direct is None else None
-        while True:
-            try:
-                update, reports, seal = await self._moved(version, moved)
-                reference, verify_seconds = await self._verify(version, reports, seal)
-                await self._replicas.commit(version)
-            except ReplicasLost as error:
-                logger.warning("%s\nloaded again as soon as a server is back", error)
-                continue
-            return update, reference, verify_seconds
+        moved = sealing = None
+        if self._direct is None:
+            moved = await self._inner.push(version)
+            sealing = asyncio.ensure_future(self._seal(version))  # while servers load
+        try:
+            while True:
+                try:
+                    update, reports, seal = await self._moved(version, moved, sealing)
+                    reference, verify_seconds = await self._verify(version, reports, seal)
+                    await self._replicas.commit(version)
+                except ReplicasLost as error:
+                    logger.warning("%s\nloaded again as soon as a server is back", error)
+                    continue
+                return update, reference, verify_seconds
+        finally:
+            if sealing is not None:
+                await asyncio.gather(sealing, return_exceptions=True)  # what it raises, `_moved` does
+
+    async def _seal(self, version: int) -> mirror.Seal:
+        """What each tensor must be wherever it arrives: of the learner's own, not of what came into the file."""
+        reports = await self._inner.sums()
+        self._shapes = self._shapes or mirror.shapes(self._path)
+        return mirror.seal(self._path, version, held.sealed_by(reports, self._shapes))
 
     async def refit(self, name: str) -> None:
         """Have a stale replica serve what the others do, or did. Raises SyncError where it does not hold it then.
@@ -167,15 +188,21 @@ class ServedWeights:
         await self._inner.export(folder)
 
     async def _moved(
-        self, version: int, moved: WeightUpdate | None
+        self, version: int, moved: WeightUpdate | None, sealing: asyncio.Future[mirror.Seal] | None
     ) -> tuple[WeightUpdate, Mapping[str, Sequence[held.Report]], mirror.Seal]:
         """What moved, what each rank of each replica holds, and what it should. Raises SyncError."""
-        if moved is None:
-            assert self._direct is not None
+        if self._direct is not None:
             return await self._direct.push(version)
+        assert moved is not None
+        assert sealing is not None
         reports = await self._replicas.load(self._path, version)
-        seal = mirror.seal_of(self._path, version)
-        moved = replace(moved, num_bytes=moved.num_bytes + len(reports) * self._path.stat().st_size)
+        loaded = time.perf_counter()
+        seal = await asyncio.shield(sealing)
+        moved = replace(
+            moved,
+            num_bytes=moved.num_bytes + len(reports) * self._path.stat().st_size,
+            verify_seconds=moved.verify_seconds + time.perf_counter() - loaded,
+        )
         if seal.error is not None:
             error, tensor = seal.error
             logger.info("version %d is quantised: off by up to %.3g of a tensor, %s", version, error, tensor)
@@ -193,7 +220,7 @@ class ServedWeights:
             reference = await self._ask(version, unseen)
         self._trust.probed |= reports.keys()
         seconds = max((said[0].seconds for said in reports.values() if said), default=0.0)
-        return reference, seal.seconds + seconds + time.perf_counter() - started
+        return reference, seconds + time.perf_counter() - started
 
     def _compare(self, name: str, reports: Sequence[held.Report], seal: mirror.Seal) -> frozenset[str]:
         """Tensors of a server that no checksum vouches for. Raises CorruptionError for those that differ."""

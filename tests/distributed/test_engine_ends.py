@@ -155,7 +155,7 @@ def process(rank: int, job: Job) -> None:
 def learner(rank: int, job: Job) -> list[Any]:
     src = {n: torch.zeros_like(t) for n, t in cut(VERSIONS[0], rank).items()}
     moves = plan(LEARNER, recorded(), placement={0: 2, 1: 3})
-    sender = Sender(job.place, rank, moves, src, sources_of(LEARNER, rank, HF))
+    sender = Sender(job.place, rank, moves, src, sources_of(LEARNER, HF)[rank])
     out = []
     for version in VERSIONS:
         for name, tensor in cut(version, rank).items():

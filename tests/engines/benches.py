@@ -31,6 +31,7 @@ from rl_megatron.types import (
     Scores,
     WeightUpdate,
 )
+from rl_megatron.weights.held import Report
 from rl_megatron.weights.mirror import Mirror
 from rl_megatron.weights.probe import Probe
 from rl_megatron.weights.served import ServedWeights
@@ -130,6 +131,7 @@ class FolderSync:
     folder: Path = Path()
     change: Change = field(default=lambda tensors: None)
     after: Callable[[], None] = field(default=lambda: None)
+    reports: Sequence[Report] = ()
 
     async def push(self, version: int) -> WeightUpdate:
         self.mirror.withdraw()
@@ -138,8 +140,12 @@ class FolderSync:
         for name, tensor in tensors.items():
             self.mirror.tensors[name].copy_(tensor)
         self.mirror.serve(version)
+        self.reports = [self.mirror.sums()]
         self.after()
         return WeightUpdate(version=version, num_bytes=self.mirror.num_bytes, seconds=0.0)
+
+    async def sums(self) -> Sequence[Report]:
+        return self.reports
 
     async def export(self, folder: Path) -> None:
         raise NotImplementedError

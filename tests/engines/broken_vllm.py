@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from rl_megatron.weights import mirror
 
 LOST = FLIPPED = "model.embed_tokens.weight"  # which kernels keep as it comes
 _fault = ""
-_forget, _tensors = vllm_worker.forget_packed_experts, mirror.Reader.__iter__
+_forget, _read = vllm_worker.forget_packed_experts, mirror.read
 
 
 def _forget_or_not(model: Any) -> None:
@@ -22,14 +22,14 @@ def _forget_or_not(model: Any) -> None:
         _forget(model)
 
 
-def _some_tensors(reader: mirror.Reader) -> Iterator[tuple[str, Tensor]]:
+def _some_tensors(path: Path, version: int) -> dict[str, Tensor]:
     if _fault == "dies":
         os._exit(1)
-    return ((name, tensor) for name, tensor in _tensors(reader) if _fault != "lost" or name != LOST)
+    return {name: tensor for name, tensor in _read(path, version).items() if _fault != "lost" or name != LOST}
 
 
 vllm_worker.forget_packed_experts = _forget_or_not
-mirror.Reader.__iter__ = _some_tensors  # type: ignore[method-assign]
+mirror.read = _some_tensors
 
 
 class WorkerExtension(vllm_worker.WorkerExtension):

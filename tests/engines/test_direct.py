@@ -36,7 +36,7 @@ class FolderSender:
         layout = recorded_layout(self.hf, ranks)
         moves = plan(self.hf, layout, placement={rank: 1 + rank for rank in range(len(ranks))})
         self.least_bytes = 4 * sum(moves.traffic().values())
-        sources = sources_of(self.hf, 0, self.hf)
+        sources = sources_of(self.hf, self.hf)[0]
         self._sender = await asyncio.to_thread(Sender, place, 0, moves, self.tensors, sources)
 
     async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:

@@ -51,7 +51,7 @@ def lose_the_seal(server: ServedBench) -> Callable[[], None]:
         (
             None,
             flip_a_byte,
-            r"other bytes.*experts\.5\.down_proj\.weight|experts\.5\.down_proj\.weight has other bytes",
+            r"it holds other bytes than the learner wrote in model\.layers\.0\.mlp\.experts\.5\.down_proj\.weight$",
         ),
         (None, lose_the_seal, "holds version None, not 2"),
     ],

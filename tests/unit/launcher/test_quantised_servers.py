@@ -21,6 +21,7 @@ from rl_megatron.weights.families import hf_layout
 from rl_megatron.weights.mirror import Mirror
 from rl_megatron.weights.served_formats import FORMATS
 
+METHODS = {"none": None, "fp8": "fp8", "int8": "compressed-tensors"}
 GPU = ["rollout=vllm", "learner.device=cuda", "learner.dtype=bfloat16"]
 
 
@@ -31,6 +32,8 @@ def config_with(*overrides: str) -> RunConfig:
 @pytest.mark.parametrize("kind", ["none", "fp8", "int8"])
 def test_servers_start_with_the_config_that_the_mirrors_folder_has(tmp_path: Path, kind: str) -> None:
     folder = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
+    own = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "of the folder"}}
+    (folder / "config.json").write_text(json.dumps(own))
     shape, packages = ModelShape.from_folder(folder), tmp_path / "packages"
     packages.mkdir()
     config = config_with(f"rollout.server.quantization={kind}")
@@ -38,13 +41,13 @@ def test_servers_start_with_the_config_that_the_mirrors_folder_has(tmp_path: Pat
     shapes = hf_layout(shape).local_shapes(0)
     mirror = Mirror(tmp_path / "w" / "model.safetensors", shapes, torch.bfloat16, folder / "config.json", FORMATS[kind])
     text = mirror.path.with_name("config.json").read_text()
-    assert (packages / "model" / "config.json").read_text() == text
-    assert [path.name for path in (packages / "model").iterdir()] == ["config.json"]
-    assert (packages / "quantised").is_dir() == (kind != "none") == ("quantization_config" in json.loads(text))
+    for name in ("bare", "model"):
+        assert (packages / name / "config.json").read_text() == text
+    assert [path.name for path in (packages / "bare").iterdir()] == ["config.json"]
+    assert (packages / "model" / "tokenizer.json").is_file()
+    assert not list(packages.rglob("*.safetensors"))
+    assert json.loads(text).get("quantization_config", {}).get("quant_method") == METHODS[kind]
     if kind != "none":
-        assert (packages / "quantised" / "config.json").read_text() == text
-        assert (packages / "quantised" / "tokenizer.json").is_file()
-        assert not list(packages.rglob("*.safetensors"))
         assert mirror.num_bytes < 2 * sum(tensor.numel() for tensor in mirror.tensors.values())
 
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl_megatron.errors import CorruptionError, SyncError
-from rl_megatron.weights.mirror import Mirror, Reader
+from rl_megatron.errors import SyncError
+from rl_megatron.weights.checksums import checksum
+from rl_megatron.weights.held import sealed_by
+from rl_megatron.weights.mirror import Mirror, read, seal, seal_of
 
 SHAPES = {"a.weight": (3, 4), "b.bias": (5,)}
 
@@ -26,7 +28,7 @@ def mirror(tmp_path: Path) -> Mirror:
 
 def test_what_is_served_is_read_and_is_a_hugging_face_folder(mirror: Mirror) -> None:
     mirror.serve(3)
-    for tensors in (dict(Reader(mirror.path, 3)), load_file(mirror.path)):
+    for tensors in (read(mirror.path, 3), load_file(mirror.path)):
         assert tensors.keys() == SHAPES.keys()
         assert all(torch.equal(tensors[name], mirror.tensors[name]) for name in SHAPES)
     assert mirror.path.with_name("config.json").read_text() == "{}"
@@ -35,14 +37,28 @@ def test_what_is_served_is_read_and_is_a_hugging_face_folder(mirror: Mirror) -> 
 def test_a_version_that_is_not_there_is_refused(mirror: Mirror) -> None:
     mirror.serve(3)
     with pytest.raises(SyncError, match="holds version 3, not 4"):
-        Reader(mirror.path, 4)
+        read(mirror.path, 4)
     mirror.withdraw()
     with pytest.raises(SyncError, match="holds version None, not 3"):
-        Reader(mirror.path, 3)
+        read(mirror.path, 3)
 
 
-def test_one_flipped_bit_is_named(mirror: Mirror) -> None:
+def test_a_version_that_is_not_sealed_is_told_from_one_that_is(mirror: Mirror) -> None:
     mirror.serve(3)
+    with pytest.raises(SyncError, match="version 3 was not sealed"):
+        seal_of(mirror.path, 3)
+    with pytest.raises(SyncError, match="holds version 3, not 4"):
+        seal(mirror.path, 4, {})
+    assert seal(mirror.path, 3, {"a.weight": 5}) == seal_of(mirror.path, 3)
+    assert seal_of(mirror.path, 3).checksums == {"a.weight": 5}
+    mirror.serve(4)
+    with pytest.raises(SyncError, match="version 4 was not sealed"):
+        seal_of(mirror.path, 4)
+
+
+def test_a_flipped_bit_is_in_the_sums(mirror: Mirror) -> None:
+    before = sealed_by([mirror.sums()], SHAPES)
+    assert before == {name: checksum(tensor, SHAPES[name]) for name, tensor in mirror.tensors.items()}
     mirror.tensors["b.bias"].view(torch.uint8)[1] ^= 1
-    with pytest.raises(CorruptionError, match=r"version 3: b\.bias has other bytes"):
-        dict(Reader(mirror.path, 3))
+    after = sealed_by([mirror.sums()], SHAPES)
+    assert [name for name in SHAPES if before[name] != after[name]] == ["b.bias"]

@@ -12,12 +12,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl_megatron.config import TinyModelSection
-from rl_megatron.errors import ConfigError, CorruptionError, SyncError
+from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights import served_formats
 from rl_megatron.weights.block_scales import is_quantised
+from rl_megatron.weights.checksums import checksum
 from rl_megatron.weights.dtypes import DType
-from rl_megatron.weights.mirror import Mirror, Reader, dtypes, seal_of
+from rl_megatron.weights.held import sealed_by
+from rl_megatron.weights.mirror import Mirror, dtypes, read, seal, shapes
 from rl_megatron.weights.probe import Probe, Scored
 from rl_megatron.weights.quantize import dequantise
 from rl_megatron.weights.served_formats import FORMATS, stored
@@ -76,16 +78,16 @@ def by_loops(kind: str, weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]
 def test_servers_read_numbers_within_half_a_step_of_the_learners(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     mirror = mirror_of(tmp_path, kind, dtype)
     mirror.serve(3)
-    read = dict(Reader(mirror.path, 3))
+    arrived = read(mirror.path, 3)
     suffix, stands, name_of = {
         "fp8": ("_scale_inv", torch.float8_e4m3fn, "F8_E4M3"),
         "int8": ("_scale", torch.int8, "I8"),
     }[kind]
-    assert read.keys() == SHAPES.keys() | {name + suffix for name in MATRICES}
-    assert all(torch.equal(read[name], mirror.tensors[name]) for name in WHOLE)
+    assert arrived.keys() == SHAPES.keys() | {name + suffix for name in MATRICES}
+    assert all(torch.equal(arrived[name], mirror.tensors[name]) for name in WHOLE)
     worst = {}
     for name, shape in MATRICES.items():
-        weight, scales, wanted = read[name], read[name + suffix], mirror.tensors[name].float()
+        weight, scales, wanted = arrived[name], arrived[name + suffix], mirror.tensors[name].float()
         edges = {"fp8": (128, 128), "int8": (1, shape[1])}[kind]
         assert entries(mirror.path)[name] == (name_of, list(shape))
         assert entries(mirror.path)[name + suffix] == (
@@ -102,12 +104,12 @@ def test_servers_read_numbers_within_half_a_step_of_the_learners(tmp_path: Path,
             assert int(weight.min()) >= -127
             assert (weight.abs().amax(1)[wanted.abs().amax(1) > 0] == 127).all()
         worst[name] = float(off.double().norm() / wanted.double().norm())
-    error = seal_of(mirror.path, 3).error
+    error = seal(mirror.path, 3, {}).error
     assert error is not None
     assert error[1] == max(worst, key=worst.__getitem__)
     assert error[0] == pytest.approx(worst[error[1]], rel=1e-5)
     assert 1e-4 < error[0] < 0.06
-    zeros = read[LAYER + "self_attn.q_proj.weight"].float()[7]
+    zeros = arrived[LAYER + "self_attn.q_proj.weight"].float()[7]
     assert torch.equal(zeros, torch.zeros_like(zeros))
 
 
@@ -135,7 +137,7 @@ def test_what_is_no_number_is_named_and_nothing_is_served(tmp_path: Path, kind: 
     with pytest.raises(SyncError, match=r"layers\.0\.mlp\.experts\.1\.down_proj\.weight has values that are NaN"):
         mirror.serve(2)
     with pytest.raises(SyncError, match="holds version None, not 2"):
-        Reader(mirror.path, 2)
+        read(mirror.path, 2)
 
 
 @LOSES
@@ -143,10 +145,11 @@ def test_the_seal_is_of_the_quantised_bytes(tmp_path: Path, kind: str) -> None:
     mirror = mirror_of(tmp_path, kind)
     for name in (LAYER + "mlp.experts.0.down_proj.weight", LAYER + "self_attn.q_proj.weight" + FORMATS[kind].suffix):  # type: ignore[union-attr]
         mirror.serve(3)
-        Reader(mirror.path, 3).check(name)
+        sealed = sealed_by([mirror.sums()], shapes(mirror.path))
+        assert sealed == {n: checksum(t, tuple(t.shape)) for n, t in read(mirror.path, 3).items()}
         mirror._stored[name].view(torch.uint8)[0, 3] ^= 1
-        with pytest.raises(CorruptionError, match=f"version 3: {name} has other bytes"):
-            Reader(mirror.path, 3).check(name)
+        after = sealed_by([mirror.sums()], shapes(mirror.path))
+        assert [n for n in sealed if sealed[n] != after[n]] == [name]
 
 
 def test_config_json_tells_servers_the_format(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from rl_megatron.errors import CorruptionError, ReplicasLost, SyncError
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Scores, WeightUpdate
-from rl_megatron.weights.held import Report, checksums_of
+from rl_megatron.weights.held import Beside, Report
 from rl_megatron.weights.mirror import Mirror
 from rl_megatron.weights.probe import Probe
 from rl_megatron.weights.recorded import Held
@@ -35,7 +35,7 @@ class Both:
         self.mirror = Mirror(folder / "w" / "model.safetensors", SHAPES, torch.float32, folder / "config.json")
         self.params = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         self.off, self.by, self.said, self.probes = off, by, list[str](), 0
-        self.is_stale, self.packed, self.flipped = True, False, ""
+        self.is_stale, self.packed, self.flipped, self.misread = True, False, "", ""
 
     def weights(
         self, *, dp: int = 1, temperature: float = 1.0, probes: Literal["auto", "always"] = "auto"
@@ -49,6 +49,9 @@ class Both:
             tensor.normal_(generator=torch.Generator().manual_seed(version))
         self.mirror.serve(version)
         return WeightUpdate(version=version, num_bytes=3, seconds=0.1, verify_seconds=0.0)
+
+    async def sums(self) -> Sequence[Report]:
+        return [self.mirror.sums()]
 
     async def export(self, folder: Path) -> None:
         raise NotImplementedError
@@ -69,7 +72,11 @@ class Both:
             Held(hf=n, whole=s, box=tuple((0, x) for x in s), param=n, view=(s, (1,) if len(s) == 1 else (8, 1), 0))
             for n, s in SHAPES.items()
         ]
-        return {"it": [checksums_of(held, self.params)]}
+        beside = Beside()
+        for name, tensor in self.mirror.tensors.items():
+            beside.read(name, tensor + 1 if name == self.misread else tensor)
+        beside.held(held, self.params)
+        return {"it": [beside.report()]}
 
     async def sample_everywhere(
         self, requests: Sequence[GenerationRequest], *, only: str | None = None
@@ -173,7 +180,10 @@ def test_kinds_in_layouts_of_their_own_are_left_to_the_probe_and_others_are_not(
     both.flipped = "norm"
     with pytest.raises(CorruptionError, match=r"wrote in norm$"):
         asyncio.run(weights.push(3))
-    both.flipped, both.off, both.by = "", 4, 0.7  # packed wrongly
+    both.flipped, both.misread = "", "layers.0.up"  # the probe is not asked to see that
+    with pytest.raises(CorruptionError, match=r"wrote in layers\.0\.up$"):
+        asyncio.run(weights.push(3))
+    both.misread, both.off, both.by = "", 4, 0.7  # packed wrongly
     with pytest.raises(SyncError, match=r"no checksum vouches for layers\.0\.gate, .* \(4 tensors\)"):
         asyncio.run(weights.push(4))
 
