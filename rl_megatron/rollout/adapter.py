@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -95,9 +95,16 @@ class Adapter(Protocol):
         ...
 
     async def load(
-        self, server: Server, path: Path, version: int, label: str, *, straight: bool = False
+        self,
+        server: Server,
+        path: Path,
+        version: int,
+        label: str,
+        *,
+        private: Collection[str],
+        straight: bool = False,
     ) -> list[Report]:
-        """Load the mirror file ``path``, drop cached prefixes; what each rank holds then.
+        """Load the mirror file ``path``, drop cached prefixes; what each rank holds then, but for ``private`` kinds.
 
         ``straight``: take what the learner's ranks send over the group joined last. Raises SyncError naming a tensor
         that is wrong.
@@ -124,8 +131,8 @@ class Adapter(Protocol):
         """Take memory again that was given back: for weights before they are loaded, for the cache after."""
         ...
 
-    async def held(self, server: Server, path: Path) -> list[Report]:
-        """What each rank of the server holds of the mirror file's tensors."""
+    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
+        """What each rank of the server holds of the mirror file's tensors, but for ``private`` kinds of parameters."""
         ...
 
 

@@ -21,7 +21,7 @@ from rl_megatron.rollout.http import AttemptFailed, Server
 from rl_megatron.rollout.replicas import PRESENT, Event, Replica, ReplicaDied, ReplicaSet, State
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.engine_layout import Boxes
-from rl_megatron.weights.held import Report
+from rl_megatron.weights.held import NO_KINDS, Kinds, Report
 from rl_megatron.weights.mirror import vouched_for
 
 logger = logging.getLogger(__name__)
@@ -184,11 +184,18 @@ class ServedEngine:
         )
 
     async def load(
-        self, path: Path, version: int, *, only: str | None = None, straight: bool = False
+        self,
+        path: Path,
+        version: int,
+        *,
+        only: str | None = None,
+        straight: bool = False,
+        private: Kinds = NO_KINDS,
     ) -> dict[str, list[Report]]:
         """Every replica that answers holds ``version`` when this returns, and nothing is served; what ranks hold.
 
-        ``only``: the one at that URL alone; the others serve on. Raises SyncError; ReplicasLost where all died.
+        ``only``: the one at that URL alone; the others serve on. ``private``: see weights.served.Replicas. Raises
+        SyncError; ReplicasLost where all died.
         """
         if only is None:
             self._settled.clear()
@@ -198,7 +205,8 @@ class ServedEngine:
             await self.adapter.pause(server, self._section.running_requests)
             if server.released:
                 await self.adapter.reclaim(server, "weights")
-            reports = await self.adapter.load(server, path, version, f"{version}?", straight=straight)
+            kinds = private.get(server.url, frozenset())
+            reports = await self.adapter.load(server, path, version, f"{version}?", private=kinds, straight=straight)
             if server.released:
                 await self.adapter.reclaim(server, "cache")
                 server.released = False

@@ -8,7 +8,7 @@ import json
 import os
 import pickle
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,12 +143,18 @@ class SGLangAdapter:
         await server.post("/continue_generation", {})
 
     async def load(
-        self, server: Server, path: Path, version: int, label: str, *, straight: bool = False
+        self,
+        server: Server,
+        path: Path,
+        version: int,
+        label: str,
+        *,
+        private: Collection[str],
+        straight: bool = False,
     ) -> list[Report]:
         """See adapter.Adapter."""
-        said = await self._order(
-            server, path, {"do": "receive" if straight else "load", "version": version}, weight_version=label
-        )
+        order: dict[str, object] = {"do": "receive" if straight else "load", "version": version}
+        said = await self._order(server, path, order | {"private": sorted(private)}, weight_version=label)
         return [Report.from_json(one) for one in said]
 
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
@@ -192,9 +198,10 @@ class SGLangAdapter:
         tags = [{"weights": "weights", "cache": "kv_cache"}[what]]
         await server.post("/resume_memory_occupation", {"tags": tags})
 
-    async def held(self, server: Server, path: Path) -> list[Report]:
+    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
         """See adapter.Adapter."""
-        return [Report.from_json(one) for one in await self._order(server, path, {"do": "held"})]
+        order: dict[str, object] = {"do": "held", "private": sorted(private)}
+        return [Report.from_json(one) for one in await self._order(server, path, order)]
 
 
 def _cores(ranks: int) -> str:

@@ -42,9 +42,9 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
             if order["do"] == "receive":
                 RECEIVERS[model].receive(order["version"])
             places = [one for ones in layout_of(model, path, partial=True).values() for one in ones]
-            answer = held.checksums_of(places, dict(model.named_parameters())).to_json()
+            answer = held.checksums_of(held.seen(places, order["private"]), dict(model.named_parameters())).to_json()
         else:
-            answer = _load(model, path, order["version"]).to_json()
+            answer = _load(model, path, order["version"], order["private"]).to_json()
     except RLMegatronError as error:
         answer = {"error": str(error)}
     write_atomically(Path(f"{order['answer']}.{rank}"), json.dumps(answer).encode())
@@ -54,17 +54,17 @@ RECEIVERS: dict[Any, Receiver] = {}
 """By model, where the learner's ranks send shards."""
 
 
-def _load(model: Any, path: Path, version: int) -> held.Report:
-    found = mirror.read(path, version)
-    places, params, beside = layout_of(model, path, partial=True), dict(model.named_parameters()), held.Beside()
+def _load(model: Any, path: Path, version: int, private: Sequence[str]) -> held.Report:
+    found, params, beside = mirror.read(path, version), dict(model.named_parameters()), held.Beside()
+    places = {name: held.seen(ones, private) for name, ones in layout_of(model, path, partial=True).items()}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         """What the loader did with each is looked at behind it; what nobody can look at then, as it was read."""
         for name, tensor in found.items():
-            if name not in places:
+            if not places.get(name):
                 beside.read(name, tensor)
             yield name, tensor
-            if name in places:
+            if places.get(name):
                 beside.held(places[name], params)
 
     model.load_weights(tensors())

@@ -6,7 +6,7 @@ import base64
 import contextlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,7 +140,14 @@ class VLLMAdapter:
         await server.post("/resume")
 
     async def load(
-        self, server: Server, path: Path, version: int, label: str, *, straight: bool = False
+        self,
+        server: Server,
+        path: Path,
+        version: int,
+        label: str,
+        *,
+        private: Collection[str],
+        straight: bool = False,
     ) -> list[Report]:
         """See adapter.Adapter."""
         info = {"path": str(path), "version": version, "straight": straight}
@@ -152,7 +159,7 @@ class VLLMAdapter:
                 await self._rpc(server, "rl_megatron_end_update")  # else no other can begin
             raise
         await server.post("/finish_weight_update", {"weight_version": label})
-        return await self.held(server, path)
+        return await self.held(server, path, private)
 
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
         """See adapter.Adapter."""
@@ -174,9 +181,10 @@ class VLLMAdapter:
         """See adapter.Adapter."""
         await server.post("/wake_up", params={"tags": {"weights": "weights", "cache": "kv_cache"}[what]})
 
-    async def held(self, server: Server, path: Path) -> list[Report]:
+    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
         """See adapter.Adapter."""
-        return [Report.from_json(said) for said in await self._rpc(server, "rl_megatron_held", str(path))]
+        answers = await self._rpc(server, "rl_megatron_held", str(path), sorted(private))
+        return [Report.from_json(said) for said in answers]
 
     async def _rpc(self, server: Server, method: str, *arguments: object) -> Any:
         """What each worker of the server answers."""

@@ -156,10 +156,11 @@ class WorkerExtension:
         abandon(self.model_runner.model)
         self._weight_update_active = False
 
-    def rl_megatron_held(self, path: str) -> dict[str, object]:
+    def rl_megatron_held(self, path: str, private: list[str]) -> dict[str, object]:
         """A `held.Report` of this rank's parameters. What lies in a layout of the kernels' own is for the probe."""
         model = self.model_runner.model
-        report = held.checksums_of(layout_of(model, path, partial=True), dict(model.named_parameters()))
+        places = held.seen(layout_of(model, path, partial=True), private)
+        report = held.checksums_of(places, dict(model.named_parameters()))
         read = READ.pop(model, held.Report(rows=(), seconds=0.0))
         return held.Report(rows=report.rows, seconds=report.seconds + read.seconds, read=read.read).to_json()
 

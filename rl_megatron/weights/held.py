@@ -11,10 +11,11 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from math import prod
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -26,6 +27,11 @@ from rl_megatron.weights.recorded import Held
 
 Row = tuple[str, str, Box, int]
 """Parameter, Hugging Face tensor, its box, the checksum of what lies there."""
+
+
+Kinds = Mapping[str, frozenset[str]]
+"""By server, kinds of parameters (`kind_of`) that its kernels keep in layouts of their own."""
+NO_KINDS: Kinds = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +118,11 @@ class Beside:
         return Report(rows=rows, seconds=time.perf_counter() - started, read=read)
 
 
+def seen(held: Sequence[Held], private: Collection[str]) -> list[Held]:
+    """Those that do not lie in parameters of ``private`` kinds."""
+    return [one for one in held if kind_of(one.param) not in private]
+
+
 def checksums_of(held: Sequence[Held], params: Mapping[str, Tensor]) -> Report:
     """Of every box whose parameter is in ``params`` and large enough to hold it."""
     started, rows = time.perf_counter(), []
@@ -194,8 +205,8 @@ def compare(
     A box that several hold, as replicated norms and heads, must be the same everywhere, and counts once. What a rank
     read otherwise than it was sealed differs, whoever holds it.
     """
-    seen = [replace(one, rows=[row for row in one.rows if kind_of(row[0]) not in private]) for one in reports]
-    boxes = _by_tensor(seen)
+    visible = [replace(one, rows=[row for row in one.rows if kind_of(row[0]) not in private]) for one in reports]
+    boxes = _by_tensor(visible)
     differing, unseen = {}, set()
     for name, shape in shapes.items():
         held = boxes.get(name, {})
@@ -204,7 +215,7 @@ def compare(
         elif name not in sealed or not _is_whole(held, shape):
             unseen.add(name)
         elif any(len(sums) > 1 for sums in held.values()) or add(*(min(s) for s in held.values())) != sealed[name]:
-            differing[name] = frozenset(param for report in seen for param, hf, _, _ in report.rows if hf == name)
+            differing[name] = frozenset(param for report in visible for param, hf, _, _ in report.rows if hf == name)
     return Comparison(differing=differing, unseen=frozenset(unseen))
 
 

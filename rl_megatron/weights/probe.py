@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rl_megatron.data.packing import pack, unpack
@@ -41,6 +41,10 @@ class Probe:
         length = min(_TEXT_TOKENS, max_length)
         texts = tuple(tuple(chosen.randrange(vocab_size) for _ in range(length)) for _ in range(_TEXTS))
         return cls(texts=texts, temperature=temperature, tolerance=tolerance)
+
+    def one(self, version: int) -> Probe:
+        """One of the texts, another at the next version."""
+        return replace(self, texts=(self.texts[version % len(self.texts)],))
 
     @property
     def given(self) -> bool:
@@ -78,7 +82,7 @@ class Probe:
             f"log-probs of the probe are up to {max(over):.3g} nats from {whose}, in {len(over)} of {len(gaps)} texts; "
             f" rollout.server.probe_tolerance is {self.tolerance:g}"
         )
-        return found, len(over) > _TIES
+        return found, len(over) > min(_TIES, len(gaps) - 1)
 
 
 async def scores_of(learner: Scorer, dims: ParallelDims, texts: Sequence[Scored]) -> list[list[float]]:

@@ -32,10 +32,12 @@ class Replicas(Protocol):
         """Whether it answers, but does not serve."""
         ...
 
-    async def load(self, path: Path, version: int, *, only: str | None = None) -> Mapping[str, Sequence[held.Report]]:
+    async def load(
+        self, path: Path, version: int, *, only: str | None = None, private: held.Kinds = held.NO_KINDS
+    ) -> Mapping[str, Sequence[held.Report]]:
         """Every replica holds the mirror file's weights; none serves them. What each rank holds, by replica.
 
-        Raises SyncError; ReplicasLost where all died.
+        Nobody looks at parameters of ``private`` kinds, by replica. Raises SyncError; ReplicasLost where all died.
         """
         ...
 
@@ -76,8 +78,12 @@ class Sender(WeightSync, Protocol):
         ...
 
 
-Reference = Sequence[Sequence[float]] | None
-"""A verified replica's log-probs of the probe's texts; None where checksums alone vouched."""
+Reference = tuple[Probe, Sequence[Sequence[float]]] | None
+"""What was asked last and a verified replica's log-probs of these texts; None where checksums alone vouched."""
+
+
+Answers = Mapping[str, tuple[list[Scored], list[list[float]]]]
+"""By replica: what it says of the probe's texts, and the learner of the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +98,8 @@ class ServedWeights:
     """See interfaces.WeightSync. ``inner`` moves the learner's weights into the mirror file ``path``.
 
     ``direct`` moves them straight into the servers' ranks instead; the mirror is filled for an export alone then.
-    ``probes``: "auto" asks servers whose checksums vouch for every tensor at their first version alone.
+    ``probes``: "auto" asks servers whose checksums vouch for every tensor at their first version alone, others after
+    that about one text, and about all where it does not agree.
     """
 
     def __init__(
@@ -111,6 +118,7 @@ class ServedWeights:
         self._learner, self._dims, self._probe, self._probes = learner, dims, probe, probes
         self._shapes: Mapping[str, tuple[int, ...]] = {}
         self._trust = _Trust()
+        self._asks = False  # whether the last version was probed, as the next will be then
         self._direct = direct
         self._lock = asyncio.Lock()  # the mirror holds one version
         self._served: _Served | None = None
@@ -134,23 +142,24 @@ class ServedWeights:
 
     async def _serve(self, version: int) -> tuple[WeightUpdate, Reference, float]:
         """Move, verify and commit, again where all replicas died of it."""
-        moved = sealing = None
+        moved = sealing = learner = None
         if self._direct is None:
             moved = await self._inner.push(version)
-            sealing = asyncio.ensure_future(self._seal(version))  # while servers load
+            sealing = asyncio.ensure_future(self._seal(version))  # while servers load, and what follows
+            if self._asks and self._probe.given:
+                learner = asyncio.ensure_future(self._scores(self._probe.one(version)))
         try:
             while True:
                 try:
                     update, reports, seal = await self._moved(version, moved, sealing)
-                    reference, verify_seconds = await self._verify(version, reports, seal)
+                    reference, verify_seconds = await self._verify(version, reports, seal, learner)
                     await self._replicas.commit(version)
                 except ReplicasLost as error:
                     logger.warning("%s\nloaded again as soon as a server is back", error)
                     continue
                 return update, reference, verify_seconds
-        finally:
-            if sealing is not None:
-                await asyncio.gather(sealing, return_exceptions=True)  # what it raises, `_moved` does
+        finally:  # what they raise, whoever waits for them does
+            await asyncio.gather(*filter(None, (sealing, learner)), return_exceptions=True)
 
     async def _seal(self, version: int) -> mirror.Seal:
         """What each tensor must be wherever it arrives: of the learner's own, not of what came into the file."""
@@ -174,8 +183,9 @@ class ServedWeights:
             if reference is None and unseen:
                 raise SyncError(f"version {version} is not served at {name}: nobody vouches for {min(unseen)} there")
             if reference is not None:
-                said = (await self._replicas.score_everywhere(self._probe.texts, only=name))[name]
-                found, refused = self._probe.judge(self._probe.scored(said), reference, "a verified replica's")
+                probe, known = reference
+                said = (await self._replicas.score_everywhere(probe.texts, only=name))[name]
+                found, refused = probe.judge(probe.scored(said), known, "a verified replica's")
                 if refused:
                     raise SyncError(f"version {version} arrived wrong at {name}, and is not served there: {found}")
             self._trust.probed.add(name)
@@ -195,7 +205,7 @@ class ServedWeights:
             return await self._direct.push(version)
         assert moved is not None
         assert sealing is not None
-        reports = await self._replicas.load(self._path, version)
+        reports = await self._replicas.load(self._path, version, private=self._trust.private)
         loaded = time.perf_counter()
         seal = await asyncio.shield(sealing)
         moved = replace(
@@ -210,14 +220,20 @@ class ServedWeights:
         return moved, reports, seal
 
     async def _verify(
-        self, version: int, reports: Mapping[str, Sequence[held.Report]], seal: mirror.Seal
+        self,
+        version: int,
+        reports: Mapping[str, Sequence[held.Report]],
+        seal: mirror.Seal,
+        learner: asyncio.Future[list[list[float]]] | None,
     ) -> tuple[Reference, float]:
         """What a verified replica says of the texts; seconds spent on nothing but verifying. Raises SyncError."""
         started = time.perf_counter()
         unseen = {name: self._compare(name, said, seal) for name, said in reports.items()}
         reference: Reference = None
-        if self._probes == "always" or any(unseen.values()) or reports.keys() - self._trust.probed:
-            reference = await self._ask(version, unseen)
+        new = bool(reports.keys() - self._trust.probed)
+        self._asks = self._probes == "always" or any(unseen.values()) or new
+        if self._asks:
+            reference = await self._ask(version, unseen, learner, everything=new or self._probes == "always")
         self._trust.probed |= reports.keys()
         seconds = max((said[0].seconds for said in reports.values() if said), default=0.0)
         return reference, seconds + time.perf_counter() - started
@@ -242,11 +258,22 @@ class ServedWeights:
             logger.info("%s: checksums vouch for all but %d tensors%s", name, len(found.unseen), kinds)
         return found.unseen
 
-    async def _ask(self, version: int, unseen: Mapping[str, frozenset[str]]) -> Reference:
+    async def _ask(
+        self,
+        version: int,
+        unseen: Mapping[str, frozenset[str]],
+        learner: asyncio.Future[list[list[float]]] | None,
+        *,
+        everything: bool,
+    ) -> Reference:
         """What a replica says of the texts. Raises SyncError where one says other log-probs than the learner."""
-        wrong, answers = [], await self._answers()
-        for name, (said, learner) in answers.items():
-            found, refused = self._probe.judge(said, learner, "the learner's")
+        one, wrong = self._probe.one(version), []
+        if not everything:
+            answers = await self._answers(one, learner)
+            if not any(found for found, _ in self._judged(one, answers).values()):
+                return await self._reference(one, answers)
+        answers = await self._answers(self._probe, None)
+        for name, (found, refused) in self._judged(self._probe, answers).items():
             if refused:
                 blind = sorted(unseen[name])
                 told = f"; no checksum vouches for {', '.join(blind[:3])} ({len(blind)} tensors)" if blind else ""
@@ -260,22 +287,32 @@ class ServedWeights:
                 "\n  ".join([f"version {version} arrived wrong, and is not served:", *wrong])
                 + "\n  the engine loads this model's weights wrongly, or it computes with another precision"
             )
-        if not self._probe.given:
-            scores = await self._replicas.score_everywhere(self._probe.texts)
-            return next(iter(scores.values()))
-        return [said for _, _, said in next(iter(answers.values()))[0]]
+        return await self._reference(self._probe, answers)
 
-    async def _answers(self) -> dict[str, tuple[list[Scored], list[list[float]]]]:
+    @staticmethod
+    def _judged(probe: Probe, answers: Answers) -> dict[str, tuple[str, bool]]:
+        return {name: probe.judge(said, learner, "the learner's") for name, (said, learner) in answers.items()}
+
+    async def _reference(self, probe: Probe, answers: Answers) -> Reference:
+        """What one replica says of the texts that all were asked about."""
+        if not probe.given:
+            return probe, next(iter((await self._replicas.score_everywhere(probe.texts)).values()))
+        return probe, [said for _, _, said in next(iter(answers.values()))[0]]
+
+    async def _answers(self, probe: Probe, learner: asyncio.Future[list[list[float]]] | None) -> Answers:
         """What each replica and the learner say of the same tokens, asked at once where these are given."""
-        if self._probe.given:
-            texts = self._probe.scored([[0.0] * (len(text) - 1) for text in self._probe.texts])
-            said, learner = await asyncio.gather(
-                self._replicas.score_everywhere(self._probe.texts), scores_of(self._learner, self._dims, texts)
+        if probe.given:
+            said, known = await asyncio.gather(
+                self._replicas.score_everywhere(probe.texts), learner or self._scores(probe)
             )
-            return {name: (self._probe.scored(one), learner) for name, one in said.items()}
-        sampled = await self._replicas.sample_everywhere(self._probe.requests())
+            return {name: (probe.scored(one), known) for name, one in said.items()}
         out = {}
-        for name, answers in sampled.items():
-            scored = self._probe.continued(answers)
+        for name, answers in (await self._replicas.sample_everywhere(probe.requests())).items():
+            scored = probe.continued(answers)
             out[name] = (scored, await scores_of(self._learner, self._dims, scored))
         return out
+
+    async def _scores(self, probe: Probe) -> list[list[float]]:
+        """The learner's, of given texts."""
+        texts = probe.scored([[0.0] * (len(text) - 1) for text in probe.texts])
+        return await scores_of(self._learner, self._dims, texts)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -67,7 +67,14 @@ class Words:
         raise NotImplementedError
 
     async def load(
-        self, server: Server, path: Path, version: int, label: str, *, straight: bool = False
+        self,
+        server: Server,
+        path: Path,
+        version: int,
+        label: str,
+        *,
+        private: Collection[str],
+        straight: bool = False,
     ) -> list[Report]:
         await server.post("/load", {"label": label})
         return []

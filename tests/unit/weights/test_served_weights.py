@@ -15,7 +15,7 @@ import torch
 
 from rl_megatron.errors import CorruptionError, ReplicasLost, SyncError
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Scores, WeightUpdate
-from rl_megatron.weights.held import Beside, Report
+from rl_megatron.weights.held import NO_KINDS, Beside, Kinds, Report, seen
 from rl_megatron.weights.mirror import Mirror
 from rl_megatron.weights.probe import Probe
 from rl_megatron.weights.recorded import Held
@@ -35,6 +35,7 @@ class Both:
         self.mirror = Mirror(folder / "w" / "model.safetensors", SHAPES, torch.float32, folder / "config.json")
         self.params = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         self.off, self.by, self.said, self.probes = off, by, list[str](), 0
+        self.asked: list[tuple[tuple[int, ...], ...]] = []
         self.is_stale, self.packed, self.flipped, self.misread = True, False, "", ""
 
     def weights(
@@ -62,7 +63,9 @@ class Both:
     def stale(self, name: str) -> bool:
         return self.is_stale
 
-    async def load(self, path: Path, version: int, *, only: str | None = None) -> Mapping[str, Sequence[Report]]:
+    async def load(
+        self, path: Path, version: int, *, only: str | None = None, private: Kinds = NO_KINDS
+    ) -> Mapping[str, Sequence[Report]]:
         self.said.append(f"load {version}{only or ''}")
         for name, tensor in self.mirror.tensors.items():
             self.params[name] = tensor.flip(0) if self.packed and name != "norm" else tensor.clone()
@@ -75,7 +78,7 @@ class Both:
         beside = Beside()
         for name, tensor in self.mirror.tensors.items():
             beside.read(name, tensor + 1 if name == self.misread else tensor)
-        beside.held(held, self.params)
+        beside.held(seen(held, private.get("it", ())), self.params)
         return {"it": [beside.report()]}
 
     async def sample_everywhere(
@@ -91,6 +94,7 @@ class Both:
         self, texts: Sequence[Sequence[int]], *, only: str | None = None
     ) -> Mapping[str, list[list[float]]]:
         self.probes += 1
+        self.asked.append(tuple(tuple(text) for text in texts))
         said = [[-1.0] * (len(text) - 1) for text in texts]
         for row in said[: self.off]:
             row[3] += self.by
@@ -186,6 +190,23 @@ def test_kinds_in_layouts_of_their_own_are_left_to_the_probe_and_others_are_not(
     both.misread, both.off, both.by = "", 4, 0.7  # packed wrongly
     with pytest.raises(SyncError, match=r"no checksum vouches for layers\.0\.gate, .* \(4 tensors\)"):
         asyncio.run(weights.push(4))
+
+
+def test_later_versions_are_probed_with_one_text_in_turn_and_all_where_it_does_not_agree(tmp_path: Path) -> None:
+    both = Both(tmp_path)
+    both.packed = True
+    weights = both.weights()
+    for version in range(6):
+        asyncio.run(weights.push(version))
+    every = both.asked[0]
+    assert both.asked[1:] == [(every[version % 4],) for version in range(1, 6)]
+    both.asked, both.off, both.by = [], 1, 0.7  # a near tie
+    asyncio.run(weights.push(6))
+    assert both.asked == [(every[2],), every]
+    both.asked, both.off = [], 2
+    with pytest.raises(SyncError, match="in 2 of 4 texts"):
+        asyncio.run(weights.push(7))
+    assert both.asked == [(every[3],), every]
 
 
 def test_a_server_that_was_not_vouched_for_gets_no_layouts_of_its_own(tmp_path: Path) -> None:
