@@ -89,8 +89,15 @@ def run(connection: Connection, rank: int, store: int | None = None) -> None:
         return
     except RLMegatronError as error:
         tell(connection, "refused", error)
-    except Exception:  # noqa: BLE001  a process boundary: the controller shows the traceback with the rank
-        tell(connection, "raised", traceback.format_exc())
+    except Exception as error:  # noqa: BLE001  a process boundary: the controller shows the traceback with the rank
+        tell(connection, "raised" if _machines(error) else "erred", traceback.format_exc())
+
+
+def _machines(error: Exception) -> bool:
+    """Whether the machine or a peer may be behind it: what NCCL, gloo, CUDA and files raise, but for want of memory."""
+    import torch
+
+    return isinstance(error, RuntimeError | OSError) and not isinstance(error, torch.OutOfMemoryError)
 
 
 def _hear(connection: Connection, calls: SimpleQueue[messages.Message | None]) -> None:

@@ -175,6 +175,9 @@ class WorkerHandle:
         elif status == "refused":
             self._raised = True
             self._failure.report(value, at_once=True)
+        elif status == "erred":  # no other node would mend it, and what its peers say is noise
+            self._raised = True
+            self._failure.report(WorkerDied(f"{self.who} raised:\n{value}"), at_once=True)
         else:
             self._raised = True
             self._died(f"raised:\n{value}", at_once=False)

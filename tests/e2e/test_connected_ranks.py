@@ -28,6 +28,14 @@ for rank in $(seq 0 $((count - 1))); do
 done
 wait
 """
+BROKEN = """
+import launcher.worker
+
+def broken(*given):
+    raise KeyError("planted")
+
+launcher.worker.Worker.train_step = broken
+"""
 KEYS = (
     "learner.ep=2",
     "reward.function=my_rewards:even",
@@ -59,7 +67,7 @@ def ranks(run: Run) -> dict[int, psutil.Process]:
 
 @pytest.mark.usefixtures("allocation")
 def test_they_serve_the_run_save_for_a_requeue_and_are_named_when_they_die(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = place.start("connected", *KEYS)
     run.until_row(step=1)
@@ -84,6 +92,15 @@ def test_they_serve_the_run_save_for_a_requeue_and_are_named_when_they_die(
     attempt = run.folder / "jobs" / "7-1"
     assert (attempt / "failed_node").read_text() == "here\n"
     assert not (attempt / "requeue").exists()
+
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    run = place.start("connected", *KEYS, resume=True)
+    assert run.end() == 1
+    assert "raised:\n" in run.text()
+    assert "KeyError: 'planted'" in run.text()
+    assert not list((run.folder / "jobs" / "7-2").glob("failed_node"))  # another node would raise it too
 
 
 def test_without_a_job_it_says_what_to_do(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
