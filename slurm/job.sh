@@ -5,6 +5,8 @@ attempt=$RUN/jobs/$SLURM_JOB_ID-$restart
 mkdir -p "$attempt"
 echo "$SLURM_JOB_ID" >"$RUN/jobs/id"
 say() { echo "[$(date +%FT%T)] job $SLURM_JOB_ID, restart $restart: $*"; }
+newest() { ls -1td "$RUN"/checkpoints/{step,warm_start}_[0-9]* 2>/dev/null | head -n 1; }
+before=$(newest)
 say "starts on $SLURM_JOB_NODELIST; output is in $attempt"
 
 # SIGUSR1 is ignored until the run listens to it, so it is sent until the run has ended. SIGTERM is not trapped: a job
@@ -28,6 +30,15 @@ requeue() {
     scontrol requeue "$SLURM_JOB_ID" || exit 1
 }
 if [ -e "$attempt/requeue" ] && [ "$restart" -lt "$REQUEUES" ]; then
+    if [ "$(newest)" != "$before" ]; then
+        rm -f "$RUN/jobs/stalled"
+    elif [ -e "$RUN/jobs/stalled" ]; then
+        rm "$RUN/jobs/stalled"
+        say "failed: twice in a row its time was up before a step was made; raise slurm.time, or lower slurm.signal_seconds"
+        exit 1
+    else
+        touch "$RUN/jobs/stalled"
+    fi
     say "saved; comes back"
     requeue
     exec sleep 600 # Slurm ends this script
