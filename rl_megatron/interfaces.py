@@ -48,7 +48,7 @@ class WeightSync(Protocol):
 
 
 class Scorer(Protocol):
-    """A model that says something of every position of a batch."""
+    """A model that says something of every position of a batch. Several may be asked at once, and one many things."""
 
     async def score(self, batch: Batch) -> Scores:
         """Log-probs of the targets (nats), or values, for each micro-batch of ``batch``."""

@@ -5,9 +5,11 @@ The controller's process; every tensor here is on the CPU. Everything random is 
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -34,8 +36,9 @@ from rl_megatron.data.samples import split_minibatches, to_samples, with_last_to
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles, Scorer
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.types import Batch, Loss, RolloutGroup, Samples, StepResult
+from rl_megatron.types import Batch, Loss, RolloutGroup, Samples, Scores, StepResult
 
+T = TypeVar("T")
 QUANTILES = {"ratio/p01": 0.01, "ratio/p50": 0.5, "ratio/p99": 0.99}
 
 
@@ -109,32 +112,42 @@ class Update:
         """What the models say of the rollouts before any of them changes; only what the algorithm needs."""
         section, roles = self.config.algorithm, self.roles
         batch = self.pack(samples)
+        asked = section.old_logprobs == "learner" or section.second_moment_limit is not None
+        asked |= section.routing_replay == "r2"
         current = next_values = None
-        if section.routing_replay == "r2":
-            with watch("logprobs"):
-                scores, routes = await roles.learner.score_with_routes(batch)
+        async with AtOnce(watch) as at_once:
+            policy = at_once.begin("logprobs", self._policy(batch)) if asked else None
+            reference = critic = None
+            if roles.reference is not None:
+                reference = at_once.begin("reference", roles.reference.score(_by_own_routes(batch)))
+            if roles.critic is not None:
+                critic = at_once.begin("values", self._values(samples, roles.critic))
+            if policy is not None:
+                scores, routes = await at_once.end(policy)
                 current = unpack(batch, scores, samples)
-                samples = replace(samples, routes=unpack(batch, routes, samples))
-        elif section.old_logprobs == "learner" or section.second_moment_limit is not None:
-            with watch("logprobs"):
-                current = unpack(batch, await roles.learner.score(batch), samples)
-        if section.old_logprobs == "learner" and current is not None:
-            samples = replace(samples, old_logprobs=current)
-        if roles.reference is not None:
-            with watch("reference"):
-                scores = await roles.reference.score(_by_own_routes(batch))
-                samples = replace(samples, ref_logprobs=unpack(batch, scores, samples))
-        if roles.critic is not None:
-            with watch("values"):
-                samples, next_values = await self._values(samples, roles.critic)
+                if routes is not None:
+                    samples = replace(samples, routes=unpack(batch, routes, samples))
+                if section.old_logprobs == "learner":
+                    samples = replace(samples, old_logprobs=current)
+            if reference is not None:
+                samples = replace(samples, ref_logprobs=unpack(batch, await at_once.end(reference), samples))
+            if critic is not None:
+                values, next_values = await at_once.end(critic)
+                samples = replace(samples, old_values=values)
         return _Measured(samples, current, next_values)
 
-    async def _values(self, samples: Samples, critic: Scorer) -> tuple[Samples, Tensor]:
+    async def _policy(self, batch: Batch) -> tuple[Scores, Scores | None]:
+        """Log-probs, and routes where they are recorded to be replayed."""
+        if self.config.algorithm.routing_replay == "r2":
+            return await self.roles.learner.score_with_routes(batch)
+        return await self.roles.learner.score(batch), None
+
+    async def _values(self, samples: Samples, critic: Scorer) -> tuple[Tensor, Tensor]:
         """Values [N] before each sampled token, and [S] after each completion's last one."""
         longer, is_last = with_last_tokens(samples)
         batch = self.pack(longer)
         values = unpack(batch, await critic.score(batch), longer)
-        return replace(samples, old_values=values[~is_last]), values[is_last]
+        return values[~is_last], values[is_last]
 
     def _with_second_moment_limited(self, samples: Samples, current: Tensor | None, row: Row) -> Samples:
         """M2PO: tokens far off the policy that sampled them get no advantage; denominators stay those of all tokens."""
@@ -180,12 +193,17 @@ class Update:
         policy: list[StepResult] = []
         critic: list[StepResult] = []
         for batch in batches:
-            if roles.critic is None or step > c.algorithm.critic.only_steps:
-                with watch("train"):
-                    policy.append(await roles.learner.train_step(batch, loss, rate))
-            if roles.critic is not None:
-                with watch("critic"):
-                    critic.append(await roles.critic.train_step(_by_own_routes(batch), value_loss, critic_rate))
+            async with AtOnce(watch) as at_once:
+                trained = valued = None
+                if roles.critic is None or step > c.algorithm.critic.only_steps:
+                    trained = at_once.begin("train", roles.learner.train_step(batch, loss, rate))
+                if roles.critic is not None:
+                    asked = roles.critic.train_step(_by_own_routes(batch), value_loss, critic_rate)
+                    valued = at_once.begin("critic", asked)
+                if trained is not None:
+                    policy.append(await at_once.end(trained))
+                if valued is not None:
+                    critic.append(await at_once.end(valued))
         row: Row = {"learning_rate": rate, **_advantage_row(samples)}
         row |= packing_metrics(batches, dims=c.learner.dims, attention_cost=self.attention_cost)
         row |= combine(policy)
@@ -193,6 +211,37 @@ class Update:
             row |= {"critic/learning_rate": critic_rate, "critic/explained_variance": explained_variance(samples)}
             row |= _critic_row(critic)
         return row
+
+
+class AtOnce:
+    """Models are asked at once: where they share processes they answer one after the other, in the order asked.
+
+    A phase's seconds are those that it is waited for alone, so that phases add up to the time that passed.
+    """
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    def begin(self, phase: str, question: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Ask, after whatever began before."""
+        task = asyncio.create_task(question, name=phase)
+        self._tasks.append(task)
+        return task
+
+    async def end(self, task: asyncio.Task[T]) -> T:
+        """The answer."""
+        with self._watch(task.get_name()):
+            return await task
+
+    async def __aexit__(self, *_: object) -> None:
+        """Where one failed, others are left; an error of theirs would have the same cause."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,9 +148,13 @@ METRICS: Mapping[str, Metric] = _rows(
     ("tokens_per_second/train", "tokens/s", "tokens/train over seconds/train"),
     ("seconds/rollout", "s", "sampling and rewards"),
     ("seconds/logprobs", "s", "log-probs of the old policy by the learner"),
-    ("seconds/reference", "s", "log-probs of the reference"),
-    ("seconds/values", "s", "values by the critic"),
-    ("seconds/critic", "s", "forward, backward and optimizer of the critic's minibatches"),
+    ("seconds/reference", "s", "log-probs of the reference; of separate ranks, what seconds/logprobs leaves of it"),
+    ("seconds/values", "s", "values by the critic; of separate ranks, what the scores before it leave of it"),
+    (
+        "seconds/critic",
+        "s",
+        "forward, backward and optimizer of the critic's minibatches; of separate ranks, what seconds/train leaves",
+    ),
     ("seconds/train", "s", "forward, backward and optimizer of all minibatches"),
     ("seconds/weights", "s", "weight push to the rollout engine"),
     (

@@ -49,7 +49,7 @@ class ServedEngine:
         self._max_length, self._vocab_size = max_length, vocab_size
         self._slots = asyncio.Semaphore(section.concurrency)
         self._version: int | None = None
-        self._released = False
+        self._released, self._releasing = False, asyncio.Lock()
         self._settled = asyncio.Event()
         self._settled.set()
 
@@ -276,7 +276,8 @@ class ServedEngine:
     async def release(self) -> None:
         """Give the servers' memory to who trains beside them. Nothing is served until the next ``load`` is committed.
 
-        No request may run. Does nothing where it was given already; one that came back since gives its own.
+        No request may run. Does nothing where it was given already, and where several ask at once all wait for it; one
+        that came back since gives its own.
         """
         self._released, self._version = True, None
 
@@ -286,8 +287,9 @@ class ServedEngine:
                 replica.server.released = True
 
         present = {replica: replica.server for replica in self.replicas.present()}
-        with contextlib.suppress(ReplicasLost):  # the dead hold none
-            await self._on_each(present, "giving memory back", one)
+        async with self._releasing:
+            with contextlib.suppress(ReplicasLost):  # the dead hold none
+                await self._on_each(present, "giving memory back", one)
 
     def refuse(self) -> None:
         """Serve nothing until another ``load`` is committed; requests that wait fail."""

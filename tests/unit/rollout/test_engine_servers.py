@@ -363,7 +363,7 @@ def test_memory_is_given_back_once_and_taken_again_around_the_load(fakes: list[F
         await push(engine, 1)
         for fake in fakes:
             fake.asked.clear()
-        await engine.release()
+        await asyncio.gather(engine.release(), engine.release())
         await engine.release()
         with pytest.raises(EngineError, match="no weights are served; push some first"):
             await engine.generate(REQUEST)

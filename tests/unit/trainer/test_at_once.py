@@ -1,0 +1,62 @@
+"""Models that are asked at once: all have begun before the first is waited for, and one that fails ends the others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rl_megatron.errors import WorkerDied
+from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.update import AtOnce
+
+LIMIT = 60.0
+
+
+def test_they_work_at_the_same_time_and_are_asked_in_order() -> None:
+    watch, asked = Stopwatch(), list[str]()
+
+    async def ask() -> list[str]:
+        reference_done = asyncio.Event()
+
+        async def policy() -> str:
+            asked.append("policy")
+            await reference_done.wait()  # for ever, if it came after
+            return "log-probs"
+
+        async def reference() -> str:
+            asked.append("reference")
+            reference_done.set()
+            return "reference log-probs"
+
+        async with asyncio.timeout(LIMIT), AtOnce(watch) as at_once:
+            first, second = at_once.begin("logprobs", policy()), at_once.begin("reference", reference())
+            return [await at_once.end(first), await at_once.end(second)]
+
+    assert asyncio.run(ask()) == ["log-probs", "reference log-probs"]
+    assert asked == ["policy", "reference"]
+    row = watch.row()
+    assert row["seconds/logprobs"] + row["seconds/reference"] <= row["seconds/step"]
+
+
+def test_the_first_that_fails_is_raised_and_the_others_are_left() -> None:
+    left = list[str]()
+
+    async def ask() -> None:
+        async def dies() -> None:
+            raise WorkerDied("critic rank 1")
+
+        async def hangs() -> None:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                left.append("policy")
+                raise
+
+        async with asyncio.timeout(LIMIT), AtOnce(Stopwatch()) as at_once:
+            critic, _ = at_once.begin("critic", dies()), at_once.begin("train", hangs())
+            await at_once.end(critic)
+
+    with pytest.raises(WorkerDied, match="critic rank 1"):
+        asyncio.run(ask())
+    assert left == ["policy"]
