@@ -10,17 +10,18 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from launcher import channel
+from launcher.naming import called, file_stem
 from launcher.placement import Placement
 from launcher.proxies import roles_of
 from launcher.rank import Hello
-from launcher.worker import Setup
+from launcher.rank_models import Setup
 from launcher.workers import Ending, Failure, serving
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import WorkerDied
@@ -35,7 +36,7 @@ class ConnectedRank:
     """A rank that connected from its node (see RankProcess)."""
 
     def __init__(self, connection: Connection, hello: Hello) -> None:
-        self.connection, self.rank, self.hello = connection, hello.rank, hello
+        self.connection, self.role, self.rank, self.hello = connection, hello.role, hello.rank, hello
         self.where = f"pid {hello.pid} on {hello.node}"
         self._stream = socket.socket(fileno=os.dup(connection.fileno()))
         self._gone = threading.Event()
@@ -44,7 +45,8 @@ class ConnectedRank:
         """See RankProcess; that a stream ended is all that another node says."""
         hung_up.wait()
         self._gone.set()
-        how = f"hung up: it was killed, crashed or lost its node; rank-{self.rank}.txt has what it said"
+        file = file_stem(self.role, self.rank)
+        how = f"hung up: it was killed, crashed or lost its node; {file}.txt has what it said"
         return Ending(how=how, expected=True, killed=True)
 
     def wake(self) -> None:
@@ -72,6 +74,20 @@ class Awaited:
     seconds: float
     files: str  # where a person reads more
     blame: Callable[[str], None]  # hears the node from which alone ranks did not come
+    separate: Sequence[Placement] = ()  # of other roles with ranks of their own
+
+    @property
+    def placements(self) -> dict[str, Placement]:
+        """By role, the learner's first."""
+        return {placement.role: placement for placement in (self.placement, *self.separate)}
+
+    def where(self) -> dict[tuple[str, int], str]:
+        """The node of every rank of a role, in order."""
+        return {
+            (role, rank): placement.node_of(rank)
+            for role, placement in self.placements.items()
+            for rank in range(placement.dims.world_size)
+        }
 
 
 @contextlib.asynccontextmanager
@@ -88,38 +104,44 @@ async def learner(
     """The roles of all ranks, once they are here, while the context is open. Raises WorkerDied; its node is blamed."""
     ranks = await arrivals(listener, awaited)
     listener.close()  # nobody else is awaited
-    setup = Setup(
-        config=config,
-        model_folder=model_folder.resolve(),
-        run_folder=run_folder.resolve(),
-        rendezvous=f"tcp://{ranks[0].hello.store}",
-    )
+    teams: list[tuple[Setup, list[ConnectedRank]]] = []
+    for role in awaited.placements:
+        team = [rank for rank in ranks if rank.role == role]
+        setup = Setup(
+            config=config,
+            model_folder=model_folder.resolve(),
+            run_folder=run_folder.resolve(),
+            rendezvous=f"tcp://{team[0].hello.store}",
+            role=role,
+        )
+        teams.append((setup, team))
     try:
-        async with serving(ranks, setup, failure, on_signal) as group:
-            yield roles_of(group, config)
+        async with serving(teams, failure, on_signal) as groups:
+            yield roles_of(groups, config)
     except WorkerDied:
         if failure.rank is not None:
-            awaited.blame(awaited.placement.node_of(failure.rank))
+            awaited.blame(awaited.where()[failure.role, failure.rank])
         raise
 
 
 async def arrivals(listener: socket.socket, awaited: Awaited) -> list[ConnectedRank]:
-    """All ranks, in order. Raises WorkerDied where not all can come, or they are not there in time."""
-    arrived: dict[int, ConnectedRank] = {}
-    placement = awaited.placement
+    """All ranks of all roles, in order. Raises WorkerDied where not all can come, or they are not there in time."""
+    arrived: dict[tuple[str, int], ConnectedRank] = {}
+    where = awaited.where()
     waiting = asyncio.ensure_future(_welcome(listener, awaited, arrived))
     ended = asyncio.ensure_future(awaited.started)
     try:
         await asyncio.wait({waiting, ended}, timeout=awaited.seconds, return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
             waiting.result()
-            return [arrived[rank] for rank in range(placement.dims.world_size)]
-        missing = sorted(set(range(placement.dims.world_size)) - arrived.keys())
-        nodes = sorted({placement.node_of(rank) for rank in missing})
+            return [arrived[who] for who in where]
+        missing = [who for who in where if who not in arrived]
+        nodes = sorted({where[who] for who in missing})
         if len(nodes) == 1:  # what all nodes have in common is not mended by leaving one out
             awaited.blame(nodes[0])
         why = ended.result() if ended.done() else f"{awaited.seconds:g} s passed"
-        ranks = f"rank {', '.join(map(str, missing))} on {', '.join(nodes)}"
+        lists = {role: ", ".join(str(rank) for of, rank in missing if of == role) for role, _ in missing}
+        ranks = f"{' and '.join(called(role, text) for role, text in lists.items())} on {', '.join(nodes)}"
         raise WorkerDied(f"{why} before {ranks} connected; {awaited.files} have what they said")
     finally:
         for task in (waiting, ended):
@@ -129,11 +151,11 @@ async def arrivals(listener: socket.socket, awaited: Awaited) -> list[ConnectedR
                 rank.kill()
 
 
-async def _welcome(listener: socket.socket, awaited: Awaited, arrived: dict[int, ConnectedRank]) -> None:
+async def _welcome(listener: socket.socket, awaited: Awaited, arrived: dict[tuple[str, int], ConnectedRank]) -> None:
     """Accept streams until every rank has one; each proves itself in a thread, so that none holds others up."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
-    everybody = asyncio.Event()
+    everybody, where = asyncio.Event(), awaited.where()
 
     async def prove(accepted: socket.socket) -> None:
         try:
@@ -141,12 +163,13 @@ async def _welcome(listener: socket.socket, awaited: Awaited, arrived: dict[int,
         except (OSError, EOFError, ValueError, TypeError) as error:
             logger.warning("a stream was refused: %s", error)
             return
-        if rank.rank in arrived or awaited.placement.node_of(rank.rank) != rank.hello.node:
-            logger.warning("rank %d came twice or from another node than planned: %s", rank.rank, rank.hello)
+        who = (rank.role, rank.rank)
+        if who in arrived or where.get(who) != rank.hello.node:
+            logger.warning("%s came twice or from another node than planned: %s", called(*who), rank.hello)
             rank.kill()
             return
-        arrived[rank.rank] = rank
-        if len(arrived) == awaited.placement.dims.world_size:
+        arrived[who] = rank
+        if len(arrived) == len(where):
             everybody.set()
 
     async def accept() -> None:

@@ -118,7 +118,9 @@ async def started(parts: Parts, progress: Progress, stop: Stop) -> AsyncIterator
     model_folder = await asyncio.to_thread(_model_folder, config)
     shape = ModelShape.from_folder(model_folder, families=FAMILIES)
     _check_fits(config, shape)
-    progress.note(f"starting {config.learner.dims.world_size} learner processes and loading data")
+    count = config.learner.dims.world_size
+    others = "".join(f", {count} {role} processes" for role in config.roles.separate)
+    progress.note(f"starting {count} learner processes{others} and loading data")
     launcher = _launcher(parts, model_folder, shape, stop)
     async with contextlib.AsyncExitStack() as stack:
         starting = asyncio.create_task(stack.enter_async_context(launcher.start(config)))
@@ -133,7 +135,7 @@ async def started(parts: Parts, progress: Progress, stop: Stop) -> AsyncIterator
 
 def job_of(config: RunConfig, folder: Path) -> Job | None:
     """The allocation to use. Raises ConfigError where there is none and must be one."""
-    job = None if config.run.launcher == "local" else Job.this(folder, config.slurm)
+    job = None if config.run.launcher == "local" else Job.this(folder, config.slurm, config.roles.separate)
     if config.run.launcher == "slurm" and job is None:
         raise ConfigError(
             "run.launcher=slurm, but this is no Slurm job; send one with rl-megatron submit, or set run.launcher=local"

@@ -1,4 +1,5 @@
-"""Processes on this machine: one worker per learner rank, each with a rollout engine replica beside the shard."""
+"""Processes on this machine: one worker per learner rank, each with a rollout engine replica beside the shard, and one
+per rank of a role of its own."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from launcher import worker
+from launcher.naming import LEARNER, called
 from launcher.proxies import roles_of
+from launcher.rank_models import Setup
 from launcher.scratch import scratch
-from launcher.worker import Setup
 from launcher.workers import Ending, Failure, serving
 from rl_megatron.config import RunConfig
 from rl_megatron.interfaces import Roles
@@ -24,12 +26,12 @@ from rl_megatron.interfaces import Roles
 class SpawnedRank:
     """A worker that is a child of this process (see RankProcess)."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, role: str, rank: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.rank = rank
+        self.role, self.rank = role, rank
         self._process: BaseProcess = context.Process(
-            target=worker.main, args=(theirs, rank), name=f"rank {rank}", daemon=False
+            target=worker.main, args=(theirs, rank), name=called(role, rank), daemon=False
         )
         with _signals_held_back():
             self._process.start()
@@ -83,24 +85,31 @@ class LocalLauncher:
         with scratch() as folder:
             os.environ["OMP_NUM_THREADS"] = str(threads_per_worker(config))
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing here leaves this machine
-            setup = Setup(
-                config=config,
-                model_folder=self._model_folder.resolve(),
-                run_folder=self._run_folder.resolve(),
-                rendezvous=f"file://{folder}/rendezvous",
-            )
+            count = config.learner.dims.world_size
+            setups = [
+                Setup(
+                    config=config,
+                    model_folder=self._model_folder.resolve(),
+                    run_folder=self._run_folder.resolve(),
+                    rendezvous=f"file://{folder}/rendezvous-{role}",
+                    role=role,
+                    first_device=number * count,
+                )
+                for number, role in enumerate((LEARNER, *config.roles.separate))
+            ]
             processes: list[SpawnedRank] = []
             try:
-                processes += (SpawnedRank(rank) for rank in range(config.learner.dims.world_size))
+                processes += (SpawnedRank(setup.role, rank) for setup in setups for rank in range(count))
             except BaseException:
                 for process in processes:
                     process.kill()
                 raise
-            async with serving(processes, setup, failure) as group:
-                yield roles_of(group, config)
+            teams = [(setup, [p for p in processes if p.role == setup.role]) for setup in setups]
+            async with serving(teams, failure) as groups:
+                yield roles_of(groups, config)
 
 
 def threads_per_worker(config: RunConfig) -> int:
     """CPU threads of each worker: as configured, else this machine's cores shared out."""
-    cores = len(os.sched_getaffinity(0))
-    return config.learner.threads or max(1, cores // config.learner.dims.world_size)
+    cores, count = len(os.sched_getaffinity(0)), config.learner.dims.world_size * (1 + len(config.roles.separate))
+    return config.learner.threads or max(1, cores // count)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from launcher.naming import LEARNER, called
 from launcher.placement import made_up_nodes, seats_of
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError
@@ -28,8 +29,10 @@ CHANGES: Mapping[str, str] = {
     "gradients": "raise learner.tp, learner.pp or learner.ep",
     "optimizer": "raise slurm.nodes with learner.dp or learner.ep, which share it out, and keep "
     "learner.optimizer.distributed=true",
-    "critic": "raise learner.tp, learner.pp or learner.ep, or take an algorithm without a critic",
-    "reference": "raise learner.tp, learner.pp or learner.ep, or set algorithm.kl.coefficient=0",
+    "critic": "set roles.critic=separate, raise learner.tp, learner.pp or learner.ep, or take an algorithm without a "
+    "critic",
+    "reference": "set roles.reference=separate, raise learner.tp, learner.pp or learner.ep, or set "
+    "algorithm.kl.coefficient=0",
     "activations": "set learner.recompute_layers=true, lower learner.max_tokens_per_micro_batch or raise learner.cp",
     "logits": "lower learner.max_tokens_per_micro_batch, or raise learner.tp or learner.cp",
     "weight push": "lower weights.bucket_mb",
@@ -47,6 +50,7 @@ class Memory:
     rank: int
     stage: int
     terms: Mapping[str, float]
+    role: str = LEARNER
 
     @property
     def total(self) -> float:
@@ -73,7 +77,8 @@ class Elements:
 
 
 def memory(config: RunConfig, shape: ModelShape) -> list[Memory]:
-    """Of the ranks that may be the fullest: the first of each pipeline stage, and those beside an engine's server.
+    """Of the ranks that may be the fullest: the first of each pipeline stage, also of separate roles, and those beside
+    an engine's server.
 
     Raises ConfigError where the model's sizes do not divide into the layout.
     """
@@ -81,10 +86,16 @@ def memory(config: RunConfig, shape: ModelShape) -> list[Memory]:
     inner = learner.dims.world_size // learner.dims.pp
     beside = _beside_servers(config)
     held = {stage: elements(layout, stage) for stage in range(learner.dims.pp)}
-    ranks = sorted({*beside, *(stage * inner for stage in held)})
+    firsts = {stage * inner for stage in held}
     return [
-        Memory(rank=r, stage=r // inner, terms=_terms(config, layout, r // inner, held[r // inner], served=r in beside))
-        for r in ranks
+        Memory(
+            rank=r,
+            stage=r // inner,
+            terms=_terms(config, layout, r // inner, held[r // inner], role=role, served=r in beside),
+            role=role,
+        )
+        for role, ranks in ((LEARNER, {*beside, *firsts}), *((role, firsts) for role in config.roles.separate))
+        for r in sorted(ranks)
     ]
 
 
@@ -101,8 +112,8 @@ def check(config: RunConfig, shape: ModelShape) -> Memory | None:
     if most.total > room:
         terms = ", ".join(f"{term} {held / GB:.1f}" for term, held in most.terms.items() if held >= 0.05 * GB)
         raise ConfigError(
-            f"slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}: rank {most.rank} needs {most.total / GB:.1f} GB "
-            f"({terms}). Largest: {most.largest}; {CHANGES[most.largest]}"
+            f"slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}: {called(most.role, most.rank)} needs "
+            f"{most.total / GB:.1f} GB ({terms}). Largest: {most.largest}; {CHANGES[most.largest]}"
         )
     share, per_gpu = config.rollout.server.memory_fraction, server_weights(config, shape)
     starts = config.rollout.served and config.rollout.server.addresses is None
@@ -147,31 +158,39 @@ def server_weights(config: RunConfig, shape: ModelShape) -> float:
 
 def _beside_servers(config: RunConfig) -> set[int]:
     """Ranks on whose GPU a server runs as well."""
-    nodes, engine_nodes = made_up_nodes(config.slurm)
-    if engine_nodes:
+    by_role = made_up_nodes(config)
+    if "engines" in by_role:
         return set()
-    each, count = config.slurm.gpus_per_node, config.learner.dims.world_size
-    seats = seats_of(config, nodes, engine_nodes)
+    each, count, nodes = config.slurm.gpus_per_node, config.learner.dims.world_size, by_role["learner"]
+    seats = seats_of(config, nodes, ())
     return {rank for s in seats for gpu in s.gpus if (rank := nodes.index(s.node) * each + gpu) < count}
 
 
-def _terms(config: RunConfig, layout: Layout, stage: int, held: Elements, *, served: bool) -> dict[str, float]:
+def _terms(
+    config: RunConfig, layout: Layout, stage: int, held: Elements, *, role: str, served: bool
+) -> dict[str, float]:
+    """A separate critic is a learner whose outputs are values; a separate reference keeps nothing for a gradient."""
     learner, algorithm, shape = config.learner, config.algorithm, layout.shape
     size, state = _BYTES[learner.dtype], _optimizer_bytes(config, held)
     last = stage == learner.dims.pp - 1
     tokens = learner.max_tokens_per_micro_batch / learner.dims.cp
+    beside = {"critic": algorithm.needs_critic, "reference": algorithm.needs_reference}
+    here = {name for name, needed in beside.items() if needed and name not in config.roles.separate}
+    trains, is_learner = role != "reference", role == LEARNER
     terms = {
         "parameters": float(held.both * size),
-        "gradients": float(held.both * 4),  # reduced in float32
-        "optimizer": state,
-        "critic": held.both * (size + 4) + state if algorithm.needs_critic else 0.0,
-        "reference": float(held.both * size) if algorithm.kl.coefficient else 0.0,
-        "activations": _activations(config, shape, layout, stage, tokens) * size,
-        "logits": _logits(config, shape, tokens) if last else 0.0,
-        "weight push": 4.0 * config.weights.bucket_mb * 2**20,  # two buffers each way
+        "gradients": float(held.both * 4) if trains else 0.0,  # reduced in float32
+        "optimizer": state if trains else 0.0,
+        "critic": held.both * (size + 4) + state if is_learner and "critic" in here else 0.0,
+        "reference": float(held.both * size) if is_learner and "reference" in here else 0.0,
+        "activations": _activations(config, shape, layout, stage, tokens, trains=trains) * size,
+        "logits": _logits(config, shape, tokens) if last and role != "critic" else 0.0,
+        "weight push": 4.0 * config.weights.bucket_mb * 2**20 if is_learner else 0.0,  # two buffers each way
         "engine": 0.0,
         "reserved": RESERVED * (config.slurm.gpu_memory_gb or 0) * GB,
     }
+    if not is_learner:
+        return terms
     if not config.rollout.served:
         terms["engine"] = _local_engine(config, shape)
     elif served:
@@ -190,11 +209,15 @@ def _optimizer_bytes(config: RunConfig, held: Elements) -> float:
     return each * (held.dense / (d.dp * d.cp) + held.experts * d.etp * d.ep / (d.tp * d.cp * d.dp))
 
 
-def _activations(config: RunConfig, shape: ModelShape, layout: Layout, stage: int, tokens: float) -> float:
+def _activations(
+    config: RunConfig, shape: ModelShape, layout: Layout, stage: int, tokens: float, *, trains: bool
+) -> float:
     """Elements kept between forward and backward by all micro-batches in flight, and one layer's working set."""
     d = config.learner.dims
     layers = [layer for layer, stages in _stages(layout).items() if stage in stages]
     kept = {layer: _layer(config, shape, layer, tokens) for layer in layers}
+    if not trains:
+        return max(kept.values(), default=0.0)
     inputs = dict.fromkeys(layers, tokens * shape.hidden_size / d.tp)
     held = inputs if config.learner.recompute_layers else kept
     in_flight = float(d.pp - stage)  # of 1F1B

@@ -1,4 +1,4 @@
-"""Which learner rank and which engine run where: integer arithmetic, said before a job is sent and kept by its steps.
+"""Which rank and which engine run where: integer arithmetic, said before a job is sent and kept by its steps.
 
 Ranks fill a node before the next. In megatron-core's order (``tp-cp-ep-dp-pp``, tp fastest) tensor-parallel ranks are
 then neighbours in one node, pipeline stages far apart, and expert-parallel groups span as many nodes as they must.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from launcher.naming import LEARNER
 from rl_megatron.config import RunConfig
 from rl_megatron.config_slurm import SlurmSection
 from rl_megatron.errors import ConfigError
@@ -23,6 +24,7 @@ class Placement:
     nodes: tuple[str, ...]
     ranks_per_node: int
     domain: int = 1  # neighbouring nodes that NVLink joins
+    role: str = LEARNER
 
     def node_of(self, rank: int) -> str:
         """Where the rank runs."""
@@ -40,7 +42,8 @@ class Placement:
         """Lines for a person: ranks of each node (runs of like nodes in one), then how far groups reach."""
         count, each = len(self.nodes), self.ranks_per_node
         shown = range(count) if count <= 8 else (0, 1, count - 1)
-        lines = [f"{self.dims.world_size} ranks on {count} nodes, {each} on each"]
+        whose = "" if self.role == LEARNER else f"{self.role}: "
+        lines = [f"{whose}{self.dims.world_size} ranks on {count} nodes, {each} on each"]
         for i in shown:
             if count > 8 and i == count - 1:
                 lines.append("  ...")
@@ -98,36 +101,53 @@ def seat(replicas: int, tp: int, nodes: Sequence[str], gpus_per_node: int, *, sh
     )
 
 
-def place(dims: ParallelDims, nodes: Sequence[str], ranks_per_node: int, *, domain: int = 1) -> Placement:
+def place(
+    dims: ParallelDims, nodes: Sequence[str], ranks_per_node: int, *, domain: int = 1, role: str = LEARNER
+) -> Placement:
     """Ranks on nodes. Raises ConfigError where their numbers differ or a tensor-parallel group would leave NVLink.
 
     ``domain``: neighbouring nodes that NVLink joins.
     """
     problems = []
     room, wanted = len(nodes) * ranks_per_node, dims.world_size
-    if room != wanted:
+    ranks = f"tp*cp*dp*pp = {dims.tp}*{dims.cp}*{dims.dp}*{dims.pp} = {wanted} ranks"
+    if room != wanted and role == LEARNER:
         problems.append(
             f"slurm.nodes={len(nodes)} * slurm.ntasks_per_node={ranks_per_node} = {room} tasks, but the learner has "
-            f"tp*cp*dp*pp = {dims.tp}*{dims.cp}*{dims.dp}*{dims.pp} = {wanted} ranks; "
+            f"{ranks}; "
             + (f"set learner.dp={dims.dp * room // wanted}" if room % wanted == 0 else "change one of them")
+        )
+    elif room != wanted:
+        problems.append(
+            f"slurm.{role}.nodes={len(nodes)} cannot share out the ranks of a separate {role} evenly: it has the "
+            f"learner's layout, {ranks}; set it to a divisor"
         )
     for key, degree in (("tp", dims.tp), ("etp", dims.etp)):
         if ranks_per_node * domain % degree and len(nodes) > domain:
             joined = f" * slurm.nvlink_nodes={domain}" if domain > 1 else ""
+            per_node = "slurm.ntasks_per_node" if role == LEARNER else f"{role} ranks on a node"
+            each = f"{per_node}={ranks_per_node}"
             problems.append(
-                f"learner.{key}={degree} does not divide slurm.ntasks_per_node={ranks_per_node}{joined}: a "
+                f"learner.{key}={degree} does not divide {each}{joined}: a "
                 f"tensor-parallel group would leave its {'NVLink domain' if joined else 'node'}, whose network is many "
                 "times slower; set it to a divisor"
             )
     if problems:
         raise ConfigError("\n".join(problems))
-    return Placement(dims=dims, nodes=tuple(nodes), ranks_per_node=ranks_per_node, domain=domain)
+    return Placement(dims=dims, nodes=tuple(nodes), ranks_per_node=ranks_per_node, domain=domain, role=role)
 
 
-def placement_of(config: RunConfig, nodes: Sequence[str]) -> Placement:
-    """The learner's ranks on its nodes. Raises as `place` does."""
+def placement_of(config: RunConfig, nodes: Sequence[str], role: str = LEARNER) -> Placement:
+    """The ranks of the learner, or of a separate role, on its nodes. Raises as `place` does."""
     dims, slurm = config.learner.dims, config.slurm
-    return place(dims, nodes, slurm.tasks_per_node(dims.world_size), domain=slurm.nvlink_nodes)
+    each = slurm.tasks_per_node(dims.world_size) if role == LEARNER else -(-dims.world_size // max(1, len(nodes)))
+    placement = place(dims, nodes, each, domain=slurm.nvlink_nodes, role=role)
+    if role != LEARNER and config.learner.device != "cpu" and slurm.gpus_of(role) < each:
+        raise ConfigError(
+            f"slurm.{role}.nodes={len(nodes)} get {each} ranks each, more than their {slurm.gpus_of(role)} GPUs; raise "
+            f"slurm.{role}.nodes or slurm.{role}.gpus_per_node"
+        )
+    return placement
 
 
 def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str]) -> tuple[Seat, ...]:
@@ -139,18 +159,35 @@ def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str
     return seat(section.replicas, section.tp, engine_nodes or nodes, gpus, shared=not engine_nodes)
 
 
-def made_up_nodes(slurm: SlurmSection) -> tuple[list[str], list[str]]:
-    """Names for the nodes of a job that is not there yet: the learner's, and those of engine servers alone."""
-    names = [f"node {i}" for i in range(slurm.nodes + slurm.engines.nodes)]
-    return names[: slurm.nodes], names[slurm.nodes :]
+def beside(slurm: SlurmSection, separate: Sequence[str]) -> dict[str, int]:
+    """The number of nodes of each role that has some beside the learner's, in the order of the job's."""
+    counts = {role: slurm.alone(role).nodes or slurm.nodes for role in separate}
+    return counts | ({"engines": slurm.engines.nodes} if slurm.engines.nodes else {})
+
+
+def cut(nodes: Sequence[str], others: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """The nodes of like ones that each role gets: the learner's, all that the others leave, come first."""
+    first = max(1, len(nodes) - sum(others.values()))
+    found = {LEARNER: tuple(nodes[:first])}
+    for role, count in others.items():
+        found[role] = tuple(nodes[first : first + count])
+        first += count
+    return found
+
+
+def made_up_nodes(config: RunConfig) -> dict[str, tuple[str, ...]]:
+    """Names for the nodes of a job that is not there yet, by role."""
+    others = beside(config.slurm, config.roles.separate)
+    return cut([f"node {i}" for i in range(config.slurm.nodes + sum(others.values()))], others)
 
 
 def engines_elsewhere(config: RunConfig) -> bool:
     """Whether a run starts servers on other nodes than the learner's first."""
     if config.run.launcher == "local":
         return False
-    nodes, engine_nodes = made_up_nodes(config.slurm)
-    return any(s.node != nodes[0] for s in seats_of(config, nodes, engine_nodes))
+    nodes = made_up_nodes(config)
+    seats = seats_of(config, nodes[LEARNER], nodes.get("engines", ()))
+    return any(s.node != nodes[LEARNER][0] for s in seats)
 
 
 def group_ranks(dims: ParallelDims) -> Mapping[str, list[list[int]]]:

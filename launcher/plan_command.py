@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.memory import CHANGES, GB, Memory, check, memory
+from launcher.naming import LEARNER
 from rl_megatron import config_io
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import expect
@@ -51,11 +52,12 @@ def show_memory(config_name: str, overrides: Sequence[str]) -> None:
         raise ConfigError(f"{config_name}: the model's sizes are not known; give model.path, or model.name")
     shape = model_shape(str(config.model.name if named else config.model.path))
     expect(config.model.name, shape)
-    stages: dict[int, Memory] = {}
+    stages: dict[str, Memory] = {}
     for found in memory(config, shape):
-        if found.stage not in stages or found.total > stages[found.stage].total:
-            stages[found.stage] = found
-    table = Table("stage", *(str(stage) for stage in stages))
+        stage = str(found.stage) if found.role == LEARNER else f"{found.role} {found.stage}"
+        if stage not in stages or found.total > stages[stage].total:
+            stages[stage] = found
+    table = Table("stage", *stages)
     for column in table.columns:
         column.no_wrap = True
     for column in table.columns[1:]:
@@ -66,7 +68,7 @@ def show_memory(config_name: str, overrides: Sequence[str]) -> None:
     table.add_section()
     table.add_row("together", *(f"{found.total / GB:.1f}" for found in stages.values()))
     console = Console()
-    gpus = config.learner.dims.world_size
+    gpus = config.learner.dims.world_size * (1 + len(config.roles.separate))
     console.print(f"{config_name}: GB on the fullest GPU of each pipeline stage, {gpus} GPUs in all", soft_wrap=True)
     console.print(table)
     if config.slurm.gpu_memory_gb is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.naming import LEARNER
 from launcher.workers import WorkerGroup, WorkerHandle
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import CorruptionError, SyncError
@@ -33,20 +34,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def roles_of(group: WorkerGroup, config: RunConfig) -> Roles:
-    """What the trainer sees of ranks that are ready."""
-    dims = config.learner.dims
+def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:
+    """What the trainer sees of ranks that are ready: the learner's hold what has none of its own."""
+    dims, group = config.learner.dims, groups[LEARNER]
+    critic, reference = (LearnerGroup(groups.get(role, group), dims, role) for role in ("critic", "reference"))
     return Roles(
         learner=LearnerGroup(group, dims, "policy"),
-        critic=LearnerGroup(group, dims, "critic") if config.algorithm.needs_critic else None,
-        reference=LearnerGroup(group, dims, "reference") if config.algorithm.needs_reference else None,
+        critic=critic if config.algorithm.needs_critic else None,
+        reference=reference if config.algorithm.needs_reference else None,
         engine=EngineGroup(group),
         weights=WeightGroup(group),
     )
 
 
 class LearnerGroup:
-    """A Learner, Critic or Reference over all ranks, by its ``role`` in the workers (see interfaces)."""
+    """A Learner, Critic or Reference over all ranks that hold it, by its ``role`` there (see interfaces)."""
 
     def __init__(self, group: WorkerGroup, dims: ParallelDims, role: str) -> None:
         self._group, self._dims, self._role = group, dims, role

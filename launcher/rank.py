@@ -1,4 +1,4 @@
-"""One learner rank that Slurm started: ``srun ... python -m launcher.rank``. It connects back to the controller.
+"""One rank that Slurm started: ``srun ... python -m launcher.rank``. It connects back to the controller.
 
 Where the controller is and the job's token come over standard input, which srun gives to every task, so that the token
 is in no command line, no environment and no file.
@@ -19,18 +19,20 @@ from typing import NoReturn
 import psutil
 
 from launcher import channel, worker
+from launcher.naming import LEARNER
 
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What the controller tells all its ranks, one line of JSON."""
+    """What the controller tells all its ranks of a role, one line of JSON."""
 
     host: str
     port: int
     token: str  # hexadecimal
     threads: int
+    role: str = LEARNER
 
     def line(self) -> bytes:
         """As it is sent."""
@@ -46,6 +48,7 @@ class Hello:
     pid: int
     store: str
     step: str  # "<job>.<step>" of Slurm, else parts are empty
+    role: str = LEARNER
 
     def line(self) -> bytes:
         """As it is sent."""
@@ -72,6 +75,7 @@ def serve(call: Call, rank: int) -> None:
         pid=os.getpid(),
         store=f"{address}:{store.getsockname()[1]}" if store else "",
         step=".".join(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")),
+        role=call.role,
     )
     connection.send_bytes(hello.line())
     threading.Thread(target=_live, args=(connection,), name="alive", daemon=True).start()

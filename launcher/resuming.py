@@ -11,7 +11,10 @@ from rl_megatron import checkpoints, config_io
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import CheckpointError
 
-_MAY_CHANGE = ("run", "train", "eval", "checkpoint", "log", "learner", "slurm", "model.cache_dir", "rollout.slots")
+_MAY_CHANGE = (
+    *("run", "train", "eval", "checkpoint", "log", "learner", "roles", "slurm"),
+    *("model.cache_dir", "rollout.slots"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

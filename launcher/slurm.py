@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a Slurm allocation: one srun step, a task a rank, each of which connects back to here.
+"""Ranks on the nodes of a Slurm allocation: an srun step a role, a task a rank, each of which connects back to here.
 
 Everything that this file asks of Slurm is in the environment of the job. What it leaves for the job's script is in the
 folder of this attempt: ``requeue``, to be started again from the checkpoint, and ``failed_node``, where a rank died.
@@ -16,13 +16,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher import channel, rank
 from launcher.arrivals import Awaited, learner
-from launcher.placement import Placement, placement_of
+from launcher.naming import LEARNER, file_stem
+from launcher.placement import Placement, beside, cut, placement_of
 from launcher.rank import Call
 from launcher.workers import STOP_SECONDS, Failure
 from rl_megatron.config import RunConfig
@@ -30,6 +31,10 @@ from rl_megatron.config_slurm import SlurmSection
 from rl_megatron.interfaces import Roles
 
 logger = logging.getLogger(__name__)
+
+
+_INHERITED = ("SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK")  # by srun, of the learner's
+_OWN = ("env", *(f"--unset={name}" for name in _INHERITED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,32 +46,33 @@ class Job:
     here: str  # the node of this process
     nodes: tuple[str, ...]  # the learner's
     engine_nodes: tuple[str, ...]  # for engine servers alone
-    heterogeneous: bool  # a component for each of the two
+    heterogeneous: bool  # a component for each role that has nodes
     folder: Path  # of this attempt, in the run's folder
+    separate: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of a critic and a reference alone
 
     @classmethod
-    def this(cls, run_folder: Path, slurm: SlurmSection) -> Job | None:
-        """Out of the environment; None outside a job."""
+    def this(cls, run_folder: Path, slurm: SlurmSection, separate: Sequence[str] = ()) -> Job | None:
+        """Out of the environment; None outside a job. ``separate``: the roles with ranks of their own."""
         job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if job is None:
             return None
         heterogeneous = "SLURM_HET_SIZE" in os.environ
+        others = beside(slurm, separate)
         if heterogeneous:
-            nodes, engine_nodes = (_hosts(f"SLURM_JOB_NODELIST_HET_GROUP_{i}") for i in range(2))
+            found = {r: _hosts(f"SLURM_JOB_NODELIST_HET_GROUP_{i}") for i, r in enumerate((LEARNER, *others))}
         else:
-            every = _hosts("SLURM_JOB_NODELIST")
-            count = max(1, len(every) - slurm.engines.nodes)
-            nodes, engine_nodes = every[:count], every[count:]
+            found = cut(_hosts("SLURM_JOB_NODELIST"), others)
         folder = run_folder / "jobs" / f"{job}-{restart}"
         folder.mkdir(parents=True, exist_ok=True)
         return cls(
             id=job,
             restart=restart,
             here=rank.node(),
-            nodes=nodes,
-            engine_nodes=engine_nodes,
+            nodes=found[LEARNER],
+            engine_nodes=found.get("engines", ()),
             heterogeneous=heterogeneous,
             folder=folder,
+            separate={role: found[role] for role in separate},
         )
 
     def ask_requeue(self) -> None:
@@ -79,27 +85,39 @@ class Job:
 
     def address(self) -> str:
         """This node's address as the other nodes reach it; loopback where there are none."""
-        others = [node for node in (*self.nodes, *self.engine_nodes) if node != self.here]
+        others = [node for nodes in self._by_role.values() for node in nodes if node != self.here]
         if not others:
             return "127.0.0.1"
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((others[0], 9))  # sends nothing: asks for the way
             return str(probe.getsockname()[0])
 
+    @property
+    def _by_role(self) -> dict[str, tuple[str, ...]]:
+        """In the order of the components of a heterogeneous job."""
+        engines = {"engines": self.engine_nodes} if self.engine_nodes else {}
+        return {LEARNER: self.nodes, **self.separate, **engines}
+
     def learner_options(self) -> list[str]:
         """What keeps a step on the learner's nodes, where others are in the job."""
+        return self._on(LEARNER)
+
+    def _on(self, role: str) -> list[str]:
+        by_role = self._by_role
         if self.heterogeneous:
-            return ["--het-group=0"]
-        return [f"--nodelist={','.join(self.nodes)}"] if self.engine_nodes else []
+            return [f"--het-group={list(by_role).index(role)}"]
+        return [f"--nodelist={','.join(by_role[role])}"] if len(by_role) > 1 else []
+
+    def separate_command(self, command: Sequence[str], role: str) -> list[str]:
+        """An srun's command, as it is of a role with nodes of its own: it has all their memory and GPUs."""
+        return [*_OWN, command[0], *self._on(role), "--mem=0", *command[1:]]
 
     def server_command(self, node: str, cpus: int) -> list[str]:
         """The srun that runs one command on a node, with all its memory and GPUs, beside whatever else is there."""
-        kept = ("SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK")  # the learner's
         return [
-            "env",
-            *(f"--unset={name}" for name in kept),
+            *_OWN,
             "srun",
-            *(["--het-group=1"] if self.heterogeneous and node in self.engine_nodes else []),
+            *(self._on("engines") if self.heterogeneous and node in self.engine_nodes else []),
             *("--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--cpus-per-task={cpus}", "--mem=0"),
         ]
 
@@ -118,27 +136,35 @@ class SlurmLauncher:
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
         """See interfaces.Launcher. Raises ConfigError where the allocation has not the tasks that the learner needs."""
-        job, dims = self._job, config.learner.dims
+        job = self._job
         placement = placement_of(config, job.nodes)
+        separate = [placement_of(config, nodes, role) for role, nodes in job.separate.items()]
         logger.info("job %s, restart %d: %s", job.id, job.restart, placement.describe())
+        for other in separate:
+            logger.info("%s", other.describe())
         token = secrets.token_bytes(channel.TOKEN_BYTES)
-        with channel.listen(job.address(), backlog=dims.world_size) as listener:
+        ranks = config.learner.dims.world_size * (1 + len(separate))
+        async with contextlib.AsyncExitStack() as stack:
+            listener = stack.enter_context(channel.listen(job.address(), backlog=ranks))
             host, port = listener.getsockname()
             threads = config.learner.threads or threads_per_rank(placement)
-            call = Call(host=host, port=port, token=token.hex(), threads=threads)
-            command = step_command(
-                config.slurm, placement, job.folder, python=sys.executable, where=job.learner_options()
+            steps = []
+            for each in (placement, *separate):
+                call = Call(host=host, port=port, token=token.hex(), threads=threads, role=each.role)
+                command = self._command(config, each)
+                steps.append(await stack.enter_async_context(running_step(command, call.line(), job.folder)))
+            awaited = Awaited(
+                placement=placement,
+                separate=separate,
+                token=token,
+                started=_first_end(steps),
+                seconds=config.learner.timeout_seconds,
+                files=f"step.txt and {', '.join(file_stem(p.role, '*') for p in (placement, *separate))}.txt in "
+                f"{job.folder}",
+                blame=job.blame,
             )
-            async with running_step(command, call.line(), job.folder) as step:
-                awaited = Awaited(
-                    placement=placement,
-                    token=token,
-                    started=ended(step),
-                    seconds=config.learner.timeout_seconds,
-                    files=f"step.txt and rank-*.txt in {job.folder}",
-                    blame=job.blame,
-                )
-                async with learner(
+            yield await stack.enter_async_context(
+                learner(
                     listener,
                     awaited,
                     Failure(),
@@ -146,8 +172,14 @@ class SlurmLauncher:
                     model_folder=self._model_folder,
                     run_folder=self._run_folder,
                     on_signal=self._on_signal,
-                ) as roles:
-                    yield roles
+                )
+            )
+
+    def _command(self, config: RunConfig, placement: Placement) -> list[str]:
+        job, section = self._job, config.slurm
+        if placement.role == LEARNER:
+            return step_command(section, placement, job.folder, python=sys.executable, where=job.learner_options())
+        return job.separate_command(step_command(section, placement, job.folder, python=sys.executable), placement.role)
 
 
 def threads_per_rank(placement: Placement) -> int:
@@ -169,7 +201,7 @@ def step_command(
         "--distribution=block",
         *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []),
         "--kill-on-bad-exit=1",  # a rank that dies before it connects ends the step, not only the wait for it
-        f"--output={folder}/rank-%t.txt",
+        f"--output={folder}/{file_stem(placement.role, '%t')}.txt",
         *slurm.container_options(),
         *slurm.container_prefix(),
         slurm.container_python if slurm.container else python,
@@ -205,3 +237,14 @@ async def running_step(command: list[str], line: bytes, folder: Path) -> AsyncIt
 async def ended(step: asyncio.subprocess.Process) -> str:
     """How the step ended, once it has."""
     return f"srun ended with status {await step.wait()}"
+
+
+async def _first_end(steps: Sequence[asyncio.subprocess.Process]) -> str:
+    """How the first of the steps ended, once one has."""
+    waiting = [asyncio.ensure_future(ended(step)) for step in steps]
+    try:
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for one in waiting:
+            one.cancel()

@@ -28,12 +28,12 @@ _file: IO[str] | None = None  # kept open: a process that hangs cannot open one
 _silence = 0.0
 
 
-def register(folder: Path, rank: int, *, silence: float) -> None:
-    """Have this process write its stacks into ``folder`` at the signal, or ``silence`` seconds after `living`."""
+def register(path: Path, *, silence: float) -> None:
+    """Have this process write its stacks into a file at the signal, or ``silence`` seconds after `living`."""
     global _file, _silence
-    folder.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     _silence = silence
-    _file = (folder / f"rank-{rank}.txt").open("a")
+    _file = path.open("a")
     faulthandler.register(SIGNAL, file=_file, all_threads=True, chain=False)
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from launcher.memory import GB, Memory, check, learner_layout
-from launcher.placement import Placement, Seat, describe_seats, made_up_nodes, placement_of, seats_of
+from launcher.naming import LEARNER, called
+from launcher.placement import Placement, Seat, beside, describe_seats, made_up_nodes, placement_of, seats_of
 from rl_megatron import config_io
 from rl_megatron.config import RunConfig
 from rl_megatron.durable import remove_folder, write_atomically
@@ -33,16 +34,19 @@ class Checked:
     """What a configuration asks for: where all runs, on nodes of made-up names, and the fullest GPU, if known."""
 
     placement: Placement
+    separate: tuple[Placement, ...]  # of roles with ranks of their own
     seats: tuple[Seat, ...]
     roles: str  # what the learner's ranks hold beside the policy
     memory: Memory | None
 
     def describe(self) -> str:
         """Lines for a person."""
-        lines = list(filter(None, (self.placement.describe(), self.roles, describe_seats(self.seats))))
+        others = (other.describe() for other in self.separate)
+        lines = list(filter(None, (self.placement.describe(), self.roles, *others, describe_seats(self.seats))))
         if self.memory is not None:
             held, most = self.memory.total / GB, self.memory.largest
-            lines.append(f"memory: up to {held:.1f} GB a GPU (rank {self.memory.rank}), most of it: {most}")
+            rank = called(self.memory.role, self.memory.rank)
+            lines.append(f"memory: up to {held:.1f} GB a GPU ({rank}), most of it: {most}")
         return "\n".join(lines)
 
 
@@ -60,7 +64,8 @@ def checked(config: RunConfig) -> Checked:
     problems: list[str] = []
     fullest: Memory | None = None
     slurm = config.slurm
-    nodes, engine_nodes = made_up_nodes(slurm)
+    nodes = made_up_nodes(config)
+    engine_nodes = nodes.get("engines", ())
     if config.learner.device != "cpu" and not slurm.gpus_per_node:
         problems.append(
             f"learner.device={config.learner.device}, but slurm.gpus_per_node=0; set it to the GPUs of a node"
@@ -75,17 +80,20 @@ def checked(config: RunConfig) -> Checked:
             problems.append(str(error))
     if config.learner.device != "cpu" and engine_nodes and not slurm.engine_gpus:
         problems.append("slurm.engines.gpus_per_node=0: its servers need GPUs; set it to the GPUs of a node")
+    placements: list[Placement] = []
+    for role in (LEARNER, *config.roles.separate):
+        try:
+            placements.append(placement_of(config, nodes[role], role))
+        except ConfigError as error:
+            problems.append(str(error))
     try:
-        placement = placement_of(config, nodes)
-    except ConfigError as error:
-        problems.append(str(error))
-    try:
-        seats = seats_of(config, nodes, engine_nodes)
+        seats = seats_of(config, nodes[LEARNER], engine_nodes)
     except ConfigError as error:
         problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    return Checked(placement=placement, memory=fullest, seats=seats, roles=_roles(config))
+    placement, *separate = placements
+    return Checked(placement=placement, separate=tuple(separate), memory=fullest, seats=seats, roles=_roles(config))
 
 
 def _roles(config: RunConfig) -> str:
@@ -95,7 +103,7 @@ def _roles(config: RunConfig) -> str:
         ("reference", algorithm.needs_reference),
         ("engine", not config.rollout.served),
     )
-    held = [name for name, needed in named if needed]
+    held = [name for name, needed in named if needed and name not in config.roles.separate]
     return f"in every rank beside the policy: {', '.join(held)}" if held else ""
 
 
@@ -110,16 +118,11 @@ def render(config: RunConfig, *, folder: Path, python: str, package: Path) -> st
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     parent, slurm = folder / config.run.dir, config.slurm
-    engines = slurm.engines.model_dump()
-    for key in ("memory_per_node", "partition", "constraint"):
-        engines[key] = engines[key] or getattr(slurm, key)
-    servers = -(-config.rollout.server.replicas // max(1, slurm.engines.nodes))
+    others = beside(slurm, config.roles.separate)
     return environment.get_template("train.sbatch.j2").render(
         slurm=slurm,
-        total_nodes=slurm.nodes + (0 if slurm.heterogeneous else slurm.engines.nodes),
-        engines=engines | {"servers_per_node": servers, "gpus_per_node": slurm.engine_gpus}
-        if slurm.heterogeneous
-        else None,
+        total_nodes=slurm.nodes + (0 if slurm.heterogeneous else sum(others.values())),
+        components=[_component(config, role, nodes) for role, nodes in others.items()] if slurm.heterogeneous else [],
         tasks_per_node=config.slurm.tasks_per_node(config.learner.dims.world_size),
         name=config.run.name,
         parent=parent,
@@ -129,6 +132,23 @@ def render(config: RunConfig, *, folder: Path, python: str, package: Path) -> st
         python=config.slurm.python or python,
         package=package,
     )
+
+
+def _component(config: RunConfig, role: str, nodes: int) -> dict[str, object]:
+    """What a role's own nodes are asked for in a heterogeneous job; what is not said is as the learner's."""
+    slurm = config.slurm
+    section, engines = slurm.alone(role), role == "engines"
+    tasks = config.rollout.server.replicas if engines else config.learner.dims.world_size
+    asked = {
+        key: getattr(section, key) or getattr(slurm, key) for key in ("memory_per_node", "partition", "constraint")
+    }
+    return {
+        **asked,
+        "nodes": nodes,
+        "tasks_per_node": -(-tasks // nodes),
+        "gpus_per_node": slurm.gpus_of(role),
+        "cpus_per_task": (slurm.engines.cpus_per_server if engines else None) or slurm.cpus_per_task,
+    }
 
 
 def prepare(config: RunConfig) -> Prepared:

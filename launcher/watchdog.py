@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher import stacks
+from launcher.naming import LEARNER, file_stem
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import WorkerDied
 
@@ -56,40 +57,47 @@ class Watchdog:
 
     async def _end(self, silent: Sequence[WorkerHandle], stuck: Sequence[WorkerHandle]) -> None:
         self._failure.claim()  # what ranks say of one another from here on is noise
-        quiet = {w.rank: w.quiet for w in self._workers if w.quiet > _QUIET_SECONDS}
+        quiet = {w: w.quiet for w in self._workers if w.quiet > _QUIET_SECONDS}
         found = await self._stacks(quiet)
-        behind, everybody = stacks.explain(found)
+        role = (*silent, *sorted(stuck, key=lambda w: w.beats))[0].role  # collectives are of its ranks alone
+        said = {r: stacks.explain({w.rank: s for w, s in found.items() if w.role == r}) for r in self._roles}
+        texts = [text if r == LEARNER else f"of the {r}, {text}" for r, (_, text) in said.items() if text]
+        everybody = "; ".join(texts)
+        behind = [w for w in found if w.role == role and w.rank in said[role][0]]
         if silent:
             first, limit = silent[0], self._silence
             what = f"has said nothing for {limit:g} s, half of learner.timeout_seconds: it hangs or was stopped"
         else:
-            asked = [w for w in self._workers if w.asked is not None]
-            culprits = [w for ranks in (quiet, behind) for w in asked if w.rank in ranks]
+            culprits = [w for ws in (quiet, behind) for w in ws if w.asked is not None and w.role == role]
             first = (culprits or sorted(stuck, key=lambda w: w.beats))[0]
             limit = self._limit_of(first.asked or "")
             key = "watchdog_disk_seconds" if first.asked in _DISK else "watchdog_seconds"
-            silence = f", and has said nothing for {quiet[first.rank]} s" if first.rank in quiet else ""
+            silence = f", and has said nothing for {quiet[first]} s" if first in quiet else ""
             what = f"makes no progress for {limit:g} s (run.{key}){silence}"
         lines = [f"{what}; it was in {first.doing}", everybody or "no rank was ready to say where it stands"]
         if found:
             lines.append(f"stacks of all processes: {self._folder}")
         error = WorkerDied(f"{first.who} " + "; ".join(lines))
-        self._failure.report(error, at_once=True, rank=first.rank, claimed=True)
+        self._failure.report(error, at_once=True, whose=first, claimed=True)
 
-    async def _stacks(self, quiet: Collection[int]) -> dict[int, stacks.Stack | None]:
+    @property
+    def _roles(self) -> list[str]:
+        return list(dict.fromkeys(w.role for w in self._workers))
+
+    async def _stacks(self, quiet: Collection[WorkerHandle]) -> dict[WorkerHandle, stacks.Stack | None]:
         """Of every rank that is ready, of ``quiet`` ones last; the controller's are its tasks."""
         ready = [w for w in self._workers if w.ready]
-        files = {w.rank: self._folder / f"rank-{w.rank}.txt" for w in ready}
+        files = {w: self._folder / f"{file_stem(w.role, w.rank)}.txt" for w in ready}
         before = {file: _size(file) for file in files.values()}
         for worker in ready:
             worker.dump()
         if ready:
             self._write_tasks()
-        await _written({files[w.rank]: before[files[w.rank]] for w in ready if w.rank not in quiet})
-        for worker in [w for w in ready if w.rank in quiet][:_WOKEN]:  # what wakes goes on, and others with it
+        await _written({files[w]: before[files[w]] for w in ready if w not in quiet})
+        for worker in [w for w in ready if w in quiet][:_WOKEN]:  # what wakes goes on, and others with it
             worker.process.wake()
         await _written(before)
-        return {rank: stacks.read(_text(file)) for rank, file in files.items()}
+        return {worker: stacks.read(_text(file)) for worker, file in files.items()}
 
     def _write_tasks(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

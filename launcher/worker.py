@@ -1,4 +1,5 @@
-"""The process of one rank: learner shard, rollout engine replica and weight transport, driven over a stream.
+"""The process of one rank, driven over a stream: learner shard, rollout engine replica and weight transport, or the
+shard of a critic or a reference alone.
 
 A worker serves one call at a time, in the order sent.
 """
@@ -16,20 +17,21 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from launcher import messages, stacks
+from launcher.naming import LEARNER, file_stem
+from launcher.rank_models import RankModels, Setup
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
 from rl_megatron.observability import activity
-from rl_megatron.types import Completion, GenerationRequest, Loss, Samples, StepResult, WeightUpdate
+from rl_megatron.types import Completion, GenerationRequest, Samples, WeightUpdate
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from rl_megatron.rollout.local import LocalEngine
@@ -42,17 +44,6 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 _SENDING = threading.Lock()  # one message at a time into the pipe
 STACKS: messages.Message = (b"stacks", [])  # no pickle: answered beside the calls, in files
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What a worker waits for after its imports. Folders are absolute and the same on every node."""
-
-    config: RunConfig
-    model_folder: Path
-    run_folder: Path
-    rendezvous: str  # a torch.distributed init method
-    stacks: Path | None = None  # where they go if this start hangs, as ``workers.serving`` says
 
 
 def main(connection: Connection, rank: int) -> None:
@@ -78,11 +69,12 @@ def run(connection: Connection, rank: int, store: int | None = None) -> None:
         from rl_megatron.observability.log import run_log
 
         if setup.stacks is not None:
-            stacks.register(setup.stacks, rank, silence=0.45 * setup.config.learner.timeout_seconds)
+            name = file_stem(setup.role, rank)
+            stacks.register(setup.stacks / f"{name}.txt", silence=0.45 * setup.config.learner.timeout_seconds)
         calls: SimpleQueue[messages.Message | None] = SimpleQueue()
         threading.Thread(target=_hear, args=(connection, calls), name="hear", daemon=True).start()
-        with run_log(setup.run_folder, role="rank", rank=rank):
-            worker = Worker(setup, rank, store)
+        with run_log(setup.run_folder, role="rank" if setup.role == LEARNER else setup.role, rank=rank):
+            worker = (Worker if setup.role == LEARNER else RankModels)(setup, rank, store)
             tell(connection, "ok", None)
             _serve(connection, worker, calls)
     except EOFError:  # the controller closed the stream
@@ -112,14 +104,14 @@ def _hear(connection: Connection, calls: SimpleQueue[messages.Message | None]) -
     calls.put(None)
 
 
-def _serve(connection: Connection, worker: Worker, calls: SimpleQueue[messages.Message | None]) -> None:
+def _serve(connection: Connection, worker: RankModels, calls: SimpleQueue[messages.Message | None]) -> None:
     counts = Counter[str]()
     while (message := calls.get()) is not None:
         name, arguments = messages.unpack(message)
         counts[name] += 1
         activity.begin(f"{name}, call {counts[name]}")
-        if name not in Worker.CALLS:
-            raise RLMegatronError(f"worker has no call {name!r}; it has {', '.join(Worker.CALLS)}")
+        if name not in worker.CALLS:
+            raise RLMegatronError(f"worker has no call {name!r}; it has {', '.join(worker.CALLS)}")
         answer = getattr(worker, name)(*arguments)
         activity.begin("nothing: it waits for a call")
         tell(connection, "ok", answer)
@@ -143,52 +135,28 @@ def say_alive(connection: Connection) -> None:
             time.sleep(1.0)
 
 
-class Worker:
-    """What one rank can be asked. All but ``generate``, ``export`` and ``checksums`` are collective: every rank is
-    asked together.
-
-    The models of a role: "policy", "critic", and "reference", which is the policy with other weights.
-    """
+class Worker(RankModels):
+    """What a learner rank can be asked. All but ``generate``, ``export`` and ``checksums`` are collective: every rank
+    is asked together."""
 
     CALLS = (
-        *("generate", "stage", "commit", "sums", "join_engines", "send", "export", "checksums", "start_from"),
-        *("score", "score_with_routes", "logits", "train_step", "save", "load", "close"),
+        *RankModels.CALLS,
+        *("generate", "stage", "commit", "sums", "join_engines", "send", "export", "checksums"),
+        *("score_with_routes", "logits"),
     )
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
-        from rl_megatron.learner import world
-        from rl_megatron.learner.megatron import make_critic, make_policy
         from rl_megatron.learner.model import DTYPES
-        from rl_megatron.models.shape import ModelShape
-        from rl_megatron.weights.families import hf_layout, megatron_layout
 
-        config, model_folder = setup.config, setup.model_folder
-        self._rank, self._model_folder, self._leave = rank, model_folder, world.leave
-        self._shape = ModelShape.from_folder(model_folder)
-        device = world.join(config.learner, rank=rank, rendezvous=setup.rendezvous, seed=config.seed, store=store)
-        policy = make_policy(self._shape, config.learner, device, temperature=config.rollout.temperature)
-        self._learners = {"policy": policy}
-        if config.algorithm.needs_critic:
-            section = config.algorithm.critic
-            learner = config.learner.model_copy(update={"optimizer": section.optimizer})
-            self._learners["critic"] = make_critic(self._shape, learner, device)
-        self._reference: dict[str, Tensor] = {}
-        self._sender: Sender | None = None  # into engine ranks that are processes of their own
-        self._hf = hf_layout(self._shape)
-        mesh = config.learner
-        self._layout = megatron_layout(
-            self._shape,
-            mesh.dims,
-            vocab_multiple=mesh.vocab_multiple,
-            first=mesh.first_stage_layers,
-            last=mesh.last_stage_layers,
-        )
+        super().__init__(setup, rank, store)
+        config = setup.config
         self._dtype = DTYPES[config.learner.dtype]
-        self._holder = self._make_holder(config, setup.run_folder, device)
-        self.start_from("policy", model_folder)
+        self._sender: Sender | None = None  # into engine ranks that are processes of their own
+        self._holder = self._make_holder(config, setup.run_folder)
+        self.start_from("policy", setup.model_folder)
         self._connect(config, setup.run_folder / "weights")
 
-    def _make_holder(self, config: RunConfig, run_folder: Path, device: torch.device) -> LocalEngine | Mirror | None:
+    def _make_holder(self, config: RunConfig, run_folder: Path) -> LocalEngine | Mirror | None:
         """Where pushes go: this rank's engine; where servers sample, the mirror that they read, on rank 0 alone."""
         from launcher.engines import mirror_path
         from rl_megatron.rollout.local import LocalEngine
@@ -198,7 +166,9 @@ class Worker:
         section = config.rollout
         if not section.served:
             longest = section.max_prompt_tokens + section.max_new_tokens
-            return LocalEngine(self._shape, slots=section.slots, dtype=self._dtype, device=device, max_length=longest)
+            return LocalEngine(
+                self._shape, slots=section.slots, dtype=self._dtype, device=self._device, max_length=longest
+            )
         if self._rank:
             return None
         path, shapes = mirror_path(config, run_folder), self._hf.local_shapes(0)
@@ -242,29 +212,6 @@ class Worker:
     def _held(self) -> dict[str, Tensor]:
         """The Hugging Face tensors that a push writes here."""
         return self._holder.tensors if self._holder is not None else {}
-
-    def start_from(self, role: str, folder: Path) -> None:
-        """Fill this rank's part of a model from a Hugging Face folder, or from one of megatron's own kind.
-
-        Raises as ``read_boxes`` does, or CheckpointError. A reference is read from a Hugging Face folder.
-        """
-        import torch
-
-        from rl_megatron.weights.convert import is_megatron
-        from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
-
-        learner = self._learners.get(role, self._learners["policy"])
-        if role in self._learners and is_megatron(folder):
-            learner.load_weights(folder)
-            return
-        tensors = dict(learner.tensors)
-        if role == "reference":
-            tensors = self._reference = {name: torch.empty_like(t) for name, t in tensors.items()}
-        like = next(iter(tensors.values()))
-        shapes = self._layout.local_shapes(self._rank).items()  # a critic has no output layer: what is read goes
-        unused = {name: like.new_empty(shape) for name, shape in shapes if name not in tensors}
-        read_boxes(Checkpoint(folder), self._hf, self._layout, self._rank, tensors | unused)
-        learner.adopt()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Completions of each request, by this rank's engine replica."""
@@ -336,41 +283,13 @@ class Worker:
         """See MegatronLearner.logits."""
         return self._learners[role].logits(micro_batches)
 
-    def score(self, role: str, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
-        """See MegatronLearner.score."""
-        if role == "reference":
-            return self._learners["policy"].score(micro_batches, self._reference)
-        return self._learners[role].score(micro_batches)
-
     def score_with_routes(
         self, role: str, micro_batches: Sequence[Samples]
     ) -> tuple[list[Tensor], list[Tensor]] | None:
         """See MegatronLearner.score_with_routes."""
         return self._learners[role].score_with_routes(micro_batches)
 
-    def train_step(
-        self,
-        role: str,
-        micro_batches: Sequence[Samples],
-        loss: Loss,
-        learning_rate: float,
-        num_tokens: int,
-        num_sequences: int,
-    ) -> StepResult | None:
-        """See MegatronLearner.train_step."""
-        return self._learners[role].train_step(
-            micro_batches, loss, learning_rate, num_tokens=num_tokens, num_sequences=num_sequences
-        )
-
-    def save(self, role: str, folder: Path) -> None:
-        """See MegatronLearner.save."""
-        self._learners[role].save(folder)
-
-    def load(self, role: str, folder: Path) -> None:
-        """See MegatronLearner.load."""
-        self._learners[role].load(folder)
-
     def close(self) -> None:
         """Leave the process groups, after every rank arrived."""
         self._replica.close()
-        self._leave()
+        super().close()

@@ -15,8 +15,10 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from launcher import messages, stacks
+from launcher.naming import LEARNER, called
+from launcher.rank_models import Setup
 from launcher.watchdog import Watchdog
-from launcher.worker import STACKS, Setup
+from launcher.worker import STACKS
 from rl_megatron.errors import RLMegatronError, WorkerDied
 
 logger = logging.getLogger(__name__)
@@ -36,31 +38,36 @@ class Failure:
         self.known: asyncio.Future[None] = self._loop.create_future()
         self.known.add_done_callback(_seen)
         self.rank: int | None = None  # whose process failed, where one did
+        self.role = LEARNER  # of that rank
         self._waits = self._claimed = False
 
     def claim(self) -> None:
         """Somebody finds out why the run hangs: what else is reported meanwhile is noise."""
         self._claimed = True
 
-    def report(self, error: RLMegatronError, *, at_once: bool, rank: int | None = None, claimed: bool = False) -> None:
+    def report(
+        self, error: RLMegatronError, *, at_once: bool, whose: WorkerHandle | None = None, claimed: bool = False
+    ) -> None:
         """Make ``error`` known, at once or unless another overtakes it within ``GRACE_SECONDS``."""
         if self._claimed and not claimed:
             logger.info("said while the run hangs: %s", error)
         elif at_once:
-            self._settle(error, rank)
+            self._settle(error, whose)
         elif not self._waits:
             self._waits = True
-            self._loop.call_later(GRACE_SECONDS, partial(self._settle, error, rank, late=True))
+            self._loop.call_later(GRACE_SECONDS, partial(self._settle, error, whose, late=True))
 
-    def _settle(self, error: RLMegatronError, rank: int | None, *, late: bool = False) -> None:
+    def _settle(self, error: RLMegatronError, whose: WorkerHandle | None, *, late: bool = False) -> None:
         if not self.known.done() and not (late and self._claimed):
-            self.rank = rank
+            if whose is not None:
+                self.role, self.rank = whose.role, whose.rank
             self.known.set_exception(error)
 
 
 class RankProcess(Protocol):
     """One rank's process and the stream to it."""
 
+    role: str
     rank: int
     where: str  # how messages name it: "pid 12", "pid 12 on node2"
     connection: Connection
@@ -95,8 +102,9 @@ class WorkerHandle:
     """The controller's end of one worker. Calls are answered in the order they were made."""
 
     def __init__(self, process: RankProcess, failure: Failure, on_signal: Callable[[str], None] | None) -> None:
-        self.process, self.rank, self._failure, self._on_signal = process, process.rank, failure, on_signal
-        self.who = f"rank {process.rank} ({process.where})"
+        self.process, self.role, self.rank = process, process.role, process.rank
+        self._failure, self._on_signal = failure, on_signal
+        self.who = f"{called(self.role, self.rank)} ({process.where})"
         self.ready = False  # whether it takes calls
         self.quiet = self.still = 0  # seconds since it said anything, since it made progress
         self.doing, self.beats = "its start", 0
@@ -105,9 +113,10 @@ class WorkerHandle:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[asyncio.Future[Any]] = []
         self._hung_up = threading.Event()
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"send {self.rank}")  # a full pipe must not stop all
+        name = called(self.role, self.rank)
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"send {name}")  # a full pipe must not stop all
         for target in (self._read, self._watch):
-            threading.Thread(target=target, name=f"{target.__name__} {self.rank}", daemon=True).start()
+            threading.Thread(target=target, name=f"{target.__name__} {name}", daemon=True).start()
 
     def prepare(self, setup: Setup) -> asyncio.Future[Any]:
         """Send what the worker waits for after its imports; done when it is ready to serve."""
@@ -188,7 +197,7 @@ class WorkerHandle:
         self._died(ending.how, at_once=ending.killed)
 
     def _died(self, what: str, *, at_once: bool) -> None:
-        self._failure.report(WorkerDied(f"{self.who} {what}"), at_once=at_once, rank=self.rank)
+        self._failure.report(WorkerDied(f"{self.who} {what}"), at_once=at_once, whose=self)
 
     def stop(self) -> None:
         """End the process: let it finish, then kill it, each with a limit."""
@@ -199,7 +208,8 @@ class WorkerHandle:
 
 
 class WorkerGroup:
-    """All ranks. Waiting ends with the first failure of any rank, so nobody waits for a dead one."""
+    """All ranks of a role, one torch.distributed world. Waiting ends with the first failure of any rank of the run, so
+    nobody waits for a dead one."""
 
     def __init__(self, workers: Sequence[WorkerHandle], failure: Failure) -> None:
         self.workers, self._failure = workers, failure
@@ -236,7 +246,7 @@ class WorkerGroup:
         except TimeoutError as error:
             late = [str(w.rank) for w, answer in zip(self.workers, answers, strict=True) if not answer.done()]
             raise WorkerDied(
-                f"rank {', '.join(late)}: not ready after learner.timeout_seconds={limit:g}; "
+                f"{called(setup.role, ', '.join(late))}: not ready after learner.timeout_seconds={limit:g}; "
                 "raise it if loading takes longer"
             ) from error
 
@@ -253,24 +263,26 @@ class WorkerGroup:
 
 @contextlib.asynccontextmanager
 async def serving(
-    processes: Sequence[RankProcess],
-    setup: Setup,
+    teams: Sequence[tuple[Setup, Sequence[RankProcess]]],
     failure: Failure,
     on_signal: Callable[[str], None] | None = None,
-) -> AsyncIterator[WorkerGroup]:
-    """All ranks, ready, while the context is open; at its end they are gone.
+) -> AsyncIterator[Mapping[str, WorkerGroup]]:
+    """The ranks of each role, ready, while the context is open; at its end they are gone.
 
     ``on_signal`` hears the name of a signal that a rank got and passed on.
     """
-    workers = [WorkerHandle(process, failure, on_signal) for process in processes]
-    folder = setup.run_folder / "stacks" / time.strftime("%Y%m%d-%H%M%S")
-    setup = replace(setup, stacks=folder)
-    watching = asyncio.create_task(Watchdog(workers, failure, setup.config, folder).watch())
-    group = WorkerGroup(workers, failure)
+    groups = {
+        setup.role: WorkerGroup([WorkerHandle(process, failure, on_signal) for process in processes], failure)
+        for setup, processes in teams
+    }
+    workers = [handle for group in groups.values() for handle in group.workers]
+    first, _ = teams[0]
+    folder = first.run_folder / "stacks" / time.strftime("%Y%m%d-%H%M%S")
+    watching = asyncio.create_task(Watchdog(workers, failure, first.config, folder).watch())
     try:
-        await group.prepare(setup)
-        yield group
-        await group.close()
+        await asyncio.gather(*(groups[setup.role].prepare(replace(setup, stacks=folder)) for setup, _ in teams))
+        yield groups
+        await asyncio.gather(*(group.close() for group in groups.values()))
     except BaseException:
         for handle in workers:
             handle.process.kill()
@@ -279,7 +291,7 @@ async def serving(
         watching.cancel()
         for handle in workers:
             handle.stop()
-        stacks.tidy(setup.run_folder / "stacks")
+        stacks.tidy(folder.parent)
 
 
 def _seen(future: asyncio.Future[Any]) -> None:

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from rl_megatron.config_algorithm import AlgorithmSection
 from rl_megatron.config_checks import problems_of
 from rl_megatron.config_data import ArithmeticData, FileData
-from rl_megatron.config_learner import LearnerSection
+from rl_megatron.config_learner import LearnerSection, RolesSection
 from rl_megatron.config_reward import RewardSection
 from rl_megatron.config_rollout import RolloutSection
 from rl_megatron.config_slurm import SlurmSection
@@ -148,6 +148,7 @@ class RunConfig(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     learner: LearnerSection = LearnerSection()
+    roles: RolesSection = RolesSection()
     weights: WeightsSection = WeightsSection()
     warm_start: WarmStartSection = WarmStartSection()
     train: TrainSection = TrainSection()

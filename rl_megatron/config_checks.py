@@ -23,6 +23,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *_quantization_problems(config),
         *_replay_problems(config),
         *_role_problems(config),
+        *_separate_problems(config),
         *_colocation_problems(config),
     ]
 
@@ -168,7 +169,7 @@ def _role_problems(c: RunConfig) -> list[str]:
         out.append(f"{given}, but rollout.engine={c.rollout.engine} samples in the learner's processes; set it to 0")
     if engines.nodes and c.rollout.server.addresses:
         out.append(f"{given}, but rollout.server.addresses are running servers; leave one of them out")
-    if c.slurm.heterogeneous and not engines.nodes:
+    if c.slurm.heterogeneous and not engines.nodes and not c.roles.separate:
         out.append(f"slurm.heterogeneous=true, but {given}; say how many nodes the engines get")
     if engines.shaped and not c.slurm.heterogeneous:
         out.append("slurm.engines asks for nodes unlike the learner's; set slurm.heterogeneous=true, or only its nodes")
@@ -179,6 +180,32 @@ def _role_problems(c: RunConfig) -> list[str]:
             "slurm.container with run.launcher=ray: the controller, outside the container, would not reach Ray inside; "
             "set run.launcher=slurm, or have Ray in slurm.python"
         )
+    return out
+
+
+def _separate_problems(c: RunConfig) -> list[str]:
+    """Of a critic or a reference with ranks of its own."""
+    out, slurm = [], c.slurm
+    needed = {"critic": c.algorithm.needs_critic, "reference": c.algorithm.needs_reference}
+    for role in c.roles.separate:
+        given = f"roles.{role}=separate"
+        if not needed[role]:
+            out.append(f"{given}, but the algorithm has no {role}; set roles.{role}=learner")
+        if c.run.launcher == "ray":
+            out.append(
+                f"{given} with run.launcher=ray: Ray's placement groups are of the learner's ranks alone; set "
+                f"run.launcher=slurm or roles.{role}=learner"
+            )
+        if not slurm.heterogeneous and slurm.alone(role).nodes not in {0, slurm.nodes}:
+            out.append(
+                f"slurm.{role}.nodes={slurm.alone(role).nodes}, but a separate {role} has as many ranks as the learner "
+                f"on slurm.nodes={slurm.nodes}, and nodes are alike; leave it out, or set slurm.heterogeneous=true"
+            )
+    for role in needed:
+        if slurm.alone(role).shaped and not slurm.heterogeneous:
+            out.append(f"slurm.{role} asks for nodes unlike the learner's; set slurm.heterogeneous=true")
+        if (slurm.alone(role).shaped or slurm.alone(role).nodes) and role not in c.roles.separate:
+            out.append(f"slurm.{role} asks for nodes, but roles.{role}=learner; set roles.{role}=separate")
     return out
 
 

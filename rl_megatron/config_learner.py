@@ -1,4 +1,4 @@
-"""The ``learner`` section: device, layout and memory of the megatron-core learner."""
+"""The ``learner`` section: device, layout and memory of the megatron-core learner; ``roles``: models beside it."""
 
 from __future__ import annotations
 
@@ -57,3 +57,18 @@ class LearnerSection(Section):
         inner = self.tp * self.cp
         dp = self.dp or next(d for d in range(1, self.ep * etp + 1) if inner * d % (self.ep * etp) == 0)
         return ParallelDims(tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=etp, cp=self.cp, dp=dp)
+
+
+class RolesSection(Section):
+    """Whose processes hold the models beside the policy; what is trained is the same to the bit."""
+
+    critic: Literal["learner", "separate"] = "learner"
+    """learner: each learner rank holds its part of it; separate: as many ranks of its own, in the learner's layout,
+    work while the learner's do."""
+    reference: Literal["learner", "separate"] = "learner"
+    """As ``roles.critic``."""
+
+    @property
+    def separate(self) -> tuple[str, ...]:
+        """The roles with ranks of their own, in the order of a job's nodes."""
+        return tuple(role for role in RolesSection.model_fields if getattr(self, role) == "separate")

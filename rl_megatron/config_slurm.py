@@ -16,15 +16,13 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Duration = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
 
 
-class EngineNodesSection(Section):
-    """Nodes for engine servers alone (rollout=vllm or sglang). All but their number wants ``slurm.heterogeneous``."""
+class RoleNodesSection(Section):
+    """Nodes for one role alone. All but the number wants ``slurm.heterogeneous``."""
 
     nodes: NonNegative = 0
-    """How many, beside ``slurm.nodes``; 0: servers share the learner's nodes."""
+    """How many, beside ``slurm.nodes``; 0: as many as those."""
     gpus_per_node: NonNegative | None = None
     """GPUs of each; null: as the learner's nodes."""
-    cpus_per_server: Positive | None = None
-    """CPU cores of a server; null: as a learner rank."""
     memory_per_node: Word | None = None
     """As in 500G; null: as the learner's nodes."""
     partition: Word | None = None
@@ -35,7 +33,24 @@ class EngineNodesSection(Section):
     @property
     def shaped(self) -> bool:
         """Whether they are asked for in other words than the learner's."""
-        return self.model_dump(exclude={"nodes"}) != EngineNodesSection().model_dump(exclude={"nodes"})
+        return self.model_dump(exclude={"nodes"}) != type(self)().model_dump(exclude={"nodes"})
+
+
+class EngineNodesSection(RoleNodesSection):
+    """Nodes for engine servers alone (rollout=vllm or sglang). All but their number wants ``slurm.heterogeneous``."""
+
+    nodes: NonNegative = 0
+    """How many, beside ``slurm.nodes``; 0: servers share the learner's nodes."""
+    cpus_per_server: Positive | None = None
+    """CPU cores of a server; null: as a learner rank."""
+
+
+class CriticNodesSection(RoleNodesSection):
+    """Nodes of a critic's ranks (roles.critic=separate). All but their number wants ``slurm.heterogeneous``."""
+
+
+class ReferenceNodesSection(RoleNodesSection):
+    """Nodes of a reference's ranks (roles.reference=separate). All but their number wants ``slurm.heterogeneous``."""
 
 
 class SlurmSection(Section):
@@ -52,8 +67,11 @@ class SlurmSection(Section):
     nvlink_nodes: Positive = 1
     """Neighbouring nodes that NVLink joins, as the 18 of 4 GPUs in a rack; tensor parallelism may span them."""
     engines: EngineNodesSection = EngineNodesSection()
+    critic: CriticNodesSection = CriticNodesSection()
+    reference: ReferenceNodesSection = ReferenceNodesSection()
     heterogeneous: bool = False
-    """Whether ``slurm.engines`` is a component of its own of a heterogeneous job, or the last of like nodes."""
+    """Whether each role with nodes of its own is a component of a heterogeneous job; else a job of like nodes is cut:
+    the learner's, the critic's, the reference's, the engine servers'."""
     cpus_per_task: Positive | None = None
     """CPU cores of a rank."""
     memory_per_node: Word | None = None
@@ -106,7 +124,16 @@ class SlurmSection(Section):
     @property
     def engine_gpus(self) -> int:
         """GPUs of each node that engine servers run on."""
-        given = self.engines.gpus_per_node
+        return self.gpus_of("engines")
+
+    def alone(self, role: str) -> RoleNodesSection:
+        """What is asked for a role's own nodes."""
+        section: RoleNodesSection = getattr(self, role)
+        return section
+
+    def gpus_of(self, role: str) -> int:
+        """GPUs of each of a role's own nodes."""
+        given = self.alone(role).gpus_per_node
         return self.gpus_per_node if given is None else given
 
     def container_options(self) -> list[str]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rl_megatron.learner.logprobs import token_logprobs
@@ -98,7 +99,7 @@ class ValueHead:
 
 
 def run_scores(
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[MegatronModule],
     micro_batches: Sequence[PackedMicroBatch],
     head: Head,
     around: AroundForward,
@@ -144,7 +145,7 @@ def run_loss(
 
 
 def _schedule(
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[MegatronModule],
     micro_batches: Sequence[PackedMicroBatch],
     closure: Callable[[PackedMicroBatch, Tensor], tuple[Tensor, Tensor, Any]],
     around: AroundForward,

@@ -1,4 +1,4 @@
-"""MegatronLearner: what one process does for a policy or a critic. Every method is collective: all ranks call it."""
+"""What one process does for a policy, a critic or a frozen policy. Every method is collective: all ranks call it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron.core.distributed import (  # noqa: E402
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.module import Float16Module, MegatronModule  # noqa: E402
 
 from rl_megatron.learner import checkpoint  # noqa: E402
 from rl_megatron.learner.decoder_config import DecoderConfig  # noqa: E402
@@ -55,8 +55,18 @@ def make_policy(
 ) -> MegatronLearner:
     """The learner of a policy on this rank of the world that `world.join` entered. Every rank calls it."""
     config = make_config(shape, learner)
-    head = VocabHead(temperature=temperature, vocab_size=shape.vocab_size, chunk=learner.logprob_chunk_tokens)
+    head = _vocab_head(shape, learner, temperature)
     return MegatronLearner(shape, learner, device, config, build_chunks(shape, learner, config), head)
+
+
+def make_frozen(
+    shape: ModelShape, learner: LearnerSection, device: torch.device, *, temperature: float
+) -> MegatronScorer:
+    """As `make_policy`, without gradients and optimizer."""
+    config = make_config(shape, learner)
+    models = build_chunks(shape, learner, config)
+    chunks = [module.to(device).requires_grad_(False) for module in _modules(config, models)]
+    return MegatronScorer(shape, learner, device, models, _vocab_head(shape, learner, temperature), chunks)
 
 
 def make_critic(shape: ModelShape, learner: LearnerSection, device: torch.device) -> MegatronLearner:
@@ -68,33 +78,27 @@ def make_critic(shape: ModelShape, learner: LearnerSection, device: torch.device
     return MegatronLearner(untied, learner, device, config, chunks, ValueHead())
 
 
-class MegatronLearner:
-    """Model, optimizer and schedule of one rank. Weights are undefined until ``tensors`` are filled and adopted."""
+class MegatronScorer:
+    """Model and schedule of one rank. Weights are undefined until ``tensors`` are filled and adopted.
+
+    ``chunks`` are as the pipeline schedule calls them, around ``models``.
+    """
 
     def __init__(
         self,
         shape: ModelShape,
         learner: LearnerSection,
         device: torch.device,
-        config: DecoderConfig,
         models: Sequence[GPTModel],
         head: Head,
+        chunks: Sequence[MegatronModule],
     ) -> None:
         self._device, self._dims, self._models, self._head = device, learner.dims, models, head
         self._vocab_size = shape.vocab_size
-        modules = [Float16Module(config, m) for m in models] if config.bf16 else models
-        ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=learner.optimizer.distributed, grad_reduce_in_fp32=True, bucket_size=None
-        )
-        self._chunks = [
-            DistributedDataParallel(config, ddp, m.to(device), disable_bucketing=i > 0) for i, m in enumerate(modules)
-        ]
-        self._optimizer = make_optimizer(self._chunks, learner)
-        config.finalize_model_grads_func = finalize_model_grads
-        config.grad_scale_func = self._optimizer.scale_loss
+        self._chunks = chunks
         keep_selection_biases_float32(models)
         self._load_meter = ExpertLoadMeter(models, shape.num_layers, shape.num_experts, device)
-        self._routing = Routing(self._chunks, models, shape, device, recomputes=learner.recompute_layers)
+        self._routing = Routing(chunks, models, shape, device, recomputes=learner.recompute_layers)
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -103,14 +107,7 @@ class MegatronLearner:
         return {name: p.data for name, p in global_parameters(self._models) if not isinstance(p, ValueParameter)}
 
     def adopt(self) -> None:
-        """Take over parameters that were written from outside (the optimizer keeps its own float32 copies)."""
-        self._optimizer.reload_model_params()
-
-    def load_weights(self, folder: Path) -> None:
-        """Start from a ``torch_dist`` checkpoint's model, all but a critic's value layer. Raises CheckpointError."""
-        is_critic = isinstance(self._head, ValueHead)
-        checkpoint.load_weights(folder, self._chunks, without="output_layer." if is_critic else None)
-        self.adopt()
+        """Take over parameters that were written from outside."""
 
     def score(
         self, micro_batches: Sequence[Samples], weights: Mapping[str, Tensor] | None = None
@@ -187,16 +184,78 @@ class MegatronLearner:
             for parameter, mine, _ in own:
                 parameter.data = mine
 
+    def _pack(self, micro_batches: Sequence[Samples]) -> list[PackedMicroBatch]:
+        """This rank's share of each; interleaved pipelines want a multiple of pp: masked copies of the last fill up."""
+        for micro_batch in micro_batches:
+            self._routing.check(micro_batch.routes)
+        missing = -len(micro_batches) % self._dims.pp if self._dims.vpp > 1 else 0
+        masked = replace(micro_batches[-1], mask=torch.zeros_like(micro_batches[-1].mask))
+        return [
+            pack_micro_batch(
+                samples,
+                tp=self._dims.tp,
+                cp=self._dims.cp,
+                cp_rank=parallel_state.get_context_parallel_rank(),
+                device=self._device,
+            )
+            for samples in (*micro_batches, *[masked] * missing)
+        ]
+
+    def _restore(self, logprobs: Tensor, packed: PackedMicroBatch, count: int) -> Tensor:
+        """This rank's [t] back at the samples' positions [N], joined over CP."""
+        out = torch.zeros(count, dtype=torch.float32, device=self._device)
+        source = packed.source.to(self._device)
+        real = source >= 0
+        out[source[real]] = logprobs[real]
+        if self._dims.cp > 1:
+            dist.all_reduce(out, group=parallel_state.get_context_parallel_group())
+        return out.cpu()
+
+
+class MegatronLearner(MegatronScorer):
+    """A scorer that is trained: with gradients and an optimizer."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        learner: LearnerSection,
+        device: torch.device,
+        config: DecoderConfig,
+        models: Sequence[GPTModel],
+        head: Head,
+    ) -> None:
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=learner.optimizer.distributed, grad_reduce_in_fp32=True, bucket_size=None
+        )
+        self._trained = [
+            DistributedDataParallel(config, ddp, m.to(device), disable_bucketing=i > 0)
+            for i, m in enumerate(_modules(config, models))
+        ]
+        self._optimizer = make_optimizer(self._trained, learner)
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self._optimizer.scale_loss
+        super().__init__(shape, learner, device, models, head, self._trained)
+
+    def adopt(self) -> None:
+        """Take over parameters that were written from outside (the optimizer keeps its own float32 copies)."""
+        self._optimizer.reload_model_params()
+
+    def load_weights(self, folder: Path) -> None:
+        """Start from a ``torch_dist`` checkpoint's model, all but a critic's value layer. Raises CheckpointError."""
+        is_critic = isinstance(self._head, ValueHead)
+        checkpoint.load_weights(folder, self._trained, without="output_layer." if is_critic else None)
+        self.adopt()
+
     def train_step(
         self, micro_batches: Sequence[Samples], loss: Loss, learning_rate: float, *, num_tokens: int, num_sequences: int
     ) -> StepResult | None:
         """One optimizer step on this DP rank's micro-batches; the result is on last-stage ranks. Raises on NaN."""
         packed = self._pack(micro_batches)
-        for chunk in self._chunks:
+        for chunk in self._trained:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         outputs = run_loss(
-            self._chunks,
+            self._trained,
             packed,
             self._head,
             loss,
@@ -224,35 +283,16 @@ class MegatronLearner:
 
     def save(self, folder: Path) -> None:
         """Write this rank's shards into ``folder``."""
-        checkpoint.save(folder, self._chunks, self._optimizer)
+        checkpoint.save(folder, self._trained, self._optimizer)
 
     def load(self, folder: Path) -> None:
         """Continue from ``save``. Raises CheckpointError."""
-        checkpoint.load(folder, self._chunks, self._optimizer)
+        checkpoint.load(folder, self._trained, self._optimizer)
 
-    def _pack(self, micro_batches: Sequence[Samples]) -> list[PackedMicroBatch]:
-        """This rank's share of each; interleaved pipelines want a multiple of pp: masked copies of the last fill up."""
-        for micro_batch in micro_batches:
-            self._routing.check(micro_batch.routes)
-        missing = -len(micro_batches) % self._dims.pp if self._dims.vpp > 1 else 0
-        masked = replace(micro_batches[-1], mask=torch.zeros_like(micro_batches[-1].mask))
-        return [
-            pack_micro_batch(
-                samples,
-                tp=self._dims.tp,
-                cp=self._dims.cp,
-                cp_rank=parallel_state.get_context_parallel_rank(),
-                device=self._device,
-            )
-            for samples in (*micro_batches, *[masked] * missing)
-        ]
 
-    def _restore(self, logprobs: Tensor, packed: PackedMicroBatch, count: int) -> Tensor:
-        """This rank's [t] back at the samples' positions [N], joined over CP."""
-        out = torch.zeros(count, dtype=torch.float32, device=self._device)
-        source = packed.source.to(self._device)
-        real = source >= 0
-        out[source[real]] = logprobs[real]
-        if self._dims.cp > 1:
-            dist.all_reduce(out, group=parallel_state.get_context_parallel_group())
-        return out.cpu()
+def _modules(config: DecoderConfig, models: Sequence[GPTModel]) -> list[MegatronModule]:
+    return [Float16Module(config, m) for m in models] if config.bf16 else list(models)
+
+
+def _vocab_head(shape: ModelShape, learner: LearnerSection, temperature: float) -> VocabHead:
+    return VocabHead(temperature=temperature, vocab_size=shape.vocab_size, chunk=learner.logprob_chunk_tokens)

@@ -13,16 +13,25 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from rl_megatron.config_learner import LearnerSection
 
 
-def join(learner: LearnerSection, *, rank: int, rendezvous: str, seed: int, store: int | None = None) -> torch.device:
+def join(
+    learner: LearnerSection,
+    *,
+    rank: int,
+    rendezvous: str,
+    seed: int,
+    store: int | None = None,
+    first_device: int = 0,
+) -> torch.device:
     """Enter the world as ``rank`` and make megatron's groups; this rank's device. Every rank calls it.
 
     ``rendezvous`` is a torch.distributed init method: ``file://`` on one machine, ``tcp://host:port`` between nodes,
     where rank 0 serves the ranks' store on the listening socket whose file descriptor is ``store``, so that it is bound
-    to one address. Raises where not all ranks arrive in ``learner.timeout_seconds``.
+    to one address. ``first_device`` is the GPU of rank 0. Raises where not all ranks arrive in
+    ``learner.timeout_seconds``.
     """
     d, device = learner.dims, torch.device(learner.device)
     if device.type != "cpu":
-        device = torch.device(device.type, rank % torch.cuda.device_count())
+        device = torch.device(device.type, (first_device + rank) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     limit = timedelta(seconds=learner.timeout_seconds)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from rl_megatron.algorithms.kl import adaptive_beta
-from tests.e2e.processes import Place, Run
+from tests.e2e.processes import Place, Run, alive
 
 HALF_RIGHT = "reward.function=my_rewards:even"
 CUTS_COUNT = "algorithm.unfinished_reward=null"  # most completions of these tiny runs are cut
@@ -63,10 +63,17 @@ def test_the_kl_coefficient_follows_the_target(ppo: Run) -> None:
 
 
 def test_a_killed_ppo_run_resumes_with_its_critic_reference_and_memory(place: Place, ppo: Run) -> None:
-    run = place.start("ppo-killed", *PPO)
+    """Its critic and reference have ranks of their own, and one of the critic's dies; then it is in the learner's."""
+    run = place.start("ppo-killed", *PPO, "roles.critic=separate", "roles.reference=separate")
     run.until_row(step=3)
-    run.kill()
-    run = place.start("ppo-killed", *PPO, resume=True)
+    workers = run.workers()
+    assert len(workers) == 6
+    workers[3].kill()
+    assert run.end() == 1
+    assert f"error: critic rank 1 (pid {workers[3].pid}) was killed by signal 9" in run.text()
+    assert not any(map(alive, workers))
+    assert "2 learner processes, 2 critic processes, 2 reference processes" in run.text()
+    run = place.start("ppo-killed", *PPO, "roles.reference=separate", resume=True)
     run.finish()
     assert run.record() == ppo.record()
     state = json.loads((run.folder / "checkpoints/step_000006/trainer.json").read_text())["memory"]

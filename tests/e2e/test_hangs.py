@@ -13,7 +13,7 @@ from tests.e2e.processes import Place, Run, alive
 EVEN = "reward.function=my_rewards:even"
 TWO = ("learner.ep=2", EVEN, "train.steps=100000", "warm_start.steps=0")
 PLANTED = """
-import os, sys, threading, time
+import multiprocessing, os, sys, threading, time
 
 def stuck_hook(*arguments, **options):
     time.sleep(10000)
@@ -24,7 +24,7 @@ def plant():
         dist, learner = sys.modules.get("torch.distributed"), sys.modules.get("rl_megatron.learner.megatron")
         if learner is None or not hasattr(learner, "run_loss") or not dist.is_initialized():
             continue
-        if dist.get_rank() == 1 and os.path.exists("go"):
+        if multiprocessing.current_process().name == "critic rank 1" and os.path.exists("go"):
             learner.run_loss = stuck_hook
             return
 
@@ -63,26 +63,29 @@ def test_a_learner_process_that_stands_still_ends_the_run_at_the_limit(place: Pl
 
 
 def test_a_rank_that_does_not_come_to_a_collective_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 waits for it in the collective, and would be the one whose error comes first."""
+    """Its rank 0 waits for it in the collective, and would be the one whose error comes first; the learner's ranks, in
+    no collective of theirs, have nothing to do."""
     planted = place.folder / "planted"
     planted.mkdir()
     (planted / "sitecustomize.py").write_text(PLANTED)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(planted), os.environ.get("PYTHONPATH")))))
-    run = place.start("behind", *TWO, "run.watchdog_seconds=10")
+    critic = ("algorithm=ppo", "algorithm.unfinished_reward=null", "roles.critic=separate")
+    run = place.start("behind", *TWO, *critic, "run.watchdog_seconds=10")
     run.until_row(step=1)
     workers = run.workers()
     (place.folder / "go").touch()
     assert run.end() == 1
     text = run.text()
-    assert f"error: rank 1 (pid {workers[1].pid}) makes no progress for 10 s (run.watchdog_seconds)" in text
+    assert f"error: critic rank 1 (pid {workers[3].pid}) makes no progress for 10 s (run.watchdog_seconds)" in text
     assert "it was in train_step, call " in text
+    assert "; of the critic, rank 0 waits in " in text
     assert "rank 1 is at " in text
     assert "in stuck_hook, by rl_megatron/learner/megatron.py:" in text
-    assert "rank 0 waits in " in text
     assert "Traceback" not in text
     written = stacks(run)
-    assert "in stuck_hook" in written["rank-1.txt"]
-    assert "torch/distributed/distributed_c10d.py" in written["rank-0.txt"]
+    assert "in stuck_hook" in written["critic-1.txt"]
+    assert "torch/distributed/distributed_c10d.py" in written["critic-0.txt"]
+    assert all("_serve" in written[f"rank-{rank}.txt"] for rank in (0, 1))
     assert "train_once" in written["controller.txt"]
     assert not any(map(alive, workers))
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from launcher.engines import mirror_path
-from launcher.worker import Setup, Worker
+from launcher.rank_models import Setup
+from launcher.worker import Worker
 from rl_megatron.config import RunConfig
 from rl_megatron.config_io import load
 from rl_megatron.models.tiny import byte_tokenizer

@@ -124,6 +124,22 @@ def test_each_term_grows_with_what_its_advice_names() -> None:
     assert was.keys() == CHANGES.keys()
 
 
+def test_a_separate_critic_and_reference_leave_the_learners_gpus_and_fill_their_own() -> None:
+    keys = ("algorithm=ppo", "algorithm.kl.coefficient=0.1", "rollout.server.memory_fraction=0.3")
+    beside = memory(*recipe("qwen3_30b_a3b", *keys))
+    apart = memory(*recipe("qwen3_30b_a3b", *keys, "roles.critic=separate", "roles.reference=separate"))
+    bare = memory(*recipe("qwen3_30b_a3b", keys[-1]))
+    by_role = {role: [m.terms for m in apart if m.role == role] for role in ("learner", "critic", "reference")}
+    assert by_role["learner"] == [m.terms for m in bare]
+    (critic,), (reference,) = by_role["critic"], by_role["reference"]
+    trained = ("parameters", "gradients", "optimizer")
+    assert sum(critic[term] for term in trained) == beside[0].terms["critic"]
+    assert reference["parameters"] == beside[0].terms["reference"]
+    assert {term for term in CHANGES if reference[term]} == {"parameters", "activations", "logits", "reserved"}
+    assert critic["logits"] == critic["engine"] == critic["weight push"] == 0
+    assert reference["activations"] < critic["activations"]
+
+
 def test_logits_of_the_last_stage_by_hand() -> None:
     config, shape = recipe("deepseek_v3")
     tokens, vocab, chunk = 16384, 129280 // 4, 1024

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from launcher.engines import mirror_path
+from launcher.placement import placement_of
 from launcher.seats import Place, elsewhere, places
 from launcher.slurm import Job
 from rl_megatron.config import RunConfig
 from rl_megatron.config_io import load
-from rl_megatron.errors import EngineError
+from rl_megatron.errors import ConfigError, EngineError
 
 SCONTROL = """#!/bin/sh
 # As scontrol show hostnames: lists without brackets.
@@ -41,7 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def job_of(config: RunConfig, run: Path) -> Job:
-    job = Job.this(run, config.slurm)
+    job = Job.this(run, config.slurm, config.roles.separate)
     assert job is not None
     return job
 
@@ -68,6 +69,21 @@ def test_like_nodes_are_cut_by_role(run: Path) -> None:
     assert mirror_path(config, run).parent.parent == run
     given = config_of("slurm.nodes=2", "slurm.engines.nodes=1", "rollout.server.weights_dir=/fast")
     assert mirror_path(given, run).parent.parent == Path("/fast")
+
+
+def test_roles_with_ranks_of_their_own_have_the_nodes_between(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ("algorithm=ppo", "roles.critic=separate", "slurm.engines.nodes=1")
+    job = job_of(config_of(*keys), run)
+    assert (job.nodes, dict(job.separate), job.engine_nodes) == (("a1",), {"critic": ("a2",)}, ("b1",))
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "a1")
+    job = job_of(config_of(*keys), run)
+    with pytest.raises(ConfigError, match=r"slurm\.critic\.nodes=0 cannot share out the ranks of a separate critic"):
+        placement_of(config_of(*keys), job.separate["critic"], "critic")
+    monkeypatch.setenv("SLURM_HET_SIZE", "3")
+    for number, nodes in enumerate(("a1", "b1", "a2")):
+        monkeypatch.setenv(f"SLURM_JOB_NODELIST_HET_GROUP_{number}", nodes)
+    job = job_of(config_of(*keys, "slurm.heterogeneous=true"), run)
+    assert (job.nodes, dict(job.separate), job.engine_nodes) == (("a1",), {"critic": ("b1",)}, ("a2",))
 
 
 def test_servers_that_share_the_learners_nodes_are_spread_over_them(run: Path) -> None:

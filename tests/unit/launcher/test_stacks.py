@@ -40,7 +40,7 @@ def stand_still():
     print("up", flush=True)
     {still}
 
-stacks.register(Path(sys.argv[1]), 3, silence={silence})
+stacks.register(Path(sys.argv[1], "rank-3.txt"), silence={silence})
 stacks.living()
 {before}
 stand_still()

@@ -21,6 +21,7 @@ from tests.unit.launcher.test_memory import QWEN3
 REPO = Path(__file__).resolve().parents[3]
 GOLDEN = Path(__file__).parent / "golden"
 BIG = ("learner.device=cuda", "learner.tp=4", "learner.ep=8", "slurm.gpus_per_node=8")
+OWN_CRITIC = ("algorithm=ppo", "roles.critic=separate")
 CASES = {
     "cpu_two_nodes": ("slurm.nodes=2", "slurm.time=30"),
     "every_option": (
@@ -74,6 +75,24 @@ CASES = {
         "slurm.engines.cpus_per_server=24",
         "slurm.engines.memory_per_node=200G",
         "slurm.engines.partition=small",
+    ),
+    "separate_roles": (
+        *("learner.ep=4", "slurm.nodes=2", "slurm.time=30", "algorithm=ppo", "algorithm.kl.coefficient=0.1"),
+        *("roles.critic=separate", "roles.reference=separate"),
+    ),
+    "every_role_a_component": (
+        *(
+            *BIG,
+            "slurm.nodes=2",
+            "learner.dp=4",
+            "slurm.partition=big",
+            "slurm.cpus_per_task=12",
+            "slurm.heterogeneous=true",
+        ),
+        *("algorithm=ppo", "algorithm.kl.coefficient=0.1", "roles.critic=separate", "roles.reference=separate"),
+        *("slurm.reference.nodes=4", "slurm.reference.gpus_per_node=4", "slurm.reference.partition=small"),
+        *("slurm.reference.memory_per_node=200G", "slurm.critic.constraint=h100"),
+        *("rollout=vllm", "slurm.engines.nodes=1"),
     ),
 }
 CLUSTER = ("slurm.account=lab", "slurm.partition=gpu", "slurm.container=/images/rl.sqsh")
@@ -132,6 +151,31 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
             "slurm.array=0-3: Slurm has no arrays of heterogeneous jobs",
         ),
         (("run.launcher=ray", "slurm.container=/x.sqsh"), "slurm.container with run.launcher=ray"),
+        (
+            ("roles.critic=separate",),
+            "roles.critic=separate, but the algorithm has no critic; set roles.critic=learner",
+        ),
+        (("roles.reference=separate",), "roles.reference=separate, but the algorithm has no reference"),
+        (
+            (*OWN_CRITIC, "run.launcher=ray"),
+            "roles.critic=separate with run.launcher=ray: Ray's placement groups are of",
+        ),
+        ((*OWN_CRITIC, "slurm.critic.nodes=2"), "as many ranks as the learner on slurm.nodes=1, and nodes are alike"),
+        ((*OWN_CRITIC, "slurm.critic.partition=x"), "slurm.critic asks for nodes unlike the learner's"),
+        (("algorithm=ppo", "slurm.critic.nodes=1"), "slurm.critic asks for nodes, but roles.critic=learner"),
+        (
+            (*OWN_CRITIC, "slurm.heterogeneous=true", "slurm.critic.nodes=3"),
+            "slurm.critic.nodes=3 cannot share out the ranks of a separate critic evenly: it has the learner's layout, "
+            "tp*cp*dp*pp = 1*1*2*1 = 2 ranks",
+        ),
+        (
+            (*BIG, *OWN_CRITIC, "slurm.heterogeneous=true", "slurm.critic.gpus_per_node=4"),
+            "slurm.critic.nodes=1 get 8 ranks each, more than their 4 GPUs",
+        ),
+        (
+            (*BIG, *OWN_CRITIC, "slurm.heterogeneous=true", "slurm.critic.nodes=4", "slurm.critic.gpus_per_node=2"),
+            "learner.tp=4 does not divide critic ranks on a node=2: a tensor-parallel group would leave its node",
+        ),
         (
             (*BIG, "rollout=vllm", "rollout.server.tp=16", "learner.dp=2"),
             "rollout.server.tp=16 is more than the 8 GPUs of a node",
@@ -234,6 +278,47 @@ def test_every_role_is_placed_before_the_job_is_sent() -> None:
         "in every rank beside the policy: critic",
         *(f"engine {i}: node {2 + i}, GPUs 0-3" for i in range(4)),
     ]
+
+
+def test_separate_roles_are_placed_on_nodes_of_their_own() -> None:
+    lines = submit.checked(config_of(*CASES["every_role_a_component"])).describe().splitlines()
+    learner = [
+        *("  tp=4: inside a node", "  dp=4: across 2 nodes", "  ep=8: inside a node", "  edp=2: across 2 nodes"),
+    ]
+    assert lines == [
+        *("16 ranks on 2 nodes, 8 on each", "  node 0: ranks 0-7", "  node 1: ranks 8-15", *learner),
+        *("critic: 16 ranks on 2 nodes, 8 on each", "  node 2: ranks 0-7", "  node 3: ranks 8-15", *learner),
+        "reference: 16 ranks on 4 nodes, 4 on each",
+        *(f"  node {4 + i}: ranks {4 * i}-{4 * i + 3}" for i in range(4)),
+        *("  tp=4: inside a node", "  dp=4: across 4 nodes", "  ep=8: across 2 nodes", "  edp=2: across 2 nodes"),
+        "engine 0: node 8, GPUs 0-0",
+    ]
+
+
+@pytest.mark.parametrize(("heterogeneous", "where"), [(False, "--nodelist=c1,c2"), (True, "--het-group=1")])
+def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path, heterogeneous: bool, where: str) -> None:
+    job = Job(
+        id="7",
+        restart=0,
+        here="a1",
+        nodes=("a1", "a2"),
+        engine_nodes=("e1",),
+        heterogeneous=heterogeneous,
+        folder=tmp_path,
+        separate={"critic": ("c1", "c2"), "reference": ("r1", "r2")},
+    )
+    config = config_of(*CASES["separate_roles"])
+    critic = submit.checked(config).separate[0]
+    command = job.separate_command(step_command(config.slurm, critic, tmp_path, python="p"), "critic")
+    assert " ".join(command) == (
+        "env --unset=SLURM_GPUS_PER_NODE --unset=SLURM_NTASKS_PER_NODE --unset=SLURM_CPUS_PER_TASK "
+        f"srun {where} --mem=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --distribution=block --kill-on-bad-exit=1 "
+        f"--output={tmp_path}/critic-%t.txt p -m launcher.rank"
+    )
+    assert job.learner_options() == ["--het-group=0" if heterogeneous else "--nodelist=a1,a2"]
+    server = " ".join(job.server_command("e1", 1))
+    assert ("--het-group=3" in server) == heterogeneous
+    assert "--nodelist=e1" in server
 
 
 def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path) -> None:

@@ -1,0 +1,15 @@
+"""How a rank is called, in words and in the names of its files. Roles number their ranks from 0, each for itself."""
+
+from __future__ import annotations
+
+LEARNER = "learner"
+
+
+def called(role: str, rank: int | str) -> str:
+    """In a sentence: "rank 3", of another role than the learner's "critic rank 3"."""
+    return f"rank {rank}" if role == LEARNER else f"{role} rank {rank}"
+
+
+def file_stem(role: str, rank: int | str) -> str:
+    """In names of files: "rank-3", "critic-3"."""
+    return f"{'rank' if role == LEARNER else role}-{rank}"
