@@ -41,6 +41,7 @@ TINY = (
     "eval.every=2",
     "data.num_eval=16",
     "reward.function=my_rewards:even",
+    "algorithm.kl.coefficient=0.01",  # so that there is a reference
     f"reward.timeout_seconds={LIMIT}",
 )
 REWARDS = '''

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 import pytest
@@ -70,7 +71,8 @@ def test_preempted_it_saves_and_comes_back(cluster: Cluster) -> None:
 
 
 def test_before_its_time_is_up_a_run_saves_and_goes_on_in_the_next_job(cluster: Cluster) -> None:
-    job = cluster.submit("usr1", *TWO, "checkpoint.every=0", hold="1 3")
+    """All of its roles do: a node for the learner, the next for the reference."""
+    job = cluster.submit("usr1", "roles.reference=separate", "checkpoint.every=0", hold="1 3")
     for attempt, step in enumerate((1, 3)):
         job.until_step(step)
         cluster.call("scancel", "--batch", "--signal=USR1", job.id)  # what --signal=B:USR1@ does
@@ -80,6 +82,9 @@ def test_before_its_time_is_up_a_run_saves_and_goes_on_in_the_next_job(cluster: 
     assert job.end() == "COMPLETED", job.said()
     assert job.record() == cluster.local()
     assert len(job.attempts()) == 3
+    placed = re.findall(r"2 ranks on 1 nodes, 2 on each\n  (node\d): ranks 0-1", (job.run / "log.txt").read_text())
+    assert len(placed) == 6
+    assert all(learner != reference for learner, reference in zip(placed[::2], placed[1::2], strict=True))
 
 
 def test_after_a_crash_it_comes_back_on_another_node_while_there_is_one(cluster: Cluster) -> None:

@@ -25,7 +25,6 @@ KEYS = (
     "slurm.partition=pair15",
     "slurm.constraint=rack15",
     "slurm.heterogeneous=true",
-    "algorithm.kl.coefficient=0.01",
     "roles.reference=separate",
     "slurm.reference.partition=pair13",
     "slurm.reference.constraint=rack13",
