@@ -94,7 +94,7 @@ def test_they_serve_the_run_save_for_a_requeue_and_are_named_when_they_die(
     assert not (attempt / "requeue").exists()
 
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     run = place.start("connected", *KEYS, resume=True)
     assert run.end() == 1
