@@ -19,6 +19,7 @@ from launcher.engines import LEAST_HEAD_DIM, ServedLauncher
 from launcher.local import LocalLauncher
 from launcher.memory import learner_layout
 from launcher.run_name import claim
+from launcher.seats import places
 from launcher.slurm import Job, SlurmLauncher
 from launcher.stop import Stop, stop_signals
 from launcher.watchdog import LoopWatch
@@ -144,18 +145,29 @@ def job_of(config: RunConfig, folder: Path) -> Job | None:
 
 
 def _launcher(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> Launcher:
-    launcher: Launcher = LocalLauncher(model_folder, parts.folder)
     if parts.config.run.launcher == "ray":
-        try:
-            from launcher.ray_cluster import RayLauncher
-        except ModuleNotFoundError as error:
-            raise ConfigError("run.launcher=ray: Ray is not installed; pip install 'rl-megatron[ray]'") from error
-        launcher = RayLauncher(model_folder, parts.folder, parts.job, stop.ask)
-    elif parts.job is not None:
+        return _on_ray(parts, model_folder, shape, stop)
+    launcher: Launcher = LocalLauncher(model_folder, parts.folder)
+    if parts.job is not None:
         launcher = SlurmLauncher(model_folder, parts.folder, parts.job, stop.ask)
     if parts.config.rollout.served:
-        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, parts.job)
+        found = places(parts.config, parts.job)
+        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found)
     return launcher
+
+
+def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> Launcher:
+    try:
+        from launcher.ray_cluster import InCluster, RayCluster
+        from launcher.ray_ranks import RayLauncher
+    except ModuleNotFoundError as error:
+        raise ConfigError("run.launcher=ray: Ray is not installed; pip install 'rl-megatron[ray]'") from error
+    cluster = RayCluster(parts.config, parts.job, parts.folder)
+    launcher: Launcher = RayLauncher(cluster, model_folder, parts.folder, stop.ask)
+    if parts.config.rollout.served:
+        found = places(parts.config, parts.job, cluster.start_guard)
+        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found)
+    return InCluster(cluster=cluster, inner=launcher)
 
 
 def _check_fits(config: RunConfig, shape: ModelShape) -> None:

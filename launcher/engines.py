@@ -19,14 +19,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import replace
 from pathlib import Path
 
-from launcher import engine_guard
 from launcher.colocated import colocated
+from launcher.guards import Order
 from launcher.placement import engines_elsewhere
 from launcher.proxies import WeightGroup
 from launcher.replicas import Attached, Standing, Started, Supervisor
 from launcher.scratch import scratch
-from launcher.seats import elsewhere, places
-from launcher.slurm import Job
+from launcher.seats import Place, elsewhere
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.interfaces import Launcher, Roles
@@ -73,10 +72,15 @@ class ServedLauncher:
     """See interfaces.Launcher. Learners start as ``inner`` starts them, engine servers meanwhile."""
 
     def __init__(
-        self, inner: Launcher, model_folder: Path, run_folder: Path, shape: ModelShape, job: Job | None = None
+        self,
+        inner: Launcher,
+        model_folder: Path,
+        run_folder: Path,
+        shape: ModelShape,
+        places: Sequence[Place] | None = None,
     ) -> None:
         self._inner, self._model_folder, self._run_folder, self._shape = inner, model_folder, run_folder, shape
-        self._job = job
+        self._places = places
 
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
@@ -86,7 +90,7 @@ class ServedLauncher:
         adapter = SERVERS[config.rollout.engine](self._shape)
         path = mirror_path(config, self._run_folder)
         async with contextlib.AsyncExitStack() as stack:
-            servers = ServedEngines(config, adapter, self._model_folder, self._run_folder, self._shape, self._job)
+            servers = ServedEngines(config, adapter, self._model_folder, self._run_folder, self._shape, self._places)
             starting = asyncio.create_task(stack.enter_async_context(servers.running(path)))
             try:
                 roles = await stack.enter_async_context(self._inner.start(config))
@@ -139,7 +143,7 @@ def _direct(config: RunConfig, weights: WeightGroup, engine: ServedEngine, path:
 
 
 class ServedEngines:
-    """The servers of one run. ``refit`` gives one that came back the weights that are served (see ServedWeights)."""
+    """The servers of one run, at ``places`` or here. ``refit`` gives one that came back what is served."""
 
     def __init__(
         self,
@@ -148,14 +152,14 @@ class ServedEngines:
         model_folder: Path,
         run_folder: Path,
         shape: ModelShape,
-        job: Job | None = None,
+        places: Sequence[Place] | None = None,
     ) -> None:
         self._config, self._section, self._adapter = config, config.rollout.server, adapter
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
         self._max_length = longest_sequence(config, shape)
         self._kind, self._shapes = FORMATS[self._section.quantization], hf_layout(shape).local_shapes(0)
         stored(self._shapes, DType(config.learner.dtype), self._kind)  # what has no such format is told first
-        self._places = places(config, job)
+        self._places = places or [Place()] * self._section.replicas
         self.refit: Callable[[str], Awaitable[None]] | None = None  # nothing is served before there is one
 
     @contextlib.asynccontextmanager
@@ -284,19 +288,21 @@ class ServedEngines:
                 extra=tuple(shlex.split(section.options or "")),
             )
         )
-        log = self._run_folder / f"{self._config.rollout.engine}_{number}.log"
-        with log.open("ab") as file:
-            guard = await asyncio.create_subprocess_exec(
-                *place.before,
-                sys.executable,
-                str(engine_guard.__file__),
-                *command.arguments,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": _joined(packages), **place.environment, **command.environment},
+        log = self._run_folder.resolve() / f"{self._config.rollout.engine}_{number}.log"
+        guard = await place.start(
+            Order(
+                before=place.before,
+                command=command.arguments,
+                environment={
+                    **os.environ,
+                    "PYTHONPATH": _joined(packages),
+                    **place.environment,
+                    **command.environment,
+                },
+                folder=Path.cwd(),
+                log=log,
             )
+        )
         started = Started(guard=guard, server=self._server(f"http://{place.host}:{port}", token), log=log)
         stack.push_async_callback(started.end)
         return started
@@ -317,10 +323,10 @@ class ServedEngines:
         return self._server(server.url, server.token)
 
     async def _ready(self, one: Started) -> None:
-        limit = self._section.start_seconds
+        limit, ended = self._section.start_seconds, asyncio.ensure_future(one.guard.wait())
         try:
             async with asyncio.timeout(limit):
-                while one.guard.returncode is None:
+                while not ended.done():
                     with contextlib.suppress(AttemptFailed, EngineError):
                         await one.server.get("/health")
                         return
@@ -330,6 +336,8 @@ class ServedEngines:
                 f"{one.server.url} is not ready after rollout.server.start_seconds={limit:g}; {one.log} tells how far "
                 "it came. Raise the limit if loading takes longer"
             ) from error
+        finally:
+            ended.cancel()
         raise EngineError(await one.ended())
 
     async def _described(self, server: Server) -> Description:

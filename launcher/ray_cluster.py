@@ -1,15 +1,13 @@
-"""Learner ranks as Ray actors, on this machine or on the nodes of a Slurm allocation. Ray is imported here alone.
+"""A Ray cluster of one run, here or on the nodes of a Slurm allocation, and engine servers in its actors.
 
-Ray places the ranks, one placement group a node, and knows why one died. An actor then does what every rank does: it
-connects back to the controller with the run's token. The Ray cluster is the run's own: no other has its token, ports
-and temporary folder.
+Ray places ranks (ray_ranks.py) and servers, a placement group a role and node, and knows why one died. The cluster is
+the run's own: no other has its token, ports and temporary folder.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import secrets
@@ -17,31 +15,33 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from launcher import channel, rank
-from launcher.arrivals import Awaited, learner
-from launcher.placement import Placement, place, placement_of
-from launcher.rank import Call
+from launcher import guards, rank
+from launcher.guards import Guard, Order, start_guard
+from launcher.own_thread import OwnThread
+from launcher.placement import Seat, describe_seats, place, placement_of, seats_of
 from launcher.ray_node import (
     OBJECT_STORE_BYTES,
     SETTINGS,
+    Bundle,
     NodeCall,
     await_head,
+    engine_node_command,
     environment,
     free_port,
     node_command,
-    resource,
+    shares,
+    totals,
 )
 from launcher.scratch import scratch
-from launcher.slurm import Job, ended, running_step, threads_per_rank
-from launcher.workers import Failure
+from launcher.seats import HERE, cpus_of_engine_node
+from launcher.slurm import Job, ended, running_step
 from rl_megatron.config import RunConfig
-from rl_megatron.errors import WorkerDied
-from rl_megatron.interfaces import Roles
+from rl_megatron.errors import EngineError, WorkerDied
+from rl_megatron.interfaces import Launcher, Roles
 
 os.environ.update(SETTINGS)  # Ray reads them when it is imported
 
@@ -53,125 +53,198 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 logger = logging.getLogger(__name__)
 logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it leaves SIGTERM alone, which is meant
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-_CAUSE_SECONDS = 20.0
+_GRACE_SECONDS = 5.0
 
 
-class RankActor:
-    """Where a rank runs."""
+class ServerActor:
+    """Where the guard of an engine server runs. They end with it: the guard sees its pipe close."""
 
-    def serve(self, call: Call, number: int, log: str) -> None:
-        """Be rank ``number``; what it prints goes to the file ``log``."""
-        with Path(log).open("ab") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        rank.serve(call, number)
-        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+    async def start(self, order: Order) -> None:
+        """Start them. Raises OSError."""
+        slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM")}  # of this node's step
+        self._guard = await start_guard(replace(order, environment={**order.environment, **slurm}))
+
+    async def wait(self) -> str:
+        """See Guard."""
+        return await self._guard.wait()
+
+    async def end(self) -> None:
+        """See Guard."""
+        await self._guard.end()
 
 
-class RayLauncher:
-    """Starts the workers of a run as actors. See interfaces.Launcher. ``job``: the allocation; None: this machine."""
+class ActorGuard:
+    """The guard that an actor holds. See Guard."""
 
-    def __init__(self, model_folder: Path, run_folder: Path, job: Job | None, on_signal: Callable[[str], None]) -> None:
-        self._model_folder, self._run_folder, self._job, self._on_signal = model_folder, run_folder, job, on_signal
+    def __init__(self, own: OwnThread, actor: Any, log: Path) -> None:
+        self._own, self._actor, self._log = own, actor, log
+        self._over: asyncio.Future[str] = asyncio.wrap_future(actor.wait.remote().future())
+        self._over.add_done_callback(seen)
+
+    async def wait(self) -> str:
+        """See Guard; also where its actor or its node is gone."""
+        try:
+            return await asyncio.shield(self._over)
+        except RayError as error:
+            return f"ended with its actor{said(error)}"
+
+    async def end(self) -> None:
+        """See Guard; the place of its actor is then free."""
+        try:
+            async with asyncio.timeout(2 * guards.STOP_SECONDS):
+                await asyncio.wrap_future(self._actor.end.remote().future())
+        except TimeoutError:
+            logger.warning("the actor of the server of %s did not end it; killed", self._log)
+        except RayError:  # the actor is gone, and its guard's pipe closed
+            pass
+        await self._own(ray.kill, self._actor)
+
+
+class RayCluster:
+    """The Ray cluster of one run. ``job``: the allocation that it lies on; None: this machine."""
+
+    def __init__(self, config: RunConfig, job: Job | None, run_folder: Path) -> None:
+        """Raises ConfigError where the allocation has not the tasks that the learner needs, or servers do not fit."""
+        dims, replicas = config.learner.dims, config.rollout.server.replicas
+        self.job = job
+        if job is None:
+            self.placement, self.host = place(dims, (rank.node(),), dims.world_size), HERE
+            started = config.rollout.served and not config.rollout.server.addresses
+            self.seats: Sequence[Seat] = [Seat(node=rank.node(), gpus=())] * (replicas if started else 0)
+            self.folder = run_folder.resolve() / "ray"
+        else:
+            self.placement, self.host = placement_of(config, job.nodes), job.address()
+            self.seats = seats_of(config, job.nodes, job.engine_nodes)
+            self.folder = job.folder
+        self.shares = shares(self.placement, self.seats, alone=bool(job and job.engine_nodes))
+        self._config = config
+        self._own: OwnThread | None = None
+        self._places: Sequence[PlacementGroupSchedulingStrategy] = ()  # of servers
+
+    @property
+    def own(self) -> OwnThread:
+        """The thread in which everything is asked of the running cluster.
+
+        Ray's processes end with the thread that made them, and in a main thread Ray takes SIGTERM's handler.
+        """
+        assert self._own is not None
+        return self._own
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """It is up while the context is open. Raises WorkerDied where it does not come up."""
+        self.folder.mkdir(exist_ok=True)
+        seats = [describe_seats(self.seats)] if self.seats else []
+        logger.info("Ray %s: %s", ray.__version__, "\n".join([self.placement.describe(), *seats]))
+        async with contextlib.AsyncExitStack() as stack:
+            self._own = OwnThread("ray")
+            stack.callback(self._own.close)
+            if self.job is None:
+                await self._start_here(stack)
+            else:
+                await self._start_on(self.job, stack)
+            bundles = self.shares.engines
+            groups = await self._own(lambda: {node: group_of("engine", node, bundles[node]) for node in bundles})
+            self._places = [
+                PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+                for node, group in groups.items()
+                for index in range(len(bundles[node]))
+            ]
+            yield
+
+    async def _start_here(self, stack: contextlib.AsyncExitStack) -> None:
+        folder = stack.enter_context(scratch(within=Path("/tmp")))  # a short path: sockets lie in it
+        (has,) = totals(self.shares.learner, self.shares.engines).values()
+        await self._come_up(stack, lambda _: _start_here(has, secrets.token_hex(32), str(folder)), [])
+
+    async def _start_on(self, job: Job, stack: contextlib.AsyncExitStack) -> None:
+        learner, engines = self.shares.learner, self.shares.engines
+        on_learner = totals(learner) if job.engine_nodes else totals(learner, engines)
+        call = NodeCall(
+            head=job.here,
+            host=job.address(),
+            port=free_port(job.address()),
+            token=secrets.token_hex(32),
+            folder=f"/tmp/rlm-{job.id}-{job.restart}",
+            resources=on_learner,
+            seconds=self._config.learner.timeout_seconds,
+        )
+        slurm, python = self._config.slurm, sys.executable
+        command = node_command(slurm, self.placement, job.folder, python=python, where=job.learner_options())
+        steps = [await stack.enter_async_context(running_step(command, call.line(), job.folder))]
+        wanted = set().union(*on_learner.values())
+        if job.engine_nodes and engines:
+            there = replace(call, head=None, resources=totals(engines))
+            command = engine_node_command(job, cpus_of_engine_node(self._config, job), python=python)
+            steps.append(await stack.enter_async_context(running_step(command, there.line(), job.folder)))
+            wanted |= set().union(*there.resources.values())
+        await self._come_up(stack, lambda given_up: _join(call, wanted, given_up), steps)
+
+    async def _come_up(
+        self,
+        stack: contextlib.AsyncExitStack,
+        connect: Callable[[threading.Event], None],
+        steps: Sequence[asyncio.subprocess.Process],
+    ) -> None:
+        """Be the cluster's driver. Raises WorkerDied where a step of it ends before, or it is late."""
+        limit, given_up = self._config.learner.timeout_seconds, threading.Event()
+        connecting = asyncio.ensure_future(self.own(connect, given_up))
+        over = [asyncio.ensure_future(ended(step)) for step in steps]
+        read = f"ray-*.txt in {self.folder} have what Ray said"
+        stack.push_async_callback(self._shut, connecting)
+        try:
+            await asyncio.wait({connecting, *over}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done():
+                late = f"learner.timeout_seconds={limit:g} passed"
+                why = next((one.result() for one in over if one.done()), late)
+                raise WorkerDied(f"{why} before Ray was up; {read}")
+            connecting.result()
+        except (TimeoutError, ConnectionError, RayError) as error:
+            raise WorkerDied(f"{error}; {read}") from error
+        finally:
+            given_up.set()
+            for one in over:
+                one.cancel()
+
+    async def _shut(self, connecting: asyncio.Future[None]) -> None:
+        """Leave the cluster, but where Ray still waits for its head: it does so for minutes, and hears nothing."""
+        await asyncio.wait([connecting], timeout=_GRACE_SECONDS)
+        if not connecting.done():
+            connecting.cancel()
+        else:
+            seen(connecting)
+            await self.own(ray.shutdown)
+
+    async def start_guard(self, number: int, order: Order) -> Guard:
+        """Start a server's guard at its place. Raises EngineError after ``rollout.server.start_seconds``."""
+        limit = self._config.rollout.server.start_seconds
+        actor = await self.own(_server_actor, self._places[number], number)
+        try:
+            async with asyncio.timeout(limit):
+                await asyncio.wrap_future(actor.start.remote(order).future())
+        except (TimeoutError, RayError) as error:
+            await self.own(ray.kill, actor)
+            why = f": {error}" if isinstance(error, RayError) else f" in rollout.server.start_seconds={limit:g}"
+            raise EngineError(f"Ray did not start server {number} on {self.seats[number].node}{why}") from error
+        return ActorGuard(self.own, actor, order.log)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InCluster:
+    """A launcher all of whose processes are in one cluster. See interfaces.Launcher."""
+
+    cluster: RayCluster
+    inner: Launcher
 
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
-        """See interfaces.Launcher. Raises ConfigError where the allocation has not the tasks that the learner needs."""
-        job, dims, limit = self._job, config.learner.dims, config.learner.timeout_seconds
-        if job is None:
-            placement, host = place(dims, (rank.node(),), dims.world_size), "127.0.0.1"
-            folder = self._run_folder.resolve() / "ray"
-        else:
-            placement, host = placement_of(config, job.nodes), job.address()
-            folder = job.folder
-        folder.mkdir(exist_ok=True)
-        logger.info("Ray %s: %s", ray.__version__, placement.describe())
-        token, failure = secrets.token_bytes(channel.TOKEN_BYTES), Failure()
-        with channel.listen(host, backlog=dims.world_size) as listener:
-            threads = config.learner.threads or threads_per_rank(placement)
-            call = Call(host=host, port=listener.getsockname()[1], token=token.hex(), threads=threads)
-            async with _cluster(config, placement, job) as own:
-                ends = await _in_thread(own, _start_actors, placement, call, folder)
-                awaited = Awaited(
-                    placement=placement,
-                    token=token,
-                    started=_first_end(ends),
-                    seconds=limit,
-                    files=f"rank-*.txt in {folder}",
-                    blame=job.blame if job else lambda _: None,
-                )
-                try:
-                    async with learner(
-                        listener,
-                        awaited,
-                        failure,
-                        config,
-                        model_folder=self._model_folder,
-                        run_folder=self._run_folder,
-                        on_signal=self._on_signal,
-                    ) as roles:
-                        yield roles
-                except WorkerDied as error:
-                    if failure.rank is None:
-                        raise
-                    cause = await asyncio.to_thread(_cause, ends[failure.rank])
-                    raise WorkerDied(f"{error}{cause}") from error
+        """See interfaces.Launcher."""
+        async with self.cluster.running(), self.inner.start(config) as roles:
+            yield roles
 
 
-@contextlib.asynccontextmanager
-async def _cluster(config: RunConfig, placement: Placement, job: Job | None) -> AsyncIterator[ThreadPoolExecutor]:
-    """A Ray cluster of the run's own; what this process asks of it, it asks in the thread of the yielded executor.
-
-    Ray's processes end with the thread that made them, and in a main thread Ray takes SIGTERM's handler.
-    """
-    token, limit = secrets.token_hex(32), config.learner.timeout_seconds
-    async with contextlib.AsyncExitStack() as stack:
-        own = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="ray"))
-        if job is None:
-            folder = stack.enter_context(scratch(within=Path("/tmp")))  # a short path: sockets lie in it
-            stack.push_async_callback(_in_thread, own, ray.shutdown)
-            await _in_thread(own, _start_here, placement, token, str(folder))
-        else:
-            call = NodeCall(
-                head=job.here,
-                host=job.address(),
-                port=free_port(job.address()),
-                token=token,
-                folder=f"/tmp/rlm-{job.id}-{job.restart}",
-                ranks=placement.ranks_per_node,
-                seconds=limit,
-            )
-            command = node_command(
-                config.slurm, placement, job.folder, python=sys.executable, where=job.learner_options()
-            )
-            step = await stack.enter_async_context(running_step(command, call.line(), job.folder))
-            stack.push_async_callback(_in_thread, own, ray.shutdown)
-            await _joined(own, call, job, step)
-        yield own
-
-
-async def _joined(own: ThreadPoolExecutor, call: NodeCall, job: Job, step: asyncio.subprocess.Process) -> None:
-    """Be the driver of the cluster that a step makes. Raises WorkerDied where it ends before, or is late."""
-    given_up = threading.Event()
-    joining = asyncio.ensure_future(_in_thread(own, _join, call, job.nodes, given_up))
-    over = asyncio.ensure_future(ended(step))
-    try:
-        await asyncio.wait({joining, over}, return_when=asyncio.FIRST_COMPLETED)
-        if not joining.done():
-            raise WorkerDied(f"{over.result()} before Ray was up; ray-*.txt in {job.folder} have what it said")
-        await joining
-    except (TimeoutError, ConnectionError, RayError) as error:
-        raise WorkerDied(f"{error}; ray-*.txt in {job.folder} have what Ray said") from error
-    finally:
-        given_up.set()
-        over.cancel()
-
-
-def _join(call: NodeCall, nodes: Sequence[str], given_up: threading.Event) -> None:
-    """Raises TimeoutError naming the nodes that Ray is not up on, ConnectionError or RayError where it refuses."""
+def _join(call: NodeCall, wanted: set[str], given_up: threading.Event) -> None:
+    """Raises TimeoutError naming what is missing of Ray, ConnectionError or RayError where it refuses."""
     end = time.monotonic() + call.seconds
     await_head(call, given_up)
     while not ray.is_initialized():
@@ -182,69 +255,53 @@ def _join(call: NodeCall, nodes: Sequence[str], given_up: threading.Event) -> No
             if given_up.wait(1.0) or time.monotonic() > end:
                 raise
     while not given_up.is_set():
-        there = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        missing = [node for node in nodes if resource(node) not in there]
+        missing = sorted(wanted - ray.cluster_resources().keys())  # type: ignore[no-untyped-call]
         if not missing:
             return
         if time.monotonic() > end:
-            raise TimeoutError(f"Ray is not up on {', '.join(missing)} after learner.timeout_seconds={call.seconds:g}")
+            raise TimeoutError(f"Ray has no {', '.join(missing)} after learner.timeout_seconds={call.seconds:g}")
         given_up.wait(0.2)
 
 
-def _start_here(placement: Placement, token: str, folder: str) -> None:
-    count = placement.ranks_per_node
+def _start_here(has: Bundle, token: str, folder: str) -> None:
+    own = {name: amount for name, amount in has.items() if name != "CPU"}
     with _holding(token):
         ray.init(
             address="local",
             include_dashboard=False,
-            num_cpus=count,
+            num_cpus=int(has["CPU"]),
             num_gpus=0,
-            resources={resource(placement.nodes[0]): count},
+            resources=own,
             object_store_memory=OBJECT_STORE_BYTES,
             log_to_driver=False,
             configure_logging=False,
-            _node_ip_address="127.0.0.1",
+            _node_ip_address=HERE,
             _temp_dir=folder,
         )
 
 
-def _start_actors(placement: Placement, call: Call, folder: Path) -> list[Future[None]]:
-    """An actor for each rank, in its node's placement group; when and how each ends."""
-    actor: Any = ray.remote(RankActor)
-    ends = []
-    for i, node in enumerate(placement.nodes):
-        bundles = [{"CPU": 1.0, resource(node): 1.0}] * placement.ranks_per_node
-        group = placement_group(bundles, strategy="STRICT_PACK", name=f"learner {node}")
-        for j in range(placement.ranks_per_node):
-            number = i * placement.ranks_per_node + j
-            here = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=j)
-            made = actor.options(num_cpus=1, scheduling_strategy=here, name=f"rank {number}").remote()
-            ends.append(made.serve.remote(call, number, str(folder / f"rank-{number}.txt")).future())
-    return ends
+def group_of(role: str, node: str, bundles: Sequence[Bundle]) -> Any:
+    """A placement group inside a node."""
+    return placement_group([dict(bundle) for bundle in bundles], strategy="STRICT_PACK", name=f"{role} {node}")
 
 
-async def _first_end(ends: Sequence[Future[None]]) -> str:
-    """How the first actor ended, once one has."""
-    waiting = [asyncio.wrap_future(end) for end in ends]
-    for one in waiting:
-        one.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio complains of it
-    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    number = next(i for i, one in enumerate(waiting) if one.done())
-    return f"the actor of rank {number} ended{_cause(ends[number])}"
+def _server_actor(here: PlacementGroupSchedulingStrategy, number: int) -> Any:
+    """In its bundle, all of which it takes."""
+    bundle = here.placement_group.bundle_specs[here.placement_group_bundle_index]
+    actor: Any = ray.remote(ServerActor)
+    return actor.options(num_cpus=1, num_gpus=bundle.get("GPU", 0), scheduling_strategy=here).remote()
 
 
-def _cause(end: Future[None]) -> str:
-    """What Ray says of a death, to be put behind a sentence; nothing of an end by itself, or not known in time."""
-    try:
-        error = end.exception(_CAUSE_SECONDS)
-    except FutureTimeout:
-        return ""
-    said = " ".join(line for line in str(error).splitlines() if not line.startswith("\t"))
-    return "" if error is None or "INTENDED_USER_EXIT" in said else f"\nRay: {said}"
+def seen(done: asyncio.Future[Any]) -> None:
+    """Else asyncio complains that nobody looked at an error."""
+    if not done.cancelled():
+        done.exception()
 
 
-async def _in_thread(own: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    return await asyncio.get_running_loop().run_in_executor(own, functools.partial(function, *args, **kwargs))
+def said(error: BaseException) -> str:
+    """What Ray says of an end, to be put behind a sentence."""
+    lines = " ".join(line for line in str(error).splitlines() if not line.startswith("\t"))
+    return f"\nRay: {lines}"
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ from pathlib import Path
 import psutil
 
 from launcher import rank
-from launcher.placement import Placement
+from launcher.placement import Placement, Seat
+from launcher.slurm import Job
 from rl_megatron.config_slurm import SlurmSection
 
 OBJECT_STORE_BYTES = 100_000_000  # next to nothing goes through it
@@ -34,21 +35,23 @@ SETTINGS = {
     "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "600",  # what is left of a dashboard without one; the head waits for it
     "RAY_worker_niceness": "0",  # else ranks give way to whatever runs beside them
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill ranks where another job fills the node
+    "RAY_kill_child_processes_on_worker_exit": "0",  # guards end by themselves, and see to it that servers do
 }
+Bundle = Mapping[str, float]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCall:
-    """What the controller tells all nodes, one line of JSON."""
+    """What the controller tells the nodes of a step, one line of JSON."""
 
-    head: str  # the node that the cluster starts on
+    head: str | None  # the node that the cluster starts on; None: another step's
     host: str
     port: int
     token: str
     folder: str  # Ray's temporary files; short, as sockets lie in it
-    ranks: int  # of each node
+    resources: Mapping[str, Bundle]  # what each node has
     seconds: float  # how long to wait for the head
 
     def line(self) -> bytes:
@@ -61,9 +64,42 @@ def environment(token: str) -> Mapping[str, str]:
     return {**SETTINGS, "RAY_AUTH_TOKEN": token}
 
 
-def resource(node: str) -> str:
-    """What binds a bundle to its node, which has one for each rank."""
-    return f"learner on {node}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What each role takes of its nodes: a bundle a rank, a bundle a server, in order."""
+
+    learner: Mapping[str, Sequence[Bundle]]
+    engines: Mapping[str, Sequence[Bundle]]
+
+
+def shares(placement: Placement, seats: Sequence[Seat], *, alone: bool) -> Shares:
+    """Bundles are bound to their nodes by a resource of the role there.
+
+    GPUs are counted for servers that are ``alone`` on their nodes; elsewhere servers and ranks share them.
+    """
+    learner = {
+        node: [{"CPU": 1.0, resource("learner", node): 1.0}] * placement.ranks_per_node for node in placement.nodes
+    }
+    engines: dict[str, list[Bundle]] = {}
+    for seat in seats:
+        gpus = {"GPU": float(len(seat.gpus))} if alone and seat.gpus else {}
+        engines.setdefault(seat.node, []).append({"CPU": 1.0, resource("engine", seat.node): 1.0, **gpus})
+    return Shares(learner=learner, engines=engines)
+
+
+def totals(*roles: Mapping[str, Sequence[Bundle]]) -> Mapping[str, Bundle]:
+    """What nodes must have for the bundles of roles."""
+    out: dict[str, dict[str, float]] = {}
+    for node, bundles in (item for role in roles for item in role.items()):
+        has = out.setdefault(node, {})
+        for name, amount in (item for bundle in bundles for item in bundle.items()):
+            has[name] = has.get(name, 0.0) + amount
+    return out
+
+
+def resource(role: str, node: str) -> str:
+    """What binds a bundle of a role to its node, which has one for each."""
+    return f"{role} on {node}"
 
 
 def node_command(
@@ -80,10 +116,19 @@ def node_command(
         f"--cpus-per-task={placement.ranks_per_node * (slurm.cpus_per_task or 1)}",
         "--kill-on-bad-exit=1",
         f"--output={folder}/ray-%t.txt",
-        python,
-        "-m",
-        "launcher.ray_node",
+        *_program(python),
     ]
+
+
+def engine_node_command(job: Job, cpus: int, *, python: str) -> list[str]:
+    """The srun that starts Ray on the nodes of engine servers alone, for ``cpus`` cores of each."""
+    output = f"--output={job.folder}/ray-engines-%t.txt"
+    step = ("--ntasks-per-node=1", "--kill-on-bad-exit=1", output)
+    return [*job.server_command(job.engine_nodes, cpus), *step, *_program(python)]
+
+
+def _program(python: str) -> list[str]:
+    return [python, "-m", "launcher.ray_node"]
 
 
 def main() -> None:
@@ -112,12 +157,13 @@ def main() -> None:
 
 def options(call: NodeCall, node: str, own: str) -> list[str]:
     """Of ``ray start``, on the head or with an address of its ``own``. Every port is free, so clusters do not meet."""
+    has = {name: int(amount) for name, amount in call.resources.get(node, {}).items()}
     common = [
         "start",
         "--block",
-        f"--num-cpus={call.ranks}",
-        "--num-gpus=0",
-        f"--resources={json.dumps({resource(node): call.ranks})}",
+        f"--num-cpus={has.pop('CPU', 0)}",
+        f"--num-gpus={has.pop('GPU', 0)}",
+        f"--resources={json.dumps(has)}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         "--min-worker-port=0",
         "--max-worker-port=0",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from launcher.guards import Guard
 from rl_megatron.config_rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.rollout.adapter import ForeignWeights
@@ -21,7 +19,6 @@ from rl_megatron.rollout.served import ServedEngine
 
 logger = logging.getLogger(__name__)
 
-_STOP_SECONDS = 20.0
 _GRACE_SECONDS = 2.0
 _TAIL = 20  # lines of a log in an error
 _CHECKS = 3  # a check that a suspended job slept through is one of them
@@ -46,27 +43,20 @@ class Standing(Protocol):
 class Started:
     """A server that was started: its guard, where it listens and what it says."""
 
-    guard: asyncio.subprocess.Process
+    guard: Guard
     server: Server
     log: Path
     fatal: tuple[type[Exception], ...] = (NoAnswer, ForeignWeights)
 
     async def ended(self) -> str:
         """See Standing; with the end of its log."""
-        status = await self.guard.wait()
+        how = await self.guard.wait()
         tail = self.log.read_text(errors="replace").splitlines()[-_TAIL:]
-        return "\n".join([f"{self.server.url} ended with status {status}; {self.log} ends with:", *tail])
+        return "\n".join([f"{self.server.url} {how}; {self.log} ends with:", *tail])
 
     async def end(self) -> None:
-        """See Standing. Closes the pipe that the guard watches, and waits until it has ended its server."""
-        assert self.guard.stdin is not None
-        self.guard.stdin.close()
-        try:
-            await asyncio.wait_for(self.guard.wait(), _STOP_SECONDS)
-        except TimeoutError:
-            logger.warning("the guard of %s (pid %d) did not end; killed", self.server.url, self.guard.pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.guard.pid, signal.SIGKILL)
+        """See Standing."""
+        await self.guard.end()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,58 +4,93 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from launcher.guards import Guard, Order, start_guard
 from launcher.placement import Seat, seats_of
 from launcher.slurm import Job
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import EngineError
 
+StartAt = Callable[[int, Order], Awaitable[Guard]]  # a server by its number, where somebody else has its place
+HERE = "127.0.0.1"
 _LOW, _HIGH = 20_000, 32_000  # below what systems hand out by themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one server runs. Its guard is started by ``before`` and the guard's command, with the same pipe."""
+    """Where one server runs, and who starts it there; ``before`` stands before its guard's command."""
 
-    host: str = "127.0.0.1"
+    host: str = HERE
     before: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    start: Callable[[Order], Awaitable[Guard]] = start_guard
+
+    @property
+    def away(self) -> bool:
+        """Whether it is on another node, or may be, and does not see this one's memory."""
+        return self.host != HERE
 
     def port(self) -> int:
         """A port for the server: free here, or on another node one that few others take."""
-        if self.before:
+        if self.away:
             return _LOW + secrets.randbelow(_HIGH - _LOW)
         with socket.socket() as found:
             found.bind((self.host, 0))
             return int(found.getsockname()[1])
 
 
-def places(config: RunConfig, job: Job | None) -> list[Place]:
-    """A place for each server that is started. Raises ConfigError where they do not fit."""
+def places(config: RunConfig, job: Job | None, start_at: StartAt | None = None) -> list[Place]:
+    """A place for each server that is started, by this process and srun if not by ``start_at``.
+
+    Raises ConfigError where they do not fit.
+    """
     if job is None:
-        return [Place()] * config.rollout.server.replicas
+        numbers = range(config.rollout.server.replicas)
+        return [Place() if start_at is None else Place(start=partial(start_at, number)) for number in numbers]
     seats = seats_of(config, job.nodes, job.engine_nodes)
     each = -(-len(seats) // len(job.engine_nodes or job.nodes))
-    return [_place(seat, config, job, each) for seat in seats]
+    if start_at is None:
+        return [_place(seat, config, job, each) for seat in seats]
+    return [
+        Place(host=_host(seat, job), environment=_environment(seat), start=partial(start_at, number))
+        for number, seat in enumerate(seats)
+    ]
 
 
 def elsewhere(found: Sequence[Place]) -> bool:
     """Whether any server is on another node, where it does not see this one's memory."""
-    return any(place.before for place in found)
+    return any(place.away for place in found)
 
 
 def _place(seat: Seat, config: RunConfig, job: Job, each: int) -> Place:
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, seat.gpus))} if seat.gpus else {}
-    if seat.node == job.here and not job.heterogeneous:  # this process has nothing of another component
+    host, environment = _host(seat, job), _environment(seat)
+    if host == HERE:
         return Place(environment=environment)
+    inside = ["env", *(f"{name}={value}" for name, value in environment.items())]  # srun sets it, so behind srun
+    return Place(host=host, before=(*job.server_command([seat.node], _cpus(config, job, each)), *inside))
+
+
+def _environment(seat: Seat) -> Mapping[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, seat.gpus))} if seat.gpus else {}
+
+
+def _host(seat: Seat, job: Job) -> str:
+    """Where the server is reached. Raises EngineError."""
+    if seat.node == job.here and not job.heterogeneous:  # this process has nothing of another component
+        return HERE
     try:
-        host = socket.gethostbyname(seat.node)
+        return socket.gethostbyname(seat.node)
     except OSError as error:
         raise EngineError(f"node {seat.node} of job {job.id} has no address here: {error}") from error
-    inside = ["env", *(f"{name}={value}" for name, value in environment.items())]  # srun sets it, so behind srun
-    return Place(host=host, before=(*job.server_command(seat.node, _cpus(config, job, each)), *inside))
+
+
+def cpus_of_engine_node(config: RunConfig, job: Job) -> int:
+    """CPU cores of all servers on a node of their own."""
+    each = -(-config.rollout.server.replicas // len(job.engine_nodes))
+    return _cpus(config, job, each) * each
 
 
 def _cpus(config: RunConfig, job: Job, each: int) -> int:

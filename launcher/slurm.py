@@ -112,13 +112,14 @@ class Job:
         """An srun's command, as it is of a role with nodes of its own: it has all their memory and GPUs."""
         return [*_OWN, command[0], *self._on(role), "--mem=0", *command[1:]]
 
-    def server_command(self, node: str, cpus: int) -> list[str]:
-        """The srun that runs one command on a node, with all its memory and GPUs, beside whatever else is there."""
+    def server_command(self, nodes: Sequence[str], cpus: int) -> list[str]:
+        """The srun that runs a command on each node, with all its memory and GPUs, beside whatever else is there."""
         return [
             *_OWN,
             "srun",
-            *(self._on("engines") if self.heterogeneous and node in self.engine_nodes else []),
-            *("--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--cpus-per-task={cpus}", "--mem=0"),
+            *(self._on("engines") if self.heterogeneous and nodes[0] in self.engine_nodes else []),
+            *("--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}"),
+            *(f"--cpus-per-task={cpus}", "--mem=0"),
         ]
 
 

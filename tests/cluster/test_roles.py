@@ -1,6 +1,6 @@
 """A heterogeneous job: ranks of the learner and of a reference and an engine server, each on the node it asks for.
 
-The server is killed on its node, and comes back there.
+The server is killed on its node, and comes back there; started by srun, or by an actor of Ray.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ KEYS = (
     "slurm.partition=pair15",
     "slurm.constraint=rack15",
     "slurm.heterogeneous=true",
-    "roles.reference=separate",
-    "slurm.reference.partition=pair13",
-    "slurm.reference.constraint=rack13",
     "slurm.engines.nodes=1",
     "slurm.engines.constraint=rack16",
     "slurm.engines.memory_per_node=4000",
 )
+REFERENCE = ("roles.reference=separate", "slurm.reference.partition=pair13", "slurm.reference.constraint=rack13")
 
 
 def programs(job: Job, what: str) -> dict[psutil.Process, str]:
@@ -52,23 +50,35 @@ def nodes_of(job: Job, what: str) -> set[str]:
     return set(programs(job, what).values())
 
 
+@pytest.mark.parametrize("launcher", ["slurm", "ray"])
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"NO TEST OF ROLES: {PYTHON} is not there; make test-engines makes it")
-def test_each_role_of_a_heterogeneous_job_is_on_its_nodes(cluster: Cluster) -> None:
-    job = cluster.submit("roles", *KEYS, "slurm.environment.RUN_OF_THE_TEST=roles")
-    job.until(lambda: nodes_of(job, "launcher.rank") and nodes_of(job, "engine_guard.py"), "both roles")
+def test_each_role_of_a_heterogeneous_job_is_on_its_nodes(cluster: Cluster, launcher: str) -> None:
+    name, ray = f"roles-{launcher}", launcher == "ray"
+    more = (f"run.launcher={launcher}", f"slurm.environment.RUN_OF_THE_TEST={name}")
+    job = cluster.submit(name, *KEYS, *(() if ray else REFERENCE), *more)
+    job.until(lambda: nodes_of(job, "engine_guard.py"), "the server")
     assert nodes_of(job, "engine_guard.py") == {"node16"}
+    if ray:
+        (holder,) = [guard.parent() for guard in programs(job, "engine_guard.py")]
+        assert holder is not None
+        assert "ServerActor" in holder.cmdline()[0]
+        assert "\nengine 0: node16\n" in (job.run / "log.txt").read_text()
     job.until_step(1)
-    assert sorted(programs(job, "launcher.rank").values()) == ["node13", "node13", "node15", "node15"]
     (attempt,) = job.attempts()
-    logs = {path.name for path in (job.run / "jobs" / attempt).glob("*-?.txt")}
-    assert logs == {"rank-0.txt", "rank-1.txt", "reference-0.txt", "reference-1.txt"}
+    logs = {path.name for path in (job.run / "jobs" / attempt).glob("r[ae][nf]*-?.txt")}
+    if ray:
+        assert logs == {"rank-0.txt", "rank-1.txt"}
+    else:
+        assert sorted(programs(job, "launcher.rank").values()) == ["node13", "node13", "node15", "node15"]
+        assert logs == {"rank-0.txt", "rank-1.txt", "reference-0.txt", "reference-1.txt"}
     for server in programs(job, "vllm.entrypoints.openai.api_server"):
         server.kill()
     placed = (job.run / "placement.txt").read_text().splitlines()
-    assert {"  node 0: ranks 0-1", "reference: 2 ranks on 1 nodes, 2 on each", "  node 1: ranks 0-1"} <= set(placed)
-    assert placed[-1] == "engine 0: node 2"
+    of_reference = {"reference: 2 ranks on 1 nodes, 2 on each", "  node 1: ranks 0-1"}
+    assert {"  node 0: ranks 0-1", *(() if ray else of_reference)} <= set(placed)
+    assert placed[-1] == f"engine 0: node {1 if ray else 2}"
     followed = cluster.program("attach", str(job.run))  # to its end
-    assert "RUNNING on node15 and node13 and node16" in followed
+    assert f"RUNNING on node15 and {'' if ray else 'node13 and '}node16" in followed
     assert "step 4/4" in followed
     assert job.end() == "COMPLETED", job.said()
     rows = [row for row in job.record() if row["phase"] == "rl"]
@@ -78,6 +88,7 @@ def test_each_role_of_a_heterogeneous_job_is_on_its_nodes(cluster: Cluster) -> N
     assert not nodes_of(job, "engine_guard.py")
     assert not nodes_of(job, "launcher.rank")
     assert not weights_left(job.run)
+    assert list(cluster.folder.glob("nodes/node1[56]/tmp/rlm-*")) == []
 
 
 def weights_left(run: Path) -> list[Path]:

@@ -17,7 +17,7 @@ import torch
 from launcher.engines import SERVERS
 from rl_megatron.rollout.replicas import State
 from rl_megatron.types import Completion
-from tests.e2e.processes import eventually
+from tests.e2e.processes import alive, eventually
 from tests.engines.benches import ServedBench, logprobs_of, request, served
 from tests.engines.conftest import needs
 from tests.engines.test_faults import start
@@ -108,11 +108,13 @@ def test_servers_that_die_come_back_with_what_is_served(models: tuple[Path, Path
 
 
 def test_a_run_whose_only_server_is_killed_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    """Sampling ahead, so that the learner has moved on when the server comes back. 75 seconds."""
+    """Sampling ahead, so that the learner has moved on when the server comes back, in a Ray actor. 90 seconds."""
     needs("vllm")
+    pytest.importorskip("ray")
     (tmp_path / "my_rewards.py").write_text(NOTED)
     keys = ("train.steps=5", "eval.every=0", "train.max_staleness=1", "reward.function=my_rewards:noted")
-    run = start("vllm", tmp_path, *keys, f"rollout.server.weights_dir={tmp_path}", "warm_start.steps=0")
+    keys += (f"rollout.server.weights_dir={tmp_path}", "warm_start.steps=0", "run.launcher=ray")
+    run = start("vllm", tmp_path, *keys)
     folder = tmp_path / "runs/it"
     try:
         metrics = folder / "metrics.jsonl"
@@ -121,7 +123,12 @@ def test_a_run_whose_only_server_is_killed_loses_and_repeats_nothing(tmp_path: P
         )
         assert run.poll() is None
         family = psutil.Process(run.pid).children(recursive=True)
-        (victim,) = [p for p in family if p.ppid() != run.pid and "vllm.entrypoints.openai.api_server" in p.cmdline()]
+        (victim,) = [p for p in family if "vllm.entrypoints.openai.api_server" in p.cmdline()[1:4]]
+        guard = victim.parent()
+        assert guard is not None
+        holder = guard.parent()
+        assert holder is not None
+        assert "ServerActor" in " ".join(holder.cmdline())
         os.killpg(victim.pid, signal.SIGKILL)
         output, _ = run.communicate(timeout=LIMIT)
     finally:
@@ -139,3 +146,4 @@ def test_a_run_whose_only_server_is_killed_loses_and_repeats_nothing(tmp_path: P
     states = ["HEALTHY -> DEAD", "DEAD -> RESTARTING", "RESTARTING -> STALE", "STALE -> HEALTHY"]
     places = [log.rindex(state) for state in states]
     assert places == sorted(places)
+    assert not [p for p in family if alive(p)]

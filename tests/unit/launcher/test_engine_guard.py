@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +21,12 @@ time.sleep(1000)
 
 
 def guard(*command: str) -> subprocess.Popen[str]:
+    return started(str(engine_guard.__file__), *command)
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(engine_guard.__file__), *command],
+        [sys.executable, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -39,6 +44,18 @@ def test_a_server_and_its_children_end_with_the_trainer() -> None:
     process.stdin.close()
     process.wait(30)
     eventually(lambda: not any(alive(p) for p in family), "the server and its child to end", 10)
+
+
+def test_a_server_hears_signals_that_its_guard_was_born_deaf_to() -> None:
+    """As under Ray, whose processes leave Slurm's signals to ranks."""
+    deafened = "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); "
+    deafened += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    process = started("-c", deafened, str(engine_guard.__file__), sys.executable, "-c", SERVER)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.stdin.close()
+    assert process.wait(30) == -signal.SIGTERM % 256
 
 
 def test_a_server_that_ends_gives_its_status() -> None:

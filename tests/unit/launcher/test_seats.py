@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
 import pytest
 
 from launcher.engines import mirror_path
+from launcher.guards import Guard, Order, start_guard
 from launcher.placement import placement_of
 from launcher.seats import Place, elsewhere, places
 from launcher.slurm import Job
@@ -108,6 +110,33 @@ def test_a_component_of_its_own_is_reached_by_its_group(run: Path, monkeypatch: 
     (place,) = places(config, job)
     assert place.host == "10.0.0.1"
     assert {"--het-group=1", "--nodelist=a1", "--cpus-per-task=9", "--overlap"} <= set(place.before)
+
+
+def test_who_has_places_on_all_nodes_starts_servers_there_by_number(run: Path) -> None:
+    """As Ray does, without srun; the first is on this node, which sees its memory."""
+    started = []
+
+    async def start_at(number: int, order: Order) -> Guard:
+        started.append((number, order))
+        return await start_guard(order)
+
+    config = config_of(*GPUS, "learner.dp=4", "slurm.nodes=2", "rollout.server.replicas=2")
+    found = places(config, job_of(config, run), start_at)
+    assert [place.host for place in found] == ["127.0.0.1", "10.0.0.2"]
+    assert [place.environment for place in found] == [{"CUDA_VISIBLE_DEVICES": "0,1"}] * 2
+    assert [place.before for place in found] == [(), ()]
+    (here,) = places(config_of("run.launcher=ray"), None, start_at)
+    assert not here.away
+    order = Order(command=["sh", "-c", "pwd; exit 7"], environment={}, folder=run.parent, log=run.parent / "log")
+    for place in (*found, here):
+        guard = asyncio.run(_end_of(place, order))
+        assert guard == "ended with status 7"
+    assert started == [(0, order), (1, order), (0, order)]
+    assert order.log.read_text() == f"{run.parent}\n" * 3
+
+
+async def _end_of(place: Place, order: Order) -> str:
+    return await (await place.start(order)).wait()
 
 
 def test_a_node_without_an_address_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launcher import submit
-from launcher.ray_node import node_command
+from launcher.ray_node import engine_node_command, node_command
 from launcher.slurm import Job, step_command
 from rl_megatron.config import RunConfig
 from rl_megatron.config_io import load
@@ -329,7 +330,10 @@ def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path
     for command in (step_command, node_command):
         assert command(slurm, placement, tmp_path, python="p", where=cut.learner_options())[1] == "--nodelist=a1,a2"
         assert command(slurm, placement, tmp_path, python="p", where=het.learner_options())[1] == "--het-group=0"
-    server = " ".join(het.server_command("b1", 24))
+    server = " ".join(het.server_command(["b1"], 24))
     assert "srun --het-group=1 --overlap --nodes=1 --ntasks=1 --nodelist=b1 --cpus-per-task=24 --mem=0" in server
-    assert "--het-group" not in " ".join(cut.server_command("b1", 24))
-    assert "--nodelist=a2" in cut.server_command("a2", 1)
+    assert "--het-group" not in " ".join(cut.server_command(["b1"], 24))
+    assert "--nodelist=a2" in cut.server_command(["a2"], 1)
+    ray = " ".join(engine_node_command(replace(het, engine_nodes=("b1", "b2")), 48, python="p"))
+    assert "--het-group=1 --overlap --nodes=2 --ntasks=2 --nodelist=b1,b2 --cpus-per-task=48 --mem=0 " in ray
+    assert ray.endswith(f"--output={tmp_path}/ray-engines-%t.txt p -m launcher.ray_node")

@@ -1,0 +1,42 @@
+"""A thread in which one library is asked everything, in turn, and which nobody has to wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class OwnThread:
+    """Calls are made in order. Unlike those of an executor, one that never ends does not hold the process's end up."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What the function returns or raises. Who is cancelled leaves a call that runs to itself."""
+        future: Future[T] = Future()
+        self._calls.put((future, functools.partial(function, *args, **kwargs)))
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """It ends after the calls that were made."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function = call
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001  it is the caller's
+                future.set_exception(error)

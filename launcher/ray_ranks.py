@@ -1,0 +1,123 @@
+"""Learner ranks as actors of a Ray cluster (ray_cluster.py).
+
+An actor does what every rank does: it connects back to the controller with the run's token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any
+
+from launcher import channel, rank
+from launcher.arrivals import Awaited, learner
+from launcher.rank import Call
+from launcher.ray_cluster import RayCluster, group_of, said, seen
+from launcher.ray_node import Bundle
+from launcher.slurm import threads_per_rank
+from launcher.workers import Failure
+from rl_megatron.config import RunConfig
+from rl_megatron.errors import WorkerDied
+from rl_megatron.interfaces import Roles
+
+# isort: split
+import ray  # after ray_cluster, which sets what it reads
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+_CAUSE_SECONDS = 20.0
+
+
+class RankActor:
+    """Where a rank runs."""
+
+    def serve(self, call: Call, number: int, log: str) -> None:
+        """Be rank ``number``; what it prints goes to the file ``log``."""
+        with Path(log).open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        rank.serve(call, number)
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+
+
+class RayLauncher:
+    """Starts the workers of a run as actors of a running cluster. See interfaces.Launcher."""
+
+    def __init__(
+        self, cluster: RayCluster, model_folder: Path, run_folder: Path, on_signal: Callable[[str], None]
+    ) -> None:
+        self._cluster, self._model_folder, self._run_folder = cluster, model_folder, run_folder
+        self._on_signal = on_signal
+
+    @contextlib.asynccontextmanager
+    async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
+        """See interfaces.Launcher."""
+        cluster, job = self._cluster, self._cluster.job
+        placement, folder = cluster.placement, cluster.folder
+        token, failure = secrets.token_bytes(channel.TOKEN_BYTES), Failure()
+        with channel.listen(cluster.host, backlog=config.learner.dims.world_size) as listener:
+            threads = config.learner.threads or threads_per_rank(placement)
+            call = Call(host=cluster.host, port=listener.getsockname()[1], token=token.hex(), threads=threads)
+            ends = await cluster.own(_start_ranks, cluster.shares.learner, call, folder)
+            awaited = Awaited(
+                placement=placement,
+                token=token,
+                started=_first_end(ends),
+                seconds=config.learner.timeout_seconds,
+                files=f"rank-*.txt in {folder}",
+                blame=job.blame if job else lambda _: None,
+            )
+            try:
+                async with learner(
+                    listener,
+                    awaited,
+                    failure,
+                    config,
+                    model_folder=self._model_folder,
+                    run_folder=self._run_folder,
+                    on_signal=self._on_signal,
+                ) as roles:
+                    yield roles
+            except WorkerDied as error:
+                if failure.rank is None:
+                    raise
+                cause = await asyncio.to_thread(_cause, ends[failure.rank])
+                raise WorkerDied(f"{error}{cause}") from error
+
+
+def _start_ranks(bundles: Mapping[str, Sequence[Bundle]], call: Call, folder: Path) -> list[Future[None]]:
+    """An actor for each rank, in its node's placement group; when and how each ends."""
+    actor: Any = ray.remote(RankActor)
+    ends: list[Future[None]] = []
+    for node, each in bundles.items():
+        group = group_of("learner", node, each)
+        for index in range(len(each)):
+            number = len(ends)
+            here = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            made = actor.options(num_cpus=1, scheduling_strategy=here, name=f"rank {number}").remote()
+            ends.append(made.serve.remote(call, number, str(folder / f"rank-{number}.txt")).future())
+    return ends
+
+
+async def _first_end(ends: Sequence[Future[None]]) -> str:
+    """How the first actor ended, once one has."""
+    waiting = [asyncio.wrap_future(end) for end in ends]
+    for one in waiting:
+        one.add_done_callback(seen)
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    number = next(i for i, one in enumerate(waiting) if one.done())
+    return f"the actor of rank {number} ended{_cause(ends[number])}"
+
+
+def _cause(end: Future[None]) -> str:
+    """What Ray says of a death, to be put behind a sentence; nothing of an end by itself, or not known in time."""
+    try:
+        error = end.exception(_CAUSE_SECONDS)
+    except FutureTimeout:
+        return ""
+    return "" if error is None or "INTENDED_USER_EXIT" in str(error) else said(error)

@@ -1,0 +1,50 @@
+"""What the nodes of a Ray cluster are told: a bundle a rank and a server, bound to its node, and resources that fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from launcher.placement import place, seat
+from launcher.ray_node import Bundle, NodeCall, options, shares, totals
+from rl_megatron.types import ParallelDims
+
+PLACEMENT = place(ParallelDims(dp=4), ("a1", "a2"), 2)
+
+
+def amounts(bundles: Mapping[str, Sequence[Bundle]], name: str) -> dict[str, list[float]]:
+    return {node: [bundle.get(name, 0) for bundle in each] for node, each in bundles.items()}
+
+
+def options_of(resources: Mapping[str, Bundle], node: str) -> list[str]:
+    """Of Ray on a node, which has got its call over the wire."""
+    call = NodeCall(head="a1", host="h", port=1, token="t", folder="/f", resources=resources, seconds=1.0)
+    return options(NodeCall(**json.loads(call.line())), node, own="10.0.0.9")
+
+
+def test_servers_on_nodes_of_their_own_hold_their_gpus() -> None:
+    seats = seat(3, 4, ("b1", "b2"), 8, shared=False)
+    roles = shares(PLACEMENT, seats, alone=True)
+    assert amounts(roles.learner, "CPU") == {"a1": [1, 1], "a2": [1, 1]}
+    assert amounts(roles.engines, "GPU") == {"b1": [4, 4], "b2": [4]}
+    assert [set(bundle) for bundle in roles.engines["b1"]] == [{"CPU", "GPU", "engine on b1"}] * 2
+    given = options_of(totals(roles.engines), "b1")
+    assert {"--num-cpus=2", "--num-gpus=8", '--resources={"engine on b1": 2}'} <= set(given)
+    given = options_of(totals(roles.learner), "a2")
+    assert {"--num-cpus=2", "--num-gpus=0", '--resources={"learner on a2": 2}'} <= set(given)
+
+
+@pytest.mark.parametrize(("replicas", "last"), [(3, 1), (4, 2)])
+def test_servers_that_share_nodes_with_ranks_have_shares_beside_them(replicas: int, last: int) -> None:
+    """GPUs are counted once at most, so that neither role waits for the other's."""
+    roles = shares(PLACEMENT, seat(replicas, 1, ("a1", "a2"), 2, shared=True), alone=False)
+    assert amounts(roles.engines, "GPU") == {"a1": [0, 0], "a2": [0] * last}
+    has = totals(roles.learner, roles.engines)
+    assert has["a2"] == {"CPU": 2 + last, "learner on a2": 2, "engine on a2": last}
+    assert "--num-gpus=0" in options_of(has, "a2")
+
+
+def test_a_node_without_a_server_has_nothing_for_ray() -> None:
+    assert {"--num-cpus=0", "--num-gpus=0", "--resources={}"} <= set(options_of({}, "b9"))
