@@ -14,7 +14,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ from launcher.ray_node import (
     SETTINGS,
     Bundle,
     NodeCall,
-    await_head,
     engine_node_command,
     environment,
     free_port,
+    health_command,
     node_command,
     shares,
     totals,
@@ -53,7 +53,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 logger = logging.getLogger(__name__)
 logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it leaves SIGTERM alone, which is meant
 
-_GRACE_SECONDS = 5.0
+_SHUTDOWN_SECONDS = 60.0
+_LOOK_SECONDS = 0.2
 
 
 class ServerActor:
@@ -155,7 +156,7 @@ class RayCluster:
     async def _start_here(self, stack: contextlib.AsyncExitStack) -> None:
         folder = stack.enter_context(scratch(within=Path("/tmp")))  # a short path: sockets lie in it
         (has,) = totals(self.shares.learner, self.shares.engines).values()
-        await self._come_up(stack, lambda _: _start_here(has, secrets.token_hex(32), str(folder)), [])
+        await self._come_up(stack, self.own(_start_here, has, secrets.token_hex(32), str(folder)), [])
 
     async def _start_on(self, job: Job, stack: contextlib.AsyncExitStack) -> None:
         learner, engines = self.shares.learner, self.shares.engines
@@ -178,42 +179,42 @@ class RayCluster:
             command = engine_node_command(job, cpus_of_engine_node(self._config, job), python=python)
             steps.append(await stack.enter_async_context(running_step(command, there.line(), job.folder)))
             wanted |= set().union(*there.resources.values())
-        await self._come_up(stack, lambda given_up: _join(call, wanted, given_up), steps)
+        await self._come_up(stack, self._join(call, wanted), steps)
 
     async def _come_up(
-        self,
-        stack: contextlib.AsyncExitStack,
-        connect: Callable[[threading.Event], None],
-        steps: Sequence[asyncio.subprocess.Process],
+        self, stack: contextlib.AsyncExitStack, driver: Awaitable[None], steps: Sequence[asyncio.subprocess.Process]
     ) -> None:
-        """Be the cluster's driver. Raises WorkerDied where a step of it ends before, or it is late."""
-        limit, given_up = self._config.learner.timeout_seconds, threading.Event()
-        connecting = asyncio.ensure_future(self.own(connect, given_up))
+        """Wait for what makes this the driver. Raises WorkerDied where a step of Ray ends before, or it is late."""
+        limit, driving = self._config.learner.timeout_seconds, asyncio.ensure_future(driver)
         over = [asyncio.ensure_future(ended(step)) for step in steps]
         read = f"ray-*.txt in {self.folder} have what Ray said"
-        stack.push_async_callback(self._shut, connecting)
+        stack.push_async_callback(self._shut)
         try:
-            await asyncio.wait({connecting, *over}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if not connecting.done():
+            await asyncio.wait({driving, *over}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not driving.done():
                 late = f"learner.timeout_seconds={limit:g} passed"
                 why = next((one.result() for one in over if one.done()), late)
                 raise WorkerDied(f"{why} before Ray was up; {read}")
-            connecting.result()
+            driving.result()
         except (TimeoutError, ConnectionError, RayError) as error:
             raise WorkerDied(f"{error}; {read}") from error
         finally:
-            given_up.set()
-            for one in over:
+            for one in (driving, *over):
                 one.cancel()
 
-    async def _shut(self, connecting: asyncio.Future[None]) -> None:
-        """Leave the cluster, but where Ray still waits for its head: it does so for minutes, and hears nothing."""
-        await asyncio.wait([connecting], timeout=_GRACE_SECONDS)
-        if not connecting.done():
-            connecting.cancel()
-        else:
-            seen(connecting)
-            await self.own(ray.shutdown)
+    async def _join(self, call: NodeCall, wanted: set[str]) -> None:
+        given_up = threading.Event()
+        try:
+            await _healthy(call)
+            await self.own(_join, call, wanted, given_up)
+        finally:
+            given_up.set()
+
+    async def _shut(self) -> None:
+        """Leave the cluster; not where Ray still waits for a head that died under its hands."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SHUTDOWN_SECONDS):
+                await self.own(ray.shutdown)
 
     async def start_guard(self, number: int, order: Order) -> Guard:
         """Start a server's guard at its place. Raises EngineError after ``rollout.server.start_seconds``."""
@@ -243,15 +244,37 @@ class InCluster:
             yield roles
 
 
+async def _healthy(call: NodeCall) -> None:
+    """Until the head answers, which it does not yet when it listens.
+
+    Ray itself would wait for a silent head for a quarter of an hour, and have this process stand still all the while.
+    """
+    while True:
+        asking = await asyncio.create_subprocess_exec(
+            *health_command(call),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={**os.environ, **environment(call.token)},
+        )
+        try:
+            if await asking.wait() == 0:
+                return
+        finally:
+            if asking.returncode is None:
+                asking.kill()
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
 def _join(call: NodeCall, wanted: set[str], given_up: threading.Event) -> None:
     """Raises TimeoutError naming what is missing of Ray, ConnectionError or RayError where it refuses."""
     end = time.monotonic() + call.seconds
-    await_head(call, given_up)
+    os.environ.update({"RAY_gcs_server_port_wait_time_s": "1"})  # one attempt of Ray's, with limits in it, not twenty
     while not ray.is_initialized():
         try:
             with _holding(call.token):
                 ray.init(address=f"{call.host}:{call.port}", log_to_driver=False, configure_logging=False)
-        except ConnectionError:  # the head listens before it serves, and Ray's own patience is short
+        except ConnectionError:
             if given_up.wait(1.0) or time.monotonic() > end:
                 raise
     while not given_up.is_set():
@@ -260,7 +283,7 @@ def _join(call: NodeCall, wanted: set[str], given_up: threading.Event) -> None:
             return
         if time.monotonic() > end:
             raise TimeoutError(f"Ray has no {', '.join(missing)} after learner.timeout_seconds={call.seconds:g}")
-        given_up.wait(0.2)
+        given_up.wait(_LOOK_SECONDS)
 
 
 def _start_here(has: Bundle, token: str, folder: str) -> None:

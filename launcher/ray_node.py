@@ -198,6 +198,11 @@ def await_head(call: NodeCall, given_up: threading.Event) -> str:
                 ) from error
 
 
+def health_command(call: NodeCall) -> list[str]:
+    """A process that ends with status 0 once the head answers, with another after half a minute."""
+    return [*_RAY, "health-check", f"--address={call.host}:{call.port}"]
+
+
 def free_port(host: str) -> int:
     """A port that nobody listens on at this moment."""
     with socket.socket() as found:
