@@ -1,7 +1,7 @@
 # make train [ARGS="algorithm=cispo seed=1"]   the default run, or one changed by key=value
 # make test                                    linters, then every test
 # make test-engines                            the tests that want vLLM and SGLang, which it installs under .engines/
-# make test-cluster                            jobs on a real Slurm of sixteen nodes on this machine (root, Debian)
+# make test-cluster                            jobs on a real Slurm of seventeen nodes on this machine (root, Debian)
 # make lint                                    linters alone (what pre-commit runs)
 # make clean                                   remove the environment and caches; runs/ stays
 

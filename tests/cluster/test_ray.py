@@ -1,25 +1,36 @@
-"""Ranks as Ray actors on a real Slurm: as on one machine, to the bit, beside another such job and over a requeue."""
+"""Ranks as Ray actors on a real Slurm: as on one machine, to the bit, beside another such job, and over a requeue.
+
+One comes back after its notice, one because a node of it lost power, without that node.
+"""
 
 from __future__ import annotations
 
 from tests.cluster.jobs import Cluster
 
-RAY = ("slurm.nodes=2", "slurm.partition=pair13", "run.launcher=ray", "checkpoint.every=0")
+RAY = ("slurm.nodes=2", "run.launcher=ray")
 
 
 def test_two_jobs_of_ray_share_nodes_and_train_as_one_machine_does(cluster: Cluster) -> None:
-    jobs = [cluster.submit("actors", *RAY, hold="1"), cluster.submit("more-actors", *RAY, hold="2")]
-    first, again = jobs
+    first = cluster.submit("actors", *RAY, "slurm.partition=spare", hold="1 3")
+    again = cluster.submit("more-actors", *RAY, "slurm.partition=pair13", "checkpoint.every=0", hold="2")
     again.until_step(2)
     first.until_step(1)  # both are up
+    assert {job.shown()["NodeList"] for job in (first, again)} == {"node[13-14]"}
     first.go_on(1)
     cluster.call("scancel", "--batch", "--signal=USR1", again.id)
     again.until(lambda: "the run saves" in again.log(), "the script's word")
     again.go_on(2)
-    for job in jobs:
-        assert job.end() == "COMPLETED", job.said()
-        assert job.record() == cluster.local()
-        assert "COMPLETED on node[13-14]" in cluster.program("status", str(job.run))
+    assert again.end() == "COMPLETED", again.said()
     assert len(again.attempts()) == 2
     assert "2 ranks on 2 nodes, 1 on each" in (again.run / "log.txt").read_text()
-    assert list(cluster.folder.glob("nodes/node1[34]/tmp/rlm-*")) == []
+    first.until_step(3)
+    cluster.power_off("node14")  # with a rank, but neither the controller nor Ray's head
+    first.go_on(3)
+    first.until(lambda: first.shown()["Restarts"] == "1" and first.state() == "RUNNING", "the restart without the node")
+    assert first.shown()["NodeList"] == "node[13,17]"
+    assert first.end() == "COMPLETED", first.said()
+    for job in (first, again):
+        assert job.record() == cluster.local()
+    assert "COMPLETED on node[13-14]" in cluster.program("status", str(again.run))
+    for node in (13, 17):
+        assert list(cluster.folder.glob(f"nodes/node{node}/tmp/rlm-*")) == []
