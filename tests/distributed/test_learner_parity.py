@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rl_megatron.data.samples import select
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Batch, Samples
+from tests.distributed.ragged import ragged_samples
 from tests.distributed.ranks import run_ranks
 
 STEPS = 5
@@ -27,21 +29,11 @@ TINY = TinyModelSection(num_layers=4)
 
 
 def make_samples() -> Samples:
-    """24 ragged sequences, prompts masked out, with old log-probs near a random policy's."""
+    """24 ragged sequences with an advantage each."""
     g = torch.Generator().manual_seed(5)
-    lengths = torch.randint(4, 40, (24,), generator=g)
-    n = int(lengths.sum())
-    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    position = torch.arange(n) - torch.repeat_interleave(cu[:-1], lengths)
-    return Samples(
-        input_ids=torch.randint(0, 256, (n,), generator=g),
-        targets=torch.randint(0, 256, (n,), generator=g),
-        mask=position >= 2,
-        advantages=torch.repeat_interleave(torch.randn(24, generator=g), lengths),
-        rollout_logprobs=torch.zeros(n),
-        old_logprobs=torch.zeros(n),
-        cu_seqlens=cu,
-    )
+    samples = ragged_samples(24, g)
+    advantages = torch.repeat_interleave(torch.randn(24, generator=g), samples.cu_seqlens.diff())
+    return replace(samples, advantages=advantages)
 
 
 def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max_tokens: int) -> None:

@@ -27,6 +27,7 @@ from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Batch, GenerationRequest, Prompt, RolloutGroup, Samples, SamplingParams
+from tests.distributed.ragged import ragged_samples
 from tests.distributed.ranks import run_ranks
 
 TINY = TinyModelSection(num_layers=4)
@@ -56,22 +57,11 @@ BAD_ROUTES = {
 
 
 def make_samples() -> Samples:
-    """20 ragged sequences, the first two targets of each masked out, with experts drawn at random for each token."""
+    """20 ragged sequences, with experts drawn at random for each token."""
     g = torch.Generator().manual_seed(5)
-    lengths = torch.randint(4, 40, (20,), generator=g)
-    n = int(lengths.sum())
-    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    position = torch.arange(n) - torch.repeat_interleave(cu[:-1], lengths)
-    return Samples(
-        input_ids=torch.randint(0, 256, (n,), generator=g),
-        targets=torch.randint(0, 256, (n,), generator=g),
-        mask=position >= 2,
-        advantages=torch.zeros(n),
-        rollout_logprobs=torch.zeros(n),
-        old_logprobs=torch.zeros(n),
-        routes=torch.rand(n, TINY.num_layers, EXPERTS, generator=g).argsort(-1)[..., :TOP_K].to(torch.uint8),
-        cu_seqlens=cu,
-    )
+    samples = ragged_samples(20, g)
+    drawn = torch.rand(len(samples.input_ids), TINY.num_layers, EXPERTS, generator=g).argsort(-1)
+    return replace(samples, routes=drawn[..., :TOP_K].to(torch.uint8))
 
 
 def free(samples: Samples) -> Samples:
