@@ -186,7 +186,7 @@ class Straight:
         self._layers: dict[nn.Module, dict[str, Tensor]] = {}
         wanted = {one.param for one in places}
         with as_loaded(model) as params:
-            made = {name: torch.empty_like(params[name], device=device) for name in wanted}
+            made = {name: torch.zeros_like(params[name], device=device) for name in wanted}  # padding stays so
             for prefix, layer in model.named_modules():
                 for name in get_layer_tensors(layer):
                     if (param := f"{prefix}.{name}" if prefix else name) in wanted:

@@ -77,6 +77,8 @@ class _Recorder(TorchDispatchMode):
         if func is not torch.ops.aten.copy_.default or _storage(args[0]) not in self._params:
             return func(*args, **(kwargs or {}))
         target, source = args[0], args[1]
+        if not target.numel():  # the share of a rank that a padded parameter leaves none
+            return target
         param = self._params[_storage(target)]
         if _storage(source) not in self._sources:
             if self._partial:

@@ -1,22 +1,30 @@
-"""Tiny models of sizes that engines' CPU kernels have, and real learner ranks that leave each in a mirror file."""
+"""Tiny models of sizes that engines' CPU kernels have, and real learner ranks that push each to who asks."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import multiprocessing
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from launcher.engines import mirror_path
+from launcher.proxies import WeightGroup
 from launcher.rank_models import Setup
 from launcher.worker import Worker
 from rl_megatron.config import RunConfig
 from rl_megatron.config_io import load
 from rl_megatron.models.tiny import byte_tokenizer
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import LIMIT
 from tests.family_models import BASE, DENSE, MODELS
 
 WORLD = 4
@@ -97,39 +105,129 @@ def mirror_of(root: Path, name: str, layout: str) -> Path:
     return mirror_path(config_of(root, name, layout), root / name / layout)
 
 
-def push_all(root: Path, shared: Sequence[Path]) -> None:
+def folder_of(root: Path, name: str, seed: int) -> Path:
+    """Where a family's model of a seed lies."""
+    return root / name / f"model-{seed}"
+
+
+class Ranks:
+    """Learner ranks that hold one model in one layout at a time, for who has the ``turn``; see worker.Worker.CALLS."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.turn = threading.Lock()
+        self._ends: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        self.world_size = 0  # of the layout that is held
+        for rank in range(WORLD):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_rank_main, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(mine)
+            self._processes.append(process)
+
+    def hold(self, config: RunConfig, model: Path, run_folder: Path) -> None:
+        """Hold another model, or in another layout."""
+        run_folder.mkdir(parents=True)
+        self.world_size = config.learner.dims.world_size
+        rendezvous = f"file://{run_folder}/rendezvous"
+        self.call(
+            "hold", Setup(config=config, model_folder=model, run_folder=run_folder, rendezvous=rendezvous), ranks=WORLD
+        )
+
+    def call(self, name: str, *arguments: Any, ranks: int | None = None) -> list[Any]:
+        """What each rank of the layout answers; fails where one ends."""
+        ends = self._ends[: ranks or self.world_size]
+        for end in ends:
+            end.send((name, arguments))
+        answers = []
+        for rank, end in enumerate(ends):
+            assert end.poll(LIMIT), f"rank {rank} has not answered {name} in {LIMIT:g} s"
+            answers.append(end.recv())
+        return answers
+
+    async def each(self, name: str, *arguments: Any) -> list[Any]:
+        """See workers.WorkerGroup."""
+        return await asyncio.to_thread(self.call, name, *arguments)
+
+    def close(self) -> None:
+        """End."""
+        for end in self._ends:
+            end.close()
+        for process in self._processes:
+            process.join(LIMIT)
+            process.kill()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learners:
+    """Ranks, and the folder under which what they have pushed lies (`mirror_of`)."""
+
+    ranks: Ranks
+    root: Path
+
+    @contextmanager
+    def holding(self, name: str, layout: str) -> Iterator[WeightGroup]:
+        """The way out of ranks that hold a family's model, for nobody else meanwhile."""
+        config, model = config_of(self.root, name, layout), folder_of(self.root, name, LAYOUTS[layout].seed)
+        with self.ranks.turn:
+            number = len(list(self.root.glob("live-*")))
+            self.ranks.hold(config, model, self.root / f"live-{number}")
+            yield WeightGroup(self.ranks)  # type: ignore[arg-type]
+
+    def sent(self) -> Counter[int]:
+        """Bytes of the version sent last, by number of the engine rank."""
+        return sum((Counter(one) for one in self.ranks.call("sent")), Counter())
+
+
+@contextmanager
+def learners_of(root: Path, shared: Sequence[Path]) -> Iterator[Learners]:
     """Start ranks once; they hold each model (`folder_of`) in each layout in turn, and push it into its mirror."""
     for layout, folder in zip(LAYOUTS.values(), shared, strict=True):
         folder_of(root, SHARED, layout.seed).parent.mkdir(exist_ok=True)
         folder_of(root, SHARED, layout.seed).symlink_to(folder)
         for name in KERNELS:
             save_model(name, folder_of(root, name, layout.seed), layout.seed)
-    run_ranks(_rank_main, WORLD, root)
+    ranks = Ranks()
+    try:
+        for name in (SHARED, *KERNELS):
+            for layout, chosen in LAYOUTS.items():
+                ranks.hold(config_of(root, name, layout), folder_of(root, name, chosen.seed), root / name / layout)
+                for pushed in ranks.call("stage", chosen.seed):
+                    assert not isinstance(pushed, Exception), pushed
+                ranks.call("commit", chosen.seed)
+        yield Learners(ranks=ranks, root=root)
+    finally:
+        ranks.close()
 
 
-def folder_of(root: Path, name: str, seed: int) -> Path:
-    """Where a family's model of a seed lies."""
-    return root / name / f"model-{seed}"
-
-
-def _rank_main(rank: int, root: Path) -> None:
+def _rank_main(rank: int, orders: Connection) -> None:
     torch.set_num_threads(1)
     import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
 
-    for name in (SHARED, *KERNELS):
-        for layout, chosen in LAYOUTS.items():
-            config, run_folder = config_of(root, name, layout), root / name / layout
-            run_folder.mkdir(exist_ok=True)
-            if rank >= config.learner.dims.world_size:
-                continue
-            setup = Setup(
-                config=config,
-                model_folder=folder_of(root, name, chosen.seed),
-                run_folder=run_folder,
-                rendezvous=f"file://{run_folder}/rendezvous",
-            )
-            worker = Worker(setup, rank, None)
-            pushed = worker.stage(chosen.seed)
-            assert not isinstance(pushed, Exception), pushed
-            worker.commit(chosen.seed)
-            worker.close()
+    worker: Worker | None = None
+    while True:
+        try:
+            name, arguments = orders.recv()
+        except EOFError:
+            return
+        if name == "hold":
+            if worker is not None:
+                worker.close()
+            (setup,) = arguments
+            worker = Worker(setup, rank, None) if rank < setup.config.learner.dims.world_size else None
+            orders.send(None)
+            continue
+        assert worker is not None
+        orders.send(_sent(worker) if name == "sent" else getattr(worker, name)(*arguments))
+
+
+def _sent(worker: Worker) -> Mapping[int, int]:
+    """Bytes that this rank sends of a version, by number of the receiver in the group of learner and engines."""
+    assert worker._sender is not None
+    out: Counter[int] = Counter()
+    for step in worker._sender._transport.steps:
+        if step.send is not None:
+            out[step.send.peer] += step.send.bucket.num_bytes
+    return out

@@ -1,13 +1,15 @@
 """Every engine with models of other kinds, TP1 and TP2: real learner ranks push, transformers' forward is the oracle.
 
-Learner ranks start once (40 seconds), a model's two servers at the same time (30 seconds), on an idle machine.
+They push into mirrors, and straight into engine ranks. Learner ranks start once (40 seconds), a model's two servers at
+the same time (30 seconds), on an idle machine.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,12 @@ from launcher.engines import SERVERS
 from rl_megatron.config_io import load
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.weights.direct import Direct
+from rl_megatron.weights.engine_layout import Boxes
+from rl_megatron.weights.transports.joined import Keeper
 from tests.engines.benches import REPO, LocalBench, ServedBench, logprobs_of, request, served
 from tests.engines.conftest import needs
-from tests.engines.learned import KERNELS, LAYOUTS, SHARED, folder_of, mirror_of, push_all
+from tests.engines.learned import KERNELS, LAYOUTS, SHARED, Learners, folder_of, learners_of, mirror_of
 
 pytestmark = pytest.mark.slow
 # The last is longer than two blocks of vLLM's prefix cache: what it computed by older weights would show.
@@ -32,33 +37,71 @@ REFUSED = {("sglang", "deepseek_v3"): "takes the cached latents of latent attent
 
 
 @pytest.fixture(scope="module")
-def pushed(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("learned")
-    push_all(root, models)
-    return root
+def learners(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learners]:
+    with learners_of(tmp_path_factory.mktemp("learned"), models) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pushed(learners: Learners) -> Path:
+    return learners.root
 
 
 def check(server: ServedBench, name: str, pushed: Path) -> None:
     """What each learner pushed is what the server samples from."""
     for layout, chosen in LAYOUTS.items():
-        version = chosen.seed
-        server.run(server.engine.load(mirror_of(pushed, name, layout), version))
-        server.run(server.engine.commit(version))
-        requests = [request(prompt, n=2) for prompt in PROMPTS]
-        for asked, completions in zip(requests, server.generate(*requests), strict=True):
-            for c in completions:
-                expected = logprobs_of(folder_of(pushed, name, version), asked.token_ids, c.token_ids, 1.0)
-                torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
-                assert c.versions == (version, version)
+        server.run(server.engine.load(mirror_of(pushed, name, layout), chosen.seed))
+        server.run(server.engine.commit(chosen.seed))
+        samples_from(server, folder_of(pushed, name, chosen.seed), chosen.seed)
+
+
+def samples_from(server: ServedBench, folder: Path, version: int) -> None:
+    """Its log-probs are those of a folder's weights."""
+    requests = [request(prompt, n=2) for prompt in PROMPTS]
+    for asked, completions in zip(requests, server.generate(*requests), strict=True):
+        for c in completions:
+            expected = logprobs_of(folder, asked.token_ids, c.token_ids, 1.0)
+            torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
+            assert c.versions == (version, version)
+
+
+def check_straight(server: ServedBench, name: str, learners: Learners) -> None:
+    """So it is with what learners send straight into its ranks, each of which gets the boxes that it holds alone."""
+    (ranks,) = server.run(server.engine.boxes(server.path)).values()
+    needed, whole = [bytes_of(boxes) for boxes in ranks], server.sync.mirror.num_bytes
+    assert len(needed) == 2
+    assert whole < sum(needed) < 1.1 * whole  # norms and routers alone are on both
+    for version, layout in enumerate(LAYOUTS, start=11):
+        with learners.holding(name, layout) as weights:
+            server.sync.folder, first = folder_of(learners.root, name, LAYOUTS[layout].seed), learners.ranks.world_size
+            server.weights._direct = Direct(
+                senders=weights,
+                receivers=server.engine,
+                keeper=Keeper("127.0.0.1", 300.0),
+                path=server.path,
+                learner_ranks=first,
+                backend="gloo",
+            )
+            update = server.run(server.weights.push(version))
+            assert learners.sent() == {first + rank: num_bytes for rank, num_bytes in enumerate(needed)}
+            assert update.num_bytes == sum(needed)
+        samples_from(server, server.sync.folder, version)
+
+
+def bytes_of(boxes: Boxes) -> int:
+    """Of a rank's boxes in float32."""
+    return sum(4 * prod(high - low for low, high in box) for box in boxes.values())
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", [SHARED, *KERNELS])
 def test_pushed_weights_give_the_log_probs_of_transformers(
-    name: str, tp: int, pushed: Path, start: Callable[[str], ServedBench], tmp_path: Path
+    name: str, tp: int, learners: Learners, start: Callable[[str], ServedBench], tmp_path: Path
 ) -> None:
+    """From mirrors; of one family at TP2 straight from the learner's ranks, too."""
     for engine in SERVERS:
         needs(engine)
+    pushed = learners.root
     model = folder_of(pushed, name, 1)
 
     def try_out(engine: str) -> None:
@@ -70,6 +113,8 @@ def test_pushed_weights_give_the_log_probs_of_transformers(
             return
         with served(engine, model, folder, tp=tp, routes=False) as server:
             check(server, name, pushed)
+            if name == SHARED:
+                check_straight(server, name, learners)
 
     if (name, tp) == (SHARED, 1):
         for engine in SERVERS:

@@ -130,5 +130,17 @@ def test_what_a_loader_computes_is_refused(compute: Callable[[Tensor], Tensor]) 
     assert record(load, shapes, {"p": param}, dtypes, partial=True) == []
 
 
+def test_a_rank_that_padding_leaves_nothing_holds_no_box() -> None:
+    """SGLang's loader fills it with no rows of zeros."""
+    param = torch.ones(4, HIDDEN)
+
+    def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for _ in tensors:
+            rows = param.narrow(0, 4, 0)
+            rows.copy_(torch.zeros_like(rows))
+
+    assert record(load, {"a": (4, HIDDEN)}, {"p": param}, {"a": torch.float32}) == []
+
+
 def test_kinds_are_names_without_numbers() -> None:
     assert kind_of("model.layers.11.mlp.experts.w13_weight") == "model.layers.*.mlp.experts.w13_weight"
