@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -181,6 +182,50 @@ def test_an_aborted_request_keeps_what_was_sampled(server: ServedBench, models: 
             positions = (*LONG.token_ids, *completion.token_ids)[:-1]
             assert decode_routes(completion.routes).shape == routes_of(models[0], positions).shape
     assert [c.finish_reason for c in whole] == ["length"] * 2
+
+
+async def running_on(server: ServedBench) -> int:
+    """Sequences that the server itself says it samples."""
+    (replica,) = server.engine.servers
+    if server.name == "sglang":
+        (load,) = (await replica.get("/v1/loads"))["loads"]
+        return int(load["num_running_reqs"])
+    said = (await replica._client.get("/metrics")).text
+    return int(sum(float(n) for n in re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", said, re.MULTILINE)))
+
+
+def test_a_cancelled_request_is_aborted_on_the_server(server: ServedBench, models: tuple[Path, Path]) -> None:
+    """Before it has half its tokens: a request beside it that ends there runs on."""
+    server.push(models[0], 1)
+    cancelled, beside = request(n=24, new=400), request(range(60, 80), n=24, new=200)
+
+    async def cancel() -> Sequence[Completion]:
+        tasks = [asyncio.create_task(server.engine.generate(r)) for r in (cancelled, beside)]
+        while await running_on(server) < 48:
+            assert not tasks[1].done()
+        tasks[0].cancel()
+        while (number := await running_on(server)) > 24:
+            assert not tasks[1].done()
+        assert number == 24
+        assert tasks[0].cancelled()
+        return await tasks[1]
+
+    completions = server.run(cancel())
+    assert [len(c.token_ids) for c in completions] == [200] * 24
+    assert server.run(running_on(server)) == 0
+    (replica,) = server.engine.servers
+    assert replica.in_flight == 0
+
+
+def test_no_cached_prefix_outlives_its_weights(server: ServedBench, models: tuple[Path, Path]) -> None:
+    """Of prompts and completions longer than two blocks of any cache, sampled by each version in turn."""
+    asked = request([(11 * j) % 256 for j in range(300)], n=2)
+    for version, folder in enumerate((*models, *models), start=1):
+        server.push(folder, version)
+        for _ in range(2):  # the second time from the cache
+            for c in server.generate(asked)[0]:
+                expected = logprobs_of(folder, asked.token_ids, c.token_ids, 1.0)
+                torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
 
 
 def test_a_pause_can_end_what_runs(server: ServedBench, models: tuple[Path, Path]) -> None:
