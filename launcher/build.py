@@ -116,7 +116,7 @@ async def started(parts: Parts, progress: Progress, stop: Stop) -> AsyncIterator
     """Learner and engine, the data and the model's shape; the processes are gone at the end of the context."""
     config = parts.config
     progress.note("preparing the model")
-    model_folder = await asyncio.to_thread(_model_folder, config)
+    model_folder = await asyncio.to_thread(folder_of_model, config)
     shape = ModelShape.from_folder(model_folder, families=FAMILIES)
     _check_fits(config, shape)
     count = config.learner.dims.world_size
@@ -212,7 +212,8 @@ def _engine_problems(config: RunConfig, shape: ModelShape) -> list[str]:
     return []
 
 
-def _model_folder(config: RunConfig) -> Path:
+def folder_of_model(config: RunConfig) -> Path:
+    """What the learner starts from: a tiny model is made where no path is given."""
     if config.model.path is not None:
         return config.model.path
     return make_tiny_model(_tiny(config), config.model.cache_dir, config.seed)

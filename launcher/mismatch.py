@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from launcher.build import Data, Parts, job_of, started
+from launcher.build import Data, Parts, folder_of_model, job_of, started
 from launcher.engines import mirror_path
 from launcher.proxies import LearnerGroup, WeightGroup
 from launcher.stop import stop_signals
@@ -35,6 +35,9 @@ from rl_megatron.observability.progress import Progress
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rollout.served import ServedEngine
 from rl_megatron.types import Prompt
+from rl_megatron.weights.convert import is_megatron
+from rl_megatron.weights.mirror import dtypes, seal_of, shapes
+from rl_megatron.weights.safetensors_io import Checkpoint, checksums
 
 _TOKENIZED_PROMPTS = 8
 _STYLES = {"guilty": "bold red", "noise": "yellow", "not guilty": "green", "not checked": "magenta"}
@@ -76,7 +79,8 @@ async def diagnose(subject: Subject, *, num_prompts: int, num_completions: int) 
     progress = Progress(1, "plain", "doctor mismatch", run_folder=folder)
     with run_log(folder, role="doctor"), progress, stop_signals(progress) as stop:
         async with started(parts, progress, stop) as (roles, data, shape):
-            examination = _Examination(config=config, folder=folder, roles=roles, data=data, shape=shape)
+            kept = folder_of_model(config) if subject.checkpoint is None else None
+            examination = _Examination(config=config, folder=folder, roles=roles, data=data, shape=shape, kept=kept)
             if subject.checkpoint is not None:
                 progress.note(f"weights of {subject.checkpoint}")
                 await roles.learner.load(subject.checkpoint / "learner")
@@ -102,6 +106,7 @@ class _Examination:
     roles: Roles
     data: Data
     shape: ModelShape
+    kept: Path | None  # the folder whose weights the learner has; None where it has others
 
     async def findings(self, num_prompts: int, num_completions: int) -> list[Finding]:
         """Of every cause."""
@@ -142,15 +147,17 @@ class _Examination:
         )
 
     async def _weights(self) -> WeightCheck:
-        """Servers against the mirror file, those beside a learner against the same weights pushed again."""
+        """Servers against the model's folder, or where the learner has trained against what it says that it has; those
+        beside a learner against the same weights pushed again."""
         roles = self.roles
         if isinstance(roles.engine, ServedEngine):
             path = mirror_path(self.config, self.folder)
-            answers = await roles.engine.comparable(path, 1)
+            expected, where = await asyncio.to_thread(self._expected, path)
+            answers = await roles.engine.comparable(path, expected)
             differing = tuple(f"{name} at {url}" for url, (_, names) in answers.items() for name in names)
-            total = len(await asyncio.to_thread(_names, path))
+            total = len(await asyncio.to_thread(shapes, path))
             compared = min(count for count, _ in answers.values())
-            how = "with what the learner wrote" if compared else "(it keeps none as it was sent)"
+            how = f"with {where}" if compared else "(it keeps none as it was sent)"
             return WeightCheck(compared=compared, total=total, differing=differing, how=how)
         assert isinstance(roles.weights, WeightGroup)
         before = await roles.weights.held()
@@ -164,6 +171,13 @@ class _Examination:
         return WeightCheck(
             compared=total, total=total, differing=differing, how="with the same weights pushed once more"
         )
+
+    def _expected(self, path: Path) -> tuple[dict[str, int], str]:
+        """Checksums of what servers should hold, and whose they are."""
+        quantised = self.config.rollout.server.quantization != "none"
+        if self.kept is None or quantised or is_megatron(self.kept):
+            return dict(seal_of(path, 1).checksums), "what the learner has"
+        return checksums(Checkpoint(self.kept), shapes(path), dtypes(path)), str(self.kept)
 
     async def _tokenizer(self, prompts: Sequence[Prompt]) -> TokenizerCheck:
         engine, data = self.roles.engine, self.config.data
@@ -179,12 +193,6 @@ class _Examination:
                 differing.append(f"{prompt.id!r}: {list(ids[:8])}..., here {list(prompt.token_ids[:8])}...")
         how = f"its tokenizer gives the same ids for {len(asked)} prompts"
         return TokenizerCheck(compared=len(asked), differing=tuple(differing), how=how)
-
-
-def _names(path: Path) -> list[str]:
-    from rl_megatron.weights.mirror import shapes
-
-    return list(shapes(path))
 
 
 def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

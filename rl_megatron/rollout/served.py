@@ -235,11 +235,11 @@ class ServedEngine:
 
         return await self._on_each(self._loaded(only), "a probe of new weights", all_of)
 
-    async def comparable(self, path: Path, version: int) -> dict[str, tuple[int, list[str]]]:
-        """How many of the mirror's tensors checksums vouch for, and those that differ; by URL. Raises SyncError."""
-        what = f"comparing version {version}"
+    async def comparable(self, path: Path, checksums: Mapping[str, int]) -> dict[str, tuple[int, list[str]]]:
+        """How many of the mirror's tensors checksums tell of, and those that differ; by URL. Raises SyncError."""
+        what = "comparing weights"
         said = await self._on_each(self._loaded(None), what, lambda r: self.adapter.held(r.server, path))
-        return {url: vouched_for(path, version, reports) for url, reports in said.items()}
+        return {url: vouched_for(path, checksums, reports) for url, reports in said.items()}
 
     async def tokenized(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...] | None:
         """What a replica's own tokenizer makes of a text; None where it has none. Raises EngineError."""

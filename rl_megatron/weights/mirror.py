@@ -128,11 +128,11 @@ def seal_of(path: Path, version: int) -> Seal:
     return Seal(checksums=noted["checksums"], error=None if error is None else (float(error[0]), str(error[1])))
 
 
-def vouched_for(path: Path, version: int, reports: Sequence[Report]) -> tuple[int, list[str]]:
-    """For how many tensors of ``version`` the checksums of one server vouch, and those that differ."""
-    seal, known = seal_of(path, version), shapes(path)
-    found = compare(seal.checksums, known, reports, frozenset())
-    found = compare(seal.checksums, known, reports, found.private(reports))
+def vouched_for(path: Path, checksums: Mapping[str, int], reports: Sequence[Report]) -> tuple[int, list[str]]:
+    """For how many tensors what one server holds can be compared with ``checksums``, and those that differ."""
+    known = shapes(path)
+    found = compare(checksums, known, reports, frozenset())
+    found = compare(checksums, known, reports, found.private(reports))
     return len(known) - len(found.unseen), sorted(found.differing)
 
 

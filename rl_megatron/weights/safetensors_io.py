@@ -16,6 +16,7 @@ from torch import Tensor
 from rl_megatron.durable import publish_folder
 from rl_megatron.errors import CheckpointError
 from rl_megatron.weights.block_scales import blocks_of, scales_of
+from rl_megatron.weights.checksums import checksum
 from rl_megatron.weights.dtypes import DType
 from rl_megatron.weights.hf_folder import (
     INDEX,
@@ -90,6 +91,12 @@ def read_boxes(checkpoint: Checkpoint, hf: Layout, layout: Layout, rank: int, te
             if filled[name] < tensor.numel():
                 # Padding lies behind the rows that were filled: vocabulary rows are the only ones ever padded.
                 tensor.view(-1)[filled[name] :].zero_()
+
+
+def checksums(checkpoint: Checkpoint, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
+    """Of each tensor, cast: what must lie wherever the checkpoint was loaded, by whatever way."""
+    whole = {name: tuple((0, size) for size in shape) for name, shape in shapes.items()}
+    return {name: checksum(checkpoint.read(name, box).to(dtypes[name]), shapes[name]) for name, box in whole.items()}
 
 
 def write_folder(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from rl_megatron.diagnosis.experiments import Bench, run
 from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.rollout.http import Server
 from rl_megatron.types import Batch, ParallelDims, Prompt, Samples, Scores
+from rl_megatron.weights.mirror import dtypes, shapes
+from rl_megatron.weights.safetensors_io import Checkpoint, checksums
 from rl_megatron.weights.served import Probe, ServedWeights
 from tests.engines.benches import Change, ServedBench
 
 SETTING = Setting(learner_dtype="float32", engine_dtype="float32", configured=Parameters(), served=True)
+EXPERTS = [f"model.layers.1.mlp.experts.{expert}" for expert in range(8)]
 PROMPTS = [
     Prompt(id=str(i), text="", token_ids=tuple((7 * i + j) % 256 for j in range(1 + 4 * i)), answer="")
     for i in range(8)
@@ -32,6 +36,7 @@ class Learner:
     """Transformers' forward of a folder, all sequences at once: padding behind one is seen by none of its positions."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     async def score(self, batch: Batch) -> Scores:
@@ -68,7 +73,7 @@ def looked_at(server: ServedBench) -> Iterator[ServedBench]:
     server.weights = before
 
 
-def diagnose(server: ServedBench, learner: Learner, version: int) -> dict[str, Finding]:
+def diagnose(server: ServedBench, learner: Learner) -> dict[str, Finding]:
     bench = Bench(
         learner=learner,
         engine=server.engine,
@@ -83,9 +88,10 @@ def diagnose(server: ServedBench, learner: Learner, version: int) -> dict[str, F
     )
 
     outcomes = server.run(run(bench, PROMPTS, completions=2, worth=SETTING.noise))
-    ((compared, differing),) = server.run(server.engine.comparable(server.path, version)).values()
-    total = len(server.sync.mirror.tensors)
-    weights = WeightCheck(compared=compared, total=total, differing=tuple(differing), how="with the mirror")
+    expected = checksums(Checkpoint(learner.folder), shapes(server.path), dtypes(server.path))
+    ((compared, differing),) = server.run(server.engine.comparable(server.path, expected)).values()
+    how = f"with {learner.folder}"
+    weights = WeightCheck(compared=compared, total=len(expected), differing=tuple(differing), how=how)
     assert server.run(server.engine.tokenized("a+b", add_special_tokens=True)) in (None, tuple(b"a+b"))
     tokenizer = TokenizerCheck(compared=1, differing=(), how="the same ids")
     return {f.cause: f for f in judge(outcomes, SETTING, weights, tokenizer)}
@@ -97,9 +103,8 @@ def guilty(found: dict[str, Finding]) -> list[str]:
 
 def swap_gates_and_ups(tensors: dict[str, Tensor]) -> None:
     """Of every expert of a layer: what an engine does that stacks them in the other order."""
-    for expert in range(8):
-        at = f"model.layers.1.mlp.experts.{expert}."
-        gate, up = f"{at}gate_proj.weight", f"{at}up_proj.weight"
+    for at in EXPERTS:
+        gate, up = f"{at}.gate_proj.weight", f"{at}.up_proj.weight"
         tensors[gate], tensors[up] = tensors[up], tensors[gate]
 
 
@@ -108,7 +113,7 @@ def test_each_plant_is_named_and_nothing_else(
 ) -> None:
     server, learner = looked_at, Learner(models[0])
     server.push(models[0], 1)
-    found = diagnose(server, learner, 1)
+    found = diagnose(server, learner)
     assert guilty(found) == [], found
     assert found["dtype or kernels"].verdict == "noise"
 
@@ -121,15 +126,17 @@ def test_each_plant_is_named_and_nothing_else(
 
     with monkeypatch.context() as planted:
         planted.setattr(Server, "post", penalising)
-        found = diagnose(server, learner, 1)
+        found = diagnose(server, learner)
     assert guilty(found) == ["sampling parameters"], found
     name = {"vllm": "repetition_penalty", "sglang": "sampled_repetition_penalty"}[server.name]
     assert f" {name} 1.4 (the learner: 1)" in found["sampling parameters"].evidence
 
-    if server.name == "sglang":  # its tensors are all compared with the mirror, which holds what was planted
-        return
     change: Change = swap_gates_and_ups
     server.push(models[0], 2, change)
-    found = diagnose(server, learner, 2)
+    found = diagnose(server, learner)
     assert guilty(found) == ["weights"], found
+    if server.name == "sglang":  # which keeps experts as they were loaded
+        named = re.search("the engine holds others in (.*) and 8 more", found["weights"].evidence)
+        assert named is not None, found
+        assert set(named[1].split(", ")) <= {f"{at}.{x}_proj.weight" for at in EXPERTS for x in ("gate", "up")}
     server.push(models[0], 3)
