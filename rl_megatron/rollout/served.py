@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -189,13 +189,14 @@ class ServedEngine:
         version: int,
         *,
         only: str | None = None,
-        straight: bool = False,
+        straight: Collection[str] = (),
         private: Kinds = NO_KINDS,
     ) -> dict[str, list[Report]]:
         """Every replica that answers holds ``version`` when this returns, and nothing is served; what ranks hold.
 
-        ``only``: the one at that URL alone; the others serve on. ``private``: see weights.served.Replicas. Raises
-        SyncError; ReplicasLost where all died.
+        ``only``: the one at that URL alone; the others serve on. ``straight``: those at these URLs, which have joined
+        a group, take it from there. ``private``: see weights.served.Replicas. Raises SyncError; ReplicasLost where all
+        died.
         """
         if only is None:
             self._settled.clear()
@@ -206,7 +207,9 @@ class ServedEngine:
             if server.released:
                 await self.adapter.reclaim(server, "weights")
             kinds = private.get(server.url, frozenset())
-            reports = await self.adapter.load(server, path, version, f"{version}?", private=kinds, straight=straight)
+            reports = await self.adapter.load(
+                server, path, version, f"{version}?", private=kinds, straight=bool(straight)
+            )
             if server.released:
                 await self.adapter.reclaim(server, "cache")
                 server.released = False
@@ -215,7 +218,8 @@ class ServedEngine:
 
         try:
             present = self.replicas.present() if only else await self.replicas.some(self.replicas.present)
-            holding = {replica: replica.server for replica in present if only in (None, replica.server.url)}
+            wanted = {only} if only else straight or {replica.server.url for replica in present}
+            holding = {replica: replica.server for replica in present if replica.server.url in wanted}
             reports = await self._on_each(holding, f"version {version}", lambda replica: one(replica.server))
         except BaseException:
             if only is None:

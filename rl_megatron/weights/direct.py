@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from rl_megatron.errors import SyncError
+from rl_megatron.errors import ReplicasLost, SyncError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights import held, mirror
 from rl_megatron.weights.engine_layout import Boxes
 from rl_megatron.weights.transports.joined import Keeper, Place
+
+_LOOK_SECONDS = 0.05
+_GRACE_SECONDS = 2.0
 
 
 class Senders(Protocol):
@@ -34,6 +37,10 @@ class Receivers(Protocol):
         """Those that answer."""
         ...
 
+    def stale(self, name: str) -> bool:
+        """Whether it came back, and has met nobody yet."""
+        ...
+
     async def boxes(self, path: Path) -> Mapping[str, Sequence[Boxes]]:
         """What each rank of each holds of the mirror file's tensors."""
         ...
@@ -42,8 +49,10 @@ class Receivers(Protocol):
         """Make the ranks of each members of the group at ``place``, numbered from its ``first`` on."""
         ...
 
-    async def load(self, path: Path, version: int, *, straight: bool = False) -> Mapping[str, Sequence[held.Report]]:
-        """Take what is sent; what each rank holds then. Raises SyncError."""
+    async def load(
+        self, path: Path, version: int, *, straight: Collection[str] = ()
+    ) -> Mapping[str, Sequence[held.Report]]:
+        """Those in ``straight`` take what is sent; what each rank holds then. Raises SyncError."""
         ...
 
 
@@ -58,23 +67,49 @@ class Direct:
         self._place: Place | None = None
         self._met: frozenset[str] = frozenset()
 
+    def meet_anew(self) -> None:
+        """Next time: a server that was brought back may stand at the same address, and has not met the others."""
+        self._place = None
+
     async def push(self, version: int) -> tuple[WeightUpdate, Mapping[str, Sequence[held.Report]], mirror.Seal]:
         """What moved, what each rank of each replica holds, and the learner's checksums. Raises SyncError."""
-        place = self._place if self._met == frozenset(self._receivers.names()) else None
-        self._place = None  # until this version has arrived
+        names = self._receivers.names()
+        same = self._met == frozenset(names) and not any(map(self._receivers.stale, names))
+        place, self._place = self._place if same else None, None  # until this version has arrived
         place = place or await self._meet()
         sending = asyncio.ensure_future(self._senders.send(version))
-        receiving = asyncio.ensure_future(self._receivers.load(self._path, version, straight=True))
-        done, _ = await asyncio.wait((sending, receiving), return_when=asyncio.FIRST_EXCEPTION)
-        failed = next((task.exception() for task in done if task.exception() is not None), None)
-        if failed is not None:
-            self._keeper.call_off(place, version, str(failed))
-            await asyncio.wait((sending, receiving))
-            raise _cause(sending.exception(), receiving.exception())
+        receiving = asyncio.ensure_future(self._receivers.load(self._path, version, straight=self._met))
+        await self._moved(place, version, sending, receiving)
         update, reports = sending.result()
         shapes = mirror.shapes(self._path)
         self._place = place
         return update, receiving.result(), mirror.Seal(checksums=held.sealed_by(reports, shapes))
+
+    async def _moved(
+        self, place: Place, version: int, sending: asyncio.Future[Any], receiving: asyncio.Future[Any]
+    ) -> None:
+        """Wait for both ends; where one fails, or a server dies, all are sent home.
+
+        Raises what one of them raised, or ReplicasLost where a server died: the others can be met anew.
+        """
+        both, dead = asyncio.gather(sending, receiving), asyncio.ensure_future(self._one_dies())
+        both.add_done_callback(lambda done: done.cancelled() or done.exception())  # which is raised below
+        try:
+            await asyncio.wait((both, dead), return_when=asyncio.FIRST_COMPLETED)
+            if not both.done() or both.exception() is not None:
+                self._keeper.call_off(place, version, str(both.exception()) if both.done() else "a server died")
+                await asyncio.wait((sending, receiving))
+                await asyncio.wait([dead], timeout=_GRACE_SECONDS)  # what a death breaks may be heard before
+                failed = sending.exception(), receiving.exception()
+                if any(failed):
+                    raise _cause(*failed, died=dead.done())
+            await both
+        finally:
+            dead.cancel()
+
+    async def _one_dies(self) -> None:
+        while self._met <= frozenset(self._receivers.names()):
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def _meet(self) -> Place:
         boxes = await self._receivers.boxes(self._path)
@@ -91,9 +126,11 @@ class Direct:
         return place
 
 
-def _cause(sender: BaseException | None, receiver: BaseException | None) -> BaseException:
-    """Of two that failed, the one that was not merely called off by the other."""
-    if receiver is not None and not (isinstance(sender, SyncError) and "called off" in str(receiver)):
-        return receiver
-    assert sender is not None
-    return sender
+def _cause(sender: BaseException | None, receiver: BaseException | None, *, died: bool) -> BaseException:
+    """Of two that failed, the one that was not merely called off by the other; or that a server died."""
+    called_off = isinstance(sender, SyncError) and "called off" in str(receiver)
+    cause = sender if receiver is None or called_off else receiver
+    assert cause is not None
+    if died and isinstance(cause, SyncError):
+        return ReplicasLost(f"a server died while the learner sent to it: {cause}")
+    return cause

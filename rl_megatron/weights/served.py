@@ -88,10 +88,11 @@ Answers = Mapping[str, tuple[list[Scored], list[list[float]]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Served:
-    """The version that is served."""
+    """The version that is served, and the learner's checksums of it."""
 
     version: int
     reference: Reference
+    checksums: Mapping[str, int]
 
 
 class ServedWeights:
@@ -129,18 +130,17 @@ class ServedWeights:
         async with self._lock:
             self._served = None
             try:
-                moved, reference, verify_seconds = await self._serve(version)
+                moved, self._served, verify_seconds = await self._serve(version)
             except BaseException:
                 self._replicas.refuse()
                 raise
-            self._served = _Served(version=version, reference=reference)
         return replace(
             moved,
             seconds=time.perf_counter() - started,
             verify_seconds=moved.verify_seconds + verify_seconds,
         )
 
-    async def _serve(self, version: int) -> tuple[WeightUpdate, Reference, float]:
+    async def _serve(self, version: int) -> tuple[WeightUpdate, _Served, float]:
         """Move, verify and commit, again where all replicas died of it."""
         moved = sealing = learner = None
         if self._direct is None:
@@ -157,7 +157,8 @@ class ServedWeights:
                 except ReplicasLost as error:
                     logger.warning("%s\nloaded again as soon as a server is back", error)
                     continue
-                return update, reference, verify_seconds
+                served = _Served(version=version, reference=reference, checksums=seal.checksums)
+                return update, served, verify_seconds
         finally:  # what they raise, whoever waits for them does
             await asyncio.gather(*filter(None, (sealing, learner)), return_exceptions=True)
 
@@ -171,13 +172,15 @@ class ServedWeights:
         """Have a stale replica serve what the others do, or did. Raises SyncError where it does not hold it then.
 
         Beside its checksums, it must score as a replica did that the learner itself compared: the learner may have
-        moved on. Where nothing is served, or a push was faster, this does nothing; and what went straight into the
-        others is in no file, so such a replica waits for the next push.
+        moved on. Where nothing is served, or a push was faster, this does nothing.
         """
         async with self._lock:
-            if self._served is None or self._direct is not None or not self._replicas.stale(name):
+            if self._served is None or not self._replicas.stale(name):
                 return
             version, reference = self._served.version, self._served.reference
+            if self._direct is not None and not await self._mirrored(self._direct, self._served):
+                logger.info("%s waits for the next push: the learner no longer has version %d", name, version)
+                return
             reports = await self._replicas.load(self._path, version, only=name)
             unseen = self._compare(name, reports[name], mirror.seal_of(self._path, version))
             if reference is None and unseen:
@@ -190,6 +193,13 @@ class ServedWeights:
                     raise SyncError(f"version {version} arrived wrong at {name}, and is not served there: {found}")
             self._trust.probed.add(name)
             await self._replicas.commit(version, only=name)
+
+    async def _mirrored(self, direct: Direct, served: _Served) -> bool:
+        """Fill the mirror with what went straight into servers; False where the learner has moved on since."""
+        direct.meet_anew()
+        await self._inner.push(served.version)
+        now = (await self._seal(served.version)).checksums
+        return all(now.get(name) == before for name, before in served.checksums.items())
 
     async def export(self, folder: Path) -> None:
         """See interfaces.WeightSync."""

@@ -185,6 +185,12 @@ def engine(rank: int, job: Job) -> list[Any]:
         for name, tensor in expected.params.items():
             torch.testing.assert_close(mine.params[name], tensor, rtol=0, atol=0)
         out.append((update.num_bytes, checksums_of(held, mine.params)))
+    if rank == 0:  # who waits for a rank that leaves hears of it, though its process lives
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            dist.recv(torch.zeros(1), group=receiver._member.group, group_src=3)
+    else:
+        receiver.close()
+    dist.barrier()
     return out
 
 

@@ -2,67 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from rl_megatron.errors import EngineError, SyncError
-from rl_megatron.models.shape import ModelShape
-from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.direct import Direct
-from rl_megatron.weights.engine_layout import Boxes, recorded_layout
-from rl_megatron.weights.families import hf_layout
-from rl_megatron.weights.held import Report, sources_of
-from rl_megatron.weights.plan import plan
-from rl_megatron.weights.transports.engine_ends import Sender
-from rl_megatron.weights.transports.joined import Keeper, Place
-from tests.engines.benches import Change, ServedBench, logprobs_of, request, weights_of
-
-
-class FolderSender:
-    """A learner of one rank that is a folder. See direct.Senders."""
-
-    def __init__(self, model: Path) -> None:
-        self.hf = hf_layout(ModelShape.from_folder(model))
-        self.tensors = {name: torch.zeros_like(t) for name, t in weights_of(model).items()}
-        self.least_bytes = 0
-        self.dies = False
-
-    async def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
-        layout = recorded_layout(self.hf, ranks)
-        moves = plan(self.hf, layout, placement={rank: 1 + rank for rank in range(len(ranks))})
-        self.least_bytes = 4 * sum(moves.traffic().values())
-        sources = sources_of(self.hf, self.hf)[0]
-        self._sender = await asyncio.to_thread(Sender, place, 0, moves, self.tensors, sources)
-
-    async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:
-        if self.dies:
-            raise SyncError("the learner is gone")
-        update, report = await asyncio.to_thread(self._sender.send, version)
-        return update, [report]
-
-    def hold(self, folder: Path, change: Change) -> None:
-        tensors = weights_of(folder)
-        change(tensors)
-        for name, tensor in tensors.items():
-            self.tensors[name].copy_(tensor)
-
-
-@contextmanager
-def direct(server: ServedBench, sender: FolderSender) -> Iterator[None]:
-    """Pushes of the bench go straight; the mirror only tells names and shapes."""
-    keeper = Keeper("127.0.0.1", 100.0)
-    server.weights._direct = Direct(
-        senders=sender, receivers=server.engine, keeper=keeper, path=server.path, learner_ranks=1, backend="gloo"
-    )
-    try:
-        yield
-    finally:
-        server.weights._direct = None
+from tests.engines.benches import ServedBench, logprobs_of, request
+from tests.engines.straight import FolderSender, direct
+from tests.engines.test_restarts import check, process_of, while_sampling
 
 
 def test_shards_go_straight_into_engines(server: ServedBench, models: tuple[Path, Path]) -> None:
@@ -81,6 +33,23 @@ def test_shards_go_straight_into_engines(server: ServedBench, models: tuple[Path
         assert sender.least_bytes == sum(t.nbytes for t in sender.tensors.values()) * len(server.engine.servers)
     server.push(models[1], 5)
     assert server.generate(request())[0][0].versions == (5, 5)
+
+
+def test_a_lone_server_that_is_killed_comes_back_with_what_went_straight_into_it(
+    start: Callable[[str], ServedBench], models: tuple[Path, Path]
+) -> None:
+    """And goes on with the requests that it had; the next version goes straight into the new one. 30 seconds."""
+    server, sender = start("vllm"), FolderSender(models[0])
+    with direct(server, sender):
+        for version, folder in enumerate(models[::-1], start=1):
+            sender.hold(folder, lambda tensors: None)
+            server.sync.folder = folder
+            server.run(server.weights.push(version))
+            if version == 1:
+                victim = process_of(server, 0)
+                answers = while_sampling(server, partial(os.killpg, victim.pid, signal.SIGKILL))
+                check(server, folder, answers, version)
+        assert server.generate(request())[0][0].versions == (2, 2)
 
 
 def test_a_server_that_refuses_leaves_no_sender_waiting(

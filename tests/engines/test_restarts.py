@@ -20,6 +20,7 @@ from rl_megatron.types import Completion
 from tests.e2e.processes import alive, eventually
 from tests.engines.benches import ServedBench, logprobs_of, request, served
 from tests.engines.conftest import needs
+from tests.engines.straight import FolderSender, direct
 from tests.engines.test_faults import start
 
 LIMIT = 900.0
@@ -82,7 +83,7 @@ def check(server: ServedBench, model: Path, answers: list[Sequence[Completion]],
 
 @pytest.mark.parametrize("name", sorted(SERVERS))
 def test_servers_that_die_come_back_with_what_is_served(models: tuple[Path, Path], tmp_path: Path, name: str) -> None:
-    """One in the middle of sampling, one that stands still in the middle of a push, and all of them. 60 to 120 s."""
+    """In the middle of sampling, of a push, where it stands still, of one straight into it, and all of them. 120 s."""
     needs(name)
     keys = {"replicas": 2, "backoff_seconds": 0.1, "health_seconds": 18.0 if name == "vllm" else 60.0}
     with served(name, models[0], tmp_path, **keys) as server:
@@ -105,6 +106,15 @@ def test_servers_that_die_come_back_with_what_is_served(models: tuple[Path, Path
 
         check(server, models[0], while_sampling(server, kill_all), 2)
         assert server.engine.metrics() == {"engine/healthy": 2, "engine/restarts": 4}
+        sender = FolderSender(models[1])
+        sender.hold(models[1], lambda tensors: None)
+        sender.before = lambda: os.killpg(process_of(server, 1).pid, signal.SIGKILL)
+        server.sync.folder = models[1]
+        with direct(server, sender):
+            server.run(server.weights.push(3))
+            assert server.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 4}
+            until_healthy(server)
+            check(server, models[1], while_sampling(server, lambda: None), 3)
 
 
 def test_a_run_whose_only_server_is_killed_loses_and_repeats_nothing(tmp_path: Path) -> None:

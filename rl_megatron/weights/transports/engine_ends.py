@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.errors import WeightError
+from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.held import Report, Source, sent_checksums
 from rl_megatron.weights.plan import Plan
@@ -31,15 +31,23 @@ class Sender:
         )
 
     def send(self, version: int) -> tuple[WeightUpdate, Report]:
-        """Once every rank is ready; with the checksums of what was sent. Raises SyncError where a rank was lost."""
-        self._member.meet(version)
-        update = self._transport.move(version)
+        """Once every rank is ready; with the checksums of what was sent. Raises SyncError where a rank was lost.
+
+        This rank has left the group then, so that those who wait for it there hear of it.
+        """
+        try:
+            self._member.meet(version)
+            update = self._transport.move(version)
+        except SyncError:
+            self.close()
+            raise
         report = sent_checksums(self._sources, self._tensors, self._transport.ends.dtype_of_last)
         num_bytes = sum(step.send.bucket.num_bytes for step in self._transport.steps if step.send)
         return replace(update, num_bytes=num_bytes, verify_seconds=report.seconds), report
 
     def close(self) -> None:
         """Leave."""
+        self._transport.close()
         self._member.close()
 
 
@@ -57,12 +65,17 @@ class Receiver:
         )
 
     def receive(self, version: int) -> WeightUpdate:
-        """Once every rank is ready. Raises SyncError where one is not or was lost."""
-        self._member.meet(version)
-        return self._transport.move(version)
+        """Once every rank is ready. Raises SyncError where one is not or was lost, as `Sender.send`."""
+        try:
+            self._member.meet(version)
+            return self._transport.move(version)
+        except SyncError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Leave."""
+        self._transport.close()
         self._member.close()
 
 
@@ -71,6 +84,8 @@ def named(tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if name in out:
-            raise WeightError(f"{name}: this rank of the engine holds two boxes of it; use rollout.server.transfer=hf")
+            raise WeightError(
+                f"{name}: this rank of the engine holds two boxes of it; use rollout.server.transport=file"
+            )
         out[name] = tensor
     return out

@@ -65,7 +65,7 @@ class Member:
         try:
             self._store = TCPStore(place.host, place.port, is_master=False, timeout=limit)
             # As torch's own new_group does, for ranks that have no default group in common.
-            self.group, _ = distributed_c10d._new_process_group_helper(
+            group, _ = distributed_c10d._new_process_group_helper(
                 place.size,
                 rank,
                 [],
@@ -79,7 +79,8 @@ class Member:
                 f"rank {rank} of {place.size} learner and engine ranks did not meet the others at {place.host}:"
                 f"{place.port} in {place.seconds:g} s: {error}"
             ) from error
-        distributed_c10d._world.pg_group_ranks[self.group] = {number: number for number in range(place.size)}
+        self.group: dist.ProcessGroup | None = group
+        distributed_c10d._world.pg_group_ranks[group] = {number: number for number in range(place.size)}
 
     def meet(self, version: int) -> None:
         """Return when every rank is here. Raises SyncError where it was called off, or some do not come in time."""
@@ -98,5 +99,7 @@ class Member:
             time.sleep(_LOOK_SECONDS)
 
     def close(self) -> None:
-        """Leave the group. Not collective."""
-        dist.destroy_process_group(self.group)
+        """Leave the group, if still in it: who waits for this rank is told so by its connection. Not collective."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None  # whose connections end with the last reference

@@ -77,7 +77,7 @@ class ProcessGroupTransport:
 
     def close(self) -> None:
         """See commit.Transport."""
-        self.steps = []
+        self.steps, self.group = [], None
 
     def _schedule(self, buckets: Mapping[tuple[int, int], list[Bucket]], rounds: Rounds) -> list[Step]:
         """The steps in the order (round, bucket) that all processes share."""

@@ -15,8 +15,8 @@ import torch
 
 from rl_megatron.errors import CorruptionError, ReplicasLost, SyncError
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Scores, WeightUpdate
-from rl_megatron.weights.held import NO_KINDS, Beside, Kinds, Report, seen
-from rl_megatron.weights.mirror import Mirror
+from rl_megatron.weights.held import NO_KINDS, Beside, Kinds, Report, sealed_by, seen
+from rl_megatron.weights.mirror import Mirror, Seal
 from rl_megatron.weights.probe import Probe
 from rl_megatron.weights.recorded import Held
 from rl_megatron.weights.served import ServedWeights
@@ -36,7 +36,7 @@ class Both:
         self.params = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         self.off, self.by, self.said, self.probes = off, by, list[str](), 0
         self.asked: list[tuple[tuple[int, ...], ...]] = []
-        self.is_stale, self.packed, self.flipped, self.misread = True, False, "", ""
+        self.is_stale, self.packed, self.flipped, self.misread, self.moved_on = True, False, "", "", 0
 
     def weights(
         self, *, dp: int = 1, temperature: float = 1.0, probes: Literal["auto", "always"] = "auto"
@@ -47,7 +47,7 @@ class Both:
 
     async def push(self, version: int) -> WeightUpdate:
         for tensor in self.mirror.tensors.values():
-            tensor.normal_(generator=torch.Generator().manual_seed(version))
+            tensor.normal_(generator=torch.Generator().manual_seed(version + self.moved_on))
         self.mirror.serve(version)
         return WeightUpdate(version=version, num_bytes=3, seconds=0.1, verify_seconds=0.0)
 
@@ -250,6 +250,39 @@ def test_a_server_that_came_back_must_answer_as_one_that_was_verified(
         assert both.said == []
 
     asyncio.run(test())
+
+
+def test_a_server_that_came_back_gets_what_went_straight_into_others_while_the_learner_has_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        both = Both(tmp_path)
+        weights = both.weights()
+        weights._direct = Straight(both)  # type: ignore[assignment]
+        await weights.push(4)
+        both.said = []
+        await weights.refit("it")
+        assert both.said == ["meet anew", "load 4it", "commit 4it"]
+        both.said, both.moved_on = [], 1
+        await weights.refit("it")
+        assert both.said == ["meet anew"]
+        await weights.push(5)  # which takes it with the others
+        assert both.said == ["meet anew", "load 5", "commit 5"]
+
+    asyncio.run(test())
+
+
+class Straight:
+    """Moves what `Both` has; see direct.Direct."""
+
+    def __init__(self, both: Both) -> None:
+        self._both = both
+
+    def meet_anew(self) -> None:
+        self._both.said.append("meet anew")
+
+    async def push(self, version: int) -> tuple[WeightUpdate, Mapping[str, Sequence[Report]], Seal]:
+        both = self._both
+        update, reports = await both.push(version), await both.load(both.mirror.path, version)
+        return update, reports, Seal(checksums=sealed_by(await both.sums(), SHAPES))
 
 
 def test_a_push_of_which_all_servers_died_is_made_again(tmp_path: Path) -> None:

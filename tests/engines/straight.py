@@ -1,0 +1,66 @@
+"""A learner that sends shards straight into engine ranks, without a learner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from rl_megatron.errors import SyncError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import WeightUpdate
+from rl_megatron.weights.direct import Direct
+from rl_megatron.weights.engine_layout import Boxes, recorded_layout
+from rl_megatron.weights.families import hf_layout
+from rl_megatron.weights.held import Report, sources_of
+from rl_megatron.weights.plan import plan
+from rl_megatron.weights.transports.engine_ends import Sender
+from rl_megatron.weights.transports.joined import Keeper, Place
+from tests.engines.benches import Change, ServedBench, weights_of
+
+
+class FolderSender:
+    """A learner of one rank that is a folder. See direct.Senders."""
+
+    def __init__(self, model: Path) -> None:
+        self.hf = hf_layout(ModelShape.from_folder(model))
+        self.tensors = {name: torch.zeros_like(t) for name, t in weights_of(model).items()}
+        self.least_bytes = 0
+        self.dies = False
+        self.before: Callable[[], None] = lambda: None
+
+    async def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
+        layout = recorded_layout(self.hf, ranks)
+        moves = plan(self.hf, layout, placement={rank: 1 + rank for rank in range(len(ranks))})
+        self.least_bytes = 4 * sum(moves.traffic().values())
+        sources = sources_of(self.hf, self.hf)[0]
+        self._sender = await asyncio.to_thread(Sender, place, 0, moves, self.tensors, sources)
+
+    async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:
+        self.before()
+        if self.dies:
+            raise SyncError("the learner is gone")
+        update, report = await asyncio.to_thread(self._sender.send, version)
+        return update, [report]
+
+    def hold(self, folder: Path, change: Change) -> None:
+        tensors = weights_of(folder)
+        change(tensors)
+        for name, tensor in tensors.items():
+            self.tensors[name].copy_(tensor)
+
+
+@contextmanager
+def direct(server: ServedBench, sender: FolderSender) -> Iterator[None]:
+    """Pushes of the bench go straight; the mirror only tells names and shapes."""
+    keeper = Keeper("127.0.0.1", 100.0)
+    server.weights._direct = Direct(
+        senders=sender, receivers=server.engine, keeper=keeper, path=server.path, learner_ranks=1, backend="gloo"
+    )
+    try:
+        yield
+    finally:
+        server.weights._direct = None
