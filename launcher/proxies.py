@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.naming import LEARNER
 from launcher.workers import WorkerGroup, WorkerHandle
 from rl_megatron.config import RunConfig
-from rl_megatron.errors import CorruptionError, SyncError
+from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
 from rl_megatron.interfaces import Roles
 from rl_megatron.types import (
     Batch,
@@ -52,6 +53,7 @@ class LearnerGroup:
 
     def __init__(self, group: WorkerGroup, dims: ParallelDims, role: str) -> None:
         self._group, self._dims, self._role = group, dims, role
+        self._routed: list[tuple[int, ...]] = []  # by rank: see MegatronLearner.routed_layers
 
     async def start_from(self, folder: Path) -> None:
         """See interfaces.Critic."""
@@ -74,7 +76,7 @@ class LearnerGroup:
 
     async def _by_dp_rank(self, call: str, batch: Batch) -> list[Any]:
         """What one rank of each data-parallel rank answers."""
-        shares = {rank: (self._role, m) for rank, m in self._shares(batch).items()}
+        shares = {rank: (self._role, m) for rank, m in (await self._shares(batch)).items()}
         answers = await self._group.ask(call, shares)
         rows = {self._dims.dp_rank(rank): answer for rank, answer in enumerate(answers) if answer is not None}
         return [rows[d] for d in range(self._dims.dp)]
@@ -82,13 +84,30 @@ class LearnerGroup:
     async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult:
         """See interfaces.Learner."""
         common = (loss, learning_rate, batch.num_tokens, batch.num_sequences)
-        shares = {rank: (self._role, m, *common) for rank, m in self._shares(batch).items()}
+        shares = {rank: (self._role, m, *common) for rank, m in (await self._shares(batch)).items()}
         answers = await self._group.ask("train_step", shares)
         result: StepResult = next(a for a in answers if a is not None)
         return result
 
-    def _shares(self, batch: Batch) -> dict[int, tuple[Samples, ...]]:
-        return {w.rank: batch.micro_batches[self._dims.dp_rank(w.rank)] for w in self._group.workers}
+    async def _shares(self, batch: Batch) -> dict[int, tuple[Samples, ...]]:
+        """What each rank computes on: its data-parallel rank's micro-batches, with routes of its own layers alone.
+
+        Raises RLMegatronError for routes of another model.
+        """
+        rows = batch.micro_batches
+        numbers = {w.rank: self._dims.dp_rank(w.rank) for w in self._group.workers}
+        routed = next((m.routes for m in rows[0] if m.routes is not None), None)
+        if routed is None:
+            return {rank: rows[d] for rank, d in numbers.items()}
+        self._routed = self._routed or await self._group.each("routed_layers", self._role)
+        num_layers = 1 + max(layer for layers in self._routed for layer in layers)
+        if routed.shape[1] != num_layers:
+            raise RLMegatronError(
+                f"routes to replay are of {routed.shape[1]} MoE layers; the learner's model has {num_layers}: is the "
+                "engine's another model?"
+            )
+        cut = {key: _with_layers(rows[key[0]], key[1]) for key in zip(numbers.values(), self._routed, strict=True)}
+        return {rank: cut[d, self._routed[rank]] for rank, d in numbers.items()}
 
     async def save(self, folder: Path) -> None:
         """See interfaces.Learner."""
@@ -97,6 +116,14 @@ class LearnerGroup:
     async def load(self, folder: Path) -> None:
         """See interfaces.Learner."""
         await self._group.each("load", self._role, folder)
+
+
+def _with_layers(row: Sequence[Samples], layers: Sequence[int]) -> tuple[Samples, ...]:
+    """Each with routes of these of its MoE layers."""
+    return tuple(
+        m if m.routes is None or len(layers) == m.routes.shape[1] else replace(m, routes=m.routes[:, list(layers)])
+        for m in row
+    )
 
 
 class EngineGroup:

@@ -37,7 +37,7 @@ class Setup:
 class RankModels:
     """The models of a rank of ``setup.role``, and the world of its ranks."""
 
-    CALLS: tuple[str, ...] = ("start_from", "score", "train_step", "save", "load", "close")
+    CALLS: tuple[str, ...] = ("start_from", "score", "routed_layers", "train_step", "save", "load", "close")
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
         """``store``: see ``world.join``."""
@@ -120,6 +120,10 @@ class RankModels:
     def score(self, role: str, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
         """See MegatronLearner.score."""
         return self._scorer(role).score(micro_batches, {} if role in self._scorers else self._reference)
+
+    def routed_layers(self, role: str) -> tuple[int, ...]:
+        """See MegatronScorer.routed_layers."""
+        return self._scorer(role).routed_layers
 
     def train_step(
         self,

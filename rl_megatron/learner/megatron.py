@@ -106,6 +106,11 @@ class MegatronScorer:
         model (then call ``adopt``)."""
         return {name: p.data for name, p in global_parameters(self._models) if not isinstance(p, ValueParameter)}
 
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """Of which MoE layers this rank wants routes to replay, by their numbers among the model's."""
+        return self._routing.layers
+
     def adopt(self) -> None:
         """Take over parameters that were written from outside."""
 

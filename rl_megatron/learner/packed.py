@@ -61,7 +61,7 @@ class PackedMicroBatch:
     input_ids: Tensor
     targets: Tensor
     columns: dict[str, Tensor]  # the samples' other columns, which LossInputs takes under the same names
-    routes: Tensor | None  # [t, MoE layers, top_k] as in Samples; padding goes to the first top_k experts
+    routes: Tensor | None  # [t, this rank's MoE layers, top_k]; padding goes to the first top_k experts
     segment_ids: Tensor
     source: Tensor
     num_segments: int

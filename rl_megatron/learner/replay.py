@@ -74,16 +74,20 @@ class Routing:
                     self._routers[chunk].append((column[layer.layer_number - 1], replay))
         self._recomputes, self._num_experts, self._device = recomputes, shape.num_experts, device
         self._size = (len(column), shape.experts_per_token)
+        self.layers = tuple(number for routers in self._routers.values() for number, _ in routers)
+        """This rank's, by their numbers among the model's MoE layers: routes to replay are of these, in this order."""
 
     def check(self, routes: Tensor | None) -> None:
-        """Raises RLMegatronError for ``routes`` [N, MoE layers, top_k] that this model's routers cannot take."""
+        """Raises RLMegatronError for ``routes`` [N, layers, top_k] that this rank's routers cannot take."""
         if routes is None:
             return
-        if tuple(routes.shape[1:]) != self._size:
+        if tuple(routes.shape[1:]) != (len(self.layers), self._size[1]):
             raise RLMegatronError(
-                f"routes to replay are of {routes.shape[1]} MoE layers with {routes.shape[2]} experts a token; the "
-                f"learner's model has {self._size[0]} with {self._size[1]}: is the engine's another model?"
+                f"routes to replay are of {routes.shape[1]} MoE layers with {routes.shape[2]} experts a token; this "
+                f"rank's routers are of {len(self.layers)} with {self._size[1]}: is the engine's another model?"
             )
+        if not routes.numel():
+            return
         experts = routes.sort(-1).values
         if bool((experts[..., 1:] == experts[..., :-1]).any()) or int(experts.max()) >= self._num_experts:
             raise RLMegatronError(
@@ -101,11 +105,11 @@ class Routing:
         own = _own_tokens(len(routes))
         mine, real = routes[own].to(torch.int64), (micro_batch.source[own] >= 0).to(self._device)
         keep = self._recomputes and torch.is_grad_enabled()
-        for column, router in self._routers[chunk]:
+        for number, router in self._routers[chunk]:
             if not keep:  # what is set also waits, first in first out, for layers to be recomputed
                 router.clear_indices()
             router.real = real
-            router.set_target_indices(mine[:, column])
+            router.set_target_indices(mine[:, self.layers.index(number)])
             router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         yield
         for _, router in self._routers[chunk]:  # whatever comes before this chunk's next forward recomputes

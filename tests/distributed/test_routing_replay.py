@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from launcher.proxies import _with_layers
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config import TinyModelSection
 from rl_megatron.config_algorithm import OptimizerSection
@@ -49,8 +50,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by the number of ranks
     4: {"pp2-ep2": {"pp": 2, "ep": 2}, "tp2-pp2-ep2-recompute": {"tp": 2, "pp": 2, "ep": 2, "recompute_layers": True}},
 }
 BAD_ROUTES = {
-    "3 MoE layers with 2 experts a token; the learner's model has 4 with 2": lambda routes: routes[:, 1:],
-    "4 MoE layers with 1 experts": lambda routes: routes[..., :1],
+    r"MoE layers with 2 experts a token; this rank's routers are of \d with 2": lambda routes: routes[:, 1:],
+    "MoE layers with 1 experts": lambda routes: routes[..., :1],
     "an expert twice for one token": lambda routes: torch.zeros_like(routes),
     f"or one of {EXPERTS} and above": lambda routes: routes + EXPERTS - 1,
 }
@@ -96,13 +97,14 @@ def one_layout(rank: int, learner: LearnerSection, model: Path, rendezvous: Path
     samples = make_samples()
     batch, unrouted = (pack(s, dims=learner.dims, max_tokens=MAX_TOKENS) for s in (samples, free(samples)))
     dp = learner.dims.dp_rank(rank)
+    row = _with_layers(batch.micro_batches[dp], policy.routed_layers)
     seen: dict[str, Any] = {"batch": batch, "dp": dp}
     seen["recorded"] = policy.score_with_routes(unrouted.micro_batches[dp])
     seen["free"] = policy.score(unrouted.micro_batches[dp])
-    seen["replayed"] = policy.score(batch.micro_batches[dp])
+    seen["replayed"] = policy.score(row)
     counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
     with taken_routes(policy) as seen["taken"]:
-        seen["result"] = policy.train_step(batch.micro_batches[dp], CrossEntropy(), 0.0, **counts)
+        seen["result"] = policy.train_step(row, CrossEntropy(), 0.0, **counts)
     seen["wanted"] = wanted_routes(batch.micro_batches[dp], learner)
     seen["router_gradients"] = {
         name: parameter.main_grad.clone()  # type: ignore[attr-defined]
@@ -110,7 +112,7 @@ def one_layout(rank: int, learner: LearnerSection, model: Path, rendezvous: Path
         if name.endswith("router.weight")
     }
     for what, routes in BAD_ROUTES.items():
-        bad = replace(batch.micro_batches[dp][0], routes=routes(batch.micro_batches[dp][0].routes))
+        bad = replace(row[0], routes=routes(row[0].routes))
         with pytest.raises(RLMegatronError, match=what):
             policy.train_step([bad], CrossEntropy(), 0.0, **counts)
     seen["free_result"] = policy.train_step(unrouted.micro_batches[dp], CrossEntropy(), 0.0, **counts)
