@@ -187,7 +187,7 @@ class ServedBench:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         async def limited() -> T:
-            async with asyncio.timeout(300):
+            async with asyncio.timeout(900):
                 return await work
 
         return self._runner.run(limited())
