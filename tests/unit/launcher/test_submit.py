@@ -317,7 +317,7 @@ def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path, heterogeneo
         f"--output={tmp_path}/critic-%t.txt p -m launcher.rank"
     )
     assert job.learner_options() == ["--het-group=0" if heterogeneous else "--nodelist=a1,a2"]
-    server = " ".join(job.server_command("e1", 1))
+    server = " ".join(job.server_command(["e1"], 1))
     assert ("--het-group=3" in server) == heterogeneous
     assert "--nodelist=e1" in server
 
