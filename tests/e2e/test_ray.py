@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,61 @@ kept = listener.accept()
 if os.environ["HEAD"] == "dies":
     sys.exit(3)
 sys.stdin.read()
+"""
+SERVERS = """
+import asyncio, contextlib, os
+from pathlib import Path
+import psutil
+from launcher.guards import Order
+from launcher.ray_cluster import RayCluster
+from rl_megatron.config_io import load
+
+def order(what):
+    here = Path.cwd()
+    return Order(command=["sh", "-c", what], environment=dict(os.environ), folder=here, log=here / "log")
+
+def family():
+    return psutil.Process().children(recursive=True)
+
+def named(what):
+    found = []
+    for process in family():
+        with contextlib.suppress(psutil.Error):
+            found += [process] if any(what in word for word in process.cmdline()[:1]) else []
+    return found
+
+async def sleeping(count):
+    while len(found := named("sleep")) != count:
+        await asyncio.sleep(0.01)
+    return found
+
+async def main():
+    config = load("tiny_cpu", ["rollout=vllm", "rollout.server.replicas=2", "run.launcher=ray"])
+    cluster = RayCluster(config, None, Path.cwd())
+    async with cluster.running():
+        guard = await cluster.start_guard(0, order("echo its log; exit 5"))
+        assert await guard.wait() == "ended with status 5"
+        await guard.end()  # its place is free again
+        guard = await cluster.start_guard(0, order("sleep 1001"))
+        (server,) = await sleeping(1)
+        named("ServerActor")[0].kill()
+        how = await guard.wait()
+        assert how.startswith("ended with its actor") and "Ray: " in how, how
+        await asyncio.to_thread(server.wait, 60)
+        await guard.end()
+        guard = await cluster.start_guard(0, order("sleep 1002"))
+        await cluster.start_guard(1, order("sleep 1003"))
+        await sleeping(2)
+        await guard.end()
+        assert await guard.wait() == "ended with status 241"  # SIGTERM
+        await sleeping(1)
+        await cluster.start_guard(0, order("sleep 1004"))
+        await sleeping(2)
+        held = [process for actor in named("ServerActor") for process in (actor, *actor.children(recursive=True))]
+        print("up", *(process.pid for process in held), flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
 """
 RAYS_PATIENCE = 600.0  # seconds; with such a head ray.init takes longer
 KEYS = ("learner.ep=2", "reward.function=my_rewards:even")
@@ -78,3 +134,18 @@ def test_a_head_that_does_not_come_up_is_not_waited_for(
     assert time.monotonic() - began < RAYS_PATIENCE
     assert f"error: {why}" in run.text()
     assert "Traceback" not in run.text()
+
+
+def test_servers_in_actors_end_with_them_and_with_the_controller(tmp_path: Path) -> None:
+    """Each in its own place, which is free for the next once it is gone; by SIGKILL too, no server is left."""
+    controller = subprocess.Popen([sys.executable, "-c", SERVERS], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert controller.stdout is not None
+    said = iter(controller.stdout.readline, "")  # Ray says there that an actor died
+    pids = next(line for line in said if line.startswith("up ")).split()[1:]
+    assert (tmp_path / "log").read_text() == "its log\n"
+    started = [psutil.Process(int(pid)) for pid in pids]
+    assert sum("sleep" in process.cmdline()[0] for process in started) == 2
+    controller.kill()
+    eventually(lambda: not any(map(alive, started)), "servers to end", 60)
+    controller.stdout.close()  # Ray's agents, which look after their raylet once in a while, still have it open
+    controller.wait()
