@@ -193,7 +193,7 @@ def _separate_problems(c: RunConfig) -> list[str]:
             out.append(f"{given}, but the algorithm has no {role}; set roles.{role}=learner")
         if c.run.launcher == "ray":
             out.append(
-                f"{given} with run.launcher=ray: Ray's placement groups are of the learner's ranks alone; set "
+                f"{given} with run.launcher=ray: Ray places the learner's ranks and engine servers alone; set "
                 f"run.launcher=slurm or roles.{role}=learner"
             )
         if not slurm.heterogeneous and slurm.alone(role).nodes not in {0, slurm.nodes}:
