@@ -50,6 +50,7 @@ class ServedEngine:
         self._slots = asyncio.Semaphore(section.concurrency)
         self._version: int | None = None
         self._released, self._releasing = False, asyncio.Lock()
+        self._aborts: set[asyncio.Task[None]] = set()
         self._settled = asyncio.Event()
         self._settled.set()
 
@@ -138,11 +139,13 @@ class ServedEngine:
         while True:
             replica = only or await self._least_busy(failed)
             server = replica.server
+            name = f"{request.id} {uuid.uuid4().hex}"
             server.in_flight += 1
             try:
-                return await replica.while_alive(
-                    self.adapter.generate(server, request, f"{request.id} {uuid.uuid4().hex}")
-                )
+                return await replica.while_alive(self.adapter.generate(server, request, name))
+            except asyncio.CancelledError:
+                self._abort(server, request, name)
+                raise
             except ReplicaDied as error:
                 if only is not None:
                     raise
@@ -162,6 +165,17 @@ class ServedEngine:
             left -= 1
             await asyncio.sleep(wait)
             wait *= 2
+
+    def _abort(self, server: Server, request: GenerationRequest, name: str) -> None:
+        """Have the server end it: by itself it may look after closed connections every few seconds only."""
+
+        async def told() -> None:
+            with contextlib.suppress(AttemptFailed, EngineError):  # its end ends the request too
+                await self.adapter.abort(server, request, name)
+
+        task = asyncio.ensure_future(told())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
     def stale(self, url: str) -> bool:
         """Whether a server answers there that does not serve, and should."""
@@ -338,4 +352,5 @@ class ServedEngine:
 
     async def close(self) -> None:
         """Close all connections."""
+        await asyncio.gather(*self._aborts)
         await asyncio.gather(*(replica.server.close() for replica in self.replicas.all))

@@ -195,9 +195,9 @@ async def running_on(server: ServedBench) -> int:
 
 
 def test_a_cancelled_request_is_aborted_on_the_server(server: ServedBench, models: tuple[Path, Path]) -> None:
-    """Before it has half its tokens: a request beside it that ends there runs on."""
+    """Before its end: a request beside it that ends earlier runs on."""
     server.push(models[0], 1)
-    cancelled, beside = request(n=24, new=400), request(range(60, 80), n=24, new=200)
+    cancelled, beside = request(n=24, new=450), request(range(60, 80), n=24, new=400)
 
     async def cancel() -> Sequence[Completion]:
         tasks = [asyncio.create_task(server.engine.generate(r)) for r in (cancelled, beside)]
@@ -211,7 +211,7 @@ def test_a_cancelled_request_is_aborted_on_the_server(server: ServedBench, model
         return await tasks[1]
 
     completions = server.run(cancel())
-    assert [len(c.token_ids) for c in completions] == [200] * 24
+    assert [len(c.token_ids) for c in completions] == [400] * 24
     assert server.run(running_on(server)) == 0
     (replica,) = server.engine.servers
     assert replica.in_flight == 0

@@ -55,7 +55,7 @@ class Words:
         return [done] * request.num_completions
 
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
-        raise NotImplementedError
+        await server.post("/abort", {"id": request_id})
 
     async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
         await server.post("/pause", {"mode": mode})
