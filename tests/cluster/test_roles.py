@@ -88,7 +88,7 @@ def test_each_role_of_a_heterogeneous_job_is_on_its_nodes(cluster: Cluster, laun
     assert not nodes_of(job, "engine_guard.py")
     assert not nodes_of(job, "launcher.rank")
     assert not weights_left(job.run)
-    assert list(cluster.folder.glob("nodes/node1[56]/tmp/rlm-*")) == []
+    assert list(cluster.folder.glob(f"nodes/node1[56]/tmp/rlm-{job.id}-*")) == []
 
 
 def weights_left(run: Path) -> list[Path]:
