@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,9 +50,12 @@ class Receivers(Protocol):
         ...
 
     async def load(
-        self, path: Path, version: int, *, straight: Collection[str] = ()
+        self, path: Path, version: int, *, straight: Collection[str] = (), private: held.Kinds = held.NO_KINDS
     ) -> Mapping[str, Sequence[held.Report]]:
-        """Those in ``straight`` take what is sent; what each rank holds then. Raises SyncError."""
+        """Those in ``straight`` take what is sent; what each rank holds then, but for ``private`` kinds.
+
+        Raises SyncError.
+        """
         ...
 
 
@@ -71,14 +74,21 @@ class Direct:
         """Next time: a server that was brought back may stand at the same address, and has not met the others."""
         self._place = None
 
-    async def push(self, version: int) -> tuple[WeightUpdate, Mapping[str, Sequence[held.Report]], mirror.Seal]:
-        """What moved, what each rank of each replica holds, and the learner's checksums. Raises SyncError."""
+    async def push(
+        self, version: int, *, private: held.Kinds, behind: Callable[[], None]
+    ) -> tuple[WeightUpdate, Mapping[str, Sequence[held.Report]], mirror.Seal]:
+        """What moved, what each rank of each replica holds, and the learner's checksums. Raises SyncError.
+
+        Nobody looks at parameters of ``private`` kinds. ``behind`` is called once all is under way.
+        """
         names = self._receivers.names()
         same = self._met == frozenset(names) and not any(map(self._receivers.stale, names))
         place, self._place = self._place if same else None, None  # until this version has arrived
         place = place or await self._meet()
         sending = asyncio.ensure_future(self._senders.send(version))
-        receiving = asyncio.ensure_future(self._receivers.load(self._path, version, straight=self._met))
+        loading = self._receivers.load(self._path, version, straight=self._met, private=private)
+        receiving = asyncio.ensure_future(loading)
+        behind()
         await self._moved(place, version, sending, receiving)
         update, reports = sending.result()
         shapes = mirror.shapes(self._path)

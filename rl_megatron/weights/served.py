@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -119,6 +120,7 @@ class ServedWeights:
         self._learner, self._dims, self._probe, self._probes = learner, dims, probe, probes
         self._shapes: Mapping[str, tuple[int, ...]] = {}
         self._trust = _Trust()
+        self._scoring: asyncio.Future[list[list[float]]] | None = None  # by the learner, ahead of servers
         self._asks = False  # whether the last version was probed, as the next will be then
         self._direct = direct
         self._lock = asyncio.Lock()  # the mirror holds one version
@@ -142,17 +144,16 @@ class ServedWeights:
 
     async def _serve(self, version: int) -> tuple[WeightUpdate, _Served, float]:
         """Move, verify and commit, again where all replicas died of it."""
-        moved = sealing = learner = None
+        moved = sealing = self._scoring = None
         if self._direct is None:
             moved = await self._inner.push(version)
             sealing = asyncio.ensure_future(self._seal(version))  # while servers load, and what follows
-            if self._asks and self._probe.given:
-                learner = asyncio.ensure_future(self._scores(self._probe.one(version)))
+            self._score_early(version)
         try:
             while True:
                 try:
                     update, reports, seal = await self._moved(version, moved, sealing)
-                    reference, verify_seconds = await self._verify(version, reports, seal, learner)
+                    reference, verify_seconds = await self._verify(version, reports, seal)
                     await self._replicas.commit(version)
                 except ReplicasLost as error:
                     logger.warning("%s\nloaded again as soon as a server is back", error)
@@ -160,7 +161,12 @@ class ServedWeights:
                 served = _Served(version=version, reference=reference, checksums=seal.checksums)
                 return update, served, verify_seconds
         finally:  # what they raise, whoever waits for them does
-            await asyncio.gather(*filter(None, (sealing, learner)), return_exceptions=True)
+            await asyncio.gather(*filter(None, (sealing, self._scoring)), return_exceptions=True)
+
+    def _score_early(self, version: int) -> None:
+        """Have the learner score while servers load, where the probe was asked last time, as it will be then."""
+        if self._asks and self._probe.given and self._scoring is None:
+            self._scoring = asyncio.ensure_future(self._scores(self._probe.one(version)))
 
     async def _seal(self, version: int) -> mirror.Seal:
         """What each tensor must be wherever it arrives: of the learner's own, not of what came into the file."""
@@ -212,7 +218,8 @@ class ServedWeights:
     ) -> tuple[WeightUpdate, Mapping[str, Sequence[held.Report]], mirror.Seal]:
         """What moved, what each rank of each replica holds, and what it should. Raises SyncError."""
         if self._direct is not None:
-            return await self._direct.push(version)
+            behind = partial(self._score_early, version)
+            return await self._direct.push(version, private=self._trust.private, behind=behind)
         assert moved is not None
         assert sealing is not None
         reports = await self._replicas.load(self._path, version, private=self._trust.private)
@@ -230,11 +237,7 @@ class ServedWeights:
         return moved, reports, seal
 
     async def _verify(
-        self,
-        version: int,
-        reports: Mapping[str, Sequence[held.Report]],
-        seal: mirror.Seal,
-        learner: asyncio.Future[list[list[float]]] | None,
+        self, version: int, reports: Mapping[str, Sequence[held.Report]], seal: mirror.Seal
     ) -> tuple[Reference, float]:
         """What a verified replica says of the texts; seconds spent on nothing but verifying. Raises SyncError."""
         started = time.perf_counter()
@@ -243,7 +246,7 @@ class ServedWeights:
         new = bool(reports.keys() - self._trust.probed)
         self._asks = self._probes == "always" or any(unseen.values()) or new
         if self._asks:
-            reference = await self._ask(version, unseen, learner, everything=new or self._probes == "always")
+            reference = await self._ask(version, unseen, everything=new or self._probes == "always")
         self._trust.probed |= reports.keys()
         seconds = max((said[0].seconds for said in reports.values() if said), default=0.0)
         return reference, seconds + time.perf_counter() - started
@@ -268,18 +271,11 @@ class ServedWeights:
             logger.info("%s: checksums vouch for all but %d tensors%s", name, len(found.unseen), kinds)
         return found.unseen
 
-    async def _ask(
-        self,
-        version: int,
-        unseen: Mapping[str, frozenset[str]],
-        learner: asyncio.Future[list[list[float]]] | None,
-        *,
-        everything: bool,
-    ) -> Reference:
+    async def _ask(self, version: int, unseen: Mapping[str, frozenset[str]], *, everything: bool) -> Reference:
         """What a replica says of the texts. Raises SyncError where one says other log-probs than the learner."""
         one, wrong = self._probe.one(version), []
         if not everything:
-            answers = await self._answers(one, learner)
+            answers = await self._answers(one, self._scoring)
             if not any(found for found, _ in self._judged(one, answers).values()):
                 return await self._reference(one, answers)
         answers = await self._answers(self._probe, None)

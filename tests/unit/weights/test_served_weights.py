@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -279,9 +279,12 @@ class Straight:
     def meet_anew(self) -> None:
         self._both.said.append("meet anew")
 
-    async def push(self, version: int) -> tuple[WeightUpdate, Mapping[str, Sequence[Report]], Seal]:
+    async def push(
+        self, version: int, *, private: Kinds, behind: Callable[[], None]
+    ) -> tuple[WeightUpdate, Mapping[str, Sequence[Report]], Seal]:
         both = self._both
-        update, reports = await both.push(version), await both.load(both.mirror.path, version)
+        behind()
+        update, reports = await both.push(version), await both.load(both.mirror.path, version, private=private)
         return update, reports, Seal(checksums=sealed_by(await both.sums(), SHAPES))
 
 
