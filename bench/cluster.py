@@ -1,8 +1,9 @@
 """Slurm: seconds from sbatch to the first step, and from what befalls a job to its next step.
 
-Run from the repository root, as root: ``python -m bench.cluster [rounds]``. It starts the tests' cluster (two nodes are
-used) and prints a Markdown table of medians and of all rounds. Baseline: the same run on this machine without Slurm, to
-its first step. The run writes a checkpoint after each step, so the next step is the one that the fault interrupted.
+Run from the repository root, as root: ``python -m bench.cluster [rounds]``. It starts the tests' cluster (each round
+uses two nodes) and prints a Markdown table of medians and of all rounds. Baseline: the same run on this machine without
+Slurm, to its first step. The run writes a checkpoint after each step, so the next step is the one that the fault
+interrupted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from tests.cluster.jobs import LIMIT, TINY, Cluster, Job, read_record
 
-KEYS = ("train.steps=100000", "checkpoint.every=1", "eval.every=0", "slurm.partition=pair5", "slurm.restarts=100")
+KEYS = ("train.steps=100000", "checkpoint.every=1", "eval.every=0", "slurm.restarts=100", "slurm.nodes=1")
 
 
 def last_step(run: Path) -> int:
@@ -45,14 +46,14 @@ def next_step(job: Job) -> float:
 
 def round_of(cluster: Cluster, number: int) -> dict[str, float]:
     """One job: to its first step, then over each fault; and one run here."""
-    out = {}
+    out, keys = {}, (*KEYS, f"slurm.partition=pair{5 + 2 * number}")
     run = cluster.work / "runs" / f"here-{number}"
     command = [sys.executable, "-m", "launcher", "train", *TINY, *KEYS[:3], f"run.name={run.name}"]
     with subprocess.Popen(command, cwd=cluster.work, env=cluster.environment(), stdout=subprocess.DEVNULL) as here:
         out["to the first step, without Slurm"] = until(lambda: last_step(run) >= 1, "the first step here")
         here.terminate()
     started = time.monotonic()
-    job = cluster.submit(f"job-{number}", *KEYS, "slurm.nodes=1")
+    job = cluster.submit(f"job-{number}", *keys)
     sent = time.monotonic()
     out["rl-megatron submit"] = sent - started
     out["sbatch to the first step"] = until(lambda: last_step(job.run) >= 1, "the first step")
@@ -62,14 +63,12 @@ def round_of(cluster: Cluster, number: int) -> dict[str, float]:
     out["a killed rank to the next step, on another node"] = next_step(job)
     cluster.call("scancel", job.id)
     job.end()
-    job = cluster.submit(f"power-{number}", *KEYS, "slurm.nodes=1")
+    job = cluster.submit(f"power-{number}", *keys)
     until(lambda: last_step(job.run) >= 1, "the first step")
-    node = job.shown()["NodeList"]
-    cluster.power_off(node)
+    cluster.power_off(job.shown()["NodeList"])
     out["a node that loses power to the next step, on another node"] = next_step(job)
     cluster.call("scancel", job.id)
     job.end()
-    cluster.power_on(node)
     return out
 
 
@@ -79,7 +78,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rl_megatron-") as folder:
         cluster = Cluster(folder=Path(folder) / "slurm", work=Path(folder) / "work")
         try:
-            cluster.start(nodes=6)
+            cluster.start(nodes=4 + 2 * rounds)
             measured = [round_of(cluster, number) for number in range(rounds)]
         finally:
             cluster.stop()

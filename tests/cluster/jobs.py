@@ -104,13 +104,6 @@ class Cluster:
         tag = (self.folder / "run" / "tag").read_text().strip()
         subprocess.run(["ip", "link", "set", f"{tag}-{node.removeprefix('node')}", how], check=True)
 
-    def power_on(self, node: str) -> None:
-        subprocess.run([SCRIPTS / "power_on.sh", self.folder, node, REPO, self.work], check=True, timeout=LIMIT)
-        end = time.monotonic() + LIMIT
-        while "idle" not in self.call("sinfo", "-h", "-p", "urgent", "-n", node, "-o", "%T"):
-            assert time.monotonic() < end, f"{node} is not idle again"
-            time.sleep(0.5)
-
     def call(self, *command: str, check: bool = True) -> str:
         """A command as a user of the cluster gives it; what it printed."""
         environment = self.environment()
