@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -93,7 +93,10 @@ class Direct:
         update, reports = sending.result()
         shapes = mirror.shapes(self._path)
         self._place = place
-        return update, receiving.result(), mirror.Seal(checksums=held.sealed_by(reports, shapes))
+        said = receiving.result()
+        theirs = max((ranks[0].seconds for ranks in said.values() if ranks), default=0.0)
+        update = replace(update, verify_seconds=max(0.0, update.verify_seconds - theirs))  # both sum at the same time
+        return update, said, mirror.Seal(checksums=held.sealed_by(reports, shapes))
 
     async def _moved(
         self, place: Place, version: int, sending: asyncio.Future[Any], receiving: asyncio.Future[Any]
