@@ -14,7 +14,8 @@ class WeightsSection(Section):
     transport: Literal["process_group", "shared_memory", "cuda_ipc", "memory", "disk"] = "process_group"
     """process_group: gloo or NCCL; shared_memory, cuda_ipc: one node; memory: one process; disk: a folder all see."""
     verify: bool = True
-    """Whether receivers compare a 64-bit digest of every box that they hold with the sender's."""
+    """Whether receivers compare a 64-bit digest of every box that they hold with the sender's. What engine servers
+    hold is verified in any case, by checksums of their own (docs/engines.md)."""
     delta: bool = False
     """Whether to send only what changed since the version before; transport=process_group."""
     bucket_mb: Positive = 64

@@ -115,8 +115,9 @@ class Seal:
 
 def seal(path: Path, version: int, checksums: Mapping[str, int]) -> Seal:
     """Note down what readers of ``version`` must find. Raises SyncError where the file holds another."""
-    write_atomically(_note(path), json.dumps(_noted(path, version) | {"checksums": checksums}).encode())
-    return seal_of(path, version)
+    noted = _noted(path, version) | {"checksums": checksums}
+    write_atomically(_note(path), json.dumps(noted).encode())
+    return _sealed(noted)
 
 
 def seal_of(path: Path, version: int) -> Seal:
@@ -124,6 +125,10 @@ def seal_of(path: Path, version: int) -> Seal:
     noted = _noted(path, version)
     if "checksums" not in noted:
         raise SyncError(f"{path}: version {version} was not sealed: its sender died")
+    return _sealed(noted)
+
+
+def _sealed(noted: Mapping[str, Any]) -> Seal:
     error = noted.get("error")
     return Seal(checksums=noted["checksums"], error=None if error is None else (float(error[0]), str(error[1])))
 
