@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_megatron.durable import write_atomically
-from rl_megatron.errors import SyncError
+from rl_megatron.errors import CorruptionError, SyncError
 from rl_megatron.weights.bits import dtype_of
 from rl_megatron.weights.checksums import checksum
 from rl_megatron.weights.held import Report, compare
@@ -131,6 +131,14 @@ def seal_of(path: Path, version: int) -> Seal:
 def _sealed(noted: Mapping[str, Any]) -> Seal:
     error = noted.get("error")
     return Seal(checksums=noted["checksums"], error=None if error is None else (float(error[0]), str(error[1])))
+
+
+def check(path: Path, version: int) -> None:
+    """Raises CorruptionError naming the tensors of the file that have other bytes than were sealed."""
+    sealed = seal_of(path, version).checksums
+    wrong = [name for name, t in read(path, version).items() if checksum(t, tuple(t.shape)) != sealed.get(name)]
+    if wrong:
+        raise CorruptionError(f"{path}, version {version}: other bytes than the learner has in {', '.join(wrong)}")
 
 
 def vouched_for(path: Path, checksums: Mapping[str, int], reports: Sequence[Report]) -> tuple[int, list[str]]:

@@ -208,9 +208,13 @@ class ServedWeights:
         return all(now.get(name) == before for name, before in served.checksums.items())
 
     async def export(self, folder: Path) -> None:
-        """See interfaces.WeightSync."""
-        if self._direct is not None and self._served is not None:
-            await self._inner.push(self._served.version)  # what went straight to the engines is in no file
+        """See interfaces.WeightSync. Raises CorruptionError where the mirror has not what the learner has."""
+        if self._served is not None:
+            version = self._served.version
+            if self._direct is not None:  # what went straight to the engines is in no file
+                await self._inner.push(version)
+                await self._seal(version)
+            await asyncio.to_thread(mirror.check, self._path, version)
         await self._inner.export(folder)
 
     async def _moved(

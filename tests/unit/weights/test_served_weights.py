@@ -55,7 +55,7 @@ class Both:
         return [self.mirror.sums()]
 
     async def export(self, folder: Path) -> None:
-        raise NotImplementedError
+        self.said.append("export")
 
     async def score(self, batch: Batch) -> Scores:
         return [[torch.full((len(m.input_ids),), -1.0) for m in row] for row in batch.micro_batches]
@@ -172,6 +172,19 @@ def test_a_flipped_bit_is_named_and_not_served(tmp_path: Path) -> None:
         with pytest.raises(CorruptionError, match=rf"it holds other bytes than the learner wrote in {flipped}$"):
             asyncio.run(weights.push(version))
     assert both.said == ["load 1", "commit 1", "load 2", "refuse", "load 3", "refuse"]
+
+
+def test_what_was_served_is_not_exported_with_other_bytes(tmp_path: Path) -> None:
+    both = Both(tmp_path)
+    weights = both.weights()
+    asyncio.run(weights.push(1))
+    asyncio.run(weights.export(tmp_path))
+    assert both.said[-1] == "export"
+    both.mirror.tensors["layers.1.up"].view(torch.uint8)[2, 3] ^= 1
+    both.said.clear()
+    with pytest.raises(CorruptionError, match=r"other bytes than the learner has in layers\.1\.up$"):
+        asyncio.run(weights.export(tmp_path))
+    assert not both.said
 
 
 def test_kinds_in_layouts_of_their_own_are_left_to_the_probe_and_others_are_not(tmp_path: Path) -> None:
