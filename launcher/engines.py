@@ -267,7 +267,7 @@ class ServedEngines:
 
     async def _start_one(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
         section, place, token = self._section, self._places[number], secrets.token_hex(24)
-        port = place.port()
+        port = stack.enter_context(place.ports())
         command = self._adapter.command(
             StartOptions(
                 python=self._python,

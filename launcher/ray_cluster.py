@@ -23,6 +23,7 @@ from launcher import guards, rank
 from launcher.guards import Guard, Order, start_guard
 from launcher.own_thread import OwnThread
 from launcher.placement import Seat, describe_seats, place, placement_of, seats_of
+from launcher.ports import free_port
 from launcher.ray_node import (
     OBJECT_STORE_BYTES,
     SETTINGS,
@@ -30,7 +31,6 @@ from launcher.ray_node import (
     NodeCall,
     engine_node_command,
     environment,
-    free_port,
     health_command,
     node_command,
     shares,

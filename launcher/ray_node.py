@@ -24,6 +24,7 @@ import psutil
 
 from launcher import rank
 from launcher.placement import Placement, Seat
+from launcher.ports import free_port
 from launcher.slurm import Job
 from rl_megatron.config_slurm import SlurmSection
 
@@ -201,13 +202,6 @@ def await_head(call: NodeCall, given_up: threading.Event) -> str:
 def health_command(call: NodeCall) -> list[str]:
     """A process that ends with status 0 once the head answers, with another after half a minute."""
     return [*_RAY, "health-check", f"--address={call.host}:{call.port}"]
-
-
-def free_port(host: str) -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as found:
-        found.bind((host, 0))
-        return int(found.getsockname()[1])
 
 
 def _end_with_controller(ray: subprocess.Popen[bytes], controller_gone: threading.Event) -> None:

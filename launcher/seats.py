@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import secrets
+import contextlib
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from launcher.guards import Guard, Order, start_guard
 from launcher.placement import Seat, seats_of
+from launcher.ports import any_port, held_ports
 from launcher.slurm import Job
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import EngineError
 
 StartAt = Callable[[int, Order], Awaitable[Guard]]  # a server by its number, where somebody else has its place
 HERE = "127.0.0.1"
-_LOW, _HIGH = 20_000, 32_000  # below what systems hand out by themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +33,14 @@ class Place:
         """Whether it is on another node, or may be, and does not see this one's memory."""
         return self.host != HERE
 
-    def port(self) -> int:
-        """A port for the server: free here, or on another node one that few others take."""
+    @contextlib.contextmanager
+    def ports(self) -> Iterator[int]:
+        """The first of a server's two ports: held here, or on another node ones that few others take."""
         if self.away:
-            return _LOW + secrets.randbelow(_HIGH - _LOW)
-        with socket.socket() as found:
-            found.bind((self.host, 0))
-            return int(found.getsockname()[1])
+            yield any_port()
+            return
+        with held_ports(self.host) as port:
+            yield port
 
 
 def places(config: RunConfig, job: Job | None, start_at: StartAt | None = None) -> list[Place]:

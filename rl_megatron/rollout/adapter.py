@@ -24,7 +24,7 @@ class StartOptions:
     model_folder: Path
     bare_folder: Path  # with the model's config.json alone
     host: str  # the one address that it listens on
-    port: int
+    port: int  # there; the next is for what its ranks meet at
     device: str  # cpu or an accelerator
     dtype: str
     quantization: str  # format of its weights, or none

@@ -68,6 +68,7 @@ class SGLangAdapter:
                 *("--model-path", str(options.bare_folder), "--json-model-override-args", '{"eos_token_id": null}'),
                 *("--load-format", "dummy", "--custom-weight-loader", _LOADER),
                 *("--host", options.host, "--port", str(options.port), "--api-key", options.token),
+                *("--nccl-port", str(options.port + 1)),  # it would find one itself, and let it go until its ranks run
                 *("--dtype", options.dtype, "--tp-size", str(options.tp)),
                 *("--context-length", str(options.max_length + _MARGIN), "--max-running-requests", str(options.slots)),
                 *("--skip-server-warmup", "--sleep-on-idle", "--skip-tokenizer-init"),

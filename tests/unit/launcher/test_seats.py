@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def test_like_nodes_are_cut_by_role(run: Path) -> None:
     assert [place.host for place in found] == ["10.0.0.3"] * 2
     assert all("--nodelist=b1" in place.before for place in found)
     assert all("--cpus-per-task=3" in place.before for place in found)
-    assert len({place.port() for place in found * 50}) > 90
+    with contextlib.ExitStack() as stack:
+        assert len({stack.enter_context(place.ports()) for place in found * 50}) > 90
     assert mirror_path(config, run).parent.parent == run
     given = config_of("slurm.nodes=2", "slurm.engines.nodes=1", "rollout.server.weights_dir=/fast")
     assert mirror_path(given, run).parent.parent == Path("/fast")
