@@ -10,7 +10,6 @@ by tensor; ratios are to the faster.
 
 from __future__ import annotations
 
-import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from bench.plan import LARGE, MID
+from launcher.ports import held_ports
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.commit import Transport
@@ -201,7 +201,5 @@ def process(rank: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        chosen = free.getsockname()[1]
-    mp.spawn(process, args=(chosen,), nprocs=LEARNERS + ENGINES)
+    with held_ports("127.0.0.1") as chosen:
+        mp.spawn(process, args=(chosen,), nprocs=LEARNERS + ENGINES)

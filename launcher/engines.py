@@ -43,6 +43,7 @@ from rl_megatron.weights.hf_folder import companions, config_text
 from rl_megatron.weights.probe import PROBE_LENGTH, Probe
 from rl_megatron.weights.served import ServedWeights
 from rl_megatron.weights.served_formats import FORMATS, stored
+from rl_megatron.weights.transports.engine_ends import backend_of
 from rl_megatron.weights.transports.joined import Keeper
 
 logger = logging.getLogger(__name__)
@@ -130,15 +131,18 @@ def _tolerance(config: RunConfig) -> float:
 
 def _direct(config: RunConfig, weights: WeightGroup, engine: ServedEngine, path: Path) -> Direct | None:
     """The way from learner ranks straight into engine ranks, where the configuration wants it."""
-    if config.rollout.server.transport == "file":
+    section = config.rollout.server
+    if section.transport == "file":
         return None
     return Direct(
         senders=weights,
         receivers=engine,
-        keeper=Keeper(config.rollout.server.meeting_host, config.rollout.server.timeout_seconds),
+        keeper=Keeper(section.meeting_host, section.timeout_seconds),
         path=path,
         learner_ranks=config.learner.dims.world_size,
-        backend="gloo" if config.learner.device == "cpu" else "nccl",
+        transport=section.transport,
+        backend=backend_of(section.transport, config.learner.device),
+        turns=section.colocated,
     )
 
 

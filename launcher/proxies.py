@@ -207,7 +207,9 @@ class WeightGroup:
 
     async def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
         """See weights.direct.Senders."""
-        await self._group.each("join_engines", place, ranks)
+        for answer in await self._group.each("join_engines", place, ranks):
+            if answer is not None:
+                raise answer
 
     async def send(self, version: int) -> tuple[WeightUpdate, list[Report]]:
         """See weights.direct.Senders."""

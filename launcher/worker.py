@@ -243,10 +243,10 @@ class Worker(RankModels):
             return sent_checksums(self._sources, self._learners["policy"].tensors, lambda _: self._dtype)
         return self._holder.sums() if isinstance(self._holder, Mirror) else Report(rows=(), seconds=0.0)
 
-    def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
+    def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> SyncError | None:
         """Plan the way from every learner rank straight into engine ranks, which hold ``ranks``; collective with them.
 
-        Raises SyncError where they do not come, WeightError where no plan leads there.
+        Where they do not come, that is an answer, not an end. Raises WeightError where no plan leads there.
         """
         from rl_megatron.weights.engine_layout import recorded_layout
         from rl_megatron.weights.plan import plan
@@ -257,7 +257,13 @@ class Worker(RankModels):
         moves = plan(self._layout, recorded_layout(self._hf, ranks), placement=placement)
         if self._sender is not None:
             self._sender.close()
-        self._sender = Sender(place, self._rank, moves, dict(self._learners["policy"].tensors), self._sources)
+        tensors = dict(self._learners["policy"].tensors)
+        try:
+            self._sender = Sender(place, self._rank, moves, tensors, self._sources)
+        except SyncError as error:
+            self._sender = None
+            return error
+        return None
 
     def send(self, version: int) -> tuple[WeightUpdate, Report] | SyncError:
         """Send this rank's shards to the engine ranks. What goes wrong on their side is an answer, not an end."""

@@ -57,6 +57,21 @@ def _layout_problems(learner: LearnerSection) -> list[str]:
     return out
 
 
+def _mapped_memory_problems(c: RunConfig, key: str, kind: str, other: str) -> list[str]:
+    """Of a transport through memory that two processes map: of which devices, of one machine; ``other`` is not."""
+    needed = {"shared_memory": "cpu", "cuda_ipc": "cuda"}.get(kind)
+    if needed is None:
+        return []
+    out, away = [], [f"slurm.nodes={c.slurm.nodes}"] if c.slurm.nodes > 1 else []
+    if key != "weights.transport" and c.slurm.engines.nodes:
+        away.append(f"slurm.engines.nodes={c.slurm.engines.nodes}")
+    if needed != c.learner.device:
+        out.append(f"{key}={kind} moves memory of {needed}, but learner.device={c.learner.device}; set {key}={other}")
+    if away and c.run.launcher != "local":
+        out.append(f"{key}={kind} stays on one machine, but {' and '.join(away)}; set {key}={other}")
+    return out
+
+
 def _transport_problems(c: RunConfig) -> list[str]:
     out, kind, processes = [], c.weights.transport, c.learner.dims.world_size
     if kind == "memory" and processes > 1:
@@ -64,17 +79,9 @@ def _transport_problems(c: RunConfig) -> list[str]:
             f"weights.transport=memory copies within one process, but the learner has {processes}; "
             "set weights.transport=shared_memory or process_group"
         )
-    needed = {"shared_memory": "cpu", "cuda_ipc": "cuda"}.get(kind, c.learner.device)
-    if needed != c.learner.device:
-        out.append(
-            f"weights.transport={kind} moves memory of {needed}, but learner.device={c.learner.device}; "
-            "set weights.transport=process_group"
-        )
-    if kind in {"shared_memory", "cuda_ipc"} and c.run.launcher != "local" and c.slurm.nodes > 1:
-        out.append(
-            f"weights.transport={kind} stays on one machine, but slurm.nodes={c.slurm.nodes}; "
-            "set weights.transport=process_group"
-        )
+    out += _mapped_memory_problems(c, "weights.transport", kind, "process_group")
+    if c.rollout.served:
+        out += _mapped_memory_problems(c, "rollout.server.transport", c.rollout.server.transport, "file")
     if c.weights.delta and kind != "process_group":
         out.append(
             f"weights.delta=true saves bytes of a network, but weights.transport={kind}; "
@@ -223,10 +230,10 @@ def _colocation_problems(c: RunConfig) -> list[str]:
             f"{turns} on the same nodes, but slurm.engines.nodes={c.slurm.engines.nodes} are the servers' alone; leave "
             "one of them out"
         )
-    if c.rollout.server.transport != "file":
+    if c.rollout.server.transport == "process_group":
         out.append(
-            f"{turns}, but rollout.server.transport={c.rollout.server.transport} sends into memory that servers give "
-            "back meanwhile; use rollout.server.transport=file"
+            f"{turns}, but rollout.server.transport=process_group wants an accelerator for each rank; use file, or "
+            f"{'shared_memory' if c.learner.device == 'cpu' else 'cuda_ipc'}"
         )
     return out
 

@@ -47,11 +47,12 @@ class ServerSection(Section):
     colocated: bool = False
     """Whether servers and learner take turns on the same accelerators: the servers' memory is given back before
     anything trains or scores, and taken again at a push."""
-    transport: Literal["file", "process_group"] = "file"
-    """How weights reach servers. file: whole, in a file that their own loaders read; process_group: each engine rank's
-    shard straight from the learner's ranks, over gloo or NCCL."""
+    transport: Literal["file", "process_group", "shared_memory", "cuda_ipc"] = "file"
+    """How weights reach servers. file: whole, in a file that their own loaders read; the others: each engine rank's
+    shard straight from the learner's ranks, over gloo or NCCL, or on one machine in memory that both map, of the host
+    or of its GPUs."""
     meeting_host: str = "127.0.0.1"
-    """transport=process_group: this machine's address, at which learner and engine ranks find each other."""
+    """transport other than file: this machine's address, at which learner and engine ranks find each other."""
     weights_dir: Path | None = None
     """Where weights are handed over, seen by the servers too; null: /dev/shm, or for servers that are started on other
     nodes the run's folder."""

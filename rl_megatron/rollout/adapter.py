@@ -99,15 +99,14 @@ class Adapter(Protocol):
         server: Server,
         path: Path,
         version: int,
-        label: str,
         *,
         private: Collection[str],
         straight: bool = False,
     ) -> list[Report]:
         """Load the mirror file ``path``, drop cached prefixes; what each rank holds then, but for ``private`` kinds.
 
-        ``straight``: take what the learner's ranks send over the group joined last. Raises SyncError naming a tensor
-        that is wrong.
+        What is sampled then is labelled as `candidate` says. ``straight``: take what the learner's ranks send over the
+        group joined last. Raises SyncError naming a tensor that is wrong.
         """
         ...
 
@@ -119,8 +118,8 @@ class Adapter(Protocol):
         """Make the server's ranks ``first`` and those behind it of the group that meets at ``place``."""
         ...
 
-    async def relabel(self, server: Server, label: str) -> None:
-        """Name the weights that it holds."""
+    async def relabel(self, server: Server, version: int) -> None:
+        """Somebody vouched for the weights that it holds."""
         ...
 
     async def release(self, server: Server) -> None:
@@ -138,6 +137,11 @@ class Adapter(Protocol):
 
 class ForeignWeights(EngineError):
     """A server sampled with weights that no push of this run brought."""
+
+
+def candidate(version: int) -> str:
+    """The label of weights that nobody vouched for yet."""
+    return f"{version}?"
 
 
 def version_of(label: object) -> int:

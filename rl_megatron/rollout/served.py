@@ -221,9 +221,7 @@ class ServedEngine:
             if server.released:
                 await self.adapter.reclaim(server, "weights")
             kinds = private.get(server.url, frozenset())
-            reports = await self.adapter.load(
-                server, path, version, f"{version}?", private=kinds, straight=bool(straight)
-            )
+            reports = await self.adapter.load(server, path, version, private=kinds, straight=bool(straight))
             if server.released:
                 await self.adapter.reclaim(server, "cache")
                 server.released = False
@@ -284,7 +282,7 @@ class ServedEngine:
     async def commit(self, version: int, *, only: str | None = None) -> None:
         """Serve what ``load`` brought, as ``version``; with ``only``, by that replica too."""
         loaded = self._loaded(only)
-        await self._on_each(loaded, f"version {version}", lambda r: self.adapter.relabel(r.server, str(version)))
+        await self._on_each(loaded, f"version {version}", lambda r: self.adapter.relabel(r.server, version))
         for replica in self._loaded(only):
             replica.told(Event.REFITTED)
         if only is None:

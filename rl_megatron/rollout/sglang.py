@@ -17,7 +17,7 @@ import torch
 
 from rl_megatron.errors import ConfigError, CorruptionError, EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.adapter import FINISH_REASONS, Command, Description, StartOptions, version_of
+from rl_megatron.rollout.adapter import FINISH_REASONS, Command, Description, StartOptions, candidate, version_of
 from rl_megatron.rollout.answers import checked_routes
 from rl_megatron.rollout.http import Server
 from rl_megatron.types import Completion, GenerationRequest, Routes
@@ -148,14 +148,13 @@ class SGLangAdapter:
         server: Server,
         path: Path,
         version: int,
-        label: str,
         *,
         private: Collection[str],
         straight: bool = False,
     ) -> list[Report]:
         """See adapter.Adapter."""
         order: dict[str, object] = {"do": "receive" if straight else "load", "version": version}
-        said = await self._order(server, path, order | {"private": sorted(private)}, weight_version=label)
+        said = await self._order(server, path, order | {"private": sorted(private)}, weight_version=candidate(version))
         return [Report.from_json(one) for one in said]
 
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
@@ -186,9 +185,9 @@ class SGLangAdapter:
                 raise CorruptionError(f"rank {rank}: {one['error']}")
         return said
 
-    async def relabel(self, server: Server, label: str) -> None:
+    async def relabel(self, server: Server, version: int) -> None:
         """See adapter.Adapter."""
-        await server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        await server.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def release(self, server: Server) -> None:
         """See adapter.Adapter."""

@@ -19,7 +19,7 @@ from rl_megatron.durable import write_atomically
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.weights import held, mirror
 from rl_megatron.weights.recorded import Held, record
-from rl_megatron.weights.transports.engine_ends import Receiver, named
+from rl_megatron.weights.transports.engine_ends import Receiver, one_thread
 from rl_megatron.weights.transports.joined import Place
 
 
@@ -35,12 +35,12 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         if order["do"] == "boxes":
             answer = {name: one.box for name, (one,) in layout_of(model, path).items()}
         elif order["do"] == "join":
-            tensors = dict(model.named_parameters())
-            views = [(n, one.of(tensors[one.param])) for n, ones in layout_of(model, path).items() for one in ones]
-            RECEIVERS[model] = Receiver(Place(**order["place"]), order["first"] + rank, named(views))
-        elif order["do"] in ("receive", "held"):
-            if order["do"] == "receive":
-                RECEIVERS[model].receive(order["version"])
+            places = [one for ones in layout_of(model, path).values() for one in ones]
+            params = dict(model.named_parameters())
+            RECEIVERS[model] = Receiver(Place(**order["place"]), order["first"] + rank, places, params)
+        elif order["do"] == "receive":
+            answer = _receive(model, order["version"], order["private"]).to_json()
+        elif order["do"] == "held":
             places = [one for ones in layout_of(model, path, partial=True).values() for one in ones]
             answer = held.checksums_of(held.seen(places, order["private"]), dict(model.named_parameters())).to_json()
         else:
@@ -52,6 +52,20 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 RECEIVERS: dict[Any, Receiver] = {}
 """By model, where the learner's ranks send shards."""
+
+
+def _receive(model: Any, version: int, private: Sequence[str]) -> held.Report:
+    params, beside = dict(model.named_parameters()), held.Beside()
+
+    def whole(one: Held) -> None:
+        if held.seen([one], private):
+            beside.held([one], params)
+        else:
+            beside.sent(one, params[one.param])
+
+    with one_thread():  # vLLM binds its threads itself, and lets nobody else
+        RECEIVERS[model].receive(version, whole)
+    return beside.report()
 
 
 def _load(model: Any, path: Path, version: int, private: Sequence[str]) -> held.Report:

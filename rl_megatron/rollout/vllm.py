@@ -14,7 +14,7 @@ import numpy as np
 
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.adapter import FINISH_REASONS, Command, Description, StartOptions, version_of
+from rl_megatron.rollout.adapter import FINISH_REASONS, Command, Description, StartOptions, candidate, version_of
 from rl_megatron.rollout.answers import checked_routes
 from rl_megatron.rollout.http import AttemptFailed, Server
 from rl_megatron.types import Completion, GenerationRequest, Routes
@@ -144,7 +144,6 @@ class VLLMAdapter:
         server: Server,
         path: Path,
         version: int,
-        label: str,
         *,
         private: Collection[str],
         straight: bool = False,
@@ -158,7 +157,7 @@ class VLLMAdapter:
             with contextlib.suppress(AttemptFailed, EngineError):
                 await self._rpc(server, "rl_megatron_end_update")  # else no other can begin
             raise
-        await server.post("/finish_weight_update", {"weight_version": label})
+        await server.post("/finish_weight_update", {"weight_version": candidate(version)})
         return await self.held(server, path, private)
 
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
@@ -169,9 +168,9 @@ class VLLMAdapter:
         """See adapter.Adapter."""
         await self._rpc(server, "rl_megatron_join", str(path), json.dumps(place), first)
 
-    async def relabel(self, server: Server, label: str) -> None:
+    async def relabel(self, server: Server, version: int) -> None:
         """See adapter.Adapter."""
-        await server.post("/update_weight_version", {"new_version": label})
+        await server.post("/update_weight_version", {"new_version": str(version)})
 
     async def release(self, server: Server) -> None:
         """See adapter.Adapter."""

@@ -33,7 +33,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 
 from rl_megatron.weights import held, mirror
 from rl_megatron.weights.recorded import Held, record
-from rl_megatron.weights.transports.engine_ends import Receiver, named
+from rl_megatron.weights.transports.engine_ends import Receiver
 from rl_megatron.weights.transports.joined import Place
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class MirrorEngine(WeightTransferEngine):
     def receive_weights(self, update_info: MirrorUpdate) -> None:
         """Raises SyncError where the file holds another version, or learner and engine ranks do not meet."""
         if update_info.straight:
-            STRAIGHT[self.model].receive(update_info.version)
+            READ[self.model] = STRAIGHT[self.model].receive(update_info.version)
             return
         found, beside = mirror.read(Path(update_info.path), update_info.version), held.Beside()
 
@@ -178,30 +178,51 @@ class WorkerExtension:
 class Straight:
     """This rank's end of a transport, and the memory that it fills: the parameters as the loader wants them.
 
-    They lie beside the kernels' own, so the rank's share of the model is held twice.
+    They lie beside the kernels' own, so the rank's share of the model is held twice: while a version arrives, where
+    learner and engine take turns on the accelerator, else at all times.
     """
 
     def __init__(self, model: nn.Module, path: str, place: Place, rank: int) -> None:
         places, device = layout_of(model, path), next(model.parameters()).device
         self._layers: dict[nn.Module, dict[str, Tensor]] = {}
+        self._turns = place.turns
         wanted = {one.param for one in places}
         with as_loaded(model) as params:
-            made = {name: torch.zeros_like(params[name], device=device) for name in wanted}  # padding stays so
+            self._made = {name: torch.zeros_like(params[name], device=device) for name in wanted}  # padding stays so
             for prefix, layer in model.named_modules():
                 for name in get_layer_tensors(layer):
                     if (param := f"{prefix}.{name}" if prefix else name) in wanted:
-                        self._layers.setdefault(layer, {})[name] = made[param].detach()
-        self._receiver = Receiver(place, rank, named([(one.hf, one.of(made[one.param])) for one in places]))
+                        self._layers.setdefault(layer, {})[name] = self._made[param].detach()
+        self._receiver = Receiver(place, rank, places, self._made)
+        self._free()
 
-    def receive(self, version: int) -> None:
-        """Take a version and give it to the kernels, as vLLM does with what its loader has filled."""
-        self._receiver.receive(version)
+    def receive(self, version: int) -> held.Report:
+        """Take a version and give it to the kernels, as vLLM does with what its loader has filled; what came in."""
+        self._take()
+        beside = held.Beside()
+        self._receiver.receive(version, lambda one: beside.sent(one, self._made[one.param]))
+        report = beside.report()  # before kernels may write there
         for layer, tensors in self._layers.items():
             for name, tensor in tensors.items():
                 wanted, filled = getattr(layer, name), tensor.detach()
                 filled.__class__, filled.__dict__ = wanted.__class__, wanted.__dict__.copy()
                 setattr(layer, name, filled)
             _layerwise_process(layer, get_layerwise_info(layer))
+        self._free()
+        return report
+
+    def _take(self) -> None:
+        """Have memory, zeros but for what the last version left: no rank is sent padding."""
+        for tensor in self._made.values():
+            if not tensor.untyped_storage().nbytes():
+                tensor.untyped_storage().resize_(tensor.numel() * tensor.dtype.itemsize)
+                tensor.zero_()
+
+    def _free(self) -> None:
+        """Give memory back, where the learner's turn comes: kernels have copied what they need."""
+        if self._turns:
+            for tensor in self._made.values():
+                tensor.untyped_storage().resize_(0)
 
 
 STRAIGHT: dict[Any, Straight] = {}

@@ -46,7 +46,8 @@ def checksum(box: Tensor, whole: tuple[int, ...], start: tuple[int, ...] = ()) -
     words = (first // size, (first + width) // size)
     if matrix.device.type != "cpu":
         return _on_device(matrix.view(_INTS[size]), at[0], words)
-    return _on_cpu(matrix.view(_INTS[size]).numpy().view(_WORDS[size]), at[0], words)
+    seen = np.from_dlpack(matrix.view(_INTS[size]))  # .numpy() would keep the storage from ever being resized
+    return _on_cpu(seen.view(_WORDS[size]), at[0], words)
 
 
 def aligned(whole: tuple[int, ...], columns: tuple[int, int], itemsize: int) -> bool:

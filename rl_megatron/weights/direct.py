@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +14,7 @@ from rl_megatron.errors import ReplicasLost, SyncError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights import held, mirror
 from rl_megatron.weights.engine_layout import Boxes
-from rl_megatron.weights.transports.joined import Keeper, Place
+from rl_megatron.weights.transports.joined import JOINING, Keeper, Place
 
 _LOOK_SECONDS = 0.05
 _GRACE_SECONDS = 2.0
@@ -60,13 +62,26 @@ class Receivers(Protocol):
 
 
 class Direct:
-    """The way of all versions. A server that comes anew, or a version that failed, makes all meet again."""
+    """The way of all versions. A server that comes anew, or a version that failed, makes all meet again.
+
+    ``transport``, ``backend`` and ``turns``: see joined.Place.
+    """
 
     def __init__(
-        self, *, senders: Senders, receivers: Receivers, keeper: Keeper, path: Path, learner_ranks: int, backend: str
+        self,
+        *,
+        senders: Senders,
+        receivers: Receivers,
+        keeper: Keeper,
+        path: Path,
+        learner_ranks: int,
+        transport: str,
+        backend: str,
+        turns: bool = False,
     ) -> None:
         self._senders, self._receivers, self._keeper, self._path = senders, receivers, keeper, path
-        self._learner_ranks, self._backend = learner_ranks, backend
+        self._learner_ranks = learner_ranks
+        self._new_place = partial(keeper.place, transport=transport, backend=backend, turns=turns)
         self._place: Place | None = None
         self._met: frozenset[str] = frozenset()
 
@@ -89,17 +104,19 @@ class Direct:
         loading = self._receivers.load(self._path, version, straight=self._met, private=private)
         receiving = asyncio.ensure_future(loading)
         behind()
-        await self._moved(place, version, sending, receiving)
-        update, reports = sending.result()
-        shapes = mirror.shapes(self._path)
+        ended: dict[object, float] = {}
+        for future in (sending, receiving):
+            future.add_done_callback(lambda future: ended.update({future: time.perf_counter()}))
+        await self._both(place, f"version {version}", sending, receiving)
         self._place = place
-        said = receiving.result()
-        theirs = max((ranks[0].seconds for ranks in said.values() if ranks), default=0.0)
-        update = replace(update, verify_seconds=max(0.0, update.verify_seconds - theirs))  # both sum at the same time
-        return update, said, mirror.Seal(checksums=held.sealed_by(reports, shapes))
+        (update, reports), said = sending.result(), receiving.result()
+        ours, theirs = update.verify_seconds, held.waited(said)
+        without = max(ended[sending] - ours, ended[receiving] - theirs)
+        update = replace(update, verify_seconds=max(ended.values()) - without)
+        return update, said, mirror.Seal(checksums=held.sealed_by(reports, mirror.shapes(self._path)))
 
-    async def _moved(
-        self, place: Place, version: int, sending: asyncio.Future[Any], receiving: asyncio.Future[Any]
+    async def _both(
+        self, place: Place, what: str, sending: asyncio.Future[Any], receiving: asyncio.Future[Any]
     ) -> None:
         """Wait for both ends; where one fails, or a server dies, all are sent home.
 
@@ -110,7 +127,7 @@ class Direct:
         try:
             await asyncio.wait((both, dead), return_when=asyncio.FIRST_COMPLETED)
             if not both.done() or both.exception() is not None:
-                self._keeper.call_off(place, version, str(both.exception()) if both.done() else "a server died")
+                self._keeper.call_off(place, what, str(both.exception()) if both.done() else "a server died")
                 await asyncio.wait((sending, receiving))
                 await asyncio.wait([dead], timeout=_GRACE_SECONDS)  # what a death breaks may be heard before
                 failed = sending.exception(), receiving.exception()
@@ -131,11 +148,11 @@ class Direct:
         for name, said in boxes.items():
             first[name] = self._learner_ranks + len(ranks)
             ranks += said
-        place = self._keeper.place(self._learner_ranks + len(ranks), self._backend)
-        await asyncio.gather(
-            self._senders.join_engines(place, ranks), self._receivers.join(self._path, asdict(place), first)
-        )
+        place = self._new_place(self._learner_ranks + len(ranks))
         self._met = frozenset(boxes)
+        joining = asyncio.ensure_future(self._senders.join_engines(place, ranks))
+        joined = asyncio.ensure_future(self._receivers.join(self._path, asdict(place), first))
+        await self._both(place, JOINING, joining, joined)
         return place
 
 
@@ -145,5 +162,5 @@ def _cause(sender: BaseException | None, receiver: BaseException | None, *, died
     cause = sender if receiver is None or called_off else receiver
     assert cause is not None
     if died and isinstance(cause, SyncError):
-        return ReplicasLost(f"a server died while the learner sent to it: {cause}")
+        return ReplicasLost(f"a server died while the learner met it, or sent to it: {cause}")
     return cause

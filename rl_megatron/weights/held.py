@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 
@@ -29,6 +29,10 @@ Row = tuple[str, str, Box, int]
 """Parameter, Hugging Face tensor, its box, the checksum of what lies there."""
 
 
+Read = tuple[str, Box, int]
+"""Hugging Face tensor, its box, the checksum of what came in for it."""
+
+
 Kinds = Mapping[str, frozenset[str]]
 """By server, kinds of parameters (`kind_of`) that its kernels keep in layouts of their own."""
 NO_KINDS: Kinds = MappingProxyType({})
@@ -38,16 +42,16 @@ NO_KINDS: Kinds = MappingProxyType({})
 class Report:
     """What one rank holds, and how long it did nothing but compute checksums.
 
-    ``read`` has the checksums of whole tensors as a rank found them in a file, before its loader got them.
+    ``read`` is what a rank found in a file or was sent, before its kernels made something else of it.
     """
 
     rows: Sequence[Row]
     seconds: float
-    read: Mapping[str, int] = field(default_factory=dict)
+    read: Sequence[Read] = ()
 
     def to_json(self) -> dict[str, object]:
         """For an answer over HTTP."""
-        return {"rows": [list(row) for row in self.rows], "seconds": self.seconds, "read": dict(self.read)}
+        return {"rows": [list(row) for row in self.rows], "seconds": self.seconds, "read": list(self.read)}
 
     @classmethod
     def from_json(cls, said: Mapping[str, object]) -> Report:
@@ -55,11 +59,11 @@ class Report:
         rows, seconds, read = said["rows"], said["seconds"], said["read"]
         assert isinstance(rows, list)
         assert isinstance(seconds, int | float)
-        assert isinstance(read, dict)
+        assert isinstance(read, list)
         return cls(
             rows=[(param, hf, tuple((low, high) for low, high in box), int(sum_)) for param, hf, box, sum_ in rows],
             seconds=seconds,
-            read={str(name): int(sum_) for name, sum_ in read.items()},
+            read=[(hf, tuple((low, high) for low, high in box), int(sum_)) for hf, box, sum_ in read],
         )
 
 
@@ -94,28 +98,63 @@ def kind_of(param: str) -> str:
 
 
 class Beside:
-    """Checksums that a thread of its own computes, while a loader goes on with other tensors."""
+    """Checksums that a thread of its own computes, while tensors go on coming in. Nobody may write what it looks at."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksums")
-        self._held: list[Future[Report]] = []
-        self._read: dict[str, Future[int]] = {}
+        self._held: list[Future[Sequence[Row]]] = []
+        self._read: list[Future[Read]] = []
 
     def read(self, name: str, tensor: Tensor) -> None:
         """Look at a whole tensor, as it was found."""
-        self._read[name] = self._thread.submit(checksum, tensor, tuple(tensor.shape))
+        self._read_box(name, tensor, tuple(tensor.shape), tuple((0, size) for size in tensor.shape))
+
+    def sent(self, one: Held, tensor: Tensor) -> None:
+        """Look at a box that was sent, in a parameter that kernels make something else of."""
+        if whole_words(one, tensor.dtype.itemsize):
+            self._read_box(one.hf, one.of(tensor), one.whole, one.box)
 
     def held(self, held: Sequence[Held], params: Mapping[str, Tensor]) -> None:
-        """Look at boxes that nobody writes any more."""
-        self._held.append(self._thread.submit(checksums_of, held, params))
+        """Look at boxes as they are held."""
+        ready = _ready(params[held[0].param]) if held else None
+
+        def look() -> Sequence[Row]:
+            _wait_for(ready)
+            return checksums_of(held, params).rows
+
+        self._held.append(self._thread.submit(look))
 
     def report(self) -> Report:
         """What was seen; ``seconds`` is how long this waited for it."""
         started = time.perf_counter()
-        rows = [row for future in self._held for row in future.result().rows]
-        read = {name: future.result() for name, future in self._read.items()}
+        rows = [row for future in self._held for row in future.result()]
+        read = [future.result() for future in self._read]
         self._thread.shutdown()
         return Report(rows=rows, seconds=time.perf_counter() - started, read=read)
+
+    def _read_box(self, name: str, tensor: Tensor, whole: Shape, box: Box) -> None:
+        ready = _ready(tensor)
+
+        def look() -> Read:
+            _wait_for(ready)
+            return name, box, checksum(tensor, whole, tuple(low for low, _ in box))
+
+        self._read.append(self._thread.submit(look))
+
+
+def _ready(tensor: Tensor) -> torch.cuda.Event | None:
+    """On a GPU, when what this thread has asked for so far is done: another thread's stream does not wait for it."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.device.type == "cuda" else None
+
+
+def _wait_for(ready: torch.cuda.Event | None) -> None:
+    if ready is not None:
+        ready.synchronize()
+
+
+def waited(reports: Mapping[str, Sequence[Report]]) -> float:
+    """Seconds by which checksums kept the slowest server: its ranks compute them at the same time."""
+    return max((report.seconds for said in reports.values() for report in said), default=0.0)
 
 
 def seen(held: Sequence[Held], private: Collection[str]) -> list[Held]:
@@ -189,7 +228,7 @@ def sealed_by(reports: Sequence[Report], shapes: Mapping[str, Shape]) -> dict[st
     Raises CorruptionError naming a tensor that two of them hold otherwise.
     """
     out = {}
-    for name, held in _by_tensor(reports).items():
+    for name, held in _by_tensor(row[1:] for report in reports for row in report.rows).items():
         if any(len(sums) > 1 for sums in held.values()):
             raise CorruptionError(f"{name}: ranks of the learner that should hold the same hold different bytes of it")
         if _is_whole(held, shapes[name]):
@@ -202,29 +241,34 @@ def compare(
 ) -> Comparison:
     """What the ranks of one server hold beside the sealed checksums; parameters of ``private`` kinds say nothing.
 
-    A box that several hold, as replicated norms and heads, must be the same everywhere, and counts once. What a rank
-    read otherwise than it was sealed differs, whoever holds it.
+    A box that several hold, as replicated norms and heads, must be the same everywhere, and counts once. What came in
+    otherwise than it was sealed differs, however it is held.
     """
     visible = [replace(one, rows=[row for row in one.rows if kind_of(row[0]) not in private]) for one in reports]
-    boxes = _by_tensor(visible)
+    boxes = _by_tensor(row[1:] for report in visible for row in report.rows)
+    read = _by_tensor(row for report in reports for row in report.read)
     differing, unseen = {}, set()
     for name, shape in shapes.items():
-        held = boxes.get(name, {})
-        if any(name in report.read and report.read[name] != sealed.get(name) for report in reports):
+        held, came = boxes.get(name, {}), read.get(name, {})
+        if name in sealed and _is_whole(came, shape) and _differ(came, sealed[name]):
             differing[name] = frozenset[str]()
         elif name not in sealed or not _is_whole(held, shape):
             unseen.add(name)
-        elif any(len(sums) > 1 for sums in held.values()) or add(*(min(s) for s in held.values())) != sealed[name]:
+        elif _differ(held, sealed[name]):
             differing[name] = frozenset(param for report in visible for param, hf, _, _ in report.rows if hf == name)
     return Comparison(differing=differing, unseen=frozenset(unseen))
 
 
-def _by_tensor(reports: Sequence[Report]) -> dict[str, dict[Box, set[int]]]:
+def _by_tensor(rows: Iterable[Read]) -> dict[str, dict[Box, set[int]]]:
     boxes: dict[str, dict[Box, set[int]]] = {}
-    for report in reports:
-        for _, hf, box, sum_ in report.rows:
-            boxes.setdefault(hf, {}).setdefault(box, set()).add(sum_)
+    for hf, box, sum_ in rows:
+        boxes.setdefault(hf, {}).setdefault(box, set()).add(sum_)
     return boxes
+
+
+def _differ(boxes: Mapping[Box, set[int]], sealed: int) -> bool:
+    """Whether somebody holds one of them otherwise than another, or all make another tensor."""
+    return any(len(sums) > 1 for sums in boxes.values()) or add(*(min(sums) for sums in boxes.values())) != sealed
 
 
 def _is_whole(boxes: Iterable[Box], shape: Shape) -> bool:

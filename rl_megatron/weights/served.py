@@ -229,10 +229,11 @@ class ServedWeights:
         reports = await self._replicas.load(self._path, version, private=self._trust.private)
         loaded = time.perf_counter()
         seal = await asyncio.shield(sealing)
+        waited = time.perf_counter() - loaded + held.waited(reports)
         moved = replace(
             moved,
             num_bytes=moved.num_bytes + len(reports) * self._path.stat().st_size,
-            verify_seconds=moved.verify_seconds + time.perf_counter() - loaded,
+            verify_seconds=moved.verify_seconds + waited,
         )
         if seal.error is not None:
             error, tensor = seal.error
@@ -252,8 +253,7 @@ class ServedWeights:
         if self._asks:
             reference = await self._ask(version, unseen, everything=new or self._probes == "always")
         self._trust.probed |= reports.keys()
-        seconds = max((said[0].seconds for said in reports.values() if said), default=0.0)
-        return reference, seconds + time.perf_counter() - started
+        return reference, time.perf_counter() - started
 
     def _compare(self, name: str, reports: Sequence[held.Report], seal: mirror.Seal) -> frozenset[str]:
         """Tensors of a server that no checksum vouches for. Raises CorruptionError for those that differ."""

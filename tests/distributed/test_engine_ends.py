@@ -15,16 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.ports import held_ports
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.engine_layout import Boxes, EngineLayout, recorded_layout
-from rl_megatron.weights.held import Report, checksums_of, compare, sealed_by, sources_of
+from rl_megatron.weights.held import Beside, Report, checksums_of, compare, sealed_by, sources_of
 from rl_megatron.weights.layout import Box, Layout
 from rl_megatron.weights.plan import plan
 from rl_megatron.weights.recorded import Held, record
 from rl_megatron.weights.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
-from rl_megatron.weights.transports.engine_ends import Receiver, Sender, named
-from rl_megatron.weights.transports.joined import Keeper, Member, Place
+from rl_megatron.weights.transports import engine_ends
+from rl_megatron.weights.transports.engine_ends import Receiver, Sender
+from rl_megatron.weights.transports.joined import JOINING, Keeper, Member, Place
 from tests.distributed import test_transport as base
 from tests.distributed.ranks import run_ranks
 
@@ -144,6 +146,7 @@ def tensors_of(version: int) -> dict[str, Tensor]:
 def process(rank: int, job: Job) -> None:
     """Ranks 0 and 1 are the learner's, 2 and 3 an engine's, each pair in a default group of its own."""
     torch.set_num_threads(1)
+    engine_ends._BUCKET_BYTES = engine_ends._SLOT_BYTES = 1000  # most tensors come in several messages
     pair, inner = divmod(rank, 2)
     store = dist.TCPStore("127.0.0.1", job.port + pair, is_master=inner == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=inner, world_size=2, timeout=timedelta(seconds=120))
@@ -176,15 +179,25 @@ def cut(version: int, rank: int) -> dict[str, Tensor]:
 def engine(rank: int, job: Job) -> list[Any]:
     mine = Engine(rank)
     held = mine.record()
-    receiver = Receiver(job.place, 2 + rank, named([(one.hf, one.of(mine.params[one.param])) for one in held]))
+    receiver = Receiver(job.place, 2 + rank, held, mine.params)
     out = []
     for version in VERSIONS:
-        update = receiver.receive(version)
-        expected = Engine(rank)
+        expected, beside, told = Engine(rank), Beside(), []
         expected.load(tensors_of(version).items())
+
+        def whole(one: Held, expected: Engine = expected, beside: Beside = beside, told: list[Held] = told) -> None:
+            assert torch.equal(one.of(mine.params[one.param]), one.of(expected.params[one.param]))
+            beside.held([one], mine.params)
+            beside.sent(one, mine.params[one.param])
+            told.append(one)
+
+        update = receiver.receive(version, whole)
+        assert sorted(told, key=held.index) == held
         for name, tensor in expected.params.items():
             torch.testing.assert_close(mine.params[name], tensor, rtol=0, atol=0)
-        out.append((update.num_bytes, checksums_of(held, mine.params)))
+        report = beside.report()
+        assert set(report.rows) == set(checksums_of(held, mine.params).rows)
+        out.append((update.num_bytes, report))
     if rank == 0:  # who waits for a rank that leaves hears of it, though its process lives
         with pytest.raises(RuntimeError, match="closed by peer"):
             dist.recv(torch.zeros(1), group=receiver._member.group, group_src=3)
@@ -194,11 +207,14 @@ def engine(rank: int, job: Job) -> list[Any]:
     return out
 
 
-def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path, transport: str) -> None:
     """Bit for bit what its own loader makes of the checkpoint; checksums of both sides agree. 8 seconds."""
     keeper = Keeper("127.0.0.1", 120.0)
-    job = Job(place=keeper.place(4, "gloo"), folder=tmp_path, port=base_port())
-    run_ranks(process, 4, job)
+    with held_ports("127.0.0.1") as port:
+        run_ranks(
+            process, 4, Job(place=keeper.place(4, transport=transport, backend="gloo"), folder=tmp_path, port=port)
+        )
     said = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
     traffic = plan(LEARNER, recorded(), placement={0: 2, 1: 3}).traffic()
     for i, _ in enumerate(VERSIONS):
@@ -211,30 +227,27 @@ def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path) -> None
         found = compare(sealed, HF.local_shapes(0), engines, frozenset())
         assert not found.differing
         assert not found.unseen
-        engines[0].rows[5] = (*engines[0].rows[5][:3], 1)  # type: ignore[index]
-        assert set(compare(sealed, HF.local_shapes(0), engines, frozenset()).differing) == {engines[0].rows[5][1]}
-
-
-def base_port() -> int:
-    import socket
-
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        two.bind(("127.0.0.1", port + 1))
-        return port
+        rows, read = [*engines[0].rows], [*engines[0].read]
+        rows[5], read[7] = (*rows[5][:3], 1), (*read[7][:2], 1)
+        for wrong, name in ((replace(engines[0], rows=rows), rows[5][1]), (replace(engines[0], read=read), read[7][0])):
+            found = compare(sealed, HF.local_shapes(0), [wrong, engines[1]], frozenset())
+            assert set(found.differing) == {name}
 
 
 def test_who_waits_for_a_rank_that_does_not_come_is_sent_home() -> None:
     keeper = Keeper("127.0.0.1", 60.0)
-    place = keeper.place(1, "gloo")
+    place = keeper.place(1, transport="process_group", backend="gloo")
     member = Member(place, 0)
     member.place = replace(place, size=2, seconds=0.2)
     with pytest.raises(SyncError, match=r"rank 0 waited 0\.2 s for ranks \[1\]"):
-        member.meet(1)
+        member.meet("version 1")
     member.place = replace(place, size=2)
-    called_off = partial(keeper.call_off, place, 2, "http://engine: status 400")
+    called_off = partial(keeper.call_off, place, "version 2", "http://engine: status 400")
     threading.Timer(0.2, called_off).start()
     with pytest.raises(SyncError, match="version 2 was called off: http://engine: status 400"):
-        member.meet(2)
+        member.meet("version 2")
     member.close()
+    place = keeper.place(2, transport="process_group", backend="gloo")
+    keeper.call_off(place, JOINING, "a server died")
+    with pytest.raises(SyncError, match="joining the group was called off: a server died"):
+        Member(place, 0)

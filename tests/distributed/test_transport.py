@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -14,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from launcher.ports import held_ports
 from rl_megatron.errors import CorruptionError, WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
@@ -64,10 +64,8 @@ def _process(rank: int, world_size: int, port: int, body: Callable[[int, Path], 
 
 
 def spawn(world_size: int, body: Callable[[int, Path], None], folder: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_process, args=(world_size, port, body, folder), nprocs=world_size)
+    with held_ports("127.0.0.1") as port:
+        mp.spawn(_process, args=(world_size, port, body, folder), nprocs=world_size)
 
 
 def hf_tensors(version: int) -> dict[str, Tensor]:

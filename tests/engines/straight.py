@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,12 +32,15 @@ class FolderSender:
         self.least_bytes = 0
         self.dies = False
         self.before: Callable[[], None] = lambda: None
+        self.before_joining: Callable[[], None] = lambda: None
+        self.flipped = ""  # a tensor that arrives otherwise than it was sent
 
     async def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
         layout = recorded_layout(self.hf, ranks)
         moves = plan(self.hf, layout, placement={rank: 1 + rank for rank in range(len(ranks))})
         self.least_bytes = 4 * sum(moves.traffic().values())
         sources = sources_of(self.hf, self.hf)[0]
+        self.before_joining()
         self._sender = await asyncio.to_thread(Sender, place, 0, moves, self.tensors, sources)
 
     async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:
@@ -44,7 +48,8 @@ class FolderSender:
         if self.dies:
             raise SyncError("the learner is gone")
         update, report = await asyncio.to_thread(self._sender.send, version)
-        return update, [report]
+        rows = [(param, hf, box, sum_ ^ (hf == self.flipped)) for param, hf, box, sum_ in report.rows]
+        return update, [replace(report, rows=rows)]
 
     def hold(self, folder: Path, change: Change) -> None:
         tensors = weights_of(folder)
@@ -54,11 +59,19 @@ class FolderSender:
 
 
 @contextmanager
-def direct(server: ServedBench, sender: FolderSender) -> Iterator[None]:
+def direct(
+    server: ServedBench, sender: FolderSender, transport: str = "process_group", *, turns: bool = False
+) -> Iterator[None]:
     """Pushes of the bench go straight; the mirror only tells names and shapes."""
-    keeper = Keeper("127.0.0.1", 100.0)
     server.weights._direct = Direct(
-        senders=sender, receivers=server.engine, keeper=keeper, path=server.path, learner_ranks=1, backend="gloo"
+        senders=sender,
+        receivers=server.engine,
+        keeper=Keeper("127.0.0.1", 100.0),
+        path=server.path,
+        learner_ranks=1,
+        transport=transport,
+        backend="gloo",
+        turns=turns,
     )
     try:
         yield

@@ -11,16 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_megatron.errors import EngineError, SyncError
+from rl_megatron.errors import CorruptionError, EngineError, SyncError
 from tests.engines.benches import ServedBench, logprobs_of, request
 from tests.engines.straight import FolderSender, direct
 from tests.engines.test_restarts import check, process_of, while_sampling
 
 
-def test_shards_go_straight_into_engines(server: ServedBench, models: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize(("transport", "turns"), [("process_group", False), ("shared_memory", True)])
+def test_shards_go_straight_into_engines(
+    server: ServedBench, models: tuple[Path, Path], transport: str, *, turns: bool
+) -> None:
     """Log-probs are of what was pushed, and no byte more than a rank needs was sent; then through the file again."""
     sender = FolderSender(models[0])
-    with direct(server, sender):
+    with direct(server, sender, transport, turns=turns):
         for version, folder in enumerate([models[0], models[1], models[0]], start=1):
             sender.hold(folder, lambda tensors: None)
             server.sync.folder = folder
@@ -55,7 +58,7 @@ def test_a_lone_server_that_is_killed_comes_back_with_what_went_straight_into_it
 def test_a_server_that_refuses_leaves_no_sender_waiting(
     server: ServedBench, models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A status 400 to the server's update, a learner that is gone, a bit that flips in the engine's share."""
+    """A status 400 to the server's update, a learner that is gone, a bit that flips on the way."""
     sender = FolderSender(models[0])
     adapter, (replica,) = server.engine.adapter, server.engine.servers
     sender.hold(models[0], lambda tensors: None)
@@ -78,7 +81,10 @@ def test_a_server_that_refuses_leaves_no_sender_waiting(
         sender.dies = True
         with pytest.raises(SyncError, match="the learner is gone"):
             server.run(server.weights.push(3))
-        sender.dies = False
+        sender.dies, sender.flipped = False, "model.layers.1.mlp.experts.3.down_proj.weight"  # vLLM packs it
+        with pytest.raises(CorruptionError, match=r"wrote in model\.layers\.1\.mlp\.experts\.3\.down_proj\.weight$"):
+            server.run(server.weights.push(4))
+        sender.flipped = ""
         server.run(server.weights.push(4))
         assert server.generate(request())[0][0].versions == (4, 4)
     assert server.engine.adapter is adapter

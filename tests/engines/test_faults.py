@@ -123,15 +123,16 @@ def start(name: str, cwd: Path, *keys: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize(("name", "replicas"), [("sglang", 1), ("vllm", 2)])
-def test_the_main_job_runs_and_leaves_nothing_behind(tmp_path: Path, name: str, replicas: int) -> None:
+@pytest.mark.parametrize(("name", "replicas", "transport"), [("sglang", 1, "file"), ("vllm", 2, "shared_memory")])
+def test_the_main_job_runs_and_leaves_nothing_behind(tmp_path: Path, name: str, replicas: int, transport: str) -> None:
     """What the learner and the engine make of the same tokens is equal to rounding. 45 seconds.
 
     Learner and servers take turns: every server gives its memory back before each training, and takes it again around
     the load of the next weights. Every replica samples.
     """
     needs(name)
-    placed = ("rollout.server.colocated=true", f"rollout.server.replicas={replicas}")
+    ways = (f"rollout.server.replicas={replicas}", f"rollout.server.transport={transport}")
+    placed = ("rollout.server.colocated=true", *ways)
     run = start(name, tmp_path, "train.steps=3", "eval.every=2", f"rollout.server.weights_dir={tmp_path}", *placed)
     try:
         output, _ = run.communicate(timeout=LIMIT)

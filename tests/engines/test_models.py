@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def check_straight(server: ServedBench, name: str, learners: Learners) -> None:
     needed, whole = [bytes_of(boxes) for boxes in ranks], server.sync.mirror.num_bytes
     assert len(needed) == 2
     assert whole < sum(needed) < 1.1 * whole  # norms and routers alone are on both
-    for version, layout in enumerate(LAYOUTS, start=11):
+    for version, (layout, transport) in enumerate(product(LAYOUTS, ("process_group", "shared_memory")), start=11):
         with learners.holding(name, layout) as weights:
             server.sync.folder, first = folder_of(learners.root, name, LAYOUTS[layout].seed), learners.ranks.world_size
             server.weights._direct = Direct(
@@ -80,6 +81,7 @@ def check_straight(server: ServedBench, name: str, learners: Learners) -> None:
                 keeper=Keeper("127.0.0.1", 300.0),
                 path=server.path,
                 learner_ranks=first,
+                transport=transport,
                 backend="gloo",
             )
             update = server.run(server.weights.push(version))

@@ -60,8 +60,10 @@ def until_healthy(server: ServedBench) -> None:
     """All serve."""
 
     async def wait() -> None:
-        while any(r.state is not State.HEALTHY for r in server.engine.replicas.all):
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(LIMIT):
+            while any(r.state is not State.HEALTHY for r in server.engine.replicas.all):
+                assert not any(r.state is State.GONE for r in server.engine.replicas.all)
+                await asyncio.sleep(0.05)
 
     server.run(wait())
 
@@ -83,9 +85,10 @@ def check(server: ServedBench, model: Path, answers: list[Sequence[Completion]],
 
 @pytest.mark.parametrize("name", sorted(SERVERS))
 def test_servers_that_die_come_back_with_what_is_served(models: tuple[Path, Path], tmp_path: Path, name: str) -> None:
-    """In the middle of sampling, of a push, where it stands still, of one straight into it, and all of them. 120 s."""
+    """In the middle of sampling, of a push, where it stands still, of a way straight into it or of a push along it, and
+    all of them. 150 seconds."""
     needs(name)
-    keys = {"replicas": 2, "backoff_seconds": 0.1, "health_seconds": 18.0 if name == "vllm" else 60.0}
+    keys = {"replicas": 2, "restarts": 5, "backoff_seconds": 0.1, "health_seconds": 18.0 if name == "vllm" else 60.0}
     with served(name, models[0], tmp_path, **keys) as server:
         server.push(models[1], 1)
         check(
@@ -110,16 +113,17 @@ def test_servers_that_die_come_back_with_what_is_served(models: tuple[Path, Path
         sender.hold(models[1], lambda tensors: None)
 
         def kill_once() -> None:
-            sender.before = lambda: None
+            sender.before = sender.before_joining = lambda: None
             os.killpg(process_of(server, 1).pid, signal.SIGKILL)
 
-        sender.before = kill_once
         server.sync.folder = models[1]
         with direct(server, sender):
-            server.run(server.weights.push(3))
-            assert server.engine.metrics()["engine/healthy"] == 1
-            until_healthy(server)
-            check(server, models[1], while_sampling(server, lambda: None), 3)
+            for version, when in enumerate(("before_joining", "before"), start=3):
+                setattr(sender, when, kill_once)
+                server.run(server.weights.push(version))
+                assert server.engine.metrics()["engine/healthy"] == 1
+                until_healthy(server)
+            check(server, models[1], while_sampling(server, lambda: None), version)
 
 
 def test_a_run_whose_only_server_is_killed_loses_and_repeats_nothing(tmp_path: Path) -> None:

@@ -174,6 +174,29 @@ def test_rules_between_keys_stay_readable() -> None:
     ]
 
 
+@pytest.mark.parametrize(("key", "other"), [("weights", "process_group"), ("rollout.server", "file")])
+def test_memory_that_two_processes_map_is_of_one_machine_and_one_kind(key: str, other: str) -> None:
+    key = f"{key}.transport"
+    given = ["rollout=vllm", "run.launcher=slurm", "slurm.nodes=2", "slurm.engines.nodes=1"]
+    (memory, machine) = problems("tiny_cpu", [*given, f"{key}=cuda_ipc"])
+    assert memory == f"{key}=cuda_ipc moves memory of cuda, but learner.device=cpu; set {key}={other}"
+    away = "slurm.nodes=2" + (" and slurm.engines.nodes=1" if other == "file" else "")
+    assert machine == f"{key}=cuda_ipc stays on one machine, but {away}; set {key}={other}"
+    assert problems("tiny_cpu", [*given, f"{key}=shared_memory"]) == [machine.replace("cuda_ipc", "shared_memory")]
+    load("tiny_cpu", ["rollout=vllm", f"{key}=shared_memory"])
+    load("tiny_cpu", ["rollout=vllm", f"{key}=cuda_ipc", "learner.device=cuda"])
+
+
+def test_servers_that_take_turns_get_no_weights_over_nccl() -> None:
+    given = ["rollout=vllm", "rollout.server.colocated=true"]
+    for device, other in (("cpu", "shared_memory"), ("cuda", "cuda_ipc")):
+        (problem,) = problems(
+            "tiny_cpu", [*given, f"learner.device={device}", "rollout.server.transport=process_group"]
+        )
+        assert problem.endswith(f"process_group wants an accelerator for each rank; use file, or {other}")
+        load("tiny_cpu", [*given, f"learner.device={device}", f"rollout.server.transport={other}"])
+
+
 def test_quantised_weights_are_for_servers_on_gpus_that_read_a_file() -> None:
     given = ["rollout.server.quantization=fp8", "rollout.server.transport=process_group"]
     (first, *rest), key = problems("tiny_cpu", given), "rollout.server.quantization=fp8"

@@ -108,6 +108,8 @@ class Ends:
         self._local_dst = [view(self.dst[part.dst_param], part.dst_box) for part in self._local]
         self._failures: list[str] = []
         self._verify_seconds = 0.0
+        self.arrived: Callable[[Bucket], None] = lambda bucket: None  # told of each that was unpacked
+        self.bytes_sent: Counter[int] = Counter()  # in a move, by receiver
 
     def buckets(self, bucket_bytes: int, part_bytes: int | None = None) -> dict[tuple[int, int], list[Bucket]]:
         """Those of every (sender, receiver) that this process is one of; both cut the same.
@@ -131,6 +133,7 @@ class Ends:
 
     def bind(self, peer: int, bucket: Bucket, buffer: Tensor, *, leaving: bool) -> Message:
         """``buffer`` may be longer than the message, which starts where it starts: at a word."""
+        self.bytes_sent[peer] += bucket.num_bytes if leaving else 0
         payload = buffer[: bucket.num_bytes]
         tensors = [
             view(self.src[p.src_param], p.src_box) if leaving else view(self.dst[p.dst_param], p.dst_box)
@@ -182,6 +185,10 @@ class Ends:
 
     def unpack(self, message: Message, version: int) -> None:
         """Write the message's tensors; what is not as it was sent is remembered for `finish`."""
+        self._unpack(message, version)
+        self.arrived(message.bucket)
+
+    def _unpack(self, message: Message, version: int) -> None:
         if not self.verify:
             torch._foreach_copy_(message.tensors, message.views)
             return

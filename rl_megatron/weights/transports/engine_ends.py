@@ -2,20 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import WeightUpdate
+from rl_megatron.weights.buckets import Bucket
 from rl_megatron.weights.held import Report, Source, sent_checksums
 from rl_megatron.weights.plan import Plan
+from rl_megatron.weights.recorded import Held
+from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
+from rl_megatron.weights.transports.ends import Ends
 from rl_megatron.weights.transports.joined import Member, Place
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
+from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
 
 _BUCKET_BYTES = 64 * 2**20
+_SLOT_BYTES = 2**20  # of host memory: two stay in the cores' shared cache
+
+
+class _Transport(Protocol):
+    """A transport of one plan, and this process's ends of it."""
+
+    ends: Ends
+
+    def move(self, version: int) -> WeightUpdate:
+        """See commit.Transport."""
+        ...
+
+    def close(self) -> None:
+        """See commit.Transport."""
+        ...
+
+
+def _process_group(place: Place, moves: Plan, **ends: Any) -> _Transport:
+    return ProcessGroupTransport(moves, **ends, bucket_bytes=_BUCKET_BYTES)
+
+
+def _shared_memory(place: Place, moves: Plan, **ends: Any) -> _Transport:
+    return SharedMemoryTransport(moves, **ends, slot_bytes=_SLOT_BYTES, timeout_seconds=place.seconds)
+
+
+def _cuda_ipc(place: Place, moves: Plan, **ends: Any) -> _Transport:
+    return CudaIpcTransport(moves, **ends, slot_bytes=_BUCKET_BYTES, timeout_seconds=place.seconds)
+
+
+TRANSPORTS: Mapping[str, Callable[..., _Transport]] = {
+    "process_group": _process_group,
+    "shared_memory": _shared_memory,
+    "cuda_ipc": _cuda_ipc,
+}
+"""What ``rollout.server.transport`` may be beside ``file``."""
+
+
+def backend_of(transport: str, device: str) -> str:
+    """Of the group in which ranks meet: it carries the weights of ``process_group`` alone."""
+    return "nccl" if device == "cuda" and transport == "process_group" else "gloo"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """OpenMP's threads spin between the small copies of a move, on cores that the other end needs: 20 times slower."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 class Sender:
@@ -26,24 +87,29 @@ class Sender:
     ) -> None:
         self._member, self._tensors, self._sources = Member(place, rank), tensors, sources
         dist.broadcast_object_list([moves], src=0, group=self._member.group)
-        self._transport = ProcessGroupTransport(
-            moves, src=tensors, dst={}, group=self._member.group, bucket_bytes=_BUCKET_BYTES, verify=False
-        )
+        make = TRANSPORTS[place.transport]
+        self._transport = make(place, moves, src=tensors, dst={}, group=self._member.group, verify=False)
 
     def send(self, version: int) -> tuple[WeightUpdate, Report]:
         """Once every rank is ready; with the checksums of what was sent. Raises SyncError where a rank was lost.
 
-        This rank has left the group then, so that those who wait for it there hear of it.
+        This rank has left the group then, so that those who wait for it there hear of it. A thread computes checksums
+        meanwhile; what the update says of verifying is how long this waited for it.
         """
-        try:
-            self._member.meet(version)
-            update = self._transport.move(version)
-        except SyncError:
-            self.close()
-            raise
-        report = sent_checksums(self._sources, self._tensors, self._transport.ends.dtype_of_last)
-        num_bytes = sum(step.send.bucket.num_bytes for step in self._transport.steps if step.send)
-        return replace(update, num_bytes=num_bytes, verify_seconds=report.seconds), report
+        with ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
+            dtype_of = self._transport.ends.dtype_of_last
+            summing = thread.submit(sent_checksums, self._sources, self._tensors, dtype_of)
+            try:
+                self._member.meet(f"version {version}")
+                with one_thread():
+                    update = self._transport.move(version)
+            except SyncError:
+                self.close()
+                raise
+            moved = time.perf_counter()
+            report = summing.result()
+            waited = time.perf_counter() - moved
+        return replace(update, num_bytes=self._transport.ends.bytes_sent.total(), verify_seconds=waited), report
 
     def close(self) -> None:
         """Leave."""
@@ -52,22 +118,31 @@ class Sender:
 
 
 class Receiver:
-    """An engine rank's end. ``tensors`` are views of its parameters by Hugging Face name, written in place."""
+    """An engine rank's end. ``held`` boxes are written in place, into ``params``.
 
-    def __init__(self, place: Place, rank: int, tensors: Mapping[str, Tensor]) -> None:
+    Raises WeightError where a rank holds two boxes of one tensor.
+    """
+
+    def __init__(self, place: Place, rank: int, held: Sequence[Held], params: Mapping[str, Tensor]) -> None:
+        self._held = _by_name(held)
         self._member = Member(place, rank)
         told: list[Plan | None] = [None]
         dist.broadcast_object_list(told, src=0, group=self._member.group)
         if told[0] is None:
             raise WeightError("rank 0 of the group told no plan")
-        self._transport = ProcessGroupTransport(
-            told[0], src={}, dst=tensors, group=self._member.group, bucket_bytes=_BUCKET_BYTES, verify=False
-        )
+        tensors = {name: one.of(params[one.param]) for name, one in self._held.items()}
+        make = TRANSPORTS[place.transport]
+        self._transport = make(place, told[0], src={}, dst=tensors, group=self._member.group, verify=False)
+        self._transport.ends.arrived = self._arrivals = _Arrivals(tensors)
 
-    def receive(self, version: int) -> WeightUpdate:
-        """Once every rank is ready. Raises SyncError where one is not or was lost, as `Sender.send`."""
+    def receive(self, version: int, whole: Callable[[Held], None]) -> WeightUpdate:
+        """Once every rank is ready; ``whole`` is told of each box that nothing more comes for.
+
+        Raises SyncError where a rank is not ready or was lost, as `Sender.send`.
+        """
+        self._arrivals.begin(lambda name: whole(self._held[name]))
         try:
-            self._member.meet(version)
+            self._member.meet(f"version {version}")
             return self._transport.move(version)
         except SyncError:
             self.close()
@@ -79,13 +154,33 @@ class Receiver:
         self._member.close()
 
 
-def named(tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Views by Hugging Face name. Raises WeightError where a rank holds two boxes of one tensor."""
-    out: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if name in out:
+class _Arrivals:
+    """Tells of each of a rank's tensors as soon as the last part of it is there, in whatever order they come."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._sizes = {name: tensor.numel() for name, tensor in tensors.items()}
+        self._left: dict[str, int] = {}
+        self._whole: Callable[[str], None]
+
+    def begin(self, whole: Callable[[str], None]) -> None:
+        """Of another version nothing is there."""
+        self._left, self._whole = dict(self._sizes), whole
+
+    def __call__(self, bucket: Bucket) -> None:
+        """It was unpacked."""
+        for part in bucket.parts:
+            self._left[part.dst_param] -= part.num_elements
+            if not self._left[part.dst_param]:
+                self._whole(part.dst_param)
+
+
+def _by_name(held: Sequence[Held]) -> dict[str, Held]:
+    """By Hugging Face name. Raises WeightError where a rank holds two boxes of one tensor."""
+    out: dict[str, Held] = {}
+    for one in held:
+        if one.hf in out:
             raise WeightError(
-                f"{name}: this rank of the engine holds two boxes of it; use rollout.server.transport=file"
+                f"{one.hf}: this rank of the engine holds two boxes of it; use rollout.server.transport=file"
             )
-        out[name] = tensor
+        out[one.hf] = one
     return out

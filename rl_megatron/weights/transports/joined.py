@@ -1,7 +1,8 @@
 """A process group of learner and engine ranks, and a place where they meet before each version: nobody waits unheard.
 
-The controller keeps the place, a store. Before a version moves, every rank says there that it is ready; who finds that
-another cannot come says so, and all go home. So a server that refuses leaves no sender in a send.
+The controller keeps the place, a store. Before the group is made, and before each version moves, every rank says there
+that it is ready; who finds that another cannot come says so, and all go home. So a server that refuses leaves no sender
+in a send.
 """
 
 from __future__ import annotations
@@ -17,19 +18,26 @@ from torch.distributed import distributed_c10d
 
 from rl_megatron.errors import SyncError
 
+JOINING = "joining the group"
 _LOOK_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where ``size`` ranks meet. ``name`` is new for every group, ``seconds`` the limit of every wait."""
+    """Where ``size`` ranks meet. ``name`` is new for every group, ``seconds`` the limit of every wait.
+
+    They send by ``transport``, a name that `engine_ends` knows; ``backend`` is that of their group. ``turns``: learner
+    and engines take turns on the same accelerators, so engines keep no memory for sending between versions.
+    """
 
     host: str
     port: int
     name: str
     size: int
-    backend: str
     seconds: float
+    transport: str
+    backend: str
+    turns: bool
 
 
 class Keeper:
@@ -40,20 +48,22 @@ class Keeper:
         limit = timedelta(seconds=seconds)
         self._store = TCPStore(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
 
-    def place(self, size: int, backend: str) -> Place:
+    def place(self, size: int, *, transport: str, backend: str, turns: bool = False) -> Place:
         """For a group that is not there yet."""
         return Place(
             host=self.host,
             port=self._store.port,
             name=f"rl_megatron-{uuid.uuid4().hex}",  # an engine may have been in groups of other trainers
             size=size,
-            backend=backend,
             seconds=self._seconds,
+            transport=transport,
+            backend=backend,
+            turns=turns,
         )
 
-    def call_off(self, place: Place, version: int, reason: str) -> None:
-        """Send home who waits for the others."""
-        self._store.set(f"{place.name}/{version}/off", reason)
+    def call_off(self, place: Place, what: str, reason: str) -> None:
+        """Send home who waits for the others to ``what``."""
+        self._store.set(f"{place.name}/{what}/off", reason)
 
 
 class Member:
@@ -64,6 +74,7 @@ class Member:
         limit = timedelta(seconds=place.seconds)
         try:
             self._store = TCPStore(place.host, place.port, is_master=False, timeout=limit)
+            self.meet(JOINING)
             # As torch's own new_group does, for ranks that have no default group in common.
             group, _ = distributed_c10d._new_process_group_helper(
                 place.size,
@@ -82,18 +93,18 @@ class Member:
         self.group: dist.ProcessGroup | None = group
         distributed_c10d._world.pg_group_ranks[group] = {number: number for number in range(place.size)}
 
-    def meet(self, version: int) -> None:
+    def meet(self, what: str) -> None:
         """Return when every rank is here. Raises SyncError where it was called off, or some do not come in time."""
-        at, limit = f"{self.place.name}/{version}", time.monotonic() + self.place.seconds
+        at, limit = f"{self.place.name}/{what}", time.monotonic() + self.place.seconds
         self._store.set(f"{at}/{self.rank}", "")
         keys = [f"{at}/{rank}" for rank in range(self.place.size)]
         while not self._store.check(keys):
             if self._store.check([f"{at}/off"]):
-                raise SyncError(f"version {version} was called off: {self._store.get(f'{at}/off').decode()}")
+                raise SyncError(f"{what} was called off: {self._store.get(f'{at}/off').decode()}")
             if time.monotonic() > limit:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise SyncError(
-                    f"version {version} is not served: rank {self.rank} waited {self.place.seconds:g} s for ranks "
+                    f"{what} failed, and nothing is served: rank {self.rank} waited {self.place.seconds:g} s for ranks "
                     f"{missing} of learner and engines"
                 )
             time.sleep(_LOOK_SECONDS)

@@ -111,7 +111,7 @@ class SharedMemoryTransport:
         timeout_seconds: float = 600.0,
         verify: bool = True,
     ) -> None:
-        rank = dist.get_rank(group)
+        rank = dist.get_rank() if group is None else group.rank()
         self.ends = Ends(moves, rank=rank, src=src, dst=dst, exchange=reports_of(group), verify=verify)
         self._timeout = timeout_seconds
         self._links = self._connect(self.ends.buckets(slot_bytes), group)
@@ -181,7 +181,7 @@ class SharedMemoryTransport:
         if self.ends.device.type != self.device_type:
             raise WeightError(
                 f"{self.name} moves tensors in memory of {self.device_type}, rank {rank} has some on "
-                f"{self.ends.device}; use weights.transport=process_group"
+                f"{self.ends.device}; use process_group"
             )
         with socket.socket(socket.AF_UNIX) as listener:
             listener.settimeout(self._timeout)
@@ -196,7 +196,7 @@ class SharedMemoryTransport:
             if far:
                 raise WeightError(
                     f"{self.name} needs one machine, but rank {rank} is on another than rank {far[0]}; "
-                    "use weights.transport=process_group"
+                    "use process_group"
                 )
             links = [self._offer(to, places[to][1], buckets[rank, to]) for to in receivers]
             return links + [self._accept(listener, buckets) for _ in senders]

@@ -17,7 +17,7 @@ import pytest
 
 from rl_megatron.config_rollout import ServerSection
 from rl_megatron.errors import EngineError, SyncError
-from rl_megatron.rollout.adapter import Command, Description, StartOptions, version_of
+from rl_megatron.rollout.adapter import Command, Description, StartOptions, candidate, version_of
 from rl_megatron.rollout.answers import as_it_should_end, joined
 from rl_megatron.rollout.http import Server
 from rl_megatron.rollout.served import ServedEngine
@@ -71,12 +71,11 @@ class Words:
         server: Server,
         path: Path,
         version: int,
-        label: str,
         *,
         private: Collection[str],
         straight: bool = False,
     ) -> list[Report]:
-        await server.post("/load", {"label": label})
+        await server.post("/load", {"label": candidate(version)})
         return []
 
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
@@ -85,8 +84,8 @@ class Words:
     async def join(self, server: Server, path: Path, place: Mapping[str, object], first: int) -> None:
         raise NotImplementedError
 
-    async def relabel(self, server: Server, label: str) -> None:
-        await server.post("/relabel", {"label": label})
+    async def relabel(self, server: Server, version: int) -> None:
+        await server.post("/relabel", {"label": str(version)})
 
     async def release(self, server: Server) -> None:
         await server.post("/release")

@@ -82,3 +82,10 @@ def test_a_box_of_half_words_is_refused() -> None:
     tensor = made(torch.bfloat16)
     with pytest.raises(ValueError, match="columns 0 to 6 of \\(24, 40\\) are not whole words of 8 bytes"):
         checksum(tensor[:, :6], SHAPE, (0, 0))
+
+
+def test_what_was_looked_at_can_be_freed() -> None:
+    """Of a tensor that `Tensor.numpy` was asked of, it cannot."""
+    tensor = torch.arange(12.0).view(3, 4)
+    checksum(tensor, (3, 4))
+    assert tensor.untyped_storage().resizable()
