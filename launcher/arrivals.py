@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -105,7 +106,8 @@ async def learner(
     ranks = await arrivals(listener, awaited)
     listener.close()  # nobody else is awaited
     teams: list[tuple[Setup, list[ConnectedRank]]] = []
-    for role in awaited.placements:
+    taken: Counter[str] = Counter()  # of each node's accelerators
+    for role, placement in awaited.placements.items():
         team = [rank for rank in ranks if rank.role == role]
         setup = Setup(
             config=config,
@@ -113,8 +115,10 @@ async def learner(
             run_folder=run_folder.resolve(),
             rendezvous=f"tcp://{team[0].hello.store}",
             role=role,
+            first_device=max(taken[node] for node in placement.nodes),
         )
         teams.append((setup, team))
+        taken.update(dict.fromkeys(placement.nodes, placement.ranks_per_node))
     try:
         async with serving(teams, failure, on_signal) as groups:
             yield roles_of(groups, config)

@@ -21,8 +21,9 @@ from typing import Any
 
 from launcher import guards, rank
 from launcher.guards import Guard, Order, start_guard
+from launcher.naming import LEARNER
 from launcher.own_thread import OwnThread
-from launcher.placement import Seat, describe_seats, place, placement_of, seats_of
+from launcher.placement import Placement, Seat, describe_seats, place, placement_of, seats_of
 from launcher.ports import free_port
 from launcher.ray_node import (
     OBJECT_STORE_BYTES,
@@ -108,16 +109,20 @@ class RayCluster:
         """Raises ConfigError where the allocation has not the tasks that the learner needs, or servers do not fit."""
         dims, replicas = config.learner.dims, config.rollout.server.replicas
         self.job = job
+        roles = (LEARNER, *config.roles.separate)
         if job is None:
-            self.placement, self.host = place(dims, (rank.node(),), dims.world_size), HERE
+            self.placements = [place(dims, (rank.node(),), dims.world_size, role=role) for role in roles]
+            self.host = HERE
             started = config.rollout.served and not config.rollout.server.addresses
             self.seats: Sequence[Seat] = [Seat(node=rank.node(), gpus=())] * (replicas if started else 0)
             self.folder = run_folder.resolve() / "ray"
         else:
-            self.placement, self.host = placement_of(config, job.nodes), job.address()
+            nodes = {LEARNER: job.nodes, **job.separate}
+            self.placements = [placement_of(config, nodes[role], role) for role in roles]
+            self.host = job.address()
             self.seats = seats_of(config, job.nodes, job.engine_nodes)
             self.folder = job.folder
-        self.shares = shares(self.placement, self.seats, alone=bool(job and job.engine_nodes))
+        self.shares = shares(self.placements, self.seats, alone=bool(job and job.engine_nodes))
         self._config = config
         self._own: OwnThread | None = None
         self._places: Sequence[PlacementGroupSchedulingStrategy] = ()  # of servers
@@ -136,7 +141,8 @@ class RayCluster:
         """It is up while the context is open. Raises WorkerDied where it does not come up."""
         self.folder.mkdir(exist_ok=True)
         seats = [describe_seats(self.seats)] if self.seats else []
-        logger.info("Ray %s: %s", ray.__version__, "\n".join([self.placement.describe(), *seats]))
+        described = [*(placement.describe() for placement in self.placements), *seats]
+        logger.info("Ray %s: %s", ray.__version__, "\n".join(described))
         async with contextlib.AsyncExitStack() as stack:
             self._own = OwnThread("ray")
             stack.callback(self._own.close)
@@ -155,11 +161,11 @@ class RayCluster:
 
     async def _start_here(self, stack: contextlib.AsyncExitStack) -> None:
         folder = stack.enter_context(scratch(within=Path("/tmp")))  # a short path: sockets lie in it
-        (has,) = totals(self.shares.learner, self.shares.engines).values()
+        (has,) = totals(*self.shares.ranks.values(), self.shares.engines).values()
         await self._come_up(stack, self.own(_start_here, has, secrets.token_hex(32), str(folder)), [])
 
     async def _start_on(self, job: Job, stack: contextlib.AsyncExitStack) -> None:
-        learner, engines = self.shares.learner, self.shares.engines
+        learner, engines = self.shares.ranks[LEARNER], self.shares.engines
         on_learner = totals(learner) if job.engine_nodes else totals(learner, engines)
         call = NodeCall(
             head=job.here,
@@ -170,16 +176,25 @@ class RayCluster:
             resources=on_learner,
             seconds=self._config.learner.timeout_seconds,
         )
-        slurm, python = self._config.slurm, sys.executable
-        command = node_command(slurm, self.placement, job.folder, python=python, where=job.learner_options())
-        steps = [await stack.enter_async_context(running_step(command, call.line(), job.folder))]
-        wanted = set().union(*on_learner.values())
+        calls = [(self._node_command(job, self.placements[0]), call)]
+        for other in self.placements[1:]:
+            there = replace(call, head=None, resources=totals(self.shares.ranks[other.role]))
+            calls.append((self._node_command(job, other), there))
         if job.engine_nodes and engines:
             there = replace(call, head=None, resources=totals(engines))
-            command = engine_node_command(job, cpus_of_engine_node(self._config, job), python=python)
-            steps.append(await stack.enter_async_context(running_step(command, there.line(), job.folder)))
-            wanted |= set().union(*there.resources.values())
+            cpus = cpus_of_engine_node(self._config, job)
+            calls.append((engine_node_command(job, cpus, python=sys.executable), there))
+        steps = [
+            await stack.enter_async_context(running_step(command, told.line(), job.folder)) for command, told in calls
+        ]
+        wanted = {name for _, told in calls for has in told.resources.values() for name in has}
         await self._come_up(stack, self._join(call, wanted), steps)
+
+    def _node_command(self, job: Job, placement: Placement) -> list[str]:
+        slurm, python = self._config.slurm, sys.executable
+        if placement.role == LEARNER:
+            return node_command(slurm, placement, job.folder, python=python, where=job.learner_options())
+        return job.separate_command(node_command(slurm, placement, job.folder, python=python), placement.role)
 
     async def _come_up(
         self, stack: contextlib.AsyncExitStack, driver: Awaitable[None], steps: Sequence[asyncio.subprocess.Process]

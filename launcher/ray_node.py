@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from launcher import rank
+from launcher.naming import LEARNER
 from launcher.placement import Placement, Seat
 from launcher.ports import free_port
 from launcher.slurm import Job
@@ -69,23 +70,24 @@ def environment(token: str) -> Mapping[str, str]:
 class Shares:
     """What each role takes of its nodes: a bundle a rank, a bundle a server, in order."""
 
-    learner: Mapping[str, Sequence[Bundle]]
+    ranks: Mapping[str, Mapping[str, Sequence[Bundle]]]  # by role, the learner's first
     engines: Mapping[str, Sequence[Bundle]]
 
 
-def shares(placement: Placement, seats: Sequence[Seat], *, alone: bool) -> Shares:
+def shares(placements: Sequence[Placement], seats: Sequence[Seat], *, alone: bool) -> Shares:
     """Bundles are bound to their nodes by a resource of the role there.
 
     GPUs are counted for servers that are ``alone`` on their nodes; elsewhere servers and ranks share them.
     """
-    learner = {
-        node: [{"CPU": 1.0, resource("learner", node): 1.0}] * placement.ranks_per_node for node in placement.nodes
+    ranks = {
+        p.role: {node: [{"CPU": 1.0, resource(p.role, node): 1.0}] * p.ranks_per_node for node in p.nodes}
+        for p in placements
     }
     engines: dict[str, list[Bundle]] = {}
     for seat in seats:
         gpus = {"GPU": float(len(seat.gpus))} if alone and seat.gpus else {}
         engines.setdefault(seat.node, []).append({"CPU": 1.0, resource("engine", seat.node): 1.0, **gpus})
-    return Shares(learner=learner, engines=engines)
+    return Shares(ranks=ranks, engines=engines)
 
 
 def totals(*roles: Mapping[str, Sequence[Bundle]]) -> Mapping[str, Bundle]:
@@ -106,8 +108,8 @@ def resource(role: str, node: str) -> str:
 def node_command(
     slurm: SlurmSection, placement: Placement, folder: Path, *, python: str, where: Sequence[str] = ()
 ) -> list[str]:
-    """The srun that starts Ray on every node of the learner's; output is a file a node in ``folder``."""
-    count = len(placement.nodes)
+    """The srun that starts Ray on every node of a role's ranks; output is a file a node in ``folder``."""
+    count, stem = len(placement.nodes), "ray" if placement.role == LEARNER else f"ray-{placement.role}"
     return [
         "srun",
         *where,
@@ -116,7 +118,7 @@ def node_command(
         "--ntasks-per-node=1",
         f"--cpus-per-task={placement.ranks_per_node * (slurm.cpus_per_task or 1)}",
         "--kill-on-bad-exit=1",
-        f"--output={folder}/ray-%t.txt",
+        f"--output={folder}/{stem}-%t.txt",
         *_program(python),
     ]
 

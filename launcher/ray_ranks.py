@@ -12,11 +12,14 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from launcher import channel, rank
 from launcher.arrivals import Awaited, learner
+from launcher.local import threads_per_worker
+from launcher.naming import called, file_stem
 from launcher.rank import Call
 from launcher.ray_cluster import RayCluster, group_of, said, seen
 from launcher.ray_node import Bundle
@@ -29,6 +32,9 @@ from rl_megatron.interfaces import Roles
 # isort: split
 import ray  # after ray_cluster, which sets what it reads
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+Who = tuple[str, int]
+"""A role, and the number of one of its ranks."""
 
 _CAUSE_SECONDS = 20.0
 
@@ -58,18 +64,22 @@ class RayLauncher:
     async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
         """See interfaces.Launcher."""
         cluster, job = self._cluster, self._cluster.job
-        placement, folder = cluster.placement, cluster.folder
+        (placement, *separate), folder = cluster.placements, cluster.folder
         token, failure = secrets.token_bytes(channel.TOKEN_BYTES), Failure()
-        with channel.listen(cluster.host, backlog=config.learner.dims.world_size) as listener:
-            threads = config.learner.threads or threads_per_rank(placement)
+        with channel.listen(cluster.host, backlog=len(cluster.placements) * config.learner.dims.world_size) as listener:
+            threads = threads_per_rank(placement) if job else threads_per_worker(config)
+            threads = config.learner.threads or threads
             call = Call(host=cluster.host, port=listener.getsockname()[1], token=token.hex(), threads=threads)
-            ends = await cluster.own(_start_ranks, cluster.shares.learner, call, folder)
+            ends: dict[Who, Future[None]] = {}
+            for role, bundles in cluster.shares.ranks.items():
+                ends |= await cluster.own(_start_ranks, bundles, replace(call, role=role), folder)
             awaited = Awaited(
                 placement=placement,
+                separate=separate,
                 token=token,
                 started=_first_end(ends),
                 seconds=config.learner.timeout_seconds,
-                files=f"rank-*.txt in {folder}",
+                files=f"{', '.join(file_stem(role, '*') for role in cluster.shares.ranks)}.txt in {folder}",
                 blame=job.blame if job else lambda _: None,
             )
             try:
@@ -86,32 +96,33 @@ class RayLauncher:
             except WorkerDied as error:
                 if failure.rank is None:
                     raise
-                cause = await asyncio.to_thread(_cause, ends[failure.rank])
+                cause = await asyncio.to_thread(_cause, ends[failure.role, failure.rank])
                 raise WorkerDied(f"{error}{cause}") from error
 
 
-def _start_ranks(bundles: Mapping[str, Sequence[Bundle]], call: Call, folder: Path) -> list[Future[None]]:
-    """An actor for each rank, in its node's placement group; when and how each ends."""
+def _start_ranks(bundles: Mapping[str, Sequence[Bundle]], call: Call, folder: Path) -> dict[Who, Future[None]]:
+    """An actor for each rank of a role, in its node's placement group; when and how each ends."""
     actor: Any = ray.remote(RankActor)
-    ends: list[Future[None]] = []
+    ends: dict[Who, Future[None]] = {}
     for node, each in bundles.items():
-        group = group_of("learner", node, each)
+        group = group_of(call.role, node, each)
         for index in range(len(each)):
             number = len(ends)
             here = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            made = actor.options(num_cpus=1, scheduling_strategy=here, name=f"rank {number}").remote()
-            ends.append(made.serve.remote(call, number, str(folder / f"rank-{number}.txt")).future())
+            made = actor.options(num_cpus=1, scheduling_strategy=here, name=called(call.role, number)).remote()
+            log = str(folder / f"{file_stem(call.role, number)}.txt")
+            ends[call.role, number] = made.serve.remote(call, number, log).future()
     return ends
 
 
-async def _first_end(ends: Sequence[Future[None]]) -> str:
+async def _first_end(ends: Mapping[Who, Future[None]]) -> str:
     """How the first actor ended, once one has."""
-    waiting = [asyncio.wrap_future(end) for end in ends]
-    for one in waiting:
+    waiting = {who: asyncio.wrap_future(end) for who, end in ends.items()}
+    for one in waiting.values():
         one.add_done_callback(seen)
-    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    number = next(i for i, one in enumerate(waiting) if one.done())
-    return f"the actor of rank {number} ended{_cause(ends[number])}"
+    await asyncio.wait(waiting.values(), return_when=asyncio.FIRST_COMPLETED)
+    who = next(who for who, one in waiting.items() if one.done())
+    return f"the actor of {called(*who)} ended{_cause(ends[who])}"
 
 
 def _cause(end: Future[None]) -> str:

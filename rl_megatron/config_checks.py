@@ -198,11 +198,6 @@ def _separate_problems(c: RunConfig) -> list[str]:
         given = f"roles.{role}=separate"
         if not needed[role]:
             out.append(f"{given}, but the algorithm has no {role}; set roles.{role}=learner")
-        if c.run.launcher == "ray":
-            out.append(
-                f"{given} with run.launcher=ray: Ray places the learner's ranks and engine servers alone; set "
-                f"run.launcher=slurm or roles.{role}=learner"
-            )
         if not slurm.heterogeneous and slurm.alone(role).nodes not in {0, slurm.nodes}:
             out.append(
                 f"slurm.{role}.nodes={slurm.alone(role).nodes}, but a separate {role} has as many ranks as the learner "

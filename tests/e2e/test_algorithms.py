@@ -63,7 +63,9 @@ def test_the_kl_coefficient_follows_the_target(ppo: Run) -> None:
 
 
 def test_a_killed_ppo_run_resumes_with_its_critic_reference_and_memory(place: Place, ppo: Run) -> None:
-    """Its critic and reference have ranks of their own, and one of the critic's dies; then it is in the learner's."""
+    """Critic and reference have ranks of their own, and one of the critic's dies; then it is in the learner's, and the
+    reference in actors of Ray."""
+    pytest.importorskip("ray")
     run = place.start("ppo-killed", *PPO, "roles.critic=separate", "roles.reference=separate")
     run.until_row(step=3)
     workers = run.workers()
@@ -73,9 +75,12 @@ def test_a_killed_ppo_run_resumes_with_its_critic_reference_and_memory(place: Pl
     assert f"error: critic rank 1 (pid {workers[3].pid}) was killed by signal 9" in run.text()
     assert not any(map(alive, workers))
     assert "2 learner processes, 2 critic processes, 2 reference processes" in run.text()
-    run = place.start("ppo-killed", *PPO, "roles.reference=separate", resume=True)
+    run = place.start("ppo-killed", *PPO, "roles.reference=separate", "run.launcher=ray", resume=True)
     run.finish()
     assert run.record() == ppo.record()
+    assert {path.name for path in (run.folder / "ray").glob("*-?.txt")} == {
+        f"{stem}-{number}.txt" for stem in ("rank", "reference") for number in (0, 1)
+    }
     state = json.loads((run.folder / "checkpoints/step_000006/trainer.json").read_text())["memory"]
     assert state["reward_moments"]["count"] == 6 * 16
 

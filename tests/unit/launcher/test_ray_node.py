@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from launcher.placement import place, seat
-from launcher.ray_node import Bundle, NodeCall, options, shares, totals
+from launcher.ray_node import Bundle, NodeCall, node_command, options, shares, totals
+from rl_megatron.config_slurm import SlurmSection
 from rl_megatron.types import ParallelDims
 
 PLACEMENT = place(ParallelDims(dp=4), ("a1", "a2"), 2)
@@ -26,22 +29,32 @@ def options_of(resources: Mapping[str, Bundle], node: str) -> list[str]:
 
 def test_servers_on_nodes_of_their_own_hold_their_gpus() -> None:
     seats = seat(3, 4, ("b1", "b2"), 8, shared=False)
-    roles = shares(PLACEMENT, seats, alone=True)
-    assert amounts(roles.learner, "CPU") == {"a1": [1, 1], "a2": [1, 1]}
+    roles = shares([PLACEMENT], seats, alone=True)
+    assert amounts(roles.ranks["learner"], "CPU") == {"a1": [1, 1], "a2": [1, 1]}
     assert amounts(roles.engines, "GPU") == {"b1": [4, 4], "b2": [4]}
     assert [set(bundle) for bundle in roles.engines["b1"]] == [{"CPU", "GPU", "engine on b1"}] * 2
     given = options_of(totals(roles.engines), "b1")
     assert {"--num-cpus=2", "--num-gpus=8", '--resources={"engine on b1": 2}'} <= set(given)
-    given = options_of(totals(roles.learner), "a2")
+    given = options_of(totals(roles.ranks["learner"]), "a2")
     assert {"--num-cpus=2", "--num-gpus=0", '--resources={"learner on a2": 2}'} <= set(given)
+
+
+def test_separate_roles_have_bundles_of_their_own_on_one_node_or_on_others() -> None:
+    here = [replace(PLACEMENT, role=role) for role in ("learner", "critic")]
+    roles = shares([*here, replace(PLACEMENT, role="reference", nodes=("c1", "c2"))], [], alone=False)
+    has = totals(*roles.ranks.values())
+    assert has["a1"] == {"CPU": 4, "learner on a1": 2, "critic on a1": 2}
+    assert has["c2"] == {"CPU": 2, "reference on c2": 2}
+    command = node_command(SlurmSection(), replace(PLACEMENT, role="critic"), Path("/run"), python="python")
+    assert "--output=/run/ray-critic-%t.txt" in command
 
 
 @pytest.mark.parametrize(("replicas", "last"), [(3, 1), (4, 2)])
 def test_servers_that_share_nodes_with_ranks_have_shares_beside_them(replicas: int, last: int) -> None:
     """GPUs are counted once at most, so that neither role waits for the other's."""
-    roles = shares(PLACEMENT, seat(replicas, 1, ("a1", "a2"), 2, shared=True), alone=False)
+    roles = shares([PLACEMENT], seat(replicas, 1, ("a1", "a2"), 2, shared=True), alone=False)
     assert amounts(roles.engines, "GPU") == {"a1": [0, 0], "a2": [0] * last}
-    has = totals(roles.learner, roles.engines)
+    has = totals(roles.ranks["learner"], roles.engines)
     assert has["a2"] == {"CPU": 2 + last, "learner on a2": 2, "engine on a2": last}
     assert "--num-gpus=0" in options_of(has, "a2")
 

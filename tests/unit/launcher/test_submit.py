@@ -157,10 +157,6 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
             "roles.critic=separate, but the algorithm has no critic; set roles.critic=learner",
         ),
         (("roles.reference=separate",), "roles.reference=separate, but the algorithm has no reference"),
-        (
-            (*OWN_CRITIC, "run.launcher=ray"),
-            "roles.critic=separate with run.launcher=ray: Ray places the learner's ranks",
-        ),
         ((*OWN_CRITIC, "slurm.critic.nodes=2"), "as many ranks as the learner on slurm.nodes=1, and nodes are alike"),
         ((*OWN_CRITIC, "slurm.critic.partition=x"), "slurm.critic asks for nodes unlike the learner's"),
         (("algorithm=ppo", "slurm.critic.nodes=1"), "slurm.critic asks for nodes, but roles.critic=learner"),
