@@ -158,7 +158,7 @@ class Direct:
 
 def _cause(sender: BaseException | None, receiver: BaseException | None, *, died: bool) -> BaseException:
     """Of two that failed, the one that was not merely called off by the other; or that a server died."""
-    called_off = isinstance(sender, SyncError) and "called off" in str(receiver)
+    called_off = sender is not None and "called off" in str(receiver)
     cause = sender if receiver is None or called_off else receiver
     assert cause is not None
     if died and isinstance(cause, SyncError):

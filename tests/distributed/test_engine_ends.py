@@ -35,6 +35,7 @@ HF = Layout(table=HF_QWEN3_MOE, shape=SHAPE)
 DIMS, TP = ParallelDims(tp=2, ep=2), 2
 LEARNER = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=DIMS)
 VERSIONS = (3, 4)
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 
 
 class Engine:
@@ -136,6 +137,7 @@ class Job:
     place: Place
     folder: Path
     port: int
+    device: str
 
 
 def tensors_of(version: int) -> dict[str, Tensor]:
@@ -156,7 +158,7 @@ def process(rank: int, job: Job) -> None:
 
 
 def learner(rank: int, job: Job) -> list[Any]:
-    src = {n: torch.zeros_like(t) for n, t in cut(VERSIONS[0], rank).items()}
+    src = {n: torch.zeros_like(t, device=job.device) for n, t in cut(VERSIONS[0], rank).items()}
     moves = plan(LEARNER, recorded(), placement={0: 2, 1: 3})
     sender = Sender(job.place, rank, moves, src, sources_of(LEARNER, HF)[rank])
     out = []
@@ -178,6 +180,7 @@ def cut(version: int, rank: int) -> dict[str, Tensor]:
 
 def engine(rank: int, job: Job) -> list[Any]:
     mine = Engine(rank)
+    mine.params = {name: param.to(job.device) for name, param in mine.params.items()}
     held = mine.record()
     receiver = Receiver(job.place, 2 + rank, held, mine.params)
     out = []
@@ -186,7 +189,7 @@ def engine(rank: int, job: Job) -> list[Any]:
         expected.load(tensors_of(version).items())
 
         def whole(one: Held, expected: Engine = expected, beside: Beside = beside, told: list[Held] = told) -> None:
-            assert torch.equal(one.of(mine.params[one.param]), one.of(expected.params[one.param]))
+            assert torch.equal(one.of(mine.params[one.param]).cpu(), one.of(expected.params[one.param]))
             beside.held([one], mine.params)
             beside.sent(one, mine.params[one.param])
             told.append(one)
@@ -194,7 +197,7 @@ def engine(rank: int, job: Job) -> list[Any]:
         update = receiver.receive(version, whole)
         assert sorted(told, key=held.index) == held
         for name, tensor in expected.params.items():
-            torch.testing.assert_close(mine.params[name], tensor, rtol=0, atol=0)
+            torch.testing.assert_close(mine.params[name].cpu(), tensor, rtol=0, atol=0)
         report = beside.report()
         assert set(report.rows) == set(checksums_of(held, mine.params).rows)
         out.append((update.num_bytes, report))
@@ -207,14 +210,16 @@ def engine(rank: int, job: Job) -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
-def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "device"),
+    [("process_group", "cpu"), ("shared_memory", "cpu"), pytest.param("cuda_ipc", "cuda", marks=ON_GPU)],
+)
+def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path, transport: str, device: str) -> None:
     """Bit for bit what its own loader makes of the checkpoint; checksums of both sides agree. 8 seconds."""
     keeper = Keeper("127.0.0.1", 120.0)
+    place = keeper.place(4, transport=transport, backend="gloo")
     with held_ports("127.0.0.1") as port:
-        run_ranks(
-            process, 4, Job(place=keeper.place(4, transport=transport, backend="gloo"), folder=tmp_path, port=port)
-        )
+        run_ranks(process, 4, Job(place=place, folder=tmp_path, port=port, device=device))
     said = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
     traffic = plan(LEARNER, recorded(), placement={0: 2, 1: 3}).traffic()
     for i, _ in enumerate(VERSIONS):

@@ -1,0 +1,83 @@
+"""A way straight into engines that does not come about: who waits for others is sent home, and the cause is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from rl_megatron.errors import ReplicasLost, SyncError, WeightError
+from rl_megatron.types import WeightUpdate
+from rl_megatron.weights.direct import Direct
+from rl_megatron.weights.engine_layout import Boxes
+from rl_megatron.weights.held import NO_KINDS, Kinds, Report
+from rl_megatron.weights.transports.joined import Keeper, Member, Place
+
+LIMIT = 100.0  # seconds, which nobody may wait
+
+
+@dataclass
+class Ends:
+    """A learner's rank and a server's; one waits for the other. See direct.Senders, direct.Receivers."""
+
+    why: Exception | None  # of the learner's not to come; None: the server dies
+    alive: list[str] = field(default_factory=lambda: ["it"])
+
+    async def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
+        if self.why is not None:
+            raise self.why
+        self.alive.clear()
+        await asyncio.to_thread(Member, place, 0)
+
+    async def join(self, path: Path, place: Mapping[str, object], first: Mapping[str, int]) -> None:
+        if self.why is None:
+            while self.alive:
+                await asyncio.sleep(0.01)
+            raise SyncError("the server is gone")
+        await asyncio.to_thread(Member, Place(**place), first["it"])  # type: ignore[arg-type]
+
+    async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:
+        raise AssertionError
+
+    def names(self) -> Sequence[str]:
+        return self.alive
+
+    def stale(self, name: str) -> bool:
+        return False
+
+    async def boxes(self, path: Path) -> Mapping[str, Sequence[Boxes]]:
+        return {"it": [{}]}
+
+    async def load(
+        self, path: Path, version: int, *, straight: Collection[str] = (), private: Kinds = NO_KINDS
+    ) -> Mapping[str, Sequence[Report]]:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("why", [WeightError("no plan leads there"), SyncError("the learner is gone")])
+def test_a_learner_that_does_not_come_is_told_as_the_cause(why: Exception, tmp_path: Path) -> None:
+    with pytest.raises(type(why), match=str(why)):
+        asyncio.run(push(Ends(why), tmp_path))
+
+
+async def push(ends: Ends, folder: Path) -> None:
+    keeper = Keeper("127.0.0.1", LIMIT)
+    direct = Direct(
+        senders=ends,
+        receivers=ends,
+        keeper=keeper,
+        path=folder,
+        learner_ranks=1,
+        transport="process_group",
+        backend="gloo",
+    )
+    async with asyncio.timeout(LIMIT / 2):
+        await direct.push(1, private=NO_KINDS, behind=lambda: None)
+
+
+def test_a_server_that_dies_meanwhile_is_no_end(tmp_path: Path) -> None:
+    with pytest.raises(ReplicasLost, match="a server died while the learner met it"):
+        asyncio.run(push(Ends(None), tmp_path))
