@@ -19,7 +19,7 @@ from launcher.engines import LEAST_HEAD_DIM, ServedLauncher
 from launcher.local import LocalLauncher
 from launcher.memory import learner_layout
 from launcher.run_name import claim
-from launcher.seats import places
+from launcher.seats import HERE, places
 from launcher.slurm import Job, SlurmLauncher
 from launcher.stop import Stop, stop_signals
 from launcher.watchdog import LoopWatch
@@ -151,8 +151,8 @@ def _launcher(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -
     if parts.job is not None:
         launcher = SlurmLauncher(model_folder, parts.folder, parts.job, stop.ask)
     if parts.config.rollout.served:
-        found = places(parts.config, parts.job)
-        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found)
+        found, host = places(parts.config, parts.job), parts.job.address() if parts.job else HERE
+        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, host)
     return launcher
 
 
@@ -166,7 +166,7 @@ def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> 
     launcher: Launcher = RayLauncher(cluster, model_folder, parts.folder, stop.ask)
     if parts.config.rollout.served:
         found = places(parts.config, parts.job, cluster.start_guard)
-        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found)
+        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, cluster.host)
     return InCluster(cluster=cluster, inner=launcher)
 
 

@@ -1,31 +1,50 @@
 """Between the trainer and an engine server: runs it in a session of its own and ends all of it when the trainer ends.
 
 The trainer holds the other end of this process's standard input, which closes however the trainer ends, by SIGKILL too;
-closing it is also how the trainer ends one server. ``python engine_guard.py <command...>``; standard library alone.
+closing it is also how the trainer ends one server. ``python engine_guard.py <address> <command...>``; standard library
+alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 
 _PR_SET_PDEATHSIG = 1
+_SIOCGIFADDR = 0x8915  # netdevice(7)
 _STOP_SECONDS = 10.0
 
 
-def main(command: list[str]) -> int:
-    """The server's exit status, once it and its children are gone."""
+def main(host: str, command: list[str]) -> int:
+    """The server's exit status, once it and its children are gone. It listens at ``host``, and so does its gloo."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the closed pipe is the one way to end
+    if (interface := interface_of(host)) is not None:  # by itself gloo asks what the node's name means
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)
     threading.Thread(target=_end_with_trainer, args=(server,), daemon=True).start()
     status = server.wait()
     _signal_all(server, signal.SIGKILL)  # what its children left running
     return status
+
+
+def interface_of(host: str) -> str | None:
+    """The network interface that has the address, if one of this node's has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                said = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if said[20:24] == socket.inet_aton(host):
+                    return name
+    return None
 
 
 def _die_with_parent() -> None:
@@ -53,4 +72,4 @@ def _signal_all(server: subprocess.Popen[bytes], number: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

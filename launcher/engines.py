@@ -21,11 +21,12 @@ from pathlib import Path
 
 from launcher.colocated import colocated
 from launcher.guards import Order
+from launcher.interpreter import check_interpreter, python_path
 from launcher.placement import engines_elsewhere
 from launcher.proxies import WeightGroup
 from launcher.replicas import Attached, Standing, Started, Supervisor
 from launcher.scratch import scratch
-from launcher.seats import Place, elsewhere
+from launcher.seats import HERE, Place, elsewhere
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.interfaces import Launcher, Roles
@@ -79,9 +80,11 @@ class ServedLauncher:
         run_folder: Path,
         shape: ModelShape,
         places: Sequence[Place] | None = None,
+        host: str = HERE,
     ) -> None:
+        """``host``: this machine's address, as servers at all ``places`` reach it."""
         self._inner, self._model_folder, self._run_folder, self._shape = inner, model_folder, run_folder, shape
-        self._places = places
+        self._places, self._host = places, host
 
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
@@ -115,7 +118,7 @@ class ServedLauncher:
                 dims=config.learner.dims,
                 probe=probe,
                 probes=config.rollout.server.probes,
-                direct=_direct(config, roles.weights, engine, path),
+                direct=_direct(config, roles.weights, engine, path, self._host),
             )
             servers.refit = weights.refit
             if config.rollout.server.colocated:
@@ -129,7 +132,7 @@ def _tolerance(config: RunConfig) -> float:
     return section.probe_tolerance or (rounding if FORMATS[section.quantization] is None else _QUANTISED_TOLERANCE)
 
 
-def _direct(config: RunConfig, weights: WeightGroup, engine: ServedEngine, path: Path) -> Direct | None:
+def _direct(config: RunConfig, weights: WeightGroup, engine: ServedEngine, path: Path, host: str) -> Direct | None:
     """The way from learner ranks straight into engine ranks, where the configuration wants it."""
     section = config.rollout.server
     if section.transport == "file":
@@ -137,7 +140,7 @@ def _direct(config: RunConfig, weights: WeightGroup, engine: ServedEngine, path:
     return Direct(
         senders=weights,
         receivers=engine,
-        keeper=Keeper(section.meeting_host, section.timeout_seconds),
+        keeper=Keeper(section.meeting_host or host, section.timeout_seconds),
         path=path,
         learner_ranks=config.learner.dims.world_size,
         transport=section.transport,
@@ -243,7 +246,7 @@ class ServedEngines:
 
     async def _prepare(self, packages: Path) -> None:
         """What starting wants. The engine's interpreter sees this package alone, never those that lie beside it."""
-        await _check_interpreter(self._python, self._adapter)
+        await check_interpreter(self._python, self._adapter)
         (packages / "rl_megatron").symlink_to(Path(__file__).resolve().parent.parent / "rl_megatron")
         self._write_models(packages)
 
@@ -296,10 +299,11 @@ class ServedEngines:
         guard = await place.start(
             Order(
                 before=place.before,
+                host=place.host,
                 command=command.arguments,
                 environment={
                     **os.environ,
-                    "PYTHONPATH": _joined(packages),
+                    "PYTHONPATH": python_path(packages),
                     **place.environment,
                     **command.environment,
                 },
@@ -381,22 +385,3 @@ class ServedEngines:
                 problems.append(f"{url}: its longest sequence is {described.max_length}, needed: {self._max_length}")
         if problems:
             raise ConfigError("\n".join(problems))
-
-
-async def _check_interpreter(python: Path, adapter: Adapter) -> None:
-    """Raises ConfigError where the engine is not installed in ``python``."""
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({adapter.module!r}) is None)"
-    try:
-        process = await asyncio.create_subprocess_exec(str(python), "-c", code)
-    except OSError as error:
-        raise ConfigError(f"rollout.python={python}: {error.strerror}; give the engine's interpreter") from error
-    if await process.wait():
-        raise ConfigError(
-            f"rollout.python={python}: {adapter.name} is not installed there; docs/engines.md says how to install it, "
-            "and rollout.python=<its environment>/bin/python where it is"
-        )
-
-
-def _joined(packages: Path) -> str:
-    """``packages`` before what the user's own PYTHONPATH names."""
-    return os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))

@@ -25,6 +25,7 @@ class Order:
     """A server to start. Paths are absolute and the same on every node."""
 
     before: Sequence[str] = ()  # a command that gets the guard to its node
+    host: str  # the node's address at which the server listens
     command: Sequence[str]  # the server's own
     environment: Mapping[str, str]  # all of it
     folder: Path  # where it runs
@@ -73,6 +74,7 @@ async def start_guard(order: Order) -> GuardProcess:
             *order.before,
             sys.executable,
             str(engine_guard.__file__),
+            order.host,
             *order.command,
             stdin=asyncio.subprocess.PIPE,
             stdout=file,

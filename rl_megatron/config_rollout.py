@@ -51,8 +51,9 @@ class ServerSection(Section):
     """How weights reach servers. file: whole, in a file that their own loaders read; the others: each engine rank's
     shard straight from the learner's ranks, over gloo or NCCL, or on one machine in memory that both map, of the host
     or of its GPUs."""
-    meeting_host: str = "127.0.0.1"
-    """transport other than file: this machine's address, at which learner and engine ranks find each other."""
+    meeting_host: str | None = None
+    """transport other than file: the controller's address, at which learner and engine ranks find each other; null:
+    loopback, or the one at which a job's other nodes reach it."""
     weights_dir: Path | None = None
     """Where weights are handed over, seen by the servers too; null: /dev/shm, or for servers that are started on other
     nodes the run's folder."""

@@ -144,7 +144,7 @@ class Beside:
 
 def _ready(tensor: Tensor) -> torch.cuda.Event | None:
     """On a GPU, when what this thread has asked for so far is done: another thread's stream does not wait for it."""
-    return torch.cuda.current_stream(tensor.device).record_event() if tensor.device.type == "cuda" else None
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 
 def _wait_for(ready: torch.cuda.Event | None) -> None:

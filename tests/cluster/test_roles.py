@@ -1,6 +1,7 @@
 """A heterogeneous job: ranks of the learner and of a reference and an engine server, each on the node it asks for.
 
-The server is killed on its node, and comes back there; started by srun, or by an actor of Ray.
+The server is killed on its node, and comes back there. Once srun starts it and weights come over the network, once an
+actor of Ray does and they come in the run's folder.
 """
 
 from __future__ import annotations
@@ -50,13 +51,12 @@ def nodes_of(job: Job, what: str) -> set[str]:
     return set(programs(job, what).values())
 
 
-@pytest.mark.parametrize("launcher", ["slurm", "ray"])
+@pytest.mark.parametrize(("launcher", "transport"), [("slurm", "process_group"), ("ray", "file")])
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"NO TEST OF ROLES: {PYTHON} is not there; make test-engines makes it")
-def test_each_role_of_a_heterogeneous_job_is_on_its_nodes(cluster: Cluster, launcher: str) -> None:
+def test_each_role_of_a_heterogeneous_job_is_on_its_nodes(cluster: Cluster, launcher: str, transport: str) -> None:
     name = f"roles-{launcher}"
-    job = cluster.submit(
-        name, *KEYS, *REFERENCE, f"run.launcher={launcher}", f"slurm.environment.RUN_OF_THE_TEST={name}"
-    )
+    more = (f"run.launcher={launcher}", f"rollout.server.transport={transport}")
+    job = cluster.submit(name, *KEYS, *REFERENCE, *more, f"slurm.environment.RUN_OF_THE_TEST={name}")
     job.until(lambda: nodes_of(job, "engine_guard.py"), "the server")
     assert nodes_of(job, "engine_guard.py") == {"node16"}
     if launcher == "ray":

@@ -35,7 +35,8 @@ from rl_megatron.config_io import load
 
 def order(what):
     here = Path.cwd()
-    return Order(command=["sh", "-c", what], environment=dict(os.environ), folder=here, log=here / "log")
+    said = ["sh", "-c", what]
+    return Order(host="127.0.0.1", command=said, environment=dict(os.environ), folder=here, log=here / "log")
 
 def family():
     return psutil.Process().children(recursive=True)

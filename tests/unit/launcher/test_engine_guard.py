@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from socket import AF_INET
 
 import psutil
 
@@ -21,7 +22,7 @@ time.sleep(1000)
 
 
 def guard(*command: str) -> subprocess.Popen[str]:
-    return started(str(engine_guard.__file__), *command)
+    return started(str(engine_guard.__file__), "127.0.0.1", *command)
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:
@@ -50,7 +51,7 @@ def test_a_server_hears_signals_that_its_guard_was_born_deaf_to() -> None:
     """As under Ray, whose processes leave Slurm's signals to ranks."""
     deafened = "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); "
     deafened += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    process = started("-c", deafened, str(engine_guard.__file__), sys.executable, "-c", SERVER)
+    process = started("-c", deafened, str(engine_guard.__file__), "127.0.0.1", sys.executable, "-c", SERVER)
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
@@ -77,3 +78,11 @@ def test_folders_go_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     trainer.kill()
     trainer.wait(30)
     eventually(lambda: not folder.exists() and not other.exists(), "both folders to go", 10)
+
+
+def test_the_interface_of_an_address_is_this_nodes_own() -> None:
+    others = [(name, a.address) for name, found in psutil.net_if_addrs().items() for a in found if a.family == AF_INET]
+    assert ("lo", "127.0.0.1") in others
+    for name, address in others:
+        assert engine_guard.interface_of(address) == name
+    assert engine_guard.interface_of("192.0.2.1") is None  # of nobody (RFC 5737)

@@ -129,12 +129,13 @@ def test_who_has_places_on_all_nodes_starts_servers_there_by_number(run: Path) -
     assert [place.before for place in found] == [(), ()]
     (here,) = places(config_of("run.launcher=ray"), None, start_at)
     assert not here.away
-    order = Order(command=["sh", "-c", "pwd; exit 7"], environment={}, folder=run.parent, log=run.parent / "log")
+    said = ["sh", "-c", "pwd; echo $GLOO_SOCKET_IFNAME; exit 7"]
+    order = Order(host="127.0.0.1", command=said, environment={}, folder=run.parent, log=run.parent / "log")
     for place in (*found, here):
         guard = asyncio.run(_end_of(place, order))
         assert guard == "ended with status 7"
     assert started == [(0, order), (1, order), (0, order)]
-    assert order.log.read_text() == f"{run.parent}\n" * 3
+    assert order.log.read_text() == f"{run.parent}\nlo\n" * 3
 
 
 async def _end_of(place: Place, order: Order) -> str:

@@ -1,0 +1,29 @@
+"""The interpreter that an engine is installed in, which is not the trainer's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from rl_megatron.errors import ConfigError
+from rl_megatron.rollout.adapter import Adapter
+
+
+async def check_interpreter(python: Path, adapter: Adapter) -> None:
+    """Raises ConfigError where the engine is not installed in ``python``."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({adapter.module!r}) is None)"
+    try:
+        process = await asyncio.create_subprocess_exec(str(python), "-c", code)
+    except OSError as error:
+        raise ConfigError(f"rollout.python={python}: {error.strerror}; give the engine's interpreter") from error
+    if await process.wait():
+        raise ConfigError(
+            f"rollout.python={python}: {adapter.name} is not installed there; docs/engines.md says how to install it, "
+            "and rollout.python=<its environment>/bin/python where it is"
+        )
+
+
+def python_path(packages: Path) -> str:
+    """``packages`` before what the user's own PYTHONPATH names."""
+    return os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
