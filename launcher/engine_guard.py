@@ -1,25 +1,22 @@
 """Between the trainer and an engine server: runs it in a session of its own and ends all of it when the trainer ends.
 
 The trainer holds the other end of this process's standard input, which closes however the trainer ends, by SIGKILL too;
-closing it is also how the trainer ends one server. ``python engine_guard.py <address> <command...>``; standard library
-alone.
+closing it is also how the trainer ends one server. Run as ``python engine_guard.py <address> <command...>``: nothing of
+this package is imported.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import os
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import threading
 
+import psutil
+
 _PR_SET_PDEATHSIG = 1
-_SIOCGIFADDR = 0x8915  # netdevice(7)
 _STOP_SECONDS = 10.0
 
 
@@ -38,13 +35,8 @@ def main(host: str, command: list[str]) -> int:
 
 def interface_of(host: str) -> str | None:
     """The network interface that has the address, if one of this node's has."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                said = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if said[20:24] == socket.inet_aton(host):
-                    return name
-    return None
+    found = psutil.net_if_addrs().items()
+    return next((name for name, addresses in found if any(a.address == host for a in addresses)), None)
 
 
 def _die_with_parent() -> None:

@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-import psutil
-
 from launcher import channel, worker
+from launcher.engine_guard import interface_of
 from launcher.naming import LEARNER
 
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -66,8 +65,10 @@ def serve(call: Call, rank: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # one thread waits for them and passes them on
     connection, address = channel.connect(call.host, call.port, bytes.fromhex(call.token))
     os.environ["OMP_NUM_THREADS"] = str(call.threads)
+    interface = interface_of(address)
+    assert interface is not None  # the stream leaves through it
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, _interface(address))
+        os.environ.setdefault(name, interface)
     store = channel.listen(address, backlog=4096) if rank == 0 else None
     hello = Hello(
         rank=rank,
@@ -98,11 +99,6 @@ def _pass_on(connection: Connection) -> None:
     """Slurm sends SIGTERM to all ranks before it preempts a job: the controller decides what is still done."""
     while True:
         worker.tell(connection, "signal", signal.Signals(signal.sigwait(_SIGNALS)).name)
-
-
-def _interface(address: str) -> str:
-    """The network interface that has the address."""
-    return next(name for name, found in psutil.net_if_addrs().items() if any(a.address == address for a in found))
 
 
 if __name__ == "__main__":
