@@ -15,9 +15,13 @@ _LOW, _HIGH = 20_000, 32_000
 _ATTEMPTS = 100
 
 
-def any_port() -> int:
-    """The first of two neighbouring ports that few others take, for another node."""
-    return _LOW + 2 * secrets.randbelow((_HIGH - _LOW) // 2)
+def any_port(number: int = 0, count: int = 1) -> int:
+    """The first of two neighbouring ports that few others take, for another node.
+
+    Of ``count`` who ask, each with a ``number`` of its own below that, no two get the same.
+    """
+    pairs = (_HIGH - _LOW) // 2
+    return _LOW + 2 * (secrets.randbelow(pairs // count) * count + number)
 
 
 @contextlib.contextmanager

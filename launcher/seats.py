@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from launcher.guards import Guard, Order, start_guard
@@ -27,6 +27,8 @@ class Place:
     before: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     start: Callable[[Order], Awaitable[Guard]] = start_guard
+    number: int = 0  # of the ``count`` servers of the run
+    count: int = 1
 
     @property
     def away(self) -> bool:
@@ -37,7 +39,7 @@ class Place:
     def ports(self) -> Iterator[int]:
         """The first of a server's two ports: held here, or on another node ones that few others take."""
         if self.away:
-            yield any_port()
+            yield any_port(self.number, self.count)
             return
         with held_ports(self.host) as port:
             yield port
@@ -54,11 +56,13 @@ def places(config: RunConfig, job: Job | None, start_at: StartAt | None = None) 
     seats = seats_of(config, job.nodes, job.engine_nodes)
     each = -(-len(seats) // len(job.engine_nodes or job.nodes))
     if start_at is None:
-        return [_place(seat, config, job, each) for seat in seats]
-    return [
-        Place(host=_host(seat, job), environment=_environment(seat), start=partial(start_at, number))
-        for number, seat in enumerate(seats)
-    ]
+        found = [_place(seat, config, job, each) for seat in seats]
+    else:
+        found = [
+            Place(host=_host(seat, job), environment=_environment(seat), start=partial(start_at, number))
+            for number, seat in enumerate(seats)
+        ]
+    return [replace(place, number=number, count=len(found)) for number, place in enumerate(found)]
 
 
 def elsewhere(found: Sequence[Place]) -> bool:

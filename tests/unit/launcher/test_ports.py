@@ -47,6 +47,12 @@ def test_no_two_hold_one_port_and_the_system_gives_none_of_them_away(monkeypatch
         free_port(HERE)
 
 
+def test_servers_of_one_run_never_meet_on_another_node() -> None:
+    drawn = [{any_port(number, 300) for _ in range(40)} for number in range(300)]
+    assert sum(map(len, drawn)) == len(set().union(*drawn))
+    assert all(len(each) > 1 for each in drawn)  # one that is taken there is not drawn for ever
+
+
 def test_ports_lie_below_those_that_the_system_hands_out() -> None:
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(1024 <= any_port() < lowest - 1 for _ in range(1000))
+    assert all(1024 <= any_port(number % 7, 7) < lowest - 1 for number in range(1000))
