@@ -135,7 +135,7 @@ class WorkerHandle:
     def tick(self) -> None:
         """A second has passed."""
         self.quiet += 1
-        self.still += self.call is not None
+        self.still += self.asked is not None
 
     def dump(self) -> None:
         """Have it write its stacks, whatever it does."""
