@@ -6,6 +6,8 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import subprocess
+import sys
 
 from rich.console import Console
 from rich.table import Table
@@ -34,11 +36,25 @@ def show() -> None:
     console.print(table)
     cores = len(os.sched_getaffinity(0))
     console.print(f"machine: {platform.platform()}, Python {platform.python_version()}, {cores} cores")
+    console.print(_learner())
     if not torch.cuda.is_available():
         console.print("CUDA: none; learner.device=cpu over gloo")
         return
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     console.print(f"CUDA {torch.version.cuda}: {', '.join(names)}; learner.device=cuda over NCCL")
+
+
+def _learner() -> str:
+    """Whether a learner's process can import what it needs: megatron imports what else is installed, half or whole."""
+    child = subprocess.run(
+        [sys.executable, "-c", "import rl_megatron.learner.megatron"], capture_output=True, text=True, timeout=300
+    )
+    if child.returncode == 0:
+        return "learner: can be imported"
+    lines = child.stderr.strip().splitlines()
+    last = lines[-1] if lines else f"status {child.returncode}"
+    where = next((line.strip() for line in reversed(lines) if line.lstrip().startswith("File ")), "nowhere known")
+    return f"learner: cannot be imported: {last} ({where}); mend that package's installation, or uninstall it"
 
 
 def _version(distribution: str, module: str) -> str:

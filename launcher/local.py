@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from launcher import worker
+from launcher.environment import inherited
 from launcher.naming import LEARNER, called
 from launcher.proxies import roles_of
 from launcher.rank_models import Setup
@@ -82,8 +83,8 @@ class LocalLauncher:
     async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
         """See interfaces.Launcher."""
         failure = Failure()
-        with scratch() as folder:
-            os.environ["OMP_NUM_THREADS"] = str(threads_per_worker(config))
+        own = inherited(threads=threads_per_worker(config), device=config.learner.device)
+        with scratch() as folder, own:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing here leaves this machine
             count = config.learner.dims.world_size
             setups = [

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from launcher import channel, worker
 from launcher.engine_guard import interface_of
+from launcher.environment import variables
 from launcher.naming import LEARNER
 
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -31,6 +32,7 @@ class Call:
     port: int
     token: str  # hexadecimal
     threads: int
+    device: str  # learner.device
     role: str = LEARNER
 
     def line(self) -> bytes:
@@ -64,7 +66,7 @@ def serve(call: Call, rank: int) -> None:
     """Be ``rank`` of the controller that calls, until it asks for the end or is gone. Called in a main thread."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # one thread waits for them and passes them on
     connection, address = channel.connect(call.host, call.port, bytes.fromhex(call.token))
-    os.environ["OMP_NUM_THREADS"] = str(call.threads)
+    os.environ.update(variables(threads=call.threads, device=call.device))
     interface = interface_of(address)
     assert interface is not None  # the stream leaves through it
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

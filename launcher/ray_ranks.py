@@ -69,7 +69,13 @@ class RayLauncher:
         with channel.listen(cluster.host, backlog=len(cluster.placements) * config.learner.dims.world_size) as listener:
             threads = threads_per_rank(placement) if job else threads_per_worker(config)
             threads = config.learner.threads or threads
-            call = Call(host=cluster.host, port=listener.getsockname()[1], token=token.hex(), threads=threads)
+            call = Call(
+                host=cluster.host,
+                port=listener.getsockname()[1],
+                token=token.hex(),
+                threads=threads,
+                device=config.learner.device,
+            )
             ends: dict[Who, Future[None]] = {}
             for role, bundles in cluster.shares.ranks.items():
                 ends |= await cluster.own(_start_ranks, bundles, replace(call, role=role), folder)

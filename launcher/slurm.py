@@ -151,7 +151,14 @@ class SlurmLauncher:
             threads = config.learner.threads or threads_per_rank(placement)
             steps = []
             for each in (placement, *separate):
-                call = Call(host=host, port=port, token=token.hex(), threads=threads, role=each.role)
+                call = Call(
+                    host=host,
+                    port=port,
+                    token=token.hex(),
+                    threads=threads,
+                    device=config.learner.device,
+                    role=each.role,
+                )
                 command = self._command(config, each)
                 steps.append(await stack.enter_async_context(running_step(command, call.line(), job.folder)))
             awaited = Awaited(

@@ -1,8 +1,20 @@
-"""What every test shares: property tests that try the same examples each time and are not timed on a busy machine."""
+"""What every test shares: property tests that try the same examples each time and are not timed on a busy machine.
+
+No test sees a GPU, but for those that ``-m gpu`` asks for.
+"""
 
 from __future__ import annotations
 
+import os
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before torch is imported; child processes inherit it."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

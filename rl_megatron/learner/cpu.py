@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h; the largest values it takes are set below
+_WANT_CUDA = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")  # packages that megatron tries
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn")
 
 
@@ -43,7 +44,7 @@ class _Stream:
     """A CUDA stream or event that does nothing (the all-to-all dispatcher records and waits on them)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        _hide_what_wants_cuda()
 
     def __getattr__(self, name: str) -> Callable[..., _Stream]:
         return lambda *args, **kwargs: _Stream()
@@ -146,9 +147,16 @@ def _fuse_nothing() -> None:
     sys.modules[jit.__name__] = jit
 
 
+def _hide_what_wants_cuda() -> None:
+    """megatron takes their layers and optimizers wherever they can be imported, and half of one ends its own import."""
+    for name in _WANT_CUDA:
+        sys.modules[name] = None  # type: ignore[assignment]  # Python's way to say that there is no such module
+
+
 def install() -> None:
-    """Make megatron.core importable code run here. Call once per process, before building a model."""
+    """Make megatron.core importable code run here. Call once per process, before megatron is imported."""
     if not torch.cuda.is_available():
+        _hide_what_wants_cuda()
         _fuse_nothing()
     import megatron.core.transformer.moe.moe_utils as moe_utils
 

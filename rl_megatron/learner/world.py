@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from rl_megatron.config_learner import LearnerSection
+from rl_megatron.errors import ConfigError
 
 
 def join(
@@ -27,9 +28,14 @@ def join(
     ``rendezvous`` is a torch.distributed init method: ``file://`` on one machine, ``tcp://host:port`` between nodes,
     where rank 0 serves the ranks' store on the listening socket whose file descriptor is ``store``, so that it is bound
     to one address. ``first_device`` is the GPU of rank 0. Raises where not all ranks arrive in
-    ``learner.timeout_seconds``.
+    ``learner.timeout_seconds``, and ConfigError where a rank of the CPU sees a GPU.
     """
     d, device = learner.dims, torch.device(learner.device)
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise ConfigError(
+            "learner.device=cpu, but this process sees a GPU, which megatron then wants all weights on; start it with "
+            "CUDA_VISIBLE_DEVICES= (empty), or set learner.device=cuda"
+        )
     if device.type != "cpu":
         device = torch.device(device.type, (first_device + rank) % torch.cuda.device_count())
         torch.cuda.set_device(device)

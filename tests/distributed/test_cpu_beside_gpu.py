@@ -1,0 +1,99 @@
+"""Ranks of ``learner.device=cpu`` on a machine that has a GPU, and half of TransformerEngine."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher import channel, rank, worker
+from launcher.local import LocalLauncher
+from rl_megatron.algorithms.losses import PolicyLoss
+from rl_megatron.config import TinyModelSection
+from rl_megatron.config_io import load
+from rl_megatron.config_learner import LearnerSection
+from rl_megatron.data.packing import pack
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.types import ParallelDims
+from tests.distributed.ragged import ragged_samples
+
+
+def there_is_a_gpu() -> bool:
+    """What torch says of a machine with one."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+
+
+def rank_beside_a_gpu(connection: Connection, number: int) -> None:
+    torch.cuda.is_available = there_is_a_gpu  # type: ignore[method-assign,assignment]
+    worker.main(connection, number)
+
+
+def test_a_local_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """7 seconds. megatron wants weights on the GPU that torch sees, and takes what it can import."""
+    package = tmp_path / "site" / "transformer_engine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('the core wheel alone: no transformer_engine_torch')")
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("launcher.worker.main", rank_beside_a_gpu)
+    config = load("tiny_cpu", ["learner.threads=1", "learner.ep=1", "learner.dp=1"])
+    model = make_tiny_model(TinyModelSection(num_layers=1), tmp_path / "cache", seed=3)
+    samples = ragged_samples(4, torch.Generator().manual_seed(5))
+    samples = dataclasses.replace(samples, advantages=torch.ones(len(samples.input_ids)))
+    batch = pack(samples, dims=ParallelDims(), max_tokens=4096)
+
+    async def trained() -> float:
+        async with LocalLauncher(model, tmp_path).start(config) as roles:
+            return (await roles.learner.train_step(batch, PolicyLoss(objective="importance"), 1e-3)).grad_norm
+
+    assert asyncio.run(trained()) > 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"  # ours is as it was
+
+
+SERVE = """
+import json, os, sys
+from launcher import rank, worker
+worker.run = lambda *_: print('torch' in sys.modules, os.environ['CUDA_VISIBLE_DEVICES'], flush=True)
+rank.main()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("device", "sees"), [("cpu", ""), ("cuda", "0")])
+def test_a_rank_that_connects_back_sees_no_gpu_before_it_loads_torch(device: str, sees: str) -> None:
+    token = b"t" * channel.TOKEN_BYTES
+    with channel.listen("127.0.0.1", backlog=1) as listener:
+        host, port = listener.getsockname()
+        call = rank.Call(host=host, port=port, token=token.hex(), threads=1, device=device)
+        child = subprocess.Popen(
+            [sys.executable, "-c", SERVE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "SLURM_PROCID": "1", "CUDA_VISIBLE_DEVICES": "0"},
+            text=True,
+        )
+        assert child.stdin is not None
+        child.stdin.write(call.line().decode())
+        child.stdin.close()
+        listener.settimeout(60)
+        stream = channel.accept(listener.accept()[0], token)
+        stream.recv_bytes()
+        child.wait(60)
+    assert child.stdout is not None
+    assert child.stdout.read() == f"False {sees}\n"
+
+
+def test_a_rank_that_sees_a_gpu_none_the_less_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_megatron.learner import world
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="sees a GPU"):
+        world.join(LearnerSection(), rank=0, rendezvous="file:///nowhere", seed=1)

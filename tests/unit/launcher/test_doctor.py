@@ -1,0 +1,24 @@
+"""What ``rl-megatron doctor`` finds on a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher import doctor
+
+
+def test_a_package_that_the_learner_cannot_import_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron's own import ends like this over half of TransformerEngine where there is a GPU."""
+    package = tmp_path / "megatron"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('half of it is missing')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "1000")
+    doctor.show()
+    said = capsys.readouterr().out
+    assert "learner: cannot be imported: AssertionError: half of it is missing" in said
+    assert str(package / "__init__.py") in said
