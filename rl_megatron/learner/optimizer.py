@@ -45,13 +45,17 @@ def parts(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
 
 
 def create_state(optimizer: MegatronOptimizer) -> None:
-    """Give a fresh AdamW its (zero) state: a sharded load needs the tensors to be there."""
+    """Give a fresh AdamW its (zero) state: a sharded load needs the tensors to be there.
+
+    torch's counts steps for each parameter; apex's and TransformerEngine's for each group, and take no ``step`` here.
+    """
     for part in parts(optimizer):
         adam = part.optimizer
+        counts = isinstance(adam, torch.optim.AdamW)
         for parameter in (p for group in adam.param_groups for p in group["params"]):
             if not adam.state[parameter]:
                 zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                adam.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+                adam.state[parameter] = {**({"step": torch.tensor(0.0)} if counts else {}), **zeros}
 
 
 def _fix_torch_adam() -> None:
