@@ -28,8 +28,9 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 from transformers.utils import logging
 
-from rl_megatron.algorithms.losses import PolicyLoss
+from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.config import TinyModelSection
+from rl_megatron.config_algorithm import AlgorithmSection
 from rl_megatron.config_learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.models.shape import ModelShape
@@ -59,7 +60,11 @@ SIZES = {
         1.4,
     ),
 }
-GSPO = PolicyLoss(ratio_level="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="seq_mean_token_mean")
+GSPO = loss_of(
+    AlgorithmSection(ratio_level="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="seq_mean_token_mean"),
+    kl_coefficient=0.0,
+    max_new_tokens=1,
+)
 
 
 def make_samples(tokens: int, length: int, *, long_tail: bool) -> Samples:

@@ -27,9 +27,9 @@ from torch import Tensor
 from transformers.utils import logging
 
 from bench.learner import SIZES, VOCABULARY, make_samples, our_step, seconds
-from rl_megatron.algorithms.losses import PolicyLoss
+from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.returns import gae
-from rl_megatron.config_algorithm import AlgorithmSection
+from rl_megatron.config_algorithm import AlgorithmSection, KLSection
 from rl_megatron.config_learner import LearnerSection
 from rl_megatron.credit import Memory, assign_credit, shape_rewards
 from rl_megatron.data.samples import to_samples
@@ -40,10 +40,10 @@ TOKENS = 65_536
 BAR = 0.02  # of a train step
 GAE_BAR_SECONDS = 0.05
 LOSSES = {
-    "gspo": PolicyLoss(ratio_level="sequence", aggregation="seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4),
-    "cispo": PolicyLoss(objective="cispo"),
-    "grpo": PolicyLoss(aggregation="seq_mean_token_mean"),
-    "ppo with KL": PolicyLoss(kl_coefficient=0.1, entropy_coefficient=0.01),
+    "gspo": AlgorithmSection(ratio_level="sequence", aggregation="seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4),
+    "cispo": AlgorithmSection(objective="cispo"),
+    "grpo": AlgorithmSection(aggregation="seq_mean_token_mean"),
+    "ppo with KL": AlgorithmSection(kl=KLSection(coefficient=0.1), entropy_coefficient=0.01),
 }
 CREDIT = {
     "group (grpo)": AlgorithmSection(),
@@ -113,8 +113,9 @@ def credit_call(section: AlgorithmSection, length: int) -> Callable[[], object]:
     return call
 
 
-def loss_call(loss: PolicyLoss, length: int) -> Callable[[], object]:
+def loss_call(row: AlgorithmSection, length: int) -> Callable[[], object]:
     """Forward and backward of one packed micro-batch."""
+    loss = loss_of(row, kl_coefficient=row.kl.coefficient, max_new_tokens=length)
     num = TOKENS // length
     g = torch.Generator().manual_seed(0)
     ids = torch.arange(num).repeat_interleave(length)
@@ -174,7 +175,7 @@ def measure(size: str, threads: int, repeats: int) -> list[Row]:
         scale = TOKENS / len(samples.input_ids)
         train = scale * median_seconds(step, max(3, repeats // 3))
         bar = BAR * train
-        stages = [(f"loss, {size}", name, loss_call(loss, length)) for name, loss in LOSSES.items()]
+        stages = [(f"loss, {size}", name, loss_call(row, length)) for name, row in LOSSES.items()]
         stages += [(f"advantage, {size}", name, credit_call(section, length)) for name, section in CREDIT.items()]
         rows = [Row(stage, what, median_seconds(call, repeats), bar) for stage, what, call in stages]
     if size == "mid":

@@ -24,12 +24,8 @@ from launcher.slurm import Job, SlurmLauncher
 from launcher.stop import Stop, stop_signals
 from launcher.watchdog import LoopWatch
 from rl_megatron import config_io
-from rl_megatron.algorithms.auxiliary import PreferenceLoss
-from rl_megatron.algorithms.corrections import Correction
-from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.checkpoints import CheckpointStore
 from rl_megatron.config import RunConfig, TinyModelSection
-from rl_megatron.config_algorithm import CorrectionSection
 from rl_megatron.data.packing import causal_attention_cost
 from rl_megatron.data.prompts import PromptStream, load_prompts
 from rl_megatron.durable import remove_folder
@@ -45,7 +41,7 @@ from rl_megatron.observability.report import write_report
 from rl_megatron.rollout.pairs import OfflinePairs
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.trainer import Trainer
-from rl_megatron.types import Loss, Prompt
+from rl_megatron.types import Prompt
 from rl_megatron.update import Update
 from rl_megatron.warm_start import WarmStart
 from rl_megatron.weights.families import FAMILIES
@@ -70,7 +66,6 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
     """Run to the end (or to a signal, then with a checkpoint); the run's folder. Raises RLMegatronError."""
     assert config.run.name is not None
     folder = config.run.dir / config.run.name
-    policy_loss(config, config.algorithm.kl.coefficient)  # what is not sound in it is told first
     with claim(folder, resume=resume):
         parts = Parts(config=config, folder=folder, reward=reward, job=job_of(config, folder))
         start = resuming.find(config, folder) if resume else None
@@ -267,41 +262,6 @@ def _stop_token_ids(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> t
     return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
-def policy_loss(config: RunConfig, kl_coefficient: float) -> Loss:
-    """The loss that the algorithm section makes. Raises ConfigError where its choices are not sound together."""
-    a = config.algorithm
-    if a.preference_beta is not None:
-        return PreferenceLoss(beta=a.preference_beta)
-    try:
-        return PolicyLoss(
-            ratio_level=a.ratio_level,
-            objective=a.objective,
-            clip_low=a.clip_low,
-            clip_high=a.clip_high,
-            cap_low=a.cap_low,
-            cap_high=a.cap_high,
-            dual_clip=math.inf if a.dual_clip is None else a.dual_clip,
-            tau_positive=a.tau_positive,
-            tau_negative=a.tau_negative,
-            aggregation=a.aggregation,
-            max_length=a.max_length or config.rollout.max_new_tokens,
-            correction=_correction(a.correction),
-            kl_coefficient=kl_coefficient if a.kl.placement == "loss" else 0.0,
-            kl_estimator=a.kl.estimator,
-            kl_importance_weighted=a.kl.importance_weighted,
-            entropy_coefficient=a.entropy_coefficient,
-        )
-    except ValueError as error:
-        raise ConfigError(f"algorithm: {error}") from error
-
-
-def _correction(c: CorrectionSection) -> Correction | None:
-    """None where nothing is corrected, which costs nothing."""
-    delta = math.inf if c.off_policy_delta is None else c.off_policy_delta
-    made = Correction(level=c.level, mode=c.mode, low=c.low, high=c.high, veto=c.veto, off_policy_delta=delta)
-    return None if made.neutral else made
-
-
 def _trainer(
     parts: Parts, shape: ModelShape, roles: Roles, data: Data, recorder: Recorder, stop: asyncio.Event
 ) -> Trainer:
@@ -330,7 +290,6 @@ def _trainer(
         update=Update(
             config=config,
             roles=roles,
-            make_loss=partial(policy_loss, config),
             attention_cost=causal_attention_cost(
                 linear_parameters=shape.active_parameters,
                 attention_width=shape.num_layers * shape.num_heads * shape.head_dim,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from rl_megatron.config_types import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
@@ -42,6 +42,19 @@ class CorrectionSection(Section):
     """Sequences with a token of weight below this are dropped; 0 is off."""
     off_policy_delta: PositiveFloat | None = None
     """Sequences of negative advantage are dropped above this mean(log pi_rollout - log pi), in nats."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether any weight can differ from 1."""
+        return self.mode != "none" or self.veto > 0 or self.off_policy_delta is not None
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(
+                f"algorithm.correction.low={self.low} is above algorithm.correction.high={self.high}; swap them"
+            )
+        return self
 
 
 class KLSection(Section):
@@ -111,7 +124,7 @@ class AlgorithmSection(Section):
     """objective=clip: the ratio is clipped below at 1 less this."""
     clip_high: NonNegativeFloat = 0.2
     """objective=clip: the ratio is clipped above at 1 plus this."""
-    dual_clip: PositiveFloat | None = None
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """objective=clip: a bad token's loss is at most this times its |advantage|."""
     cap_low: NonNegativeFloat = 0.0
     """objective=cispo, topr: least weight, as a ratio."""
@@ -172,7 +185,7 @@ class AlgorithmSection(Section):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
-        problems = [*_credit_problems(self), *_kl_problems(self)]
+        problems = [*_credit_problems(self), *_ratio_problems(self), *_kl_problems(self)]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -192,6 +205,29 @@ def _credit_problems(a: AlgorithmSection) -> list[str]:
             f"algorithm.preference_beta={a.preference_beta} trains on whole pairs: set credit=completion and "
             f"drop_truncated=false (now {a.credit}, {a.drop_truncated})"
         )
+    return out
+
+
+def _ratio_problems(a: AlgorithmSection) -> list[str]:
+    """Of rows of choices that cannot be meant."""
+    out = []
+    given, through_ratio = f"algorithm.objective={a.objective}", a.objective in {"clip", "importance", "sapo"}
+    if a.objective == "reinforce" and a.ratio_level != "token":
+        out.append(
+            f"{given} has no ratio, algorithm.ratio_level={a.ratio_level} would do nothing; set ratio_level=token"
+        )
+    if through_ratio and a.ratio_level == "sequence_sum":
+        out.append(
+            f"algorithm.ratio_level=sequence_sum gives a detached weight, but {given} needs a ratio with a gradient; "
+            "set ratio_level=sequence"
+        )
+    if through_ratio and a.ratio_level == "sequence" and a.aggregation != "seq_mean_token_mean":
+        out.append(
+            f"algorithm.aggregation={a.aggregation} lets the ratio of a long sequence weigh more than that of a short "
+            f"one under algorithm.ratio_level={a.ratio_level}; set aggregation=seq_mean_token_mean"
+        )
+    if a.cap_low > a.cap_high:
+        out.append(f"algorithm.cap_low={a.cap_low} is above algorithm.cap_high={a.cap_high}; swap them")
     return out
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.corrections import proximal_share, second_moment_mask
 from rl_megatron.algorithms.kl import adaptive_beta
+from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.mismatch import expert_metrics, mismatch_metrics
 from rl_megatron.algorithms.quantiles import ratio_quantiles
 from rl_megatron.config import RunConfig
@@ -36,7 +37,7 @@ from rl_megatron.data.samples import split_minibatches, to_samples, with_last_to
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles, Scorer
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.types import Batch, Loss, RolloutGroup, Samples, Scores, StepResult
+from rl_megatron.types import Batch, RolloutGroup, Samples, Scores, StepResult
 
 T = TypeVar("T")
 QUANTILES = {"ratio/p01": 0.01, "ratio/p50": 0.5, "ratio/p99": 0.99}
@@ -44,11 +45,10 @@ QUANTILES = {"ratio/p01": 0.01, "ratio/p50": 0.5, "ratio/p99": 0.99}
 
 @dataclass(slots=True, kw_only=True)
 class Update:
-    """The optimizer steps on rollout batches. ``make_loss`` gives the policy's loss at a KL coefficient."""
+    """The optimizer steps on rollout batches."""
 
     config: RunConfig
     roles: Roles
-    make_loss: Callable[[float], Loss]
     attention_cost: float
     memory: Memory = field(init=False)
 
@@ -188,7 +188,8 @@ class Update:
         """``train.epochs`` passes over the batch, each in minibatches of a fresh order."""
         c, roles = self.config, self.roles
         rate, critic_rate = learning_rate(c, step), critic_learning_rate(c, step)
-        loss, value_loss = self.make_loss(self.memory.kl_coefficient), _value_loss(c)
+        loss = loss_of(c.algorithm, kl_coefficient=self.memory.kl_coefficient, max_new_tokens=c.rollout.max_new_tokens)
+        value_loss = ValueLoss(clip=c.algorithm.critic.clip)
         batches = [self.pack(part) for part in minibatches(samples, c, step, unit=self._unit)]
         policy: list[StepResult] = []
         critic: list[StepResult] = []
@@ -274,11 +275,6 @@ def _by_own_routes(batch: Batch) -> Batch:
     """For models whose routers are not the policy's."""
     rows = tuple(tuple(replace(samples, routes=None) for samples in row) for row in batch.micro_batches)
     return replace(batch, micro_batches=rows)
-
-
-def _value_loss(config: RunConfig) -> ValueLoss:
-    clip = config.algorithm.critic.clip
-    return ValueLoss() if clip is None else ValueLoss(clip=clip)
 
 
 def _advantage_row(samples: Samples) -> Row:

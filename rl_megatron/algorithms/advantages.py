@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.choices import choose
 from rl_megatron.algorithms.segments import dense, differ, segment_mean, segment_sum, segment_variance
 
 LEVELS: Mapping[str, Callable[[Tensor], Tensor] | None] = {
@@ -36,10 +35,10 @@ def group_advantages(
 
     ``group_ids`` [n] int64 are any integers, equal within a group. ``leave_one_out`` takes the mean of the *others*.
     ``unbiased`` divides the variance by n - 1. Where the mean or the std is over rewards that are all equal (a group
-    of one among them) the advantage is exactly 0, never NaN. Raises ValueError for a reward that is not finite, an
-    unknown level, or leave-one-out without a mean.
+    of one among them) the advantage is exactly 0, never NaN. Raises ValueError for a reward that is not finite, or
+    leave-one-out without a mean.
     """
-    mean_of, std_of = choose(LEVELS, mean, key="mean"), choose(LEVELS, std, key="std")
+    mean_of, std_of = LEVELS[mean], LEVELS[std]
     if leave_one_out and mean_of is None:
         raise ValueError("leave_one_out=True needs a mean to leave one out of; set mean='group' or mean='batch'")
     raw = _finite(rewards).double()

@@ -15,12 +15,12 @@ from rl_megatron.types import LossInputs, LossOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """½·max((V - R)², (V_clip - R)²), mean over tokens; V_clip is V within ``clip`` of V_old (inf: no clipping).
+    """½·max((V - R)², (V_clip - R)²), mean over tokens; V_clip is V within ``clip`` of V_old (None: no clipping).
 
     Means over tokens: ``critic/value_mean`` and ``critic/clip_fraction``, where the clipped one is larger.
     """
 
-    clip: float = math.inf
+    clip: float | None = None
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """This rank's share of the loss; its gradient goes through ``inputs.values``."""
@@ -28,7 +28,8 @@ class ValueLoss:
         values, returns = required(inputs.values, "values"), required(inputs.returns, "returns")
         old = required(inputs.old_values, "old_values")
         free = (values - returns).square()
-        clipped = (torch.clamp(values, old - self.clip, old + self.clip) - returns).square()
+        bound = math.inf if self.clip is None else self.clip
+        clipped = (torch.clamp(values, old - bound, old + bound) - returns).square()
         num_tokens = max(inputs.num_tokens, 1)
         return LossOutput(
             loss=torch.maximum(free, clipped).sum() / 2 / num_tokens,

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.choices import choose
 from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, mean_per_sequence
+from rl_megatron.config_algorithm import CorrectionSection
 from rl_megatron.types import LossInputs
 
 
@@ -51,46 +51,26 @@ MODES: Mapping[str, Callable[[Tensor, float, float], Tensor]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
-    """Weight of each token's loss, without a gradient. Raises ValueError for an unknown choice or an empty band.
+def correction_weights(section: CorrectionSection, inputs: LossInputs, lengths: Tensor) -> Tensor:
+    """Weight of each token's loss, [T], without a gradient, for inputs already ``masked``; ``lengths`` [S].
 
     ``level``: token, or sequence (length-normalised: a sum would grow with the length). ``mode``: truncate clamps the
     weight to low .. high, mask zeroes a weight outside, band also replaces those inside by 1, none gives 1.
     ``veto`` drops a whole sequence in which a token has pi_old / pi_rollout below it. ``off_policy_delta`` drops
     sequences of negative advantage with mean(log pi_rollout - log pi) above it, in nats (DeepSeek-V3.2).
+
+    Every rank that shares a sequence calls it.
     """
-
-    level: str = "token"
-    mode: str = "truncate"
-    low: float = 0.0
-    high: float = 2.0
-    veto: float = 0.0
-    off_policy_delta: float = math.inf
-
-    def __post_init__(self) -> None:
-        choose(LEVELS, self.level, key="correction.level")
-        choose(MODES, self.mode, key="correction.mode")
-        if not 0 <= self.low <= self.high:
-            raise ValueError(f"correction.low={self.low}, correction.high={self.high}; set 0 <= low <= high")
-
-    @property
-    def neutral(self) -> bool:
-        """Whether every weight would be 1."""
-        return self.mode == "none" and not self.veto and self.off_policy_delta == math.inf
-
-    def __call__(self, inputs: LossInputs, lengths: Tensor) -> Tensor:
-        """Weights [T] for inputs already ``masked``; ``lengths`` [S]. Every rank that shares a sequence calls it."""
-        gap = inputs.old_logprobs - inputs.rollout_logprobs
-        log_weight = LEVELS[self.level](gap, inputs, lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        weight = MODES[self.mode](log_weight.exp(), self.low, self.high)
-        if self.veto > 0:
-            hits = inputs.segment_sum((gap < math.log(self.veto)).to(gap.dtype))
-            weight = torch.where(hits[inputs.segment_ids] > 0, 0.0, weight)
-        if self.off_policy_delta < math.inf:
-            drift = mean_per_sequence(inputs.rollout_logprobs - inputs.logprobs, inputs, lengths)
-            weight = torch.where((inputs.advantages < 0) & (drift > self.off_policy_delta), 0.0, weight)
-        return weight
+    gap = inputs.old_logprobs - inputs.rollout_logprobs
+    log_weight = LEVELS[section.level](gap, inputs, lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    weight = MODES[section.mode](log_weight.exp(), section.low, section.high)
+    if section.veto > 0:
+        hits = inputs.segment_sum((gap < math.log(section.veto)).to(gap.dtype))
+        weight = torch.where(hits[inputs.segment_ids] > 0, 0.0, weight)
+    if section.off_policy_delta is not None:
+        drift = mean_per_sequence(inputs.rollout_logprobs - inputs.logprobs, inputs, lengths)
+        weight = torch.where((inputs.advantages < 0) & (drift > section.off_policy_delta), 0.0, weight)
+    return weight
 
 
 def second_moment_mask(log_ratios: Tensor, mask: Tensor, *, threshold: float = 0.04) -> Tensor:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rl_megatron.algorithms.choices import choose
 from rl_megatron.algorithms.divergence import ESTIMATORS
 from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, required
 from rl_megatron.algorithms.segments import segment_sum, sequence_ids
+from rl_megatron.config_algorithm import KLSection
 from rl_megatron.types import LossInputs
 
 
 def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: str) -> Tensor:
     """Estimate of KL(pi‖ref) at each position, [N]; 0 outside the mask, whatever it holds there."""
-    estimate = choose(ESTIMATORS, estimator, key="estimator")
-    return estimate(logprobs.where(mask, 0.0), ref_logprobs.where(mask, 0.0))
+    return ESTIMATORS[estimator](logprobs.where(mask, 0.0), ref_logprobs.where(mask, 0.0))
 
 
 def kl_in_token_rewards(token_rewards: Tensor, kl: Tensor, *, beta: float) -> Tensor:
@@ -30,15 +29,14 @@ def kl_in_sequence_rewards(rewards: Tensor, kl: Tensor, cu_seqlens: Tensor, *, b
     return rewards - beta * segment_sum(kl.detach(), sequence_ids(cu_seqlens), len(rewards))
 
 
-def kl_term(inputs: LossInputs, *, estimator: str, importance_weighted: bool) -> Tensor:
+def kl_term(inputs: LossInputs, section: KLSection) -> Tensor:
     """Estimate of KL(pi‖ref) at each position, [T], of inputs already ``masked``; aggregated, a term of the loss.
 
     ``importance_weighted`` multiplies each token by pi / pi_old with its gradient, which makes the estimate and its
     gradient unbiased for tokens that pi_old sampled (DeepSeek-V3.2).
     """
-    estimate = choose(ESTIMATORS, estimator, key="kl_estimator")
-    per_token = estimate(inputs.logprobs, required(inputs.ref_logprobs, "ref_logprobs"))
-    if importance_weighted:
+    per_token = ESTIMATORS[section.estimator](inputs.logprobs, required(inputs.ref_logprobs, "ref_logprobs"))
+    if section.importance_weighted:
         log_ratio = inputs.logprobs - inputs.old_logprobs
         per_token = per_token * log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     return per_token

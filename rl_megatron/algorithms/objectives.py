@@ -1,83 +1,66 @@
 """Per-token policy objectives: what one token adds to the loss, before aggregation.
 
-Each takes the clamped log-ratio [T], the log-probs [T], the advantages [T] and the limits, and gives the loss of each
-token [T] and which tokens the limits changed [T] bool (``clip_fraction``).
+Each takes the clamped log-ratio [T], the log-probs [T], the advantages [T] and the row, whose limits it reads. It gives
+the loss of each token [T] and which tokens the limits changed [T] bool (``clip_fraction``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Bounds on ratios, and what else an objective can be tuned by.
-
-    ``clip_*`` are distances from 1 (clip). ``dual_clip`` bounds the loss of a bad token by that times |A| (clip;
-    arXiv:1912.09729 has 3; inf is off). ``cap_*`` are absolute ratios (cispo; topr, whose paper has 0 and 1).
-    ``tau_*`` are SAPO's temperatures.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float = math.inf
-    cap_low: float = 0.0
-    cap_high: float = 5.0
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
-
+from rl_megatron.config_algorithm import AlgorithmSection
 
 TokenLosses = tuple[Tensor, Tensor]
-Objective = Callable[[Tensor, Tensor, Tensor, Limits], TokenLosses]
+Objective = Callable[[Tensor, Tensor, Tensor, AlgorithmSection], TokenLosses]
 
 
 def _untouched(values: Tensor) -> Tensor:
     return torch.zeros_like(values, dtype=torch.bool)
 
 
-def reinforce(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, limits: Limits) -> TokenLosses:
+def reinforce(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-A log pi: no ratio, so right only for samples of the current policy."""
     return -advantages * logprobs, _untouched(logprobs)
 
 
-def importance(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, limits: Limits) -> TokenLosses:
+def importance(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-rho A, no limit: M2PO, whose mask over the batch (corrections.second_moment_mask) stands for the clip."""
     return -log_ratio.exp() * advantages, _untouched(logprobs)
 
 
-def clip(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, limits: Limits) -> TokenLosses:
+def clip(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A): PPO (arXiv:1707.06347), GRPO, DAPO, GSPO."""
     ratio = log_ratio.exp()
     free = ratio * advantages
-    clipped = ratio.clamp(1 - limits.clip_low, 1 + limits.clip_high) * advantages
-    loss = -torch.minimum(free, clipped)
-    bound = torch.where(advantages < 0, -limits.dual_clip * advantages, torch.inf)
-    return torch.minimum(loss, bound), (clipped < free) | (loss > bound)
+    clipped = ratio.clamp(1 - row.clip_low, 1 + row.clip_high) * advantages
+    loss, limited = -torch.minimum(free, clipped), clipped < free
+    if row.dual_clip is None:
+        return loss, limited
+    bound = torch.where(advantages < 0, -row.dual_clip * advantages, torch.inf)
+    return torch.minimum(loss, bound), limited | (loss > bound)
 
 
-def cispo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, limits: Limits) -> TokenLosses:
+def cispo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-sg(clip(rho, cap_low, cap_high)) A log pi (arXiv:2506.13585): no token loses its gradient."""
     ratio = log_ratio.detach().exp()
-    capped = ratio.clamp(limits.cap_low, limits.cap_high)
+    capped = ratio.clamp(row.cap_low, row.cap_high)
     return -capped * advantages * logprobs, capped != ratio
 
 
-def topr(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, limits: Limits) -> TokenLosses:
+def topr(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-A log pi where A > 0; where A < 0, cispo's capped ratio besides (arXiv:2503.14286)."""
     ratio = log_ratio.detach().exp()
-    capped = ratio.clamp(limits.cap_low, limits.cap_high)
+    capped = ratio.clamp(row.cap_low, row.cap_high)
     bad = advantages < 0
     return -torch.where(bad, capped, 1.0) * advantages * logprobs, bad & (capped != ratio)
 
 
-def sapo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, limits: Limits) -> TokenLosses:
+def sapo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-(4/tau) sigmoid(tau (rho - 1)) A, tau by the sign of A (arXiv:2511.20347): a soft gate in place of a clip."""
-    tau = torch.full_like(advantages, limits.tau_negative).masked_fill(advantages > 0, limits.tau_positive)
+    tau = torch.full_like(advantages, row.tau_negative).masked_fill(advantages > 0, row.tau_positive)
     return -4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * advantages, _untouched(logprobs)
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from launcher.memory import memory
-from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.config import RunConfig, TinyModelSection
 from rl_megatron.config_learner import LearnerSection
 from rl_megatron.data.packing import pack
@@ -22,9 +21,10 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Batch, Samples
 from tests.distributed.ragged import ragged_samples
 from tests.distributed.ranks import run_ranks
+from tests.rows import policy_loss
 
 STEPS = 5
-CISPO = PolicyLoss(objective="cispo", aggregation="token_mean")
+CISPO = policy_loss(objective="cispo", aggregation="token_mean")
 TINY = TinyModelSection(num_layers=4)
 
 

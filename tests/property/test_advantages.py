@@ -128,16 +128,8 @@ def test_a_reward_that_is_not_finite_is_refused_by_place(bad: float) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("mean", "std", "leave_one_out", "reason"),
-    [
-        ("none", "group", True, "needs a mean"),
-        ("groups", "none", False, "mean='groups' is unknown; one of: batch, group, none"),
-        ("none", "token", False, "std='token' is unknown"),
-    ],
-)
-def test_a_choice_that_cannot_be_meant_is_refused(mean: str, std: str, leave_one_out: bool, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
+def test_leaving_one_out_of_no_mean_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a mean"):
         group_advantages(
-            torch.zeros(2), torch.zeros(2, dtype=torch.int64), mean=mean, std=std, leave_one_out=leave_one_out
+            torch.zeros(2), torch.zeros(2, dtype=torch.int64), mean="none", std="group", leave_one_out=True
         )

@@ -14,29 +14,30 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_megatron.algorithms.corrections import Correction
 from rl_megatron.algorithms.losses import CrossEntropy, PolicyLoss
+from rl_megatron.config_algorithm import AlgorithmSection
 from rl_megatron.types import LossInputs, LossOutput
+from tests.rows import changed, policy_loss
 
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30]
-GSPO = PolicyLoss(
+GSPO = policy_loss(
     ratio_level="sequence", objective="clip", aggregation="seq_mean_token_mean", clip_low=0.05, clip_high=0.1
 )
-GRPO = PolicyLoss(
+GRPO = policy_loss(
     ratio_level="token", objective="clip", aggregation="seq_mean_token_mean", clip_low=0.2, clip_high=0.28
 )
-PPO = PolicyLoss(ratio_level="token", objective="clip", aggregation="token_mean")
-SUMS = PolicyLoss(ratio_level="token", objective="clip", aggregation="seq_mean_token_sum")
-CISPO = PolicyLoss(ratio_level="token", objective="cispo", aggregation="token_mean", cap_low=0.5, cap_high=2.0)
-REINFORCE = PolicyLoss(objective="reinforce", aggregation="token_mean")
-DUAL = PolicyLoss(aggregation="seq_mean_token_sum_norm", max_length=7, dual_clip=3.0)
-UNCLIPPED = PolicyLoss(objective="importance", aggregation="token_mean")
-SAPO = PolicyLoss(objective="sapo", aggregation="seq_mean_token_mean", tau_negative=1.5)
-TOPR = PolicyLoss(objective="topr", ratio_level="sequence_sum", aggregation="seq_mean_token_sum", cap_high=1.0)
-CISPO_BY_SEQUENCE = PolicyLoss(objective="cispo", ratio_level="sequence", aggregation="token_mean", cap_high=1.1)
+PPO = policy_loss(ratio_level="token", objective="clip", aggregation="token_mean")
+SUMS = policy_loss(ratio_level="token", objective="clip", aggregation="seq_mean_token_sum")
+CISPO = policy_loss(ratio_level="token", objective="cispo", aggregation="token_mean", cap_low=0.5, cap_high=2.0)
+REINFORCE = policy_loss(objective="reinforce", aggregation="token_mean")
+DUAL = policy_loss(aggregation="seq_mean_token_sum_norm", max_length=7, dual_clip=3.0)
+UNCLIPPED = policy_loss(objective="importance", aggregation="token_mean")
+SAPO = policy_loss(objective="sapo", aggregation="seq_mean_token_mean", tau_negative=1.5)
+TOPR = policy_loss(objective="topr", ratio_level="sequence_sum", aggregation="seq_mean_token_sum", cap_high=1.0)
+CISPO_BY_SEQUENCE = policy_loss(objective="cispo", ratio_level="sequence", aggregation="token_mean", cap_high=1.1)
 ROWS = [DUAL, UNCLIPPED, SAPO, TOPR, CISPO_BY_SEQUENCE, GSPO, GRPO, PPO, SUMS, CISPO, REINFORCE]
-CORRECTED = replace(
-    GSPO, correction=Correction(level="sequence", mode="mask", high=1.0, veto=0.98, off_policy_delta=0.5)
+CORRECTED = changed(
+    GSPO, correction={"level": "sequence", "mode": "mask", "high": 1.0, "veto": 0.98, "off_policy_delta": 0.5}
 )
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -116,7 +117,7 @@ def clamp(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def token_term(row: PolicyLoss, logprob: float, delta: float, advantage: float) -> tuple[float, float, bool]:
+def token_term(row: AlgorithmSection, logprob: float, delta: float, advantage: float) -> tuple[float, float, bool]:
     """Loss of one token (or, for a sequence ratio, of the sequence), its derivative, and whether a limit acted."""
     ratio = math.exp(clamp(delta, -20, 20))
     if row.objective == "reinforce":
@@ -136,12 +137,12 @@ def token_term(row: PolicyLoss, logprob: float, delta: float, advantage: float) 
     clipped = clamp(ratio, 1 - row.clip_low, 1 + row.clip_high)
     if clipped * advantage < ratio * advantage:
         return -clipped * advantage, 0.0, True
-    if advantage < 0 and -ratio * advantage > -row.dual_clip * advantage:
+    if advantage < 0 and row.dual_clip is not None and -ratio * advantage > -row.dual_clip * advantage:
         return -row.dual_clip * advantage, 0.0, True
     return -ratio * advantage, -slope * advantage, False
 
 
-def reference(row: PolicyLoss, sequences: Sequences) -> tuple[float, list[float], dict[str, float]]:
+def reference(row: AlgorithmSection, sequences: Sequences) -> tuple[float, list[float], dict[str, float]]:
     """Loss, gradient of every position (0 where masked out), clip fraction and mean ratio, one sequence at a time."""
     num_tokens = max(sum(token.kept for tokens in sequences for token in tokens), 1)
     loss, clipped, ratio_sum = 0.0, 0.0, 0.0
@@ -151,7 +152,7 @@ def reference(row: PolicyLoss, sequences: Sequences) -> tuple[float, list[float]
         total = sum(token.logprob - token.old for token in kept)
         delta = {"token": math.nan, "sequence": total / max(len(kept), 1), "sequence_sum": total}[row.ratio_level]
         of_ratio = 1 / num_tokens if row.ratio_level == "token" else 1 / max(len(kept), 1) / len(sequences)
-        if row is GSPO:  # its paper's form: one term a sequence, whose derivative each token shares
+        if row is GSPO.row:  # its paper's form: one term a sequence, whose derivative each token shares
             value, slope, limited = token_term(row, math.nan, delta, kept[0].advantage) if kept else (0.0, 0.0, False)
             loss += value / len(sequences)
             gradient += [slope / len(kept) / len(sequences) if token.kept else 0.0 for token in tokens]
@@ -162,7 +163,7 @@ def reference(row: PolicyLoss, sequences: Sequences) -> tuple[float, list[float]
             "token_mean": 1 / num_tokens,
             "seq_mean_token_mean": 1 / max(len(kept), 1) / len(sequences),
             "seq_mean_token_sum": 1 / len(sequences),
-            "seq_mean_token_sum_norm": 1 / len(sequences) / max(row.max_length, 1),
+            "seq_mean_token_sum_norm": 1 / len(sequences) / (row.max_length or 1),
         }[row.aggregation]
         for token in tokens:
             if not token.kept:
@@ -185,8 +186,10 @@ def close(actual: Tensor, expected: object, *, tolerance: float = 1e-9) -> None:
 seeds = st.integers(0, 2**32)
 ragged = st.lists(st.integers(0, 7), min_size=1, max_size=6)
 scales = st.sampled_from([0.0, 0.05, 1.0, 1e4])
-every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.ratio_level}-{row.objective}-{row.aggregation}")
-every_row_and_a_correction = pytest.mark.parametrize("row", [*ROWS, CORRECTED])
+every_row = pytest.mark.parametrize(
+    "loss", ROWS, ids=lambda loss: f"{loss.row.ratio_level}-{loss.row.objective}-{loss.row.aggregation}"
+)
+every_row_and_a_correction = pytest.mark.parametrize("loss", [*ROWS, CORRECTED])
 quick = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -194,25 +197,25 @@ quick = settings(max_examples=25, deadline=None, derandomize=True, suppress_heal
 @quick
 @given(seed=seeds, lengths=ragged, scale=scales)
 def test_value_gradient_and_fractions_equal_the_written_out_reference(
-    row: PolicyLoss, seed: int, lengths: list[int], scale: float
+    loss: PolicyLoss, seed: int, lengths: list[int], scale: float
 ) -> None:
     sequences = draw(seed, lengths, scale)
-    output, gradient = evaluate(row, tensors(sequences))
-    loss, expected, means = reference(row, sequences)
-    close(output.loss, loss)
+    output, gradient = evaluate(loss, tensors(sequences))
+    value, expected, means = reference(loss.row, sequences)
+    close(output.loss, value)
     close(gradient, expected)
     assert torch.isfinite(gradient).all()
-    for name, value in means.items():
-        close(output.means[name], value)
+    for name, mean in means.items():
+        close(output.means[name], mean)
 
 
 @every_row
 @quick
 @given(seed=seeds, lengths=ragged, scale=scales)
-def test_metrics_equal_plain_means_and_extremes(row: PolicyLoss, seed: int, lengths: list[int], scale: float) -> None:
+def test_metrics_equal_plain_means_and_extremes(loss: PolicyLoss, seed: int, lengths: list[int], scale: float) -> None:
     sequences = draw(seed, lengths, scale)
     kept = [token for tokens in sequences for token in tokens if token.kept]
-    output = row(tensors(sequences))
+    output = loss(tensors(sequences))
     num = max(len(kept), 1)
     close(output.means["entropy"], sum(t.entropy for t in kept) / num)
     close(output.means["mismatch/logprob_abs_mean"], sum(abs(t.old - t.rollout) for t in kept) / num)
@@ -221,7 +224,7 @@ def test_metrics_equal_plain_means_and_extremes(row: PolicyLoss, seed: int, leng
     close(output.means["kl/rollout"], sum(math.exp(gap) - gap - 1 for gap in gaps) / num)
     deltas = [clamp(t.logprob - t.old, -20, 20) for t in kept]
     close(output.means["kl/old_policy"], sum(math.exp(d) - d - 1 for d in deltas) / num)
-    if row.ratio_level == "token":
+    if loss.row.ratio_level == "token":
         close(output.minima["ratio/min"], min((math.exp(d) for d in deltas), default=math.inf))
         close(output.maxima["ratio/max"], max((math.exp(d) for d in deltas), default=-math.inf))
         close(output.means["ratio/clamped_fraction"], sum(abs(t.logprob - t.old) > 20 for t in kept) / num)
@@ -232,12 +235,12 @@ def test_metrics_equal_plain_means_and_extremes(row: PolicyLoss, seed: int, leng
 @every_row_and_a_correction
 @quick
 @given(seed=seeds, lengths=ragged, scale=scales)
-def test_order_of_sequences_does_not_matter(row: PolicyLoss, seed: int, lengths: list[int], scale: float) -> None:
+def test_order_of_sequences_does_not_matter(loss: PolicyLoss, seed: int, lengths: list[int], scale: float) -> None:
     sequences = draw(seed, lengths, scale)
     order = list(range(len(sequences)))
     random.Random(seed).shuffle(order)
-    whole, gradient = evaluate(row, tensors(sequences))
-    shuffled, moved = evaluate(row, tensors([sequences[s] for s in order]))
+    whole, gradient = evaluate(loss, tensors(sequences))
+    shuffled, moved = evaluate(loss, tensors([sequences[s] for s in order]))
     close(shuffled.loss, whole.loss)
     parts = gradient.split([len(tokens) for tokens in sequences])
     close(moved, torch.cat([parts[s] for s in order]))
@@ -247,18 +250,18 @@ def test_order_of_sequences_does_not_matter(row: PolicyLoss, seed: int, lengths:
 @quick
 @given(seed=seeds, lengths=ragged, scale=scales, cuts=st.integers(2, 4))
 def test_shares_of_micro_batches_add_up(
-    row: PolicyLoss, seed: int, lengths: list[int], scale: float, cuts: int
+    loss: PolicyLoss, seed: int, lengths: list[int], scale: float, cuts: int
 ) -> None:
     """The same holds for data-parallel ranks: a share knows only the global denominators."""
     sequences = draw(seed, lengths, scale)
-    whole, gradient = evaluate(row, tensors(sequences))
+    whole, gradient = evaluate(loss, tensors(sequences))
     num_tokens = sum(token.kept for tokens in sequences for token in tokens)
     owners = [random.Random(seed + s).randrange(cuts) for s in range(len(sequences))]
     shares, pieces = [], {}
     for owner in range(cuts):
         mine = [s for s in range(len(sequences)) if owners[s] == owner]
         inputs = tensors([sequences[s] for s in mine], num_tokens=num_tokens, num_sequences=len(sequences))
-        output, piece = evaluate(row, inputs)
+        output, piece = evaluate(loss, inputs)
         shares.append(output)
         pieces.update(zip(mine, piece.split([len(sequences[s]) for s in mine]), strict=True))
     close(sum((share.loss for share in shares), torch.zeros(())), whole.loss)
@@ -293,10 +296,10 @@ class TwoRanks:
 @settings(parent=quick, max_examples=10)
 @given(seed=seeds, lengths=ragged, scale=scales)
 def test_a_context_parallel_split_changes_only_segment_sum(
-    row: PolicyLoss, seed: int, lengths: list[int], scale: float
+    loss: PolicyLoss, seed: int, lengths: list[int], scale: float
 ) -> None:
     whole_inputs = tensors(draw(seed, lengths, scale))
-    whole, gradient = evaluate(row, whole_inputs)
+    whole, gradient = evaluate(loss, whole_inputs)
     ranks, halves = TwoRanks(), [slice(0, None, 2), slice(1, None, 2)]
     results: list[tuple[LossOutput, Tensor] | None] = [None, None]
 
@@ -314,7 +317,7 @@ def test_a_context_parallel_split_changes_only_segment_sum(
             segment_ids=ids,
             segment_sum=ranks.all_reduced(rank, local_sum(ids, len(lengths))),
         )
-        results[rank] = evaluate(row, inputs)
+        results[rank] = evaluate(loss, inputs)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -354,9 +357,9 @@ def test_float32_stays_finite_at_extreme_ratios(seed: int, lengths: list[int]) -
         name: getattr(exact, name).detach().float()
         for name in ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "advantages")
     }
-    for row in ROWS:
+    for loss in ROWS:
         inputs = replace(exact, **{**floats, "logprobs": floats["logprobs"].clone().requires_grad_()})
-        output, gradient = evaluate(row, inputs)
+        output, gradient = evaluate(loss, inputs)
         assert output.loss.dtype == torch.float32
         assert torch.isfinite(output.loss)
         assert torch.isfinite(gradient).all()

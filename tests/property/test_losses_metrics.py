@@ -11,23 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_megatron.algorithms.corrections import Correction
 from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.algorithms.quantiles import histogram, ratio_quantiles
 from rl_megatron.types import LossInputs, StepResult
 from rl_megatron.update import combine
+from tests.rows import policy_loss
 
-GSPO = PolicyLoss(ratio_level="sequence", aggregation="seq_mean_token_mean", clip_low=0.03, clip_high=0.04)
+GSPO = policy_loss(ratio_level="sequence", aggregation="seq_mean_token_mean", clip_low=0.03, clip_high=0.04)
 ROWS = [
-    PolicyLoss(),
-    PolicyLoss(dual_clip=1.5),
+    policy_loss(),
+    policy_loss(dual_clip=1.5),
     GSPO,
-    PolicyLoss(objective="cispo", cap_low=0.8, cap_high=1.3),
-    PolicyLoss(objective="cispo", ratio_level="sequence", cap_low=0.97, cap_high=1.03),
-    PolicyLoss(objective="topr", ratio_level="sequence_sum", aggregation="seq_mean_token_sum", cap_high=1.0),
-    PolicyLoss(objective="sapo"),
-    PolicyLoss(objective="importance"),
-    PolicyLoss(kl_coefficient=0.1, entropy_coefficient=0.01, correction=Correction(level="sequence")),
+    policy_loss(objective="cispo", cap_low=0.8, cap_high=1.3),
+    policy_loss(objective="cispo", ratio_level="sequence", cap_low=0.97, cap_high=1.03),
+    policy_loss(objective="topr", ratio_level="sequence_sum", aggregation="seq_mean_token_sum", cap_high=1.0),
+    policy_loss(objective="sapo"),
+    policy_loss(objective="importance"),
+    policy_loss(kl_coefficient=0.1, entropy_coefficient=0.01, correction={"mode": "truncate", "level": "sequence"}),
 ]
 seeds = st.integers(0, 2**32)
 quick = settings(max_examples=40, deadline=None, derandomize=True)
@@ -62,15 +62,15 @@ def batch(
     )
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("loss", ROWS)
 @quick
 @given(
     seed=seeds, lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5), scale=st.sampled_from([0.02, 0.5, 50.0])
 )
 def test_the_two_sides_of_the_clip_fraction_are_all_of_it(
-    row: PolicyLoss, seed: int, lengths: list[int], scale: float
+    loss: PolicyLoss, seed: int, lengths: list[int], scale: float
 ) -> None:
-    means = row(batch(lengths, seed, scale=scale, kept=0.8)).means
+    means = loss(batch(lengths, seed, scale=scale, kept=0.8)).means
     low, high, both = (float(means[f"clip_fraction{side}"]) for side in ("/low", "/high", ""))
     assert low + high == pytest.approx(both, abs=1e-12)
     assert min(low, high) >= 0
@@ -82,7 +82,7 @@ def test_clip_sides_of_known_tokens() -> None:
     x = batch([4], 0)
     log_ratios = torch.tensor([1.5, 0.5, 1.5, 0.5]).double().log()
     x = replace(x, logprobs=x.old_logprobs + log_ratios, advantages=torch.tensor([1.0, -1.0, -1.0, 1.0]).double())
-    means = PolicyLoss()(x).means
+    means = policy_loss()(x).means
     assert (means["clip_fraction/low"].item(), means["clip_fraction/high"].item()) == (0.25, 0.25)
 
 
@@ -110,17 +110,17 @@ def test_histograms_of_a_split_add_up(seed: int, num: int, cut: int) -> None:
     assert whole.sum().item() == mask.sum().item()
 
 
-@pytest.mark.parametrize("row", [PolicyLoss(), GSPO])
+@pytest.mark.parametrize("loss", [policy_loss(), GSPO])
 @quick
 @given(seed=seeds, lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_the_effective_fraction_is_kishs_over_the_number_of_weights(
-    row: PolicyLoss, seed: int, lengths: list[int]
+    loss: PolicyLoss, seed: int, lengths: list[int]
 ) -> None:
     """(sum w)² / (n · sum w²), n tokens at token level, n sequences at sequence level."""
     x = batch(lengths, seed)
     gaps = (x.logprobs - x.old_logprobs).detach()
-    weights = (gaps if row is not GSPO else torch.stack([part.mean() for part in gaps.split(lengths)])).exp()
-    output = row(x)
+    weights = (gaps if loss is not GSPO else torch.stack([part.mean() for part in gaps.split(lengths)])).exp()
+    output = loss(x)
     result = StepResult(
         loss=0.0,
         grad_norm=0.0,
@@ -134,23 +134,23 @@ def test_the_effective_fraction_is_kishs_over_the_number_of_weights(
 def test_an_entropy_term_has_the_weight_of_a_token_whatever_its_correction() -> None:
     x = batch([3, 5], 0, kept=0.8)
     x = replace(x, entropy=x.entropy.requires_grad_())
-    loss = PolicyLoss(entropy_coefficient=0.2, correction=Correction(mode="mask", low=0.99, high=1.01))
+    loss = policy_loss(entropy_coefficient=0.2, correction={"mode": "mask", "low": 0.99, "high": 1.01})
     (gradient,) = torch.autograd.grad(loss(x).loss, x.entropy)
     torch.testing.assert_close(gradient, -0.2 * x.mask.double() / x.num_tokens, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("loss", ROWS)
 @pytest.mark.parametrize("gap", [-1e4, 1e4])
-def test_log_ratios_of_ten_thousand_are_clamped_counted_and_finite(row: PolicyLoss, gap: float) -> None:
+def test_log_ratios_of_ten_thousand_are_clamped_counted_and_finite(loss: PolicyLoss, gap: float) -> None:
     x = batch([3, 5], 0, dtype=torch.float32)
     far = torch.arange(8) < 3  # the first sequence
     x = replace(x, logprobs=torch.where(far, x.old_logprobs + gap, x.logprobs.detach()).requires_grad_())
-    output = row(x)
+    output = loss(x)
     (gradient,) = torch.autograd.grad(output.loss, x.logprobs)
     assert torch.isfinite(output.loss)
     assert torch.isfinite(gradient).all()
     assert all(torch.isfinite(value) for value in output.means.values())
-    counted = 3 / 8 if row.ratio_level == "token" else 1 / 2
+    counted = 3 / 8 if loss.row.ratio_level == "token" else 1 / 2
     assert output.means["ratio/clamped_fraction"].item() == pytest.approx(counted)
 
 
@@ -160,8 +160,8 @@ def test_a_hundred_thousand_tokens_accumulate_in_float32() -> None:
     columns = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages")
     single = replace(exact, **{name: getattr(exact, name).detach().float() for name in columns})
     single = replace(single, logprobs=single.logprobs.requires_grad_())
-    for row in (GSPO, PolicyLoss(kl_coefficient=0.1), PolicyLoss(objective="cispo")):
-        wanted, found = row(exact), row(single)
+    for loss in (GSPO, policy_loss(kl_coefficient=0.1), policy_loss(objective="cispo")):
+        wanted, found = loss(exact), loss(single)
         assert found.loss.dtype == torch.float32
         assert found.loss.item() == pytest.approx(wanted.loss.item(), rel=1e-3, abs=1e-5)
         (gradient,) = torch.autograd.grad(found.loss, single.logprobs)
@@ -169,14 +169,14 @@ def test_a_hundred_thousand_tokens_accumulate_in_float32() -> None:
         torch.testing.assert_close(gradient.double(), exact_gradient, rtol=1e-3, atol=1e-9)
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_bfloat16_inputs_are_summed_in_float32(row: PolicyLoss) -> None:
+@pytest.mark.parametrize("loss", ROWS)
+def test_bfloat16_inputs_are_summed_in_float32(loss: PolicyLoss) -> None:
     """Value and gradient are those of the same numbers in float32; a sum in bfloat16 stops growing at 256 tokens."""
     low = batch([3000, 5], 2, dtype=torch.bfloat16)
     columns = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages")
     single = replace(low, **{name: getattr(low, name).detach().float() for name in columns})
     single = replace(single, logprobs=single.logprobs.requires_grad_())
-    wanted, found = row(single), row(low)
+    wanted, found = loss(single), loss(low)
     assert found.loss.dtype == torch.float32
     torch.testing.assert_close(found.loss, wanted.loss)
     torch.testing.assert_close(dict(found.means), dict(wanted.means))

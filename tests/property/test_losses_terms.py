@@ -16,30 +16,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
-from rl_megatron.algorithms.corrections import Correction
-from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.types import Loss, LossInputs, LossOutput
+from tests.rows import policy_loss
 
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30]
 ESTIMATORS = ["k1", "k2", "k3", "abs", "mse"]
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 LENGTH_NORM = 7
 LEARNED = ("logprobs", "entropy", "values")
-EVERY_TERM = PolicyLoss(
+EVERY_TERM = policy_loss(
     aggregation="seq_mean_token_mean",
     kl_coefficient=0.3,
-    kl_importance_weighted=True,
+    kl={"importance_weighted": True},
     entropy_coefficient=0.2,
-    correction=Correction(level="sequence", high=1.1),
+    correction={"mode": "truncate", "level": "sequence", "high": 1.1},
 )
-LOSSES: list[Loss] = [
-    EVERY_TERM,
-    PolicyLoss(
-        ratio_level="sequence", aggregation="seq_mean_token_mean", clip_low=0.05, kl_coefficient=0.3, kl_estimator="k2"
-    ),
-    ValueLoss(clip=0.2),
-    PreferenceLoss(beta=0.7),
-]
+SEQUENCES = {"ratio_level": "sequence", "aggregation": "seq_mean_token_mean", "clip_low": 0.05}
+GSPO = policy_loss(**SEQUENCES, kl_coefficient=0.3, kl={"estimator": "k2"})
+LOSSES: list[Loss] = [EVERY_TERM, GSPO, ValueLoss(clip=0.2), PreferenceLoss(beta=0.7)]
 
 
 @dataclass(frozen=True)
@@ -175,13 +169,12 @@ def test_kl_entropy_and_nll_stand_beside_the_objective(
     estimator: str, aggregation: str, seed: int, lengths: list[int], scale: float, weighted: bool
 ) -> None:
     beta, bonus = 0.3, 0.2
-    loss = PolicyLoss(
+    loss = policy_loss(
         objective="reinforce",
         aggregation=aggregation,
         max_length=LENGTH_NORM,
         kl_coefficient=beta,
-        kl_estimator=estimator,
-        kl_importance_weighted=weighted,
+        kl={"estimator": estimator, "importance_weighted": weighted},
         entropy_coefficient=bonus,
     )
     sequences = draw(seed, lengths, scale)
@@ -233,7 +226,7 @@ def test_a_proximal_share_puts_the_old_policy_between_the_rollouts_and_the_curre
         total -= behaviour * min(ratio * t.advantages, clipped * t.advantages) / num_tokens
         slopes.append(-behaviour * ratio * t.advantages / num_tokens if free else 0.0)
     x = replace(inputs_of(sequences, proximal=True), nll_weights=None)
-    output, grads = gradients(PolicyLoss(correction=Correction(high=5.0)), x)
+    output, grads = gradients(policy_loss(correction={"mode": "truncate", "high": 5.0}), x)
     close(output.loss, total)
     close(grads["logprobs"], slopes)
 

@@ -27,7 +27,7 @@ def conf(tmp_path: Path) -> Path:
     files = {
         "base.yaml": "seed: 7\nlearner: {ep: 2, optimizer: {beta1: 0.5, beta2: 0.6}}\n",
         "run.yaml": "defaults:\n  - base\n  - algorithm: narrow\n  - data: sums\nlearner: {optimizer: {beta1: 0.7}}\n",
-        "algorithm/narrow.yaml": "clip_low: 3e-4\nratio_level: sequence\n",
+        "algorithm/narrow.yaml": "clip_low: 3e-4\nratio_level: sequence\naggregation: seq_mean_token_mean\n",
         "algorithm/wide.yaml": "clip_high: 9\n",
         "data/sums.yaml": "type: arithmetic\ndigits: 1\n",
         "data/mine.yaml": "type: files\ntrain: a.jsonl\neval: b.jsonl\n",

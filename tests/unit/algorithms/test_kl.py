@@ -13,8 +13,9 @@ from rl_megatron.algorithms.kl import (
     kl_per_token,
     kl_term,
 )
-from rl_megatron.algorithms.losses import PolicyLoss
+from rl_megatron.config_algorithm import KLSection
 from rl_megatron.types import LossInputs
+from tests.rows import policy_loss
 
 
 def inputs(logprobs: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, ref: torch.Tensor) -> LossInputs:
@@ -56,7 +57,7 @@ def test_importance_weighted_k3_has_the_gradient_of_the_divergence() -> None:
     torch.testing.assert_close(full_kl(logits, ref), exact)
     (expected,) = torch.autograd.grad(exact, logits)
     x = inputs(logits.log_softmax(0)[drawn], old.log()[drawn], torch.ones(4, dtype=torch.bool), ref[drawn])
-    term = kl_term(x, estimator="k3", importance_weighted=True).mean()
+    term = kl_term(x, KLSection(estimator="k3", importance_weighted=True)).mean()
     torch.testing.assert_close(term, exact)
     (gradient,) = torch.autograd.grad(term, logits)
     torch.testing.assert_close(gradient, expected)
@@ -66,7 +67,7 @@ def test_kl_in_the_loss_is_a_term_under_its_coefficient_and_ignores_garbage_outs
     mask = torch.tensor([True, False])
     logprobs = torch.tensor([-1.0, math.nan], requires_grad=True)
     x = inputs(logprobs, torch.tensor([-1.0, math.inf]), mask, torch.tensor([-1.5, math.nan]))
-    loss = PolicyLoss(aggregation="seq_mean_token_mean", kl_coefficient=0.5, kl_estimator="k3")
+    loss = policy_loss(aggregation="seq_mean_token_mean", kl_coefficient=0.5)
     output = loss(x)  # advantages are 0: nothing but the KL is left
     output.loss.backward()
     assert output.loss.item() == pytest.approx(0.5 * 0.106531, abs=1e-6)

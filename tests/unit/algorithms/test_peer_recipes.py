@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.build import policy_loss
 from rl_megatron import config_io
 from rl_megatron.algorithms.advantages import group_advantages
 from rl_megatron.algorithms.auxiliary import ValueLoss
+from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.returns import gae, whiten
 from rl_megatron.types import LossInputs
 
@@ -79,8 +79,8 @@ def packed(x: Padded, logp: Tensor) -> LossInputs:
 
 
 def ours(x: Padded, *keys: str) -> Tensor:
-    config = config_io.load("tiny_cpu", [f"algorithm{key}" for key in keys])
-    return policy_loss(config, config.algorithm.kl.coefficient)(packed(x, x.logp)).loss
+    row = config_io.load("tiny_cpu", [f"algorithm{key}" for key in keys]).algorithm
+    return loss_of(row, kl_coefficient=row.kl.coefficient, max_new_tokens=WIDTH)(packed(x, x.logp)).loss
 
 
 def per_row(values: Tensor, mask: Tensor) -> Tensor:

@@ -7,12 +7,19 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
-from launcher.build import policy_loss
 from rl_megatron import config_io
+from rl_megatron.algorithms import corrections
+from rl_megatron.algorithms.advantages import LEVELS
+from rl_megatron.algorithms.aggregation import AGGREGATIONS
+from rl_megatron.algorithms.divergence import ESTIMATORS
+from rl_megatron.algorithms.objectives import OBJECTIVES
+from rl_megatron.algorithms.ratios import RATIO_LEVELS
+from rl_megatron.config_algorithm import AlgorithmSection, CorrectionSection, KLSection
 from rl_megatron.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -41,7 +48,6 @@ def test_the_shipped_configuration_is_the_documented_row_and_builds(name: str) -
     by_keys = config_io.load("tiny_cpu", ["algorithm=default_row", *keys], conf_with_an_empty_row())
     shipped = config_io.load("tiny_cpu", [f"algorithm={name}"])
     assert by_keys.algorithm == shipped.algorithm
-    assert policy_loss(by_keys, 0.0) == policy_loss(shipped, 0.0)
 
 
 @functools.cache
@@ -67,13 +73,27 @@ def test_the_limits_of_the_papers_are_in_the_rows() -> None:
 def test_a_sequence_ratio_makes_grpo_gspo() -> None:
     clips = ["algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"]
     changed = config_io.load("tiny_cpu", ["algorithm=grpo", "algorithm.ratio_level=sequence", *clips])
-    assert policy_loss(changed, 0.0) == policy_loss(config_io.load("tiny_cpu", ["algorithm=gspo"]), 0.0)
+    assert changed.algorithm == config_io.load("tiny_cpu", ["algorithm=gspo"]).algorithm
+
+
+def test_the_names_that_the_schema_allows_are_those_of_the_tables() -> None:
+    fields = {
+        (AlgorithmSection, "objective"): set(OBJECTIVES),
+        (AlgorithmSection, "ratio_level"): set(RATIO_LEVELS),
+        (AlgorithmSection, "aggregation"): set(AGGREGATIONS),
+        (AlgorithmSection, "advantage_mean"): set(LEVELS) | {"greedy", "moving"},
+        (AlgorithmSection, "advantage_std"): set(LEVELS),
+        (CorrectionSection, "mode"): set(corrections.MODES),
+        (CorrectionSection, "level"): set(corrections.LEVELS),
+        (KLSection, "estimator"): set(ESTIMATORS),
+    }
+    for (section, name), names in fields.items():
+        assert set(get_args(section.model_fields[name].annotation)) == names
 
 
 @pytest.mark.parametrize(
     "keys", [["objective=reinforce", "ratio_level=sequence"], ["ratio_level=sequence", "aggregation=token_mean"]]
 )
 def test_an_unsound_row_is_refused_with_its_reason(keys: list[str]) -> None:
-    config = config_io.load("tiny_cpu", ["algorithm=grpo", *(f"algorithm.{key}" for key in keys)])
-    with pytest.raises(ConfigError, match="algorithm:"):
-        policy_loss(config, 0.0)
+    with pytest.raises(ConfigError, match=r"algorithm\.(objective|aggregation)="):
+        config_io.load("tiny_cpu", ["algorithm=grpo", *(f"algorithm.{key}" for key in keys)])

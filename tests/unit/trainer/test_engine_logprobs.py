@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.build import policy_loss
 from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.config import RunConfig
 from rl_megatron.interfaces import Roles
@@ -75,7 +74,7 @@ def update(correction: dict[str, Any]) -> Row:
     config = RunConfig.model_validate({"algorithm": {"correction": correction}, "train": {"minibatches": 1}})
     learner: Any = Learner()
     roles = Roles(learner=learner, critic=None, reference=None, engine=learner, weights=learner)
-    work = Update(config=config, roles=roles, make_loss=partial(policy_loss, config), attention_cost=0.0)
+    work = Update(config=config, roles=roles, attention_cost=0.0)
     return asyncio.run(work(groups(), 1, Stopwatch()))
 
 
