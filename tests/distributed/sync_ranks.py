@@ -8,7 +8,6 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from rl_megatron.weights.transports.delta import DeltaTransport
 from rl_megatron.weights.transports.ends import Message
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
+from tests.distributed.ranks import FORKS
 from tests.distributed.test_transport import SHAPE, hf_tensors, megatron_tensors
 
 LEARNERS, ENGINES = 4, 2
@@ -224,7 +224,6 @@ class Ranks:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._joined = folder, 0
-        self._context = get_context("spawn")
         self.processes: list[Any] = [None] * WORLD
         self.connections: list[Connection] = [None] * WORLD  # type: ignore[list-item]
         for rank in range(WORLD):
@@ -232,8 +231,8 @@ class Ranks:
 
     def start(self, rank: int) -> None:
         """Start a rank, or start it again."""
-        ours, theirs = self._context.Pipe()
-        self.processes[rank] = self._context.Process(target=_main, args=(theirs, rank), daemon=True)
+        ours, theirs = FORKS.Pipe()
+        self.processes[rank] = FORKS.Process(target=_main, args=(theirs, rank), daemon=True)
         self.processes[rank].start()
         theirs.close()
         self.connections[rank] = ours

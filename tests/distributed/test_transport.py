@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from launcher.ports import held_ports
@@ -28,6 +27,7 @@ from rl_megatron.weights.transports.disk import DiskTransport
 from rl_megatron.weights.transports.memory import MemoryTransport
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
+from tests.distributed.ranks import run_ranks
 
 SHAPE = ModelShape(
     num_layers=2,
@@ -65,7 +65,7 @@ def _process(rank: int, world_size: int, port: int, body: Callable[[int, Path], 
 
 def spawn(world_size: int, body: Callable[[int, Path], None], folder: Path) -> None:
     with held_ports("127.0.0.1") as port:
-        mp.spawn(_process, args=(world_size, port, body, folder), nprocs=world_size)
+        run_ranks(_process, world_size, world_size, port, body, folder)
 
 
 def hf_tensors(version: int) -> dict[str, Tensor]:

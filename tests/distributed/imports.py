@@ -1,0 +1,12 @@
+"""What ranks of tests import before they are forked (see ranks.py)."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest  # noqa: F401  as every test file does
+import torch._dynamo  # noqa: F401  as an optimizer's first step does
+
+warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")
+
+import rl_megatron.learner.megatron  # noqa: E402, F401
