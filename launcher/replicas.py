@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +12,7 @@ from typing import Protocol
 from launcher.guards import Guard
 from rl_megatron.config_rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError, SyncError
-from rl_megatron.rollout.adapter import ForeignWeights
+from rl_megatron.rollout.adapter import Adapter, ForeignWeights
 from rl_megatron.rollout.http import AttemptFailed, NoAnswer, Server, Unreachable
 from rl_megatron.rollout.replicas import Event, Replica, State
 from rl_megatron.rollout.served import ServedEngine
@@ -117,7 +117,10 @@ class Supervisor:
 
     async def _until_dead(self, replica: Replica, standing: Standing) -> str:
         """Why it is; until then it is refitted and watched."""
-        reasons = (standing.ended(), self._fails(replica, standing), self._hangs(replica), self._cannot_serve(replica))
+        reasons = (
+            *(standing.ended(), self._fails(replica, standing), self._hangs(replica)),
+            *(self._stands_still(replica), self._cannot_serve(replica)),
+        )
         tasks = [asyncio.ensure_future(reason) for reason in reasons]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -135,23 +138,40 @@ class Supervisor:
             if isinstance(error, standing.fatal):
                 return str(error)
             status = await replica.server.status("/health", seconds=self._period)
-            if status is None:
+            if status is None and not await _Meter(self.engine.adapter, replica.server).moves(self._period):
                 await asyncio.sleep(_GRACE_SECONDS)  # where it ended, its status and the end of its log say more
                 return f"{error}; nor did it answer in {self._period:g} s when asked for its health"
             replica.trust()
 
     async def _hangs(self, replica: Replica) -> str:
-        """It did not say that it is well, several times in a row; at a pause for new weights any answer will do."""
-        loop, missed = asyncio.get_running_loop(), 0
+        """It did not say that it is well, several times in a row, and made no token meanwhile; at a pause for new
+        weights any answer will do."""
+        loop, missed, meter = asyncio.get_running_loop(), 0, _Meter(self.engine.adapter, replica.server)
         while missed < _CHECKS:
             began = loop.time()
-            status = await replica.server.status("/health", seconds=self._period)
+            status, moves = await asyncio.gather(
+                replica.server.status("/health", seconds=self._period), meter.moves(self._period)
+            )
             paused = self.engine.updating or replica.state is not State.HEALTHY
-            missed = 0 if status is not None and (status < 300 or paused) else missed + 1
+            well = status is not None and (status < 300 or paused)
+            missed = 0 if well or moves else missed + 1
             await asyncio.sleep(max(0.0, began + self._period - loop.time()))
         return (
             f"{replica.server.url} did not say that it is well, asked {_CHECKS} times in "
             f"rollout.server.health_seconds={self.section.health_seconds:g}: it hangs or was stopped"
+        )
+
+    async def _stands_still(self, replica: Replica) -> str:
+        """It made no token of the requests that it has, several times in a row, whatever it says of its health."""
+        limit, loop, still = self.section.timeout_seconds, asyncio.get_running_loop(), 0
+        period, meter = limit / _CHECKS, _Meter(self.engine.adapter, replica.server)
+        while still < _CHECKS:
+            began = loop.time()
+            still = still + 1 if await meter.moves(period) is False else 0
+            await asyncio.sleep(max(0.0, began + period - loop.time()))
+        return (
+            f"{replica.server.url} made no token in rollout.server.timeout_seconds={limit:g}, though "
+            f"{replica.server.in_flight} requests wait for some"
         )
 
     @property
@@ -166,6 +186,30 @@ class Supervisor:
             except (AttemptFailed, EngineError, SyncError) as error:
                 return f"{replica.server.url} cannot be refitted: {error}"
         return await _never()
+
+
+class _Meter:
+    """Whether a server makes tokens, from one look to the next."""
+
+    def __init__(self, adapter: Adapter, server: Server) -> None:
+        self._adapter, self._server = adapter, server
+        self._before: Hashable = None
+
+    async def moves(self, seconds: float) -> bool | None:
+        """Whether it made tokens since the last look, or says for the first time how many; None where it need not.
+
+        What does not answer in ``seconds`` makes none.
+        """
+        if self._server.paused or not self._server.in_flight:
+            self._before = None
+            return None
+        try:
+            async with asyncio.timeout(seconds):
+                made = await self._adapter.tokens(self._server)
+        except (TimeoutError, AttemptFailed, EngineError):
+            return False
+        before, self._before = self._before, made
+        return made != before
 
 
 async def _never() -> str:

@@ -29,9 +29,11 @@ class ServerSection(Section):
     start_seconds: PositiveFloat = 600.0
     """How long a server may take until it is ready."""
     timeout_seconds: PositiveFloat = 600.0
-    """How long a request, or one part of a weight update, may take; a server that lets it pass counts as dead."""
+    """How long a server that has requests may make no token, and one part of a weight update may take; then it counts
+    as dead. A request as such has no limit."""
     health_seconds: PositiveFloat = 60.0
-    """How long a server may not answer when it is asked for its health, thrice in that time; then it counts as dead."""
+    """How long a server may not answer when it is asked for its health, thrice in that time, nor make a token; then it
+    counts as dead."""
     restarts: NonNegative = 3
     """How often a dead server is started again, or one by address waited for until it answers."""
     retries: NonNegative = 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -80,6 +80,11 @@ class Adapter(Protocol):
 
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
         """End a request; what was sampled of it is its answer."""
+        ...
+
+    async def tokens(self, server: Server) -> Hashable:
+        """What tells whether the server makes tokens: it is another whenever it made some since. At once, also of a
+        server that is busy."""
         ...
 
     async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx2
@@ -29,11 +30,16 @@ class Unreachable(AttemptFailed):
 
 
 class Server:
-    """One engine server at ``url``; every answer must come in ``timeout_seconds``. Proxies are not asked."""
+    """One engine server at ``url``. Proxies are not asked.
+
+    An answer must come in ``timeout_seconds``, but for those to work that waits in the server's queue: how long they
+    take says nothing of the server, which is judged by the tokens that it makes (launcher/replicas.py).
+    """
 
     def __init__(self, url: str, *, token: str | None, timeout_seconds: float) -> None:
         self.url, self.token, self._limit = url.rstrip("/"), token, timeout_seconds
-        self.in_flight = 0
+        self.in_flight = 0  # requests that want tokens
+        self.paused = False  # whether it was told to make none
         self.released = False  # whether its memory is given back
         self._client = httpx2.AsyncClient(
             base_url=self.url,
@@ -45,21 +51,38 @@ class Server:
             trust_env=False,
         )
 
-    async def post(self, path: str, body: object = None, *, params: Mapping[str, str] | None = None) -> Any:
-        """The answer's JSON, None where it is empty. Raises as ``get`` does."""
-        return await self._ask("POST", path, body, params)
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """It has a request that wants tokens."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    async def post(
+        self, path: str, body: object = None, *, params: Mapping[str, str] | None = None, queued: bool = False
+    ) -> Any:
+        """The answer's JSON, None where it is empty. ``queued``: without a limit of time. Raises as ``get`` does."""
+        return self._json(path, await self._ask("POST", path, body, params, None if queued else self._limit))
 
     async def get(self, path: str) -> Any:
         """Likewise. Raises AttemptFailed, or EngineError with what the server said where it refuses for good."""
-        return await self._ask("GET", path, None, None)
+        return self._json(path, await self.text(path))
 
-    async def _ask(self, method: str, path: str, body: object, params: Mapping[str, str] | None) -> Any:
+    async def text(self, path: str) -> str:
+        """The answer as it is. Raises as ``get`` does."""
+        return await self._ask("GET", path, None, None, self._limit)
+
+    async def _ask(
+        self, method: str, path: str, body: object, params: Mapping[str, str] | None, limit: float | None
+    ) -> str:
         what = f"{self.url}{path}"
         try:
-            async with asyncio.timeout(self._limit):
+            async with asyncio.timeout(limit):
                 response = await self._client.request(method, path, json=body, params=params)
         except TimeoutError as error:
-            raise NoAnswer(f"{what}: no answer in rollout.server.timeout_seconds={self._limit:g}") from error
+            raise NoAnswer(f"{what}: no answer in rollout.server.timeout_seconds={limit:g}") from error
         except httpx2.TransportError as error:
             raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
         status, text = response.status_code, response.text
@@ -67,10 +90,13 @@ class Server:
             raise AttemptFailed(f"{what}: status {status}: {text[:_SHOWN]}")
         if status >= 300:
             raise EngineError(f"{what}: status {status}: {text[:_SHOWN]}")
+        return str(text)
+
+    def _json(self, path: str, text: str) -> Any:
         try:
             return json.loads(text) if text else None
         except ValueError as error:
-            raise EngineError(f"{what}: the answer is not JSON: {text[:80]!r}") from error
+            raise EngineError(f"{self.url}{path}: the answer is not JSON: {text[:80]!r}") from error
 
     async def status(self, path: str, *, seconds: float) -> int | None:
         """The status of an answer to GET; None where none came in ``seconds``."""

@@ -140,9 +140,9 @@ class ServedEngine:
             replica = only or await self._least_busy(failed)
             server = replica.server
             name = f"{request.id} {uuid.uuid4().hex}"
-            server.in_flight += 1
             try:
-                return await replica.while_alive(self.adapter.generate(server, request, name))
+                with server.busy():
+                    return await replica.while_alive(self.adapter.generate(server, request, name))
             except asyncio.CancelledError:
                 self._abort(server, request, name)
                 raise
@@ -160,8 +160,6 @@ class ServedEngine:
                 failed = replica
             except EngineError as error:
                 raise EngineError(f"request {request.id!r}: {error}") from error
-            finally:
-                server.in_flight -= 1
             left -= 1
             await asyncio.sleep(wait)
             wait *= 2
@@ -217,15 +215,19 @@ class ServedEngine:
             self._version = None
 
         async def one(server: Server) -> list[Report]:
-            await self.adapter.pause(server, self._section.running_requests)
-            if server.released:
-                await self.adapter.reclaim(server, "weights")
-            kinds = private.get(server.url, frozenset())
-            reports = await self.adapter.load(server, path, version, private=kinds, straight=bool(straight))
-            if server.released:
-                await self.adapter.reclaim(server, "cache")
-                server.released = False
-            await self.adapter.resume(server)
+            server.paused = True
+            try:
+                await self.adapter.pause(server, self._section.running_requests)
+                if server.released:
+                    await self.adapter.reclaim(server, "weights")
+                kinds = private.get(server.url, frozenset())
+                reports = await self.adapter.load(server, path, version, private=kinds, straight=bool(straight))
+                if server.released:
+                    await self.adapter.reclaim(server, "cache")
+                    server.released = False
+                await self.adapter.resume(server)
+            finally:
+                server.paused = False  # where this failed and nobody resumes it, it stands still
             return reports
 
         try:
@@ -275,7 +277,8 @@ class ServedEngine:
         """Log-probs of each text's tokens but the first, likewise."""
 
         async def all_of(replica: Replica) -> list[list[float]]:
-            return list(await asyncio.gather(*(self.adapter.score(replica.server, text) for text in texts)))
+            with replica.server.busy():
+                return list(await asyncio.gather(*(self.adapter.score(replica.server, text) for text in texts)))
 
         return await self._on_each(self._loaded(only), "a probe of new weights", all_of)
 

@@ -27,6 +27,7 @@ from rl_megatron.weights.held import Report
 _NEEDED = (
     *("/generate", "/begin_weight_update", "/update_weights_from_tensor", "/update_weight_version"),
     *("/pause_generation", "/server_info", "/release_memory_occupation", "/resume_memory_occupation"),
+    "/v1/loads",
 )
 _ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -90,6 +91,8 @@ class SGLangAdapter:
         """See adapter.Adapter."""
         paths = (await server.get("/openapi.json"))["paths"]
         problems = [f"it has no {path}; docs/engines.md names the version" for path in _NEEDED if path not in paths]
+        if not problems and not await self.tokens(server):
+            problems.append("its /v1/loads is empty; its log tells why (load snapshot writer)")
         info, settings = await server.get("/model_info"), await server.get("/server_info")
         return Description(
             version=str(settings["version"]),
@@ -120,20 +123,25 @@ class SGLangAdapter:
             "return_logprob": True,
             "return_routed_experts": request.routes,
         }
-        answers = await server.post("/generate", body)
+        answers = await server.post("/generate", body, queued=True)
         return [_completion(answer["meta_info"], request, self._shape) for answer in answers]
 
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
         """See adapter.Adapter."""
         sampling = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
         body = {"input_ids": list(text), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        said = (await server.post("/generate", body))["meta_info"]["input_token_logprobs"]
+        said = (await server.post("/generate", body, queued=True))["meta_info"]["input_token_logprobs"]
         return [float(logprob) for logprob, _, _ in said[1:]]
 
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
         """See adapter.Adapter."""
         for name in _names(request, request_id):
             await server.post("/abort_request", {"rid": name})
+
+    async def tokens(self, server: Server) -> tuple[tuple[int, int], ...]:
+        """See adapter.Adapter: of prompts, since the server started, and in the cache, as its scheduler noted last."""
+        loads = (await server.get("/v1/loads"))["loads"]
+        return tuple((int(load["total_prefill_uncached_tokens"]), int(load["num_used_tokens"])) for load in loads)
 
     async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
         """See adapter.Adapter. Requests that are kept lose their cache, and compute it anew with the new weights."""

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import io
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ _NEEDED = (
     *("/inference/v1/generate", "/start_weight_update", "/update_weight_version", "/collective_rpc", "/pause"),
     *("/sleep", "/wake_up"),
 )
+_TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
 class VLLMAdapter:
@@ -82,6 +84,8 @@ class VLLMAdapter:
         """See adapter.Adapter."""
         paths = (await server.get("/openapi.json"))["paths"]
         problems = [f"it has no {path}; start it as docs/engines.md says" for path in _NEEDED if path not in paths]
+        if not _TOKENS.search(await server.text("/metrics")):
+            problems.append("it does not count its tokens; start it without --disable-log-stats")
         model = (await server.get("/v1/models"))["data"][0]
         found: dict[str, str] = {}
         if not problems:
@@ -114,7 +118,7 @@ class VLLMAdapter:
             "detokenize": False,
         }
         body = {"request_id": request_id, "token_ids": list(request.token_ids), "sampling_params": sampling}
-        answer = await server.post("/inference/v1/generate", body)
+        answer = await server.post("/inference/v1/generate", body, queued=True)
         completions = [
             _completion(c, request, self._shape) for c in sorted(answer["choices"], key=lambda c: int(c["index"]))
         ]
@@ -123,13 +127,18 @@ class VLLMAdapter:
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
         """See adapter.Adapter."""
         sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "ignore_eos": True, "detokenize": False}
-        answer = await server.post("/inference/v1/generate", {"token_ids": list(text), "sampling_params": sampling})
+        body = {"token_ids": list(text), "sampling_params": sampling}
+        answer = await server.post("/inference/v1/generate", body, queued=True)
         said = answer["prompt_logprobs"][1:]
         return [float(found[str(token)]["logprob"]) for token, found in zip(text[1:], said, strict=True)]
 
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
         """See adapter.Adapter."""
         await server.post("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})
+
+    async def tokens(self, server: Server) -> float:
+        """See adapter.Adapter: those of prompts and those that were sampled, since the server started."""
+        return sum(float(value) for value in _TOKENS.findall(await server.text("/metrics")))
 
     async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
         """See adapter.Adapter. Cached prefixes are dropped here; requests that are kept compute theirs anew."""

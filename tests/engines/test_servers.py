@@ -79,6 +79,23 @@ def test_a_wrong_sync_is_refused_and_never_served(
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
 
 
+def test_it_tells_meanwhile_that_it_makes_tokens(server: ServedBench, models: tuple[Path, Path]) -> None:
+    """A busy server is told from a dead one by it."""
+    server.push(models[0], 1)
+    adapter, (one,) = server.engine.adapter, server.engine.servers
+
+    async def looked() -> tuple[set[object], set[object]]:
+        idle = {await adapter.tokens(one) for _ in range(3)}
+        running, busy = asyncio.create_task(server.engine.generate(LONG)), set[object]()
+        while not running.done():
+            busy.add(await adapter.tokens(one))
+        return idle, busy
+
+    idle, busy = server.run(looked())
+    assert len(idle) == 1
+    assert len(busy - idle) > 3  # of the prompt and of many tokens behind it
+
+
 def test_a_running_request_goes_on_over_an_update(server: ServedBench, models: tuple[Path, Path]) -> None:
     server.push(models[0], 1)
 

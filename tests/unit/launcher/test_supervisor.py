@@ -220,7 +220,7 @@ def test_without_restarts_the_run_ends_with_the_end_of_the_log(fakes: list[Fake]
 
 @pytest.mark.parametrize("path", ["/health", "/generate"])
 def test_a_server_that_hangs_is_ended_and_its_requests_go_elsewhere(fakes: list[Fake], path: str) -> None:
-    """It is not well when asked, or a request that it has stalls."""
+    """It is not well when asked, or is, but makes no token of the request that it has."""
     limits = {"health_seconds": 0.6} if path == "/health" else {"timeout_seconds": 0.5}
 
     async def test() -> None:
@@ -231,10 +231,37 @@ def test_a_server_that_hangs_is_ended_and_its_requests_go_elsewhere(fakes: list[
             assert (await it.engine.generate(REQUEST))[0].versions == (4, 4)
             assert it.places[0].was_ended
             assert fakes[2].asked.count("/generate") == 1
-            said = "it hangs or was stopped" if path == "/health" else "/generate: no answer in"
+            said = "it hangs or was stopped" if path == "/health" else "made no token in rollout.server.timeout_"
             assert said in it.engine.replicas.all[0].reason
             go.set()
             health.set()
+
+    run(test)
+
+
+@pytest.mark.parametrize("limits", [{"timeout_seconds": 0.3}, {"health_seconds": 0.3}], ids=["a queue", "no health"])
+def test_a_server_that_makes_tokens_is_healthy_however_long_a_request_takes(
+    fakes: list[Fake], limits: dict[str, float]
+) -> None:
+    """One request waits behind others; or the server is too busy to say that it is well. Looks come thrice a limit."""
+    go, made = threading.Event(), list[int]()
+
+    def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        if path == "/made":
+            made.append(number)
+            if len(made) == 9:
+                go.set()
+            return 200, {"made": len(made)}
+        if path == "/generate" or (path == "/health" and "health_seconds" in limits):
+            go.wait(LIMIT)
+        return 200, {"label": fakes[0].label}
+
+    async def test() -> None:
+        async with bed(fakes[:1], [], **limits) as it:
+            await it.push(4)
+            fakes[0].answer = answer
+            assert (await it.engine.generate(REQUEST))[0].versions == (4, 4)
+            assert it.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 0}
 
     run(test)
 

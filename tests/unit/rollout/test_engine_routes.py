@@ -61,7 +61,7 @@ class Answering:
     def __init__(self, answer: object) -> None:
         self.answer, self.asked = answer, {}
 
-    async def post(self, path: str, body: dict[str, Any]) -> object:
+    async def post(self, path: str, body: dict[str, Any], *, queued: bool) -> object:
         self.asked = body
         return self.answer
 

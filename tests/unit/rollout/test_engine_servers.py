@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -44,7 +45,7 @@ class Words:
 
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
         body = {"id": request_id, "prompt": request.token_ids, "new": request.params.max_new_tokens}
-        answer = {"tokens": [7], "finish": "stop", **await server.post("/generate", body)}
+        answer = {"tokens": [7], "finish": "stop", **await server.post("/generate", body, queued=True)}
         version, tokens = version_of(answer["label"]), tuple(answer["tokens"])
         done = Completion(
             token_ids=tokens,
@@ -56,6 +57,9 @@ class Words:
 
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
         await server.post("/abort", {"id": request_id})
+
+    async def tokens(self, server: Server) -> int:
+        return int((await server.get("/made")).get("made", 0))
 
     async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
         await server.post("/pause", {"mode": mode})
@@ -181,31 +185,26 @@ def test_a_failed_attempt_goes_to_another_replica(fakes: list[Fake]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "changes", "said", "attempts"),
+    ("answer", "said", "attempts"),
     [
-        ((503, {}), {}, "status 503: {}; attempts made: 3", 3),
-        ((400, "too hot"), {}, 'status 400: "too hot"', 1),
-        ((200, {"label": "default"}), {}, "labelled 'default', which no push of this run gave", 1),
-        ((200, {"label": "3"}), {}, "was sampled with version 3, but 4 to 4 were served", 1),
-        (None, {"timeout_seconds": 0.5}, "no answer in rollout.server.timeout_seconds=0.5; attempts made: 3", 3),
+        ((503, {}), "status 503: {}; attempts made: 3", 3),
+        ((400, "too hot"), 'status 400: "too hot"', 1),
+        ((200, {"label": "default"}), "labelled 'default', which no push of this run gave", 1),
+        ((200, {"label": "3"}), "was sampled with version 3, but 4 to 4 were served", 1),
     ],
-    ids=["server error", "refusal", "a server that was started again", "of another run", "silence"],
+    ids=["server error", "refusal", "a server that was started again", "of another run"],
 )
-def test_what_cannot_be_served_names_the_request(
-    answer: tuple[int, object] | None, changes: dict[str, Any], said: str, attempts: int
-) -> None:
+def test_what_cannot_be_served_names_the_request(answer: tuple[int, object], said: str, attempts: int) -> None:
     with running(1) as (fake,):
-        over = threading.Event()
 
         async def ask() -> None:
-            engine = engine_of([fake], **changes)
+            engine = engine_of([fake])
             await push(engine, 4)
-            fake.answer = lambda path, body, number: answer or (over.wait(10), (200, {}))[1]  # type: ignore[return-value]
+            fake.answer = lambda path, body, number: answer
             await engine.generate(REQUEST)
 
         with pytest.raises(EngineError) as caught:
             asyncio.run(ask())
-        over.set()
         assert str(caught.value).startswith("request 'step 1: 2+2='")
         assert said in str(caught.value)
         assert fake.asked.count("/generate") == attempts
@@ -250,6 +249,27 @@ def test_nothing_is_served_between_load_and_commit(fakes: list[Fake]) -> None:
     assert asyncio.run(ask(True)).versions == (2, 2)
     with pytest.raises(EngineError, match="no weights are served"):
         asyncio.run(ask(False))
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_server_is_at_a_pause_while_it_loads_and_no_longer(fakes: list[Fake], status: int) -> None:
+    """Who looks after it must not take the pause for standing still, nor wait for ever where a load failed."""
+
+    async def ask() -> None:
+        engine = engine_of(fakes)
+        paused: list[bool] = []
+
+        def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+            paused.append(engine.servers[0].paused)
+            return (status if path == "/load" else 200), {}
+
+        fakes[0].answer = answer
+        with contextlib.suppress(SyncError):
+            await engine.load(Path("weights"), 3)
+        assert set(paused) == {True}
+        assert not engine.servers[0].paused
+
+    asyncio.run(ask())
 
 
 def test_a_load_that_fails_on_one_replica_names_it(fakes: list[Fake]) -> None:
