@@ -61,7 +61,8 @@ class VLLMAdapter:
                 *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
                 *("--worker-extension-cls", "rl_megatron.rollout.vllm_worker.WorkerExtension"),
                 *("--weight-transfer-config", json.dumps({"backend": "rl_megatron_mirror"})),
-                *("--enable-scale-out", "--disable-uvicorn-access-log", "--enforce-eager"),
+                *("--enable-scale-out", "--disable-uvicorn-access-log"),
+                *(("--enforce-eager",) if options.device == "cpu" else ()),  # CUDA graphs are for GPUs
                 *("--shutdown-timeout", "5"),  # else its processes are killed, and leave shared memory behind
                 *(("--enable-sleep-mode",) if options.colocated and options.device != "cpu" else ()),
                 *(("--distributed-executor-backend", "uni") if options.tp == 1 else ()),  # one process less

@@ -132,6 +132,12 @@ def test_a_server_is_started_to_return_them_only_where_they_are_asked_for(adapte
     assert flag not in adapter(shape).command(replace(OPTIONS, routes=False)).arguments
 
 
+def test_vllm_captures_cuda_graphs_on_gpus(shape: ModelShape) -> None:
+    for device, eager in (("cuda", False), ("cpu", True)):
+        command = VLLMAdapter(shape).command(replace(OPTIONS, device=device, routes=False))
+        assert ("--enforce-eager" in command.arguments) is eager
+
+
 def test_vllm_on_a_cpu_is_refused_with_the_reason(shape: ModelShape) -> None:
     with pytest.raises(ConfigError, match=r"routing_replay=r3: vLLM 0\.32\.0 .* does not run on CPUs; set rollout"):
         VLLMAdapter(shape).command(replace(OPTIONS, device="cpu"))
