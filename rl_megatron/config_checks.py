@@ -52,6 +52,12 @@ def _layout_problems(learner: LearnerSection) -> list[str]:
             f"learner.etp={d.etp} with learner.tp={d.tp} and learner.ep=1 lets replicated experts drift apart "
             f"silently; set learner.etp={d.tp} (or leave it out), or learner.ep > 1"
         )
+    if learner.layers == "transformer_engine" and learner.half_attention_alone:
+        out.append(
+            f"learner.layers=transformer_engine with learner.cp={d.cp} and learner.dtype=float32: under context "
+            "parallelism it has attention kernels for half precision alone; set learner.dtype=bfloat16, or "
+            "learner.layers=auto, which then takes torch's"
+        )
     if d.vpp > 1 and d.pp == 1:
         out.append(f"learner.vpp={d.vpp} needs a pipeline, but learner.pp=1; set learner.vpp=1 or learner.pp >= 2")
     return out

@@ -17,7 +17,8 @@ class LearnerSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of parameters and activations; the optimizer keeps float32."""
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"
-    """auto takes TransformerEngine's where it is installed and device=cuda, else torch's."""
+    """auto takes TransformerEngine's where it is installed and device=cuda, else torch's, and with float32 and cp > 1,
+    for which it has no attention."""
     tp: Positive = 1
     """Tensor-parallel degree, with sequence parallelism where above 1."""
     pp: Positive = 1
@@ -57,6 +58,12 @@ class LearnerSection(Section):
         inner = self.tp * self.cp
         dp = self.dp or next(d for d in range(1, self.ep * etp + 1) if inner * d % (self.ep * etp) == 0)
         return ParallelDims(tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=etp, cp=self.cp, dp=dp)
+
+    @property
+    def half_attention_alone(self) -> bool:
+        """Whether TransformerEngine 2.11 has no attention kernel for this: its own is off under context parallelism,
+        and the fused ones want half precision."""
+        return self.cp > 1 and self.dtype == "float32"
 
 
 class RolesSection(Section):

@@ -46,7 +46,8 @@ def uses_transformer_engine(shape: ModelShape, learner: LearnerSection) -> bool:
             f"learner.layers=transformer_engine with learner.device={learner.device}: TransformerEngine is "
             f"{'installed' if installed else 'not installed'} and needs CUDA; use learner.layers=auto or torch"
         )
-    return learner.layers != "torch" and installed and learner.device == "cuda" and lacking is None
+    wanted = learner.layers != "torch" and lacking is None and not learner.half_attention_alone
+    return wanted and installed and learner.device == "cuda"
 
 
 def padded_vocab(shape: ModelShape, learner: LearnerSection) -> int:

@@ -197,6 +197,14 @@ def test_servers_that_take_turns_get_no_weights_over_nccl() -> None:
         load("tiny_cpu", [*given, f"learner.device={device}", f"rollout.server.transport={other}"])
 
 
+def test_layers_without_an_attention_kernel_are_refused() -> None:
+    given = ["learner.cp=2", "learner.ep=1", "learner.device=cuda"]
+    (problem,) = problems("tiny_cpu", [*given, "learner.layers=transformer_engine"])
+    assert "attention kernels for half precision alone; set learner.dtype=bfloat16" in problem
+    load("tiny_cpu", [*given, "learner.layers=transformer_engine", "learner.dtype=bfloat16"])
+    load("tiny_cpu", given)
+
+
 def test_quantised_weights_are_for_servers_on_gpus_that_read_a_file() -> None:
     given = ["rollout.server.quantization=fp8", "rollout.server.transport=process_group"]
     (first, *rest), key = problems("tiny_cpu", given), "rollout.server.quantization=fp8"
