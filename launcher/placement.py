@@ -159,6 +159,31 @@ def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str
     return seat(section.replicas, section.tp, engine_nodes or nodes, gpus, shared=not engine_nodes)
 
 
+def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
+    """As `seats_of`, on one machine with so many GPUs: behind those of the ranks, which take the first.
+
+    Where there are too few servers share them if they were told to: in turns, or with a share of each one's memory.
+    Raises ConfigError.
+    """
+    section, ranks = config.rollout.server, config.learner.dims.world_size * (1 + len(config.roles.separate))
+    if not config.rollout.served or section.addresses:
+        return ()
+    if config.learner.device == "cpu":
+        return (Seat(node="here", gpus=()),) * section.replicas
+    wanted = section.replicas * section.tp
+    apart = not section.colocated and ranks + wanted <= gpus
+    if section.tp > gpus or not (apart or section.colocated or section.memory_fraction):
+        raise ConfigError(
+            f"{ranks} learner processes and rollout.server.replicas={section.replicas} of "
+            f"rollout.server.tp={section.tp} want {ranks + wanted} GPUs, and this machine has {gpus}; lower them, or "
+            "let servers share GPUs with the learner by rollout.server.colocated=true (they take turns) or "
+            "rollout.server.memory_fraction (a share of each one's memory)"
+        )
+    first = ranks if apart else 0
+    firsts = (first + i * section.tp for i in range(section.replicas))
+    return tuple(Seat(node="here", gpus=tuple((f + j) % gpus for j in range(section.tp))) for f in firsts)
+
+
 def beside(slurm: SlurmSection, separate: Sequence[str]) -> dict[str, int]:
     """The number of nodes of each role that has some beside the learner's, in the order of the job's."""
     counts = {role: slurm.alone(role).nodes or slurm.nodes for role in separate}

@@ -23,7 +23,7 @@ from launcher import guards, rank
 from launcher.guards import Guard, Order, start_guard
 from launcher.naming import LEARNER
 from launcher.own_thread import OwnThread
-from launcher.placement import Placement, Seat, describe_seats, place, placement_of, seats_of
+from launcher.placement import Placement, Seat, describe_seats, place, placement_of, seats_here, seats_of
 from launcher.ports import free_port
 from launcher.ray_node import (
     OBJECT_STORE_BYTES,
@@ -38,7 +38,7 @@ from launcher.ray_node import (
     totals,
 )
 from launcher.scratch import scratch
-from launcher.seats import HERE, cpus_of_engine_node
+from launcher.seats import HERE, cpus_of_engine_node, visible_gpus
 from launcher.slurm import Job, ended, running_step
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import EngineError, WorkerDied
@@ -107,14 +107,14 @@ class RayCluster:
 
     def __init__(self, config: RunConfig, job: Job | None, run_folder: Path) -> None:
         """Raises ConfigError where the allocation has not the tasks that the learner needs, or servers do not fit."""
-        dims, replicas = config.learner.dims, config.rollout.server.replicas
+        dims = config.learner.dims
         self.job = job
         roles = (LEARNER, *config.roles.separate)
         if job is None:
             self.placements = [place(dims, (rank.node(),), dims.world_size, role=role) for role in roles]
             self.host = HERE
-            started = config.rollout.served and not config.rollout.server.addresses
-            self.seats: Sequence[Seat] = [Seat(node=rank.node(), gpus=())] * (replicas if started else 0)
+            gpus = len(visible_gpus()) if config.learner.device != "cpu" else 0
+            self.seats: Sequence[Seat] = [replace(s, node=rank.node()) for s in seats_here(config, gpus)]
             self.folder = run_folder.resolve() / "ray"
         else:
             nodes = {LEARNER: job.nodes, **job.separate}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from launcher.guards import Guard, Order, start_guard
-from launcher.placement import Seat, seats_of
+from launcher.placement import Seat, seats_here, seats_of
 from launcher.ports import any_port, held_ports
 from launcher.slurm import Job
 from rl_megatron.config import RunConfig
@@ -51,8 +52,9 @@ def places(config: RunConfig, job: Job | None, start_at: StartAt | None = None) 
     Raises ConfigError where they do not fit.
     """
     if job is None:
-        numbers = range(config.rollout.server.replicas)
-        return [Place() if start_at is None else Place(start=partial(start_at, number)) for number in numbers]
+        names = visible_gpus() if config.learner.device != "cpu" else []
+        here = [Place(environment=_environment(seat, names)) for seat in seats_here(config, len(names))]
+        return here if start_at is None else [replace(p, start=partial(start_at, i)) for i, p in enumerate(here)]
     seats = seats_of(config, job.nodes, job.engine_nodes)
     each = -(-len(seats) // len(job.engine_nodes or job.nodes))
     if start_at is None:
@@ -78,8 +80,20 @@ def _place(seat: Seat, config: RunConfig, job: Job, each: int) -> Place:
     return Place(host=host, before=(*job.server_command([seat.node], _cpus(config, job, each)), *inside))
 
 
-def _environment(seat: Seat) -> Mapping[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, seat.gpus))} if seat.gpus else {}
+def visible_gpus() -> list[str]:
+    """This machine's, as ``CUDA_VISIBLE_DEVICES`` names them, in the order in which ranks take them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return list(filter(None, given.split(",")))
+    import torch
+
+    return [str(i) for i in range(torch.cuda.device_count())]
+
+
+def _environment(seat: Seat, names: Sequence[str] | None = None) -> Mapping[str, str]:
+    """``names`` of its node's GPUs, where they are not just their numbers."""
+    visible = ",".join(names[gpu] if names else str(gpu) for gpu in seat.gpus)
+    return {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
 
 
 def _host(seat: Seat, job: Job) -> str:

@@ -60,6 +60,33 @@ def test_outside_a_job_servers_are_here(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert mirror_path(config, tmp_path).parent.parent == Path("/dev/shm")
 
 
+@pytest.mark.parametrize(
+    ("keys", "visible", "seen"),
+    [
+        (("learner.dp=2", "rollout.server.replicas=2"), "0,1,2,3", ["2", "3"]),  # ranks have the first two
+        (("rollout.server.tp=2",), "7,GPU-5a,GPU-9c", ["GPU-5a,GPU-9c"]),
+        (("algorithm=ppo", "roles.critic=separate"), "0,1,2", ["2"]),  # the critic's rank has 1
+        (("learner.dp=2", "rollout.server.replicas=2", "rollout.server.colocated=true"), "0,1,2,3", ["0", "1"]),
+        (("learner.dp=2", "rollout.server.replicas=2", "rollout.server.memory_fraction=0.3"), "4,5", ["4", "5"]),
+        (("rollout.server.memory_fraction=0.3",), "0", ["0"]),
+    ],
+)
+def test_servers_on_this_machine_get_gpus_of_their_own(
+    keys: tuple[str, ...], visible: str, seen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or share those of the ranks, where they are told how."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = config_of("run.launcher=local", "learner.device=cuda", "learner.ep=1", *keys)
+    assert [place.environment for place in places(config, None)] == [{"CUDA_VISIBLE_DEVICES": s} for s in seen]
+
+
+def test_too_few_gpus_of_this_machine_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    config = config_of("run.launcher=local", "learner.device=cuda", "learner.ep=1", "rollout.server.tp=2")
+    with pytest.raises(ConfigError, match=r"replicas=1 of rollout\.server\.tp=2 want 3 GPUs, and this machine has 2"):
+        places(config, None)
+
+
 def test_like_nodes_are_cut_by_role(run: Path) -> None:
     config = config_of("slurm.nodes=2", "slurm.engines.nodes=1", "rollout.server.replicas=2", "slurm.cpus_per_task=6")
     job = job_of(config, run)
