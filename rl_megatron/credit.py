@@ -20,7 +20,6 @@ from rl_megatron.algorithms.shaping import (
     RunningMoments,
     drop_truncated,
     overlong_penalty,
-    scale_and_clip,
     score_finished,
 )
 from rl_megatron.config_algorithm import AlgorithmSection
@@ -61,7 +60,7 @@ def shape_rewards(
         memory = replace(memory, reward_moments=memory.reward_moments.update(rewards))
         rewards = memory.reward_moments.whiten(rewards)
     if section.reward_clip is not None:
-        rewards = scale_and_clip(rewards, scale=1.0, low=-section.reward_clip, high=section.reward_clip)
+        rewards = rewards.clamp(-section.reward_clip, section.reward_clip)
     return Rewards(values=rewards, memory=memory)
 
 

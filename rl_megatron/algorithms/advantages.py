@@ -14,6 +14,9 @@ from torch import Tensor
 
 from rl_megatron.algorithms.segments import dense, differ, segment_mean, segment_sum, segment_variance
 
+EPS = 1e-6
+"""Added to a standard deviation of rewards."""
+
 LEVELS: Mapping[str, Callable[[Tensor], Tensor] | None] = {
     "none": None,
     "group": lambda group_ids: group_ids,
@@ -28,13 +31,11 @@ def group_advantages(
     mean: str,
     std: str,
     leave_one_out: bool,
-    unbiased: bool = True,
-    eps: float = 1e-6,
 ) -> Tensor:
-    """Advantages [n] float32 = (reward - mean) / (std + eps), computed in float64.
+    """Advantages [n] float32 = (reward - mean) / (std + ``EPS``), computed in float64, the variance over n - 1.
 
     ``group_ids`` [n] int64 are any integers, equal within a group. ``leave_one_out`` takes the mean of the *others*.
-    ``unbiased`` divides the variance by n - 1. Where the mean or the std is over rewards that are all equal (a group
+    Where the mean or the std is over rewards that are all equal (a group
     of one among them) the advantage is exactly 0, never NaN. Raises ValueError for a reward that is not finite, or
     leave-one-out without a mean.
     """
@@ -52,7 +53,7 @@ def group_advantages(
         advantages = torch.where(differ(raw, ids)[ids], advantages, 0.0)
     if std_of is not None:
         ids = dense(std_of(group_ids))
-        scale = 1 / (segment_variance(raw, ids, unbiased=unbiased).sqrt() + eps)
+        scale = 1 / (segment_variance(raw, ids).sqrt() + EPS)
         advantages = advantages * torch.where(differ(raw, ids), scale, 0.0)[ids]
     return advantages.float()
 

@@ -73,18 +73,15 @@ def length_adaptive_lambda(mask: Tensor, cu_seqlens: Tensor, *, alpha: float = 0
     return (1 - 1 / (alpha * lengths)).clamp(min=0)
 
 
-def whiten(
-    values: Tensor, mask: Tensor, *, shift_mean: bool = True, unbiased: bool = True, eps: float = 1e-8
-) -> Tensor:
-    """Values [N] over the masked-in ones' std, less their mean, float32; 0 outside the mask or where all are equal.
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Values [N] less the masked-in ones' mean, over their std + 1e-8, float32; 0 outside, or where all are equal.
 
-    ``shift_mean=False`` divides alone and keeps the mean. ``values`` are those of the whole global batch.
+    ``values`` are those of the whole global batch.
     """
     kept = values[mask].double()
     if len(kept) == 0 or bool((kept == kept[0]).all()):
         return _scatter(torch.zeros_like(kept), mask)
-    centre = kept.mean() if shift_mean else 0.0
-    return _scatter((kept - centre) / (kept.std(correction=int(unbiased)) + eps), mask)
+    return _scatter((kept - kept.mean()) / (kept.std() + 1e-8), mask)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,10 +37,10 @@ def segment_mean(values: Tensor, ids: Tensor) -> Tensor:
     return segment_sum(values, ids) / segment_sum(torch.ones_like(values), ids)
 
 
-def segment_variance(values: Tensor, ids: Tensor, *, unbiased: bool) -> Tensor:
-    """Variance of each segment, [K]; NaN for the unbiased one of a single value."""
+def segment_variance(values: Tensor, ids: Tensor) -> Tensor:
+    """Variance of each segment over one less than its values, [K]; NaN for that of a single value."""
     count = segment_sum(torch.ones_like(values), ids)
-    return segment_sum((values - segment_mean(values, ids)[ids]).square(), ids) / (count - int(unbiased))
+    return segment_sum((values - segment_mean(values, ids)[ids]).square(), ids) / (count - 1)
 
 
 def differ(values: Tensor, ids: Tensor) -> Tensor:

@@ -30,11 +30,6 @@ def score_finished(rewards: Tensor, finished: Tensor, *, unfinished_reward: floa
     return torch.where(finished, rewards, unfinished_reward)
 
 
-def scale_and_clip(rewards: Tensor, *, scale: float, low: float, high: float) -> Tensor:
-    """scale·reward within low .. high, [n]."""
-    return (rewards * scale).clamp(low, high)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningMoments:
     """Mean and variance of all rewards seen, merged batch by batch (Chan et al. 1979). Part of a checkpoint."""
@@ -57,7 +52,7 @@ class RunningMoments:
             sum_of_squares=self.sum_of_squares + squares,
         )
 
-    def whiten(self, rewards: Tensor, *, eps: float = 1e-8) -> Tensor:
-        """(reward - mean)/(std + eps), [n] float32, with the unbiased std; mean alone below two rewards."""
+    def whiten(self, rewards: Tensor) -> Tensor:
+        """(reward - mean)/(std + 1e-8), [n] float32, with the unbiased std; mean alone below two rewards."""
         std = math.sqrt(self.sum_of_squares / (self.count - 1)) if self.count > 1 else 1.0
-        return ((rewards.double() - self.mean) / (std + eps)).float()
+        return ((rewards.double() - self.mean) / (std + 1e-8)).float()

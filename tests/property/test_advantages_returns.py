@@ -172,20 +172,14 @@ def test_length_adaptive_lambda() -> None:
 
 
 @quick
-@given(seeds, st.integers(0, 12), st.booleans(), st.booleans())
-def test_whitening_equals_plain_statistics(seed: int, num: int, shift_mean: bool, unbiased: bool) -> None:
+@given(seeds, st.integers(0, 12))
+def test_whitening_equals_plain_statistics(seed: int, num: int) -> None:
     values, _, mask = draw(seed, [num])
     kept = [v for v, m in zip(values, mask, strict=True) if m]
-    actual = whiten(
-        torch.tensor(values, dtype=torch.float64),
-        torch.tensor(mask, dtype=torch.bool),
-        shift_mean=shift_mean,
-        unbiased=unbiased,
-    )
+    actual = whiten(torch.tensor(values, dtype=torch.float64), torch.tensor(mask, dtype=torch.bool))
     expected = [0.0] * num
     if len(kept) > 1:
-        centre = statistics.fmean(kept) if shift_mean else 0.0
-        std = statistics.stdev(kept) if unbiased else statistics.pstdev(kept)
+        centre, std = statistics.fmean(kept), statistics.stdev(kept)
         expected = [(v - centre) / (std + 1e-8) if m else 0.0 for v, m in zip(values, mask, strict=True)]
     torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float32), rtol=1e-5, atol=1e-6)
 
@@ -201,9 +195,9 @@ def test_reinforce_plus_plus_baseline_whitens_group_centred_rewards() -> None:
 
 def test_liteppo_takes_the_std_of_all_rewards() -> None:
     rewards, groups = torch.tensor([1.0, 0, 5, 3]), torch.tensor([0, 0, 1, 1])
-    out = group_advantages(rewards, groups, mean="group", std="batch", leave_one_out=False, eps=0.0)
+    out = group_advantages(rewards, groups, mean="group", std="batch", leave_one_out=False)
     std = statistics.stdev([1.0, 0, 5, 3])
-    assert out.tolist() == pytest.approx([0.5 / std, -0.5 / std, 1 / std, -1 / std])
+    assert out.tolist() == pytest.approx([0.5 / std, -0.5 / std, 1 / std, -1 / std], rel=1e-5)
 
 
 def test_baselines_of_remax_and_of_a_moving_mean() -> None:
