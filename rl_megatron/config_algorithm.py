@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rl_megatron.config_types import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
@@ -64,16 +64,24 @@ class KLSection(Section):
     """Weight of the KL, at the start where ``target`` is given."""
     placement: Literal["loss", "token_reward", "completion_reward"] = "loss"
     """Added to the loss, or taken from the reward of each token, or from that of the completion."""
-    estimator: Literal["k1", "k2", "k3", "abs", "mse"] = "k3"
+    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Of the KL at a sampled token (docs/algorithms.md)."""
-    importance_weighted: bool = False
-    """placement=loss: weigh each token by pi / pi_old, which makes estimate and gradient unbiased (DeepSeek-V3.2)."""
+    importance_weighted: bool = True
+    """placement=loss: weigh each token by pi / pi_rollout, whoever sampled it, so that the expected gradient of k1, k2
+    and k3 is that of the KL (docs/algorithms.md); false: all tokens alike, as DeepSeekMath has it for k3."""
     target: PositiveFloat | None = None
     """KL in nats (mean over completions of their tokens' mean) that an adaptive coefficient aims at; null: fixed."""
     horizon: Positive = 10_000
     """Completions over which the adaptive coefficient moves by the error."""
     reference: Path | None = None
     """Hugging Face folder of the reference; null: the policy as reinforcement starts from it."""
+
+    @field_validator("estimator", mode="before")
+    @classmethod
+    def _one_name(cls, given: object) -> object:
+        if given == "mse":
+            raise ValueError("algorithm.kl.estimator=mse has gone: it was k2 under a second name; set k2")
+        return given
 
 
 class CriticSection(Section):
@@ -244,6 +252,9 @@ def _kl_problems(a: AlgorithmSection) -> list[str]:
         )
     if kl.coefficient > 0 and a.preference_beta is not None:
         out.append("algorithm.preference_beta holds its own KL to the reference; set algorithm.kl.coefficient=0")
-    if kl.importance_weighted and kl.placement != "loss":
-        out.append(f"algorithm.kl.importance_weighted is of placement=loss; placement is {kl.placement}")
+    if kl.coefficient > 0 and kl.placement == "loss" and kl.estimator in {"k1", "abs"} and not kl.importance_weighted:
+        out.append(
+            f"algorithm.kl.estimator={kl.estimator} in the loss without weights: its gradient, over tokens that the "
+            "policy samples, is not the KL's (of k1 it is 0 on average); set kl.importance_weighted=true, or k2 or k3"
+        )
     return out

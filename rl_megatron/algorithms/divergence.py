@@ -1,7 +1,7 @@
 """Per-token estimators of KL(p‖q) from tokens sampled by p. Letters: d = log q - log p, in nats.
 
-k1, k2, k3: J. Schulman, "Approximating KL divergence" (2020). k3 is unbiased and never negative, k1 unbiased, k2 and
-``mse`` (the same formula under the name verl gives it) biased with little variance.
+k1, k2, k3: J. Schulman, "Approximating KL divergence" (2020). k3 is unbiased and never negative, k1 unbiased, k2 biased
+with little variance (verl calls it mse).
 """
 
 from __future__ import annotations
@@ -36,4 +36,4 @@ def absolute(logprobs: Tensor, reference: Tensor) -> Tensor:
     return (reference - logprobs).abs()
 
 
-ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "mse": k2}
+ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}

@@ -1,6 +1,6 @@
-"""KL to a reference policy: where it goes (reward or loss), the coefficient's controller, and the full KL.
+"""KL to a reference policy: where it goes (reward or loss), and the coefficient's controller.
 
-Letters: N positions, S sequences, V vocabulary. The estimators a token are in divergence.py.
+Letters: N positions, S sequences, T positions of a micro-batch. The estimators a token are in divergence.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, required
 from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.config_algorithm import KLSection
 from rl_megatron.types import LossInputs
+
+_OF_THE_GRADIENT = ("k2",)  # estimators whose mean gradient, not whose value, is the KL's
 
 
 def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: str) -> Tensor:
@@ -32,20 +34,17 @@ def kl_in_sequence_rewards(rewards: Tensor, kl: Tensor, cu_seqlens: Tensor, *, b
 def kl_term(inputs: LossInputs, section: KLSection) -> Tensor:
     """Estimate of KL(pi‖ref) at each position, [T], of inputs already ``masked``; aggregated, a term of the loss.
 
-    ``importance_weighted`` multiplies each token by pi / pi_old with its gradient, which makes the estimate and its
-    gradient unbiased for tokens that pi_old sampled (DeepSeek-V3.2).
+    ``importance_weighted`` multiplies each token by pi / pi_rollout: whatever policy sampled it, and however far the
+    engine is from the learner, the mean over its tokens then has the gradient of KL(pi‖ref). k1 and k3 estimate the
+    value, so the weight's own gradient is part of it (DeepSeek-V3.2); k2 estimates the gradient, and its weight has
+    none.
     """
     per_token = ESTIMATORS[section.estimator](inputs.logprobs, required(inputs.ref_logprobs, "ref_logprobs"))
-    if section.importance_weighted:
-        log_ratio = inputs.logprobs - inputs.old_logprobs
-        per_token = per_token * log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    return per_token
-
-
-def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """Exact KL(pi‖ref) of each position, [...], from logits [..., V]."""
-    logprobs = logits.log_softmax(-1)
-    return (logprobs.exp() * (logprobs - ref_logits.log_softmax(-1))).sum(-1)
+    if not section.importance_weighted:
+        return per_token
+    log_ratio = inputs.logprobs - inputs.rollout_logprobs
+    weight = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    return per_token * (weight.detach() if section.estimator in _OF_THE_GRADIENT else weight)
 
 
 def adaptive_beta(beta: float, kl: float, *, target: float, num_samples: int, horizon: int = 10_000) -> float:

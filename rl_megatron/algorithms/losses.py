@@ -37,9 +37,10 @@ class PolicyLoss:
     """A policy-gradient loss: what ``row`` says, read from it when the loss is called.
 
     Beside the objective, under the same aggregation: ``kl_coefficient`` (the row's, as its controller has it at this
-    step) times KL(pi‖ref) where that is placed in the loss, and less ``entropy_coefficient`` times the entropy; and the
-    samples' ``nll_weights`` times -log pi. Where the samples hold a ``proximal_share``, the old log-probs lie so far
-    from the rollout's to the current ones. ``max_new_tokens`` is the fixed length of a row that has no ``max_length``.
+    step) times KL(pi‖ref) where that is placed in the loss, which no correction weighs, and less
+    ``entropy_coefficient`` times the entropy; and the samples' ``nll_weights`` times -log pi. Where the samples hold a
+    ``proximal_share``, the old log-probs lie so far from the rollout's to the current ones. ``max_new_tokens`` is the
+    fixed length of a row that has no ``max_length``.
 
     Means: ``entropy``, ``kl/old_policy`` (k3 of KL(old‖current), from tokens the old policy sampled), ``kl/rollout``
     (k3 of KL(rollout‖old)) and ``mismatch/logprob_abs_mean`` (|old - rollout|) over tokens; ``ratio/mean``,

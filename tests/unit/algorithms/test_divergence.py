@@ -8,9 +8,7 @@ import torch
 from rl_megatron.algorithms.divergence import ESTIMATORS
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.106531), ("abs", 0.5), ("mse", 0.125)]
-)
+@pytest.mark.parametrize(("name", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.106531), ("abs", 0.5)])
 def test_worked_values(name: str, expected: float) -> None:
     value = ESTIMATORS[name](torch.tensor([-1.0]), torch.tensor([-1.5]))
     assert value.item() == pytest.approx(expected, abs=1e-6)

@@ -1,17 +1,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rl_megatron.algorithms.kl import (
     adaptive_beta,
-    full_kl,
     kl_in_sequence_rewards,
     kl_in_token_rewards,
     kl_per_token,
-    kl_term,
 )
 from rl_megatron.config_algorithm import KLSection
 from rl_megatron.types import LossInputs
@@ -46,21 +45,58 @@ def test_placement_in_rewards_of_tokens_and_of_sequences() -> None:
     assert summed.tolist() == pytest.approx([0.85, 2.0])
 
 
-def test_importance_weighted_k3_has_the_gradient_of_the_divergence() -> None:
-    """Averaged over a vocabulary in the proportions of pi_old, value and gradient are those of KL(pi‖ref)."""
-    old = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
-    ref = torch.tensor([0.1, 0.3, 0.6], dtype=torch.float64).log()
-    drawn = [0, 0, 1, 2]
-    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
-    logp = logits.log_softmax(0)
-    exact = (logp.exp() * (logp - ref)).sum()
-    torch.testing.assert_close(full_kl(logits, ref), exact)
-    (expected,) = torch.autograd.grad(exact, logits)
-    x = inputs(logits.log_softmax(0)[drawn], old.log()[drawn], torch.ones(4, dtype=torch.bool), ref[drawn])
-    term = kl_term(x, KLSection(estimator="k3", importance_weighted=True)).mean()
-    torch.testing.assert_close(term, exact)
-    (gradient,) = torch.autograd.grad(term, logits)
-    torch.testing.assert_close(gradient, expected)
+V = 5
+LOGITS, *_OTHERS = torch.randn(4, V, generator=torch.Generator().manual_seed(1)).double()
+REF, OLD, ROLLOUT = (logits.log_softmax(0) for logits in _OTHERS)
+
+
+def expected_gradient(section: dict[str, object], sampler: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Of the loss, in the logits of a categorical policy, over all tokens in the proportions of who sampled them."""
+    loss = policy_loss(
+        kl_coefficient=1.0, kl={"coefficient": 1.0, **section}, correction={"mode": "truncate", "high": 1.1}
+    )
+    logits, total = LOGITS.clone().requires_grad_(), torch.zeros(V).double()
+    for token in range(V):
+        here = slice(token, token + 1)
+        x = inputs(logits.log_softmax(0)[here], old[here], torch.ones(1, dtype=torch.bool), REF[here])
+        (gradient,) = torch.autograd.grad(loss(replace(x, rollout_logprobs=sampler[here])).loss, logits)
+        total += sampler[token].exp() * gradient
+    return total
+
+
+def exact_gradient() -> torch.Tensor:
+    """Of KL(pi‖ref), by central differences."""
+
+    def kl(logits: torch.Tensor) -> float:
+        logp = logits.log_softmax(0)
+        return float((logp.exp() * (logp - REF)).sum())
+
+    steps = 1e-5 * torch.eye(V, dtype=torch.float64)
+    return torch.tensor([(kl(LOGITS + h) - kl(LOGITS - h)) / 2e-5 for h in steps], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_weighted_kl_has_the_gradient_of_the_kl_whoever_sampled(estimator: str) -> None:
+    """The engine is neither the old policy nor the current one, and a correction bounds the objective's weights."""
+    found = expected_gradient({"estimator": estimator}, ROLLOUT, OLD)
+    torch.testing.assert_close(found, exact_gradient(), rtol=1e-8, atol=1e-9)
+
+
+def test_without_weights_only_k2_on_policy_has_the_gradient_of_the_kl() -> None:
+    """k1's is zero, so it is refused, as is abs; k3's is that of the other KL, KL(ref‖pi)."""
+    logp, exact = LOGITS.log_softmax(0), exact_gradient()
+    alike = {"importance_weighted": False}
+    torch.testing.assert_close(expected_gradient(alike | {"estimator": "k2"}, logp, logp), exact, rtol=1e-8, atol=1e-9)
+    k3 = expected_gradient(alike | {"estimator": "k3"}, logp, logp)
+    torch.testing.assert_close(k3, logp.exp() - REF.exp(), rtol=1e-8, atol=1e-9)
+    for estimator in ("k1", "abs"):
+        with pytest.raises(ValueError, match=rf"kl.estimator={estimator} in the loss without weights"):
+            expected_gradient(alike | {"estimator": estimator}, logp, logp)
+
+
+def test_a_second_name_of_an_estimator_is_refused_with_the_first() -> None:
+    with pytest.raises(ValueError, match="set k2"):
+        KLSection.model_validate({"estimator": "mse"})
 
 
 def test_kl_in_the_loss_is_a_term_under_its_coefficient_and_ignores_garbage_outside_the_mask() -> None:
@@ -73,7 +109,7 @@ def test_kl_in_the_loss_is_a_term_under_its_coefficient_and_ignores_garbage_outs
     assert output.loss.item() == pytest.approx(0.5 * 0.106531, abs=1e-6)
     assert output.means["loss/kl"].item() == pytest.approx(output.loss.item())
     assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx([0.5 * (1 - math.exp(-0.5)), 0.0])
+    assert logprobs.grad.tolist() == pytest.approx([0.5 * (1 - math.exp(-0.5) + 0.106531), 0.0], abs=1e-6)
 
 
 @pytest.mark.parametrize(
