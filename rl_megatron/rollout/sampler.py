@@ -14,8 +14,8 @@ from rl_megatron.config_reward import RewardSection
 from rl_megatron.config_rollout import RolloutSection
 from rl_megatron.errors import RewardError
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
-from rl_megatron.rewards.weighted_sum import PartedRewards
-from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams
+from rl_megatron.rewards.scoring import score
+from rl_megatron.types import GenerationRequest, Prompt, RolloutGroup, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -156,50 +156,21 @@ class RolloutSampler:
     async def _group(self, prompt: Prompt, request: GenerationRequest) -> _Scored:
         completions = tuple(await self.engine.generate(request))
         texts = tuple(self.decode(c.token_ids) for c in completions)
-        rewards, problems, parts = await self._score(prompt, completions, texts)
-        if problems:
+        scores = await score(self.reward_function, prompt, completions, texts, limit=self.reward.timeout_seconds)
+        rewards, parts, errors = scores.rewards, scores.parts, scores.errors
+        if errors:
             on_error = self.reward.on_error
             function = ", ".join(self.reward.functions.values())
-            message = f"reward {function!r} of prompt {prompt.id!r}: {'; '.join(problems)}"
+            message = f"reward {function!r} of prompt {prompt.id!r}: {'; '.join(scores.problems)}"
             if on_error == "fail":
                 raise RewardError(f"{message}; mend it, or set reward.on_error to drop or to a number")
             logger.warning("%s", message)
             if on_error == "drop":
-                return _Scored(group=None, errors=len(problems))
+                return _Scored(group=None, errors=errors)
             parts = {name: tuple(v for v, r in zip(p, rewards, strict=True) if r == r) for name, p in parts.items()}
             rewards = tuple(float(on_error) if math.isnan(r) else r for r in rewards)
         group = RolloutGroup(prompt=prompt, completions=completions, texts=texts, rewards=rewards)
-        return _Scored(group=group, errors=len(problems), parts=parts)
-
-    async def _score(
-        self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
-    ) -> tuple[tuple[float, ...], list[str], Mapping[str, tuple[float, ...]]]:
-        """Rewards, NaN where one failed, a line for each that did, and what the parts of a weighted reward gave."""
-        failed = (math.nan,) * len(completions)
-        limit = self.reward.timeout_seconds
-        try:
-            async with asyncio.timeout(limit):
-                given = await self.reward_function(prompt, completions, texts)
-            rewards = tuple(float(r) for r in given)
-        except TimeoutError:
-            return failed, [f"no answer in reward.timeout_seconds={limit}"] * len(completions), {}
-        except Exception as error:  # noqa: BLE001  the user's code: whatever it raises is named and counted
-            return failed, [f"raised {type(error).__name__}: {error}"] * len(completions), {}
-        if len(rewards) != len(completions):
-            return failed, [f"gave {len(rewards)} rewards for {len(completions)} completions"] * len(completions), {}
-        parts = given.parts if isinstance(given, PartedRewards) else {}
-        problems = [
-            f"completion {i} got {r}, which is not finite{_culprits(parts, i)}"
-            for i, r in enumerate(rewards)
-            if not math.isfinite(r)
-        ]
-        return tuple(r if math.isfinite(r) else math.nan for r in rewards), problems, parts
-
-
-def _culprits(parts: Mapping[str, tuple[float, ...]], index: int) -> str:
-    """The parts that gave completion ``index`` no finite number, in brackets."""
-    named = [f"{name}: {values[index]}" for name, values in parts.items() if not math.isfinite(values[index])]
-    return f" ({', '.join(named)})" if named else ""
+        return _Scored(group=group, errors=errors, parts=parts)
 
 
 def _joined_parts(groups: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, list[float]]:

@@ -100,8 +100,9 @@ def test_a_failing_reward_fails_drops_or_gets_the_number(
     make_engine: MakeEngine, outcome: object, errors: int, said: str
 ) -> None:
     reward = failing_for("p2", outcome)
-    with pytest.raises(RewardError, match=f"prompt 'p2'.*{said}"):
+    with pytest.raises(RewardError, match=f"prompt 'p2'.*{said}") as caught:
         asyncio.run(sampler(make_engine, reward).sample(PROMPTS, step=0))
+    assert str(caught.value).count(said) == 1
 
     dropped = asyncio.run(sampler(make_engine, reward, on_error="drop").sample(PROMPTS, step=0))
     assert [group.prompt.id for group in dropped.groups] == ["p0", "p1", "p3", "p4"]
