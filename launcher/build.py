@@ -24,7 +24,7 @@ from launcher.slurm import Job, SlurmLauncher
 from launcher.stop import Stop, stop_signals
 from launcher.watchdog import LoopWatch
 from rl_megatron import config_io
-from rl_megatron.checkpoints import CheckpointStore
+from rl_megatron.checkpoints import Checkpoint, CheckpointStore
 from rl_megatron.config import RunConfig, TinyModelSection
 from rl_megatron.data.packing import causal_attention_cost
 from rl_megatron.data.prompts import PromptStream, load_prompts
@@ -88,7 +88,7 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
     return folder
 
 
-async def _train(parts: Parts, progress: Progress, stop: Stop, start: resuming.Start | None) -> bool:
+async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint | None) -> bool:
     """Whether every step is made. What has been trained is exported, but where the run comes back soon."""
     config = parts.config
     async with started(parts, progress, stop) as (roles, data, shape):
@@ -302,7 +302,7 @@ def _trainer(
     )
 
 
-async def _begin(trainer: Trainer, data: Data, start: resuming.Start | None) -> bool:
+async def _begin(trainer: Trainer, data: Data, start: Checkpoint | None) -> bool:
     """Continue from a checkpoint, or warm-start; False where the warm start was stopped.
 
     Killed before its first checkpoint, a run starts over.
@@ -318,9 +318,9 @@ async def _begin(trainer: Trainer, data: Data, start: resuming.Start | None) -> 
         done = start.state.warm_start_step
         trainer.recorder.truncate_after(start.state.step, warm_start_step=done)
         if done is None:
-            await trainer.restore(start.state, start.folder)
+            await trainer.restore(start)
             return True
-        await warm_start.restore(start.state, start.folder)
+        await warm_start.restore(start)
     if section.steps:
         progress.phase("warm start", total=section.steps)
     return await warm_start.run(done)

@@ -5,9 +5,11 @@ The next push of weights takes it back (`rollout.served.ServedEngine.load`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rl_megatron.digests import Digest
 from rl_megatron.interfaces import Critic, Learner, Reference, Roles
 from rl_megatron.rollout.served import ServedEngine
 from rl_megatron.types import Batch, Loss, Scores, StepResult
@@ -42,11 +44,11 @@ class _Learner:
         await self.engine.release()
         return await self.inner.train_step(batch, loss, learning_rate)
 
-    async def save(self, folder: Path) -> None:
-        await self.inner.save(folder)
+    async def save(self, folder: Path) -> Mapping[str, Digest]:
+        return await self.inner.save(folder)
 
-    async def load(self, folder: Path) -> None:
-        await self.inner.load(folder)
+    async def load(self, folder: Path, files: Mapping[str, Digest]) -> None:
+        await self.inner.load(folder, files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from launcher.engines import mirror_path
 from launcher.proxies import LearnerGroup, WeightGroup
 from launcher.stop import stop_signals
 from rl_megatron import config_io
-from rl_megatron.checkpoints import CheckpointStore
+from rl_megatron.checkpoints import CheckpointStore, files_of
 from rl_megatron.config import RunConfig
 from rl_megatron.config_data import FileData
 from rl_megatron.data.prompts import PromptStream
@@ -83,7 +83,7 @@ async def diagnose(subject: Subject, *, num_prompts: int, num_completions: int) 
             examination = _Examination(config=config, folder=folder, roles=roles, data=data, shape=shape, kept=kept)
             if subject.checkpoint is not None:
                 progress.note(f"weights of {subject.checkpoint}")
-                await roles.learner.load(subject.checkpoint / "learner")
+                await roles.learner.load(subject.checkpoint / "learner", files_of(subject.checkpoint / "learner"))
             progress.note(f"sampling {num_prompts} x {num_completions} completions and scoring them")
             found = await examination.findings(num_prompts, num_completions)
     _show(found, str(subject.checkpoint or f"{config.model.path or 'the tiny model'}, untrained"))

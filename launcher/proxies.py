@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.naming import LEARNER
 from launcher.workers import WorkerGroup, WorkerHandle
+from rl_megatron import checkpoints, digests
 from rl_megatron.config import RunConfig
+from rl_megatron.digests import Digest
 from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
 from rl_megatron.interfaces import Roles
 from rl_megatron.types import (
@@ -109,12 +111,18 @@ class LearnerGroup:
         cut = {key: _with_layers(rows[key[0]], key[1]) for key in zip(numbers.values(), self._routed, strict=True)}
         return {rank: cut[d, self._routed[rank]] for rank, d in numbers.items()}
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, folder: Path) -> dict[str, Digest]:
         """See interfaces.Learner."""
-        await self._group.each("save", self._role, folder)
+        answers: list[dict[str, Digest]] = await self._group.each("save", self._role, folder)
+        return {name: digest for answer in answers for name, digest in answer.items()}
 
-    async def load(self, folder: Path) -> None:
-        """See interfaces.Learner."""
+    async def load(self, folder: Path, files: Mapping[str, Digest]) -> None:
+        """See interfaces.Learner. Every rank reads its share of the files before any takes over what they hold."""
+        shares = digests.shares(files, len(self._group.workers))
+        mine = {w.rank: (folder, share) for w, share in zip(self._group.workers, shares, strict=True)}
+        problems: list[list[str]] = await self._group.ask("verify", mine)
+        if any(problems):
+            raise checkpoints.unsound(folder.parent, [line for lines in problems for line in lines])
         await self._group.each("load", self._role, folder)
 
 

@@ -1,4 +1,5 @@
-"""The models that one rank holds, by role; collective calls, which all ranks of its world make together.
+"""The models that one rank holds, by role; collective calls (all but ``verify``), which all ranks of its
+world make together.
 
 The roles: "policy" and "critic", which are trained, and "reference". The learner's ranks hold them all, but for those
 that have ranks of their own.
@@ -6,13 +7,15 @@ that have ranks of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.naming import LEARNER
+from rl_megatron import digests
 from rl_megatron.config import RunConfig
+from rl_megatron.digests import Digest
 from rl_megatron.types import Loss, Samples, StepResult
 
 if TYPE_CHECKING:
@@ -37,7 +40,10 @@ class Setup:
 class RankModels:
     """The models of a rank of ``setup.role``, and the world of its ranks."""
 
-    CALLS: tuple[str, ...] = ("start_from", "score", "routed_layers", "train_step", "save", "load", "close")
+    CALLS: tuple[str, ...] = (
+        *("start_from", "score", "routed_layers", "train_step"),
+        *("save", "verify", "load", "close"),
+    )
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
         """``store``: see ``world.join``."""
@@ -139,9 +145,13 @@ class RankModels:
             micro_batches, loss, learning_rate, num_tokens=num_tokens, num_sequences=num_sequences
         )
 
-    def save(self, role: str, folder: Path) -> None:
+    def save(self, role: str, folder: Path) -> dict[str, Digest]:
         """See MegatronLearner.save."""
-        self._learners[role].save(folder)
+        return self._learners[role].save(folder)
+
+    def verify(self, folder: Path, files: Mapping[str, Digest]) -> list[str]:
+        """What is wrong with the files of a checkpoint that this rank reads for all; see digests.misfits."""
+        return digests.misfits(folder, files, read=True)
 
     def load(self, role: str, folder: Path) -> None:
         """See MegatronLearner.load."""

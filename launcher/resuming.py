@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,7 @@ _MAY_CHANGE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """A checkpoint, verified, and the controller's part of it."""
-
-    folder: Path
-    state: checkpoints.TrainerState
-
-
-def find(config: RunConfig, run_folder: Path) -> Start | None:
+def find(config: RunConfig, run_folder: Path) -> checkpoints.Checkpoint | None:
     """Where the run in ``run_folder`` continues; None where it was killed before its first checkpoint.
 
     Raises CheckpointError that names what is torn, missing, or configured otherwise than before.
@@ -37,7 +28,7 @@ def find(config: RunConfig, run_folder: Path) -> Start | None:
     if not saved.is_file():
         raise CheckpointError(f"{saved} is missing; without it nobody knows what {latest} is a checkpoint of")
     _check_same(config, config_io.load(str(saved), []), saved)
-    return None if latest is None else Start(folder=latest, state=checkpoints.read(latest))
+    return None if latest is None else checkpoints.read(latest)
 
 
 def _check_same(config: RunConfig, before: RunConfig, saved: Path) -> None:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _DUMP_SECONDS = 10.0  # what a process has to write its stacks
 _QUIET_SECONDS = 5  # then a process may have been stopped
 _WOKEN = 16  # at most
-_DISK = frozenset({"start_from", "save", "load", "export"})  # calls that read or write a model
+_DISK = frozenset({"start_from", "save", "verify", "load", "export"})  # calls that read or write a model
 
 
 class Watchdog:

@@ -113,7 +113,7 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
-    """Checkpoints of everything a resume needs. ``every=0``: none but the first and the last."""
+    """Checkpoints of everything a resume needs. ``every=0``: one after a warm start, and the last."""
 
     every: NonNegative = 25
     """Steps between checkpoints."""

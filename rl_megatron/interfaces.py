@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from rl_megatron.digests import Digest
 from rl_megatron.types import Batch, Completion, GenerationRequest, Loss, Prompt, Scores, StepResult, WeightUpdate
 
 if TYPE_CHECKING:
@@ -69,12 +70,19 @@ class Learner(Scorer, Protocol):
         """One optimizer step on the whole batch."""
         ...
 
-    async def save(self, folder: Path) -> None:
-        """Write model and optimizer shards into ``folder`` (which exists); durable when it returns."""
+    async def save(self, folder: Path) -> Mapping[str, Digest]:
+        """Write model and optimizer shards into ``folder`` (which exists); durable when it returns.
+
+        What those who wrote say of each file, by its name in ``folder``. Raises CheckpointError that says why nothing
+        could be written.
+        """
         ...
 
-    async def load(self, folder: Path) -> None:
-        """Continue bit-equal from ``save``. Raises CheckpointError that names what is torn or missing."""
+    async def load(self, folder: Path, files: Mapping[str, Digest]) -> None:
+        """Continue bit-equal from ``save``, once those who read have found every file as ``files`` say.
+
+        Raises CheckpointError that names what is torn, changed or missing.
+        """
         ...
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_megatron.checkpoints import CheckpointStore, TrainerState
+from rl_megatron.checkpoints import Checkpoint, CheckpointStore, TrainerState, files_of
 from rl_megatron.config import RunConfig
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.durable import remove_folder
@@ -45,14 +45,16 @@ class Trainer:
     step: int = 0
     batches_sampled: int = 0
     buffer: deque[RolloutBatch] = field(default_factory=deque)
-    saved: int | None = None  # step of the checkpoint that was written or restored last
+    saved: int | None = None  # the step that a resume goes on from; None before the first
 
     async def run(self) -> None:
         """Train from ``self.step`` to ``train.steps``, or to a stop; the last step is saved, the end is evaluated."""
         await self._start_models()
         if self.saved is None:
             self.recorder.write({"step": 0, "phase": "rl", **await self.evaluate()})
-            await self.save()
+            if self.config.warm_start.steps:
+                await self.save()
+            self.saved = self.step  # without a warm start, a resume makes the start again: there is nothing to keep
         watch = Stopwatch()
         while self.step < self.config.train.steps and not self.stop.is_set():
             row = await self.train_once(watch)
@@ -81,7 +83,7 @@ class Trainer:
         if fresh and roles.critic is not None:
             path = critic.path or self.start_folder
             trained = not (path / "config.json").is_file()  # shards of a critic, not a model to start from
-            await (roles.critic.load(path) if trained else roles.critic.start_from(path))
+            await (roles.critic.load(path, files_of(path)) if trained else roles.critic.start_from(path))
         if roles.reference is not None:
             await roles.reference.start_from(kl.reference or self.start_folder)
 
@@ -190,10 +192,10 @@ class Trainer:
         critic = self.roles.critic
         return {"learner": self.roles.learner, **({"critic": critic} if critic is not None else {})}
 
-    async def restore(self, state: TrainerState, folder: Path) -> None:
+    async def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint: the learners' shards, the position in the data, and the weights pushed."""
-        for name, learner in self._learners().items():
-            await learner.load(folder / name)
+        await checkpoint.load(self._learners())
+        state = checkpoint.state
         self.step, self.batches_sampled = state.step, state.batches_sampled
         self.prompts.restore(state.prompts)
         self.buffer = deque(state.buffer)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.checkpoints import TrainerState
+from rl_megatron.checkpoints import Checkpoint, TrainerState
 from rl_megatron.data.packing import pack
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.data.samples import supervised_samples
@@ -54,10 +53,10 @@ class WarmStart:
                 break
         return True
 
-    async def restore(self, state: TrainerState, folder: Path) -> None:
+    async def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from the checkpoint of a warm start that was stopped."""
-        await self.trainer.roles.learner.load(folder / "learner")
-        self.prompts.restore(state.prompts)
+        await checkpoint.load({"learner": self.trainer.roles.learner})
+        self.prompts.restore(checkpoint.state.prompts)
         await self.trainer.roles.weights.push(0)
 
     async def _save(self, done: int) -> None:

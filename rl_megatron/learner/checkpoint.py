@@ -6,12 +6,14 @@ Every rank calls both functions; the caller owns the folder's atomicity (learner
 from __future__ import annotations
 
 import queue
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -20,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
+from rl_megatron.digests import Digest, digests
 from rl_megatron.errors import CheckpointError
 from rl_megatron.learner.optimizer import create_state
 
@@ -30,6 +33,8 @@ _METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")  # of a rank's shards, as torch's FileSystemWriter names them
 
 # Megatron's queue lives in a process of its own, which outlives a killed rank.
 filesystem_async._results_queue = queue.SimpleQueue()
@@ -80,14 +85,21 @@ def _inner(chunk: Any) -> Any:
     return chunk
 
 
-def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-    """Write this rank's shards into ``folder`` (which exists)."""
+def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> dict[str, Digest]:
+    """Write this rank's shards into ``folder`` (which exists); the digest of each file that is this rank's, by name."""
     dist_checkpointing.save(
         _sharded_state(chunks, optimizer, loading=False),
         str(folder),
         sharded_strategy=_SaveInProcess("torch_dist", 1, thread_count=1),
         content_metadata=dict(_METADATA),
     )
+    return digests(folder, _own_files(folder, dist.get_rank()))
+
+
+def _own_files(folder: Path, rank: int) -> list[str]:
+    """What a rank wrote: its shards and, rank 0, all that is nobody's."""
+    shards = {path.name: _SHARD.fullmatch(path.name) for path in sorted(folder.iterdir())}
+    return [name for name, shard in shards.items() if rank == (int(shard[1]) if shard else 0)]
 
 
 def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, without: str | None = None) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.config_learner import LearnerSection
+from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.learner import cpu
 from rl_megatron.models.shape import ModelShape
@@ -286,9 +287,9 @@ class MegatronLearner(MegatronScorer):
         metrics = {**total.metrics, **balance}
         return StepResult(loss=total.loss, grad_norm=grad_norm, metrics=metrics, histograms=total.histograms)
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's shards into ``folder``."""
-        checkpoint.save(folder, self._trained, self._optimizer)
+    def save(self, folder: Path) -> dict[str, Digest]:
+        """Write this rank's shards into ``folder``; what it wrote there, by name. Raises CheckpointError."""
+        return checkpoint.save(folder, self._trained, self._optimizer)
 
     def load(self, folder: Path) -> None:
         """Continue from ``save``. Raises CheckpointError."""

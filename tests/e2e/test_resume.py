@@ -136,7 +136,7 @@ def test_a_pipeline_with_rollouts_ahead_resumes_its_buffer_and_exports_what_samp
     assert 0 < rerouted[0] < 0.1 < rerouted[-1] < 0.5  # after the first minibatch; then rollouts are of older weights
     assert run.record() == reference.record()
 
-    (sampled,) = checkpoints.read(run.folder / "checkpoints/step_000004").buffer
+    (sampled,) = checkpoints.read(run.folder / "checkpoints/step_000004").state.buffer
     completions = [(g.prompt.token_ids, c) for g in sampled.groups for c in g.completions]
     assert {c.versions for _, c in completions} == {(3, 3)}  # the weights that this folder holds
     model = AutoModelForCausalLM.from_pretrained(run.folder / "hf_step_000003", dtype=torch.float32)
@@ -153,26 +153,19 @@ def test_a_pipeline_with_rollouts_ahead_resumes_its_buffer_and_exports_what_samp
         assert routes.tolist() == wanted.tolist()
 
 
-def test_every_torn_changed_or_missing_file_is_named_before_a_process_starts(place: Place, reference: Run) -> None:
+def test_a_shard_that_changed_is_named_by_the_rank_that_reads_it(place: Place, reference: Run) -> None:
     checkpoint = reference.folder / "checkpoints/step_000006"
-    trainer, shard = checkpoint / "trainer.json", checkpoint / "learner/__0_0.distcp"
-    common = checkpoint / "learner/common.pt"
-    before = trainer.read_bytes(), shard.read_bytes(), common.read_bytes()
-    flipped = bytearray(before[1])
+    shard = checkpoint / "learner/__0_0.distcp"
+    before = shard.read_bytes()
+    flipped = bytearray(before)
     flipped[len(flipped) // 2] ^= 1
-    trainer.write_bytes(before[0][:-7])
     shard.write_bytes(flipped)
-    common.unlink()
     try:
         run = place.start("reference", *ONE, resume=True)
         assert run.end() == 1
     finally:
-        for path, content in zip((trainer, shard, common), before, strict=True):
-            path.write_bytes(content)
+        shard.write_bytes(before)
     error = run.text()
-    assert "trainer.json is torn" in error
     assert "__0_0.distcp changed since it was written" in error
-    assert "common.pt is missing" in error
     assert f"remove {checkpoint.relative_to(place.folder)} to resume from the checkpoint before it" in error
     assert "Traceback" not in error
-    assert "starting" not in error

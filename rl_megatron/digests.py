@@ -1,0 +1,77 @@
+"""Sizes and checksums of files: taken by the process that wrote them, compared by one that reads them. No torch.
+
+XXH3 with 128 bits (Cyan4973/xxHash) finds torn and flipped bytes as surely as SHA-256 and reads as fast as memory
+delivers, SHA-256 at 1 to 2 GB/s a core. It finds no forgery; nor would SHA-256 in a file beside what it vouches for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rl_megatron.observability import activity
+
+KIND: Final = "xxh3_128"
+_PIECE_BYTES = 1 << 20  # stays in a core's cache between the copy and the sum
+_SIGN_BYTES = 1 << 30  # read between two signs of progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digest:
+    """What a file is known by: its size and its XXH3-128, in hexadecimal digits."""
+
+    bytes: int
+    xxh3_128: str
+
+
+def digest_of(data: bytes) -> Digest:
+    """Of a file's whole content."""
+    import xxhash  # engines' environments may lack it
+
+    return Digest(bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data))
+
+
+def digest_file(path: Path) -> Digest:
+    """Of a file, in bounded memory; it tells `activity` how far it is. Raises OSError."""
+    import xxhash
+
+    sums, done = xxhash.xxh3_128(), 0
+    buffer = memoryview(bytearray(_PIECE_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            if done // _SIGN_BYTES != (done + count) // _SIGN_BYTES or not done:
+                activity.part(f"checksum of {path.name}")
+            sums.update(buffer[:count])
+            done += count
+    return Digest(bytes=done, xxh3_128=sums.hexdigest())
+
+
+def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
+    """Of the files ``names`` in ``folder``."""
+    return {name: digest_file(folder / name) for name in names}
+
+
+def shares(files: Mapping[str, Digest], count: int) -> list[dict[str, Digest]]:
+    """The files dealt out among ``count`` readers, the largest first, so that each gets about as much."""
+    order = sorted(files, key=lambda name: (-files[name].bytes, name))
+    return [{name: files[name] for name in order[reader::count]} for reader in range(count)]
+
+
+def misfits(folder: Path, files: Mapping[str, Digest], *, read: bool) -> list[str]:
+    """A line for each file of ``folder`` that is missing, of another size or, where they are ``read``, changed."""
+    lines = []
+    for name, wanted in files.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != wanted.bytes:
+                lines.append(f"{path} is torn: {size} bytes of {wanted.bytes}")
+            elif read and digest_file(path) != wanted:
+                lines.append(f"{path} changed since it was written: its checksum ({KIND}) differs")
+        except FileNotFoundError:
+            lines.append(f"{path} is missing ({wanted.bytes} bytes when it was written)")
+        except OSError as error:
+            lines.append(f"{path} cannot be read: {error.strerror or error}")
+    return lines

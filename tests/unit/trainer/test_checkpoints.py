@@ -1,0 +1,211 @@
+"""Checkpoint folders: who takes digests and who compares them, what a manifest vouches for, and when one is written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import xxhash
+
+from launcher.proxies import LearnerGroup
+from launcher.rank_models import RankModels
+from launcher.watchdog import LoopWatch
+from launcher.workers import WorkerGroup
+from rl_megatron import checkpoints, config_io
+from rl_megatron.checkpoints import CheckpointStore, TrainerState
+from rl_megatron.digests import Digest, digests
+from rl_megatron.errors import CheckpointError
+from rl_megatron.interfaces import Learner
+from rl_megatron.trainer import Trainer
+from rl_megatron.types import ParallelDims
+
+STATE = TrainerState(step=3, batches_sampled=4, prompts={"epoch": 0, "next": 8}, buffer=())
+FILES = {f"__{i}_0.distcp": bytes(range(i, 200 + i)) * 400 for i in range(5)}
+
+
+@dataclass
+class Shards:
+    """A learner whose ranks write the files of ``content``."""
+
+    content: Mapping[str, bytes] = field(default_factory=lambda: FILES)
+    saves: int = 0
+
+    async def save(self, folder: Path) -> dict[str, Digest]:
+        self.saves += 1
+        for name, data in self.content.items():
+            (folder / name).write_bytes(data)
+        return digests(folder, self.content)
+
+
+class Ranks:
+    """Two ranks as `LearnerGroup` asks them, of which only the calls that read files are real."""
+
+    workers = tuple(SimpleNamespace(rank=rank) for rank in range(2))
+
+    def __init__(self) -> None:
+        self.read: dict[int, tuple[str, ...]] = {}
+        self.loaded = False
+
+    async def ask(self, name: str, arguments: Mapping[int, Any]) -> list[Any]:
+        assert name == "verify"
+        self.read = {rank: tuple(files) for rank, (_, files) in arguments.items()}
+        return [RankModels.verify(cast(RankModels, self), *given) for given in arguments.values()]
+
+    async def each(self, name: str, *_: Any) -> None:
+        assert name == "load"
+        self.loaded = True
+
+
+def saved(folder: Path, learner: Any = None) -> Path:
+    store = CheckpointStore(folder, keep=2)
+    return asyncio.run(store.save(STATE, {"learner": learner or cast(Learner, Shards())}))
+
+
+def load(folder: Path) -> Ranks:
+    ranks = Ranks()
+    learner = LearnerGroup(cast(WorkerGroup, ranks), ParallelDims(dp=2), "policy")
+    asyncio.run(checkpoints.read(folder).load({"learner": learner}))
+    assert ranks.loaded
+    return ranks
+
+
+def test_a_manifest_says_what_the_ranks_say(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    everything = {f"learner/{name}": data for name, data in FILES.items()}
+    everything["trainer.json"] = (folder / "trainer.json").read_bytes()
+    assert manifest["checksum"] == "xxh3_128"
+    assert manifest["files"] == {
+        name: {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)} for name, data in everything.items()
+    }
+    assert checkpoints.read(folder).state == STATE
+
+
+def test_the_readers_share_the_files(tmp_path: Path) -> None:
+    ranks = load(saved(tmp_path))
+    assert sorted(name for names in ranks.read.values() for name in names) == sorted(FILES)
+    assert {len(names) for names in ranks.read.values()} == {2, 3}
+
+
+def test_a_save_of_any_size_leaves_the_event_loop_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+    monkeypatch.setattr(LoopWatch, "_end", lambda self: ended.append(self))
+    config = config_io.load("tiny_cpu", ["run.watchdog_seconds=1.5"])
+
+    class Large:
+        """8 GB that take no room on the disk; its ranks would have read them, the controller must not."""
+
+        async def save(self, folder: Path) -> dict[str, Digest]:
+            with (folder / "__0_0.distcp").open("wb") as file:
+                file.truncate(8 * 2**30)
+            return {"__0_0.distcp": Digest(bytes=8 * 2**30, xxh3_128="0" * 32)}
+
+    async def save() -> Path:
+        watch = LoopWatch(config, tmp_path / "stacks")
+        try:
+            return await CheckpointStore(tmp_path, keep=2).save(STATE, {"learner": cast(Learner, Large())})
+        finally:
+            watch.stop()
+
+    folder = asyncio.run(save())
+    assert not ended
+    assert checkpoints.read(folder).files["learner/__0_0.distcp"].bytes == 8 * 2**30
+
+
+def test_every_missing_or_torn_file_is_named_before_a_rank_is_asked(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    (folder / "learner/__1_0.distcp").unlink()
+    for torn in ("learner/__2_0.distcp", "trainer.json"):
+        (folder / torn).write_bytes((folder / torn).read_bytes()[:-7])
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.read(folder)
+    for line in ("__1_0.distcp is missing (80000 bytes", "__2_0.distcp is torn: 79993 bytes of 80000", "json is torn"):
+        assert line in str(caught.value)
+    assert f"remove {folder} to resume from the checkpoint before it" in str(caught.value)
+
+
+def test_every_changed_file_is_named_by_the_rank_that_reads_it(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    for name in ("__0_0.distcp", "__3_0.distcp"):
+        data = bytearray(FILES[name])
+        data[len(data) // 2] ^= 1
+        (folder / "learner" / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp changed[^_]*(.|\n)*__3_0\.distcp changed"):
+        load(folder)
+    trainer = folder / "trainer.json"
+    trainer.write_bytes(trainer.read_bytes().replace(b'"step":3', b'"step":4'))
+    with pytest.raises(CheckpointError, match=r"trainer\.json changed since it was written"):
+        checkpoints.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: {}, "is torn or not of this version: checksum: Field required"),
+        (lambda m: {**m, "files": {}}, "vouches for no trainer.json or no file of learner/"),
+        (lambda m: {**m, "files": {k: v for k, v in m["files"].items() if k == "trainer.json"}}, "no file of learner/"),
+        (lambda m: {**m, "files": {k: v for k, v in m["files"].items() if k != "trainer.json"}}, "no trainer.json"),
+        (lambda m: {**m, "checksum": "sha256"}, "not of this version: checksum: Input should be 'xxh3_128'"),
+        (lambda m: m["files"], "not of this version"),
+        (lambda m: [], "not of this version"),
+        (lambda m: {**m, "files": {"../x": m["files"]["trainer.json"], **m["files"]}}, "outside of the checkpoint"),
+        (lambda m: {**m, "files": {"/etc/x": m["files"]["trainer.json"], **m["files"]}}, "outside of the checkpoint"),
+        (lambda m: {**m, "files": dict.fromkeys("x" * 9_000, "no digest")}, "not of this version"),
+    ],
+)
+def test_a_manifest_that_vouches_for_nothing_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+    folder = saved(tmp_path)
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps(change(json.loads(manifest.read_text()))))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.read(folder)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_what_no_rank_wrote_or_nobody_sees_here_is_no_checkpoint(tmp_path: Path) -> None:
+    class Elsewhere(Shards):
+        async def save(self, folder: Path) -> dict[str, Digest]:
+            said = await super().save(folder)
+            (folder / "__1_0.distcp").unlink()
+            return {name: digest for name, digest in said.items() if name != "__2_0.distcp"}
+
+    with pytest.raises(CheckpointError) as caught:
+        saved(tmp_path, Elsewhere())
+    assert "is run.dir one folder on all nodes?" in str(caught.value)
+    assert "__1_0.distcp is missing" in str(caught.value)
+    assert "__2_0.distcp: no rank says that it wrote this file" in str(caught.value)
+    assert CheckpointStore(tmp_path, keep=2).latest() is None
+
+
+@pytest.mark.parametrize(("warm_start_steps", "saves"), [(0, 0), (1, 1)])
+def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_again(
+    tmp_path: Path, warm_start_steps: int, saves: int
+) -> None:
+    learner, rows = Shards(), list[Any]()
+
+    async def evaluate(*_: Any, **__: Any) -> float:
+        return 0.25
+
+    trainer = Trainer(
+        config=config_io.load("tiny_cpu", ["train.steps=0", f"warm_start.steps={warm_start_steps}"]),
+        roles=cast(Any, SimpleNamespace(learner=learner, critic=None, reference=None)),
+        source=cast(Any, None),
+        sampler=cast(Any, SimpleNamespace(evaluate=evaluate)),
+        prompts=cast(Any, SimpleNamespace(state=dict)),
+        eval_prompts=(),
+        update=cast(Any, SimpleNamespace(memory=None)),
+        start_folder=tmp_path / "hf_start",
+        checkpoints=CheckpointStore(tmp_path, keep=2),
+        recorder=cast(Any, SimpleNamespace(write=rows.append)),
+        stop=asyncio.Event(),
+    )
+    asyncio.run(trainer.run())
+    assert rows == [{"step": 0, "phase": "rl", "eval/accuracy": 0.25}]
+    assert learner.saves == saves
