@@ -3,6 +3,9 @@
 The trainer holds the other end of this process's standard input, which closes however the trainer ends, by SIGKILL too;
 closing it is also how the trainer ends one server. Run as ``python engine_guard.py <address> <command...>``: nothing of
 this package is imported.
+
+What a server writes no other user of the node can read, and its temporary folder, in which the sockets lie that its
+processes talk over, is its own and goes with it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 
 import psutil
@@ -26,10 +30,15 @@ def main(host: str, command: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)  # the closed pipe is the one way to end
     if (interface := interface_of(host)) is not None:  # by itself gloo asks what the node's name means
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)
-    threading.Thread(target=_end_with_trainer, args=(server,), daemon=True).start()
-    status = server.wait()
-    _signal_all(server, signal.SIGKILL)  # what its children left running
+    os.umask(0o077)
+    with tempfile.TemporaryDirectory(prefix="rlm-", ignore_cleanup_errors=True) as folder:  # short: sockets lie there
+        os.environ["TMPDIR"] = folder
+        server = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent
+        )
+        threading.Thread(target=_end_with_trainer, args=(server,), daemon=True).start()
+        status = server.wait()
+        _signal_all(server, signal.SIGKILL)  # what its children left running
     return status
 
 

@@ -31,6 +31,7 @@ from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.interfaces import Launcher, Roles
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout import engine_token
 from rl_megatron.rollout.adapter import Adapter, Description, StartOptions
 from rl_megatron.rollout.http import AttemptFailed, Server
 from rl_megatron.rollout.replicas import Replica
@@ -274,6 +275,7 @@ class ServedEngines:
 
     async def _start_one(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
         section, place, token = self._section, self._places[number], secrets.token_hex(24)
+        own = {"PYTHONPATH": python_path(packages), engine_token.VARIABLE: token}
         port = stack.enter_context(place.ports())
         command = self._adapter.command(
             StartOptions(
@@ -290,7 +292,6 @@ class ServedEngines:
                 tp=section.tp,
                 memory_fraction=section.memory_fraction,
                 colocated=section.colocated,
-                token=token,
                 routes=self._config.algorithm.routing_replay == "r3",
                 extra=tuple(shlex.split(section.options or "")),
             )
@@ -301,12 +302,7 @@ class ServedEngines:
                 before=place.before,
                 host=place.host,
                 command=command.arguments,
-                environment={
-                    **os.environ,
-                    "PYTHONPATH": python_path(packages),
-                    **place.environment,
-                    **command.environment,
-                },
+                environment={**os.environ, **own, **place.environment, **command.environment},
                 folder=Path.cwd(),
                 log=log,
             )
@@ -350,9 +346,15 @@ class ServedEngines:
 
     async def _described(self, server: Server) -> Description:
         try:
-            return await self._adapter.describe(server)
+            open_to_strangers = await server.open_to_strangers()
+            described = await self._adapter.describe(server)
         except AttemptFailed as error:
             raise EngineError(f"rollout.engine={self._config.rollout.engine}: {error}") from error
+        if open_to_strangers and self._section.addresses:
+            logger.warning("%s answers without a token: whoever reaches it can change weights or run code", server.url)
+        elif open_to_strangers:
+            raise ConfigError(f"{server.url} answers without the run's token; what in rollout.server.options opens it?")
+        return described
 
     def _check(self, found: Sequence[tuple[str, Description]]) -> None:
         """Raises ConfigError with everything at once that keeps the servers from being used."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from launcher import engine_guard
+from rl_megatron.durable import append_private
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Order:
     command: Sequence[str]  # the server's own
     environment: Mapping[str, str]  # all of it
     folder: Path  # where it runs
-    log: Path  # what it prints goes to its end
+    log: Path  # what it prints goes to its end; no other user can read it
 
 
 class Guard(Protocol):
@@ -69,7 +70,7 @@ class GuardProcess:
 
 async def start_guard(order: Order) -> GuardProcess:
     """Start a server under its guard, which ends with this process. Raises OSError."""
-    with order.log.open("ab") as file:
+    with append_private(order.log) as file:
         process = await asyncio.create_subprocess_exec(
             *order.before,
             sys.executable,

@@ -8,6 +8,21 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import BinaryIO
+
+
+def append_private(path: Path) -> BinaryIO:
+    """The file ``path``, made where it is not there, to write at its end; other users can neither read nor write it.
+
+    Raises OSError, also where it is another user's, or a link.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(descriptor, 0o600)  # one that an earlier start left
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "ab")
 
 
 def sync(path: Path) -> None:

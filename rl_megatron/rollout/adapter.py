@@ -24,7 +24,7 @@ class StartOptions:
     model_folder: Path
     bare_folder: Path  # with the model's config.json alone
     host: str  # the one address that it listens on
-    port: int  # there; the next is for what its ranks meet at
+    port: int  # there
     device: str  # cpu or an accelerator
     dtype: str
     quantization: str  # format of its weights, or none
@@ -33,7 +33,6 @@ class StartOptions:
     tp: int
     memory_fraction: float | None
     colocated: bool  # it gives memory back between phases
-    token: str
     routes: bool  # whether requests ask for them
     extra: tuple[str, ...]
 

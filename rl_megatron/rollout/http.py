@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 
 from rl_megatron.errors import EngineError
+from rl_megatron.rollout.engine_token import authorization
 
 KEEP_ALIVE_SECONDS = 2.0  # uvicorn closes an idle connection after 5: a request must not meet that
 _PASSING = (408, 429)  # statuses below 500 that another attempt may not meet
@@ -43,7 +44,7 @@ class Server:
         self.released = False  # whether its memory is given back
         self._client = httpx2.AsyncClient(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+            headers=authorization(token) if token else {},
             timeout=None,  # one limit for all of a request, below
             limits=httpx2.Limits(
                 max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
@@ -105,6 +106,14 @@ class Server:
                 return int((await self._client.get(path)).status_code)
         except (TimeoutError, httpx2.TransportError):
             return None
+
+    async def open_to_strangers(self) -> bool:
+        """Whether it answers who brings no token. Raises AttemptFailed."""
+        async with httpx2.AsyncClient(base_url=self.url, timeout=self._limit, trust_env=False) as stranger:
+            try:
+                return (await stranger.get("/openapi.json")).status_code not in (401, 403)
+            except httpx2.TransportError as error:
+                raise Unreachable(f"{self.url}: {type(error).__name__}: {error}") from error
 
     async def close(self) -> None:
         """Close its connections."""

@@ -64,12 +64,11 @@ class SGLangAdapter:
         return Command(
             arguments=(
                 str(options.python),
-                *("-m", "sglang.launch_server"),
+                *("-m", "rl_megatron.rollout.sglang_server"),
                 # Its end-of-sequence tokens would end completions beside those that a request names.
                 *("--model-path", str(options.bare_folder), "--json-model-override-args", '{"eos_token_id": null}'),
                 *("--load-format", "dummy", "--custom-weight-loader", _LOADER),
-                *("--host", options.host, "--port", str(options.port), "--api-key", options.token),
-                *("--nccl-port", str(options.port + 1)),  # it would find one itself, and let it go until its ranks run
+                *("--host", options.host, "--port", str(options.port)),
                 *("--dtype", options.dtype, "--tp-size", str(options.tp)),
                 *("--context-length", str(options.max_length + _MARGIN), "--max-running-requests", str(options.slots)),
                 *("--skip-server-warmup", "--sleep-on-idle", "--skip-tokenizer-init"),
@@ -81,6 +80,9 @@ class SGLangAdapter:
             ),
             environment={
                 "HF_HUB_OFFLINE": "1",
+                # Kernels for CPUs name the memory by them that ranks of a server share.
+                "MASTER_ADDR": options.host,
+                "MASTER_PORT": str(options.port),
                 # Else each rank wants a NUMA node of its own.
                 **({"SGLANG_CPU_OMP_THREADS_BIND": _cores(options.tp)} if options.device == "cpu" else {}),
                 "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the margin may lie beyond the model's positions

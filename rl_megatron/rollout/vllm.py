@@ -56,6 +56,7 @@ class VLLMAdapter:
                 *("-m", "vllm.entrypoints.openai.api_server"),
                 *("--model", str(options.model_folder), "--served-model-name", "policy", "--load-format", "dummy"),
                 *("--host", options.host, "--port", str(options.port)),
+                *("--middleware", "rl_megatron.rollout.engine_token.EngineToken"),
                 *("--dtype", options.dtype, "--tensor-parallel-size", str(options.tp)),
                 *("--max-model-len", str(options.max_length), "--max-num-seqs", str(options.slots)),
                 *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
@@ -72,7 +73,7 @@ class VLLMAdapter:
             ),
             environment={
                 "VLLM_SERVER_DEV_MODE": "1",  # the weight update API is behind it
-                "VLLM_API_KEY": options.token,
+                "VLLM_API_KEY": "",  # one of the user's own: the token is asked for at every path
                 "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, where it runs on a CPU
                 # Else every server binds its threads to the same cores, and ranks want a NUMA node each.
                 **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if options.device == "cpu" else {}),

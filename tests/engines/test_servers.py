@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.rollout.served import ServedEngine
 from rl_megatron.types import Completion
 from tests.engines.benches import MAX_LENGTH, RETURN_ROUTES, ServedBench, logprobs_of, request, routes_of, served
+from tests.exposure import check_secrets, check_sockets, family
 
 LONG = request(new=400)
 ATTEMPTS = 5  # to meet a request between its first token and its last, which a loaded machine may miss
@@ -259,6 +262,17 @@ def test_a_pause_can_end_what_runs(server: ServedBench, models: tuple[Path, Path
 
     assert server.run(pause()).finish_reason == "abort"
     assert len(server.generate(request())[0]) == 1
+
+
+def test_nobody_reaches_a_server_or_reads_its_token_who_is_not_the_run(server: ServedBench) -> None:
+    """Every path asks for it; ranks meet in a file; no command line, no log and no file has it."""
+    processes = family(os.getpid())
+    assert check_sockets(processes)["An engine server"] >= 1
+    (replica,) = server.engine.servers
+    assert replica.token is not None
+    (log,) = (server.path.parents[1]).glob(f"{server.name}_*.log")
+    assert replica.token in check_secrets(processes, log.parent, secrets=[replica.token])
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
 
 
 def test_a_server_says_what_it_is(server: ServedBench) -> None:

@@ -41,7 +41,6 @@ OPTIONS = StartOptions(
     max_length=8,
     slots=1,
     tp=1,
-    token="",
     memory_fraction=None,
     colocated=False,
     routes=True,

@@ -1,0 +1,50 @@
+"""SGLang's server as a run starts it: ``python -m rl_megatron.rollout.sglang_server <SGLang's options>``.
+
+What SGLang's own command cannot do: ask for a token that is on no command line and in no log (`engine_token`), and have
+its ranks meet in a file of this user's; they would meet at a port that is open to everybody. Runs in SGLang's
+interpreter. Written against SGLang 0.5.21 (launch_server.py, entrypoints/http_server.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import urllib.request
+from typing import Any
+
+from sglang.launch_server import run_server
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import prepare_server_args
+from sglang.srt.utils import kill_process_tree
+
+from rl_megatron.rollout.engine_token import VARIABLE, EngineToken, authorization
+
+_SECONDS = 10.0
+
+
+def main() -> None:
+    """As ``python -m sglang.launch_server``."""
+    load_plugins()
+    arguments = prepare_server_args(sys.argv[1:])
+    from sglang.srt.entrypoints import http_server  # as there, once the arguments are known
+
+    http_server.app.add_middleware(EngineToken)
+    http_server._freeze_gc_after_server_warmup = _freeze
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{tempfile.mkdtemp()}/ranks"
+    try:
+        run_server(arguments)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _freeze(arguments: Any) -> None:
+    """As SGLang does at the end of its start, whose own request has no token."""
+    header = authorization(os.environ[VARIABLE])
+    asking = urllib.request.Request(f"{arguments.url()}/freeze_gc", method="POST", headers=dict(header))
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asking, timeout=_SECONDS):
+        pass
+
+
+if __name__ == "__main__":
+    main()
