@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_LEAST_BYTES = 4096  # of a tensor that travels beside the pickle; smaller ones cost less inside
+_LEAST_BYTES = 4096  # of a tensor whose memory travels beside the pickle; that of smaller ones costs less inside
 
 Message = tuple[bytes, list[memoryview]]
 """A pickle, and the memory of the tensors in it."""
@@ -75,13 +75,14 @@ class _Pickler(pickle.Pickler):
 
         if type(value) is not torch.Tensor or value.device.type != "cpu" or value.requires_grad:
             return NotImplemented
-        if value.layout is not torch.strided or value.nbytes < _LEAST_BYTES:
+        if value.layout is not torch.strided or not value.numel():
             return NotImplemented
         flat = value.contiguous().view(-1).view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(flat.data), value.dtype, tuple(value.shape))
+        memory = pickle.PickleBuffer(flat.data) if value.nbytes >= _LEAST_BYTES else bytearray(flat.data)
+        return _tensor, (memory, value.dtype, tuple(value.shape))
 
 
-def _tensor(memory: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _tensor(memory: memoryview | bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     import torch
 
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -61,7 +61,7 @@ def test_values_arrive_as_they_were_one_after_the_other(ends: tuple[Connection, 
 
 def test_a_views_own_bytes_travel_and_no_others() -> None:
     rows = torch.zeros(1_000_000, dtype=torch.uint8)[:5000]
-    pickled, buffers = messages.pack([rows, TENSORS["small"]])
+    pickled, buffers = messages.pack([rows, TENSORS["small"], rows[:7]])
     assert [len(b) for b in buffers] == [5000]
     assert len(pickled) < 2000
 
