@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from launcher import channel, worker
+from launcher import channel, limits, worker
 from launcher.engine_guard import interface_of
 from launcher.environment import variables
 from launcher.naming import LEARNER
@@ -65,6 +65,7 @@ def main() -> None:
 def serve(call: Call, rank: int) -> None:
     """Be ``rank`` of the controller that calls, until it asks for the end or is gone. Called in a main thread."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # one thread waits for them and passes them on
+    limits.raise_open_files()
     connection, address = channel.connect(call.host, call.port, bytes.fromhex(call.token))
     os.environ.update(variables(threads=call.threads, device=call.device))
     interface = interface_of(address)
@@ -81,9 +82,10 @@ def serve(call: Call, rank: int) -> None:
         role=call.role,
     )
     connection.send_bytes(hello.line())
-    threading.Thread(target=_live, args=(connection,), name="alive", daemon=True).start()
-    threading.Thread(target=_pass_on, args=(connection,), name="signals", daemon=True).start()
-    worker.run(connection, rank, store.detach() if store else None)
+    with worker.telling(connection):
+        threading.Thread(target=_live, args=(connection,), name="alive", daemon=True).start()
+        threading.Thread(target=_pass_on, args=(connection,), name="signals", daemon=True).start()
+        worker.run(connection, rank, store.detach() if store else None)
 
 
 def node() -> str:

@@ -10,18 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from launcher.naming import LEARNER
 from rl_megatron import digests
 from rl_megatron.config import RunConfig
 from rl_megatron.digests import Digest
+from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import Loss, Samples, StepResult
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_megatron.learner.megatron import MegatronLearner, MegatronScorer
+
+M = TypeVar("M")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +111,7 @@ class RankModels:
         from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
 
         if role in self._learners and is_megatron(folder):
-            self._learners[role].load_weights(folder)
+            self._learner(role).load_weights(folder)
             return
         tensors = dict(self._scorer(role).tensors)
         if role not in self._scorers:
@@ -120,8 +123,15 @@ class RankModels:
         self._scorer(role).adopt()
 
     def _scorer(self, role: str) -> MegatronScorer:
-        """The model that says something for a role: for a reference beside the policy, the policy."""
-        return self._scorers.get(role) or self._scorers["policy"]
+        """The model that says something for a role: for a reference beside the policy, the policy.
+
+        Raises RLMegatronError for a role that has no model here; so does ``_learner``.
+        """
+        beside = role == "reference" and role not in self._scorers
+        return _held(self._scorers, "policy" if beside else role)
+
+    def _learner(self, role: str) -> MegatronLearner:
+        return _held(self._learners, role)
 
     def score(self, role: str, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
         """See MegatronLearner.score."""
@@ -141,13 +151,13 @@ class RankModels:
         num_sequences: int,
     ) -> StepResult | None:
         """See MegatronLearner.train_step."""
-        return self._learners[role].train_step(
+        return self._learner(role).train_step(
             micro_batches, loss, learning_rate, num_tokens=num_tokens, num_sequences=num_sequences
         )
 
     def save(self, role: str, folder: Path) -> dict[str, Digest]:
         """See MegatronLearner.save."""
-        return self._learners[role].save(folder)
+        return self._learner(role).save(folder)
 
     def verify(self, folder: Path, files: Mapping[str, Digest]) -> list[str]:
         """What is wrong with the files of a checkpoint that this rank reads for all; see digests.misfits."""
@@ -155,8 +165,14 @@ class RankModels:
 
     def load(self, role: str, folder: Path) -> None:
         """See MegatronLearner.load."""
-        self._learners[role].load(folder)
+        self._learner(role).load(folder)
 
     def close(self) -> None:
         """Leave the process groups, after every rank arrived."""
         self._leave()
+
+
+def _held(models: Mapping[str, M], role: str) -> M:
+    if role not in models:
+        raise RLMegatronError(f"this rank holds no {role!r} for what it was asked; it holds {', '.join(models)}")
+    return models[role]

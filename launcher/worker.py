@@ -16,7 +16,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,40 +52,53 @@ def main(connection: Connection, rank: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid != os.getppid():  # killed before that call
         return
-    threading.Thread(target=say_alive, args=(connection,), name="alive", daemon=True).start()
-    run(connection, rank)
+    with telling(connection):
+        threading.Thread(target=say_alive, args=(connection,), name="alive", daemon=True).start()
+        run(connection, rank)
 
 
 def run(connection: Connection, rank: int, store: int | None = None) -> None:
-    """Serve the controller until it asks for the end, hangs up, or something is wrong, which it is told.
+    """Serve the controller until it asks for the end or hangs up. What is wrong is raised.
 
     ``store``: see ``world.join``.
     """
     warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")  # doctor tells
+    import rl_megatron.learner.megatron  # noqa: F401  heavy: done while the controller still prepares
+
     try:
-        import rl_megatron.learner.megatron  # noqa: F401  heavy: done while the controller still prepares
-
-        setup: Setup = messages.unpack(messages.receive(connection))
-        from rl_megatron.observability.log import run_log
-
-        if setup.stacks is not None:
-            name = file_stem(setup.role, rank)
-            stacks.register(setup.stacks / f"{name}.txt", silence=0.45 * setup.config.learner.timeout_seconds)
-        calls: SimpleQueue[messages.Message | None] = SimpleQueue()
-        threading.Thread(target=_hear, args=(connection, calls), name="hear", daemon=True).start()
-        with run_log(setup.run_folder, role="rank" if setup.role == LEARNER else setup.role, rank=rank):
-            worker = (Worker if setup.role == LEARNER else RankModels)(setup, rank, store)
-            tell(connection, "ok", None)
-            _serve(connection, worker, calls)
+        message = messages.receive(connection)
     except EOFError:  # the controller closed the stream
         return
-    except RLMegatronError as error:
-        tell(connection, "refused", error)
-    except Exception as error:  # noqa: BLE001  a process boundary: the controller shows the traceback with the rank
-        tell(connection, "raised" if _machines(error) else "erred", traceback.format_exc())
+    setup: Setup = messages.unpack(message)
+    from rl_megatron.observability.log import run_log
+
+    if setup.stacks is not None:
+        name = file_stem(setup.role, rank)
+        stacks.register(setup.stacks / f"{name}.txt", silence=0.45 * setup.config.learner.timeout_seconds)
+    calls: SimpleQueue[messages.Message | None] = SimpleQueue()
+    threading.Thread(target=_hear, args=(connection, calls), name="hear", daemon=True).start()
+    with run_log(setup.run_folder, role="rank" if setup.role == LEARNER else setup.role, rank=rank):
+        worker = (Worker if setup.role == LEARNER else RankModels)(setup, rank, store)
+        tell(connection, "ok", None)
+        _serve(connection, worker, calls)
 
 
-def _machines(error: Exception) -> bool:
+@contextlib.contextmanager
+def telling(connection: Connection) -> Iterator[None]:
+    """Whatever ends this process or one of its threads is told to the controller: also what is no Exception, as torch
+    raises where a checkpoint fails."""
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001  a process boundary: the controller shows it with the rank
+        with contextlib.suppress(OSError):  # the controller is gone
+            if isinstance(error, RLMegatronError):
+                tell(connection, "refused", error)
+            else:
+                first = traceback.format_exception_only(error)[0].splitlines()[0]
+                tell(connection, "raised" if _machines(error) else "erred", f"{first}\n{traceback.format_exc()}")
+
+
+def _machines(error: BaseException) -> bool:
     """Whether the machine or a peer may be behind it: what NCCL, gloo, CUDA and files raise, but for want of memory."""
     import torch
 
@@ -128,7 +141,7 @@ def tell(connection: Connection, status: str, value: Any) -> None:
 
 def say_alive(connection: Connection) -> None:
     """Each second, with what is done, so that the controller can tell a long step from a hang; until it is gone."""
-    with contextlib.suppress(OSError):  # the controller is gone
+    with telling(connection):
         while True:
             tell(connection, "alive", activity.now())
             stacks.living()
@@ -287,13 +300,13 @@ class Worker(RankModels):
 
     def logits(self, role: str, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
         """See MegatronLearner.logits."""
-        return self._learners[role].logits(micro_batches)
+        return self._learner(role).logits(micro_batches)
 
     def score_with_routes(
         self, role: str, micro_batches: Sequence[Samples]
     ) -> tuple[list[Tensor], list[Tensor]] | None:
         """See MegatronLearner.score_with_routes."""
-        return self._learners[role].score_with_routes(micro_batches)
+        return self._learner(role).score_with_routes(micro_batches)
 
     def close(self) -> None:
         """Leave the process groups, after every rank arrived."""

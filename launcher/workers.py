@@ -14,7 +14,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from launcher import messages, stacks
+from launcher import limits, messages, stacks
 from launcher.naming import LEARNER, called
 from launcher.rank_models import Setup
 from launcher.watchdog import Watchdog
@@ -186,10 +186,10 @@ class WorkerHandle:
             self._failure.report(value, at_once=True)
         elif status == "erred":  # no other node would mend it, and what its peers say is noise
             self._raised = True
-            self._failure.report(WorkerDied(f"{self.who} raised:\n{value}"), at_once=True)
+            self._failure.report(WorkerDied(limits.explained(f"{self.who} raised {value}")), at_once=True)
         else:
             self._raised = True
-            self._died(f"raised:\n{value}", at_once=False)
+            self._died(f"raised {value}", at_once=False)
 
     def _ended(self, ending: Ending) -> None:
         if self._raised or (ending.expected and self._closing):
@@ -197,7 +197,7 @@ class WorkerHandle:
         self._died(ending.how, at_once=ending.killed)
 
     def _died(self, what: str, *, at_once: bool) -> None:
-        self._failure.report(WorkerDied(f"{self.who} {what}"), at_once=at_once, whose=self)
+        self._failure.report(WorkerDied(limits.explained(f"{self.who} {what}")), at_once=at_once, whose=self)
 
     def stop(self) -> None:
         """End the process: let it finish, then kill it, each with a limit."""

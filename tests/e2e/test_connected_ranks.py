@@ -98,7 +98,7 @@ def test_they_serve_the_run_save_for_a_requeue_and_are_named_when_they_die(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     run = place.start("connected", *KEYS, resume=True)
     assert run.end() == 1
-    assert "raised:\n" in run.text()
+    assert ") raised " in run.text()
     assert "KeyError: 'planted'" in run.text()
     assert not list((run.folder / "jobs" / "7-2").glob("failed_node"))  # another node would raise it too
 

@@ -1,17 +1,22 @@
-"""The controller's end of a rank: what it counts as silence."""
+"""Both ends of a rank's stream: what counts as silence, and that the controller hears what ends a rank."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
 import threading
 from collections.abc import Callable, Coroutine
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from launcher import messages
-from launcher.rank_models import Setup
+import pytest
+
+from launcher import limits, messages, worker
+from launcher.rank_models import RankModels, Setup
 from launcher.workers import Ending, Failure, WorkerHandle
+from rl_megatron.errors import CheckpointError, RLMegatronError
 
 
 class _Process:
@@ -72,3 +77,73 @@ def test_only_a_rank_that_was_asked_can_make_no_progress() -> None:
         assert handle.still == 0
 
     _with_a_rank(check)
+
+
+class _Unsound(BaseException):
+    """As torch's CheckpointException, which is no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (_Unsound("no space"), r"rank 0 \(pid 1\) raised .*_Unsound: no space\nTraceback"),
+        (SystemExit(3), r"raised SystemExit: 3\n"),
+        (EOFError("a torn file"), r"raised EOFError: a torn file\n"),
+        (OSError(27, "File too large"), r"(?s)raised OSError: \[Errno 27\] File too large\n.*\(ulimit -f\)$"),
+        (RuntimeError("can't start new thread"), r"(?s)raised RuntimeError.*\(ulimit -u\) or of memory"),
+        (CheckpointError("learner/ is torn"), r"^learner/ is torn$"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_the_controller_hears_whatever_ends_a_rank(error: BaseException, said: str) -> None:
+    async def main() -> None:
+        ours, theirs = Pipe()
+        failure = Failure()
+        handle = WorkerHandle(_Process(ours), failure, None)
+        with worker.telling(theirs):
+            raise error
+        try:
+            await asyncio.wait_for(failure.known, 60)
+        finally:
+            theirs.close()
+            handle.stop()
+
+    with pytest.raises(RLMegatronError, match=said):
+        asyncio.run(main())
+
+
+def test_a_rank_that_can_no_longer_say_that_it_lives_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def living() -> None:
+        raise RuntimeError("unable to start watchdog thread")
+
+    monkeypatch.setattr("launcher.stacks.living", living)
+    ours, theirs = Pipe()
+    worker.say_alive(theirs)
+    theirs.close()
+    heard = []
+    with contextlib.suppress(EOFError):
+        while True:
+            heard.append(messages.unpack(messages.receive(ours)))
+    assert [status for status, _ in heard] == ["alive", "raised"]
+    assert "unable to start watchdog thread" in heard[-1][1]
+
+
+def test_a_rank_answers_for_no_model_that_it_does_not_hold() -> None:
+    """The policy stands for a reference that has no ranks of its own, and for nothing else."""
+    rank = object.__new__(RankModels)
+    rank._scorers, rank._learners = {"policy": cast(Any, "the policy")}, {}
+    assert rank._scorer("reference") == "the policy"
+    for ask in (rank._scorer, rank._learner):
+        with pytest.raises(RLMegatronError, match="holds no 'teacher'"):
+            ask("teacher")
+
+
+def test_the_limit_of_open_files_is_raised_to_the_hard_one() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lower = min(64, before[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lower, before[1]))
+    try:
+        assert limits.raise_open_files() == min(before[1], 1 << 20)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(before[1], 1 << 20), before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

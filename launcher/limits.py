@@ -1,0 +1,34 @@
+"""Limits that the system sets to a process: raised where that is allowed, and named where a process died of one."""
+
+from __future__ import annotations
+
+import resource
+
+_MOST_FILES = 1 << 20  # a hard limit may be none at all, and some programs look at every number below the soft one
+_THREADS = "no thread could be started: raise the limit of processes (ulimit -u) or of memory (ulimit -v)"
+_SIGNS = {
+    "Too many open files": "the limit of open files is reached; raise the hard one (ulimit -Hn), or have fewer ranks a "
+    "machine",
+    "can't start new thread": _THREADS,
+    "unable to start watchdog thread": _THREADS,
+    "File too large": "the limit of a file's size is reached; raise it (ulimit -f)",
+}
+
+
+def raise_open_files() -> int:
+    """Make the soft limit of open files the hard one, for this process and those that it starts; what it is then.
+
+    A rank holds sockets to every other rank in each of its groups, and 1,024 is the usual soft limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def explained(text: str) -> str:
+    """``text``, which a process said at its end, with a line for each limit that it tells of."""
+    signs = dict.fromkeys(what for sign, what in _SIGNS.items() if sign in text)
+    return "\n".join([text, *signs])
