@@ -19,6 +19,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *_layout_problems(config.learner),
         *_transport_problems(config),
         *_batch_problems(config),
+        *_group_problems(config),
         *_server_problems(config.rollout),
         *_quantization_problems(config),
         *_replay_problems(config),
@@ -116,6 +117,35 @@ def _batch_problems(c: RunConfig) -> list[str]:
         out.append("algorithm.preference_beta wants pairs of a group's completions; set rollout.group_size=2 or more")
     if _offline(c) and not pairs:
         out.append("data.rejected_field makes pairs, which algorithm=dpo trains on; set it, or leave the field out")
+    return out
+
+
+def _group_problems(c: RunConfig) -> list[str]:
+    """Of groups that cannot teach, and of those that would be left out although they do."""
+    a, r, out = c.algorithm, c.rollout, []
+    levels = {f"algorithm.advantage_mean={a.advantage_mean}", f"algorithm.advantage_std={a.advantage_std}"}
+    over_group, over_batch = (sorted(key for key in levels if key.endswith(f"={over}")) for over in ("group", "batch"))
+    over_batch += ["algorithm.whiten=true"] if a.whiten and a.credit == "completion" else []
+    if r.group_size == 1 and over_group and a.preference_beta is None:
+        out.append(
+            f"rollout.group_size=1 with {', '.join(over_group)}: a completion is compared with no other, so all "
+            "advantages are 0 and nothing is trained; set rollout.group_size=2 or more, or batch or none for group"
+        )
+    if r.group_size * r.prompts_per_step == 1 and over_batch:
+        out.append(
+            f"rollout.prompts_per_step=1 and rollout.group_size=1 with {', '.join(over_batch)}: the completion is "
+            "compared with no other, so all advantages are 0 and nothing is trained; raise one of the two"
+        )
+    teachers = {
+        "algorithm.credit=gae": a.credit == "gae",
+        f"algorithm.advantage_mean={a.advantage_mean}": a.advantage_mean in {"greedy", "batch", "moving"},
+        f"algorithm.kl.placement={a.kl.placement}": a.kl.coefficient > 0 and a.kl.placement != "loss",
+    }
+    if r.dynamic_sampling != "off" and any(teachers.values()):
+        out.append(
+            f"rollout.dynamic_sampling={r.dynamic_sampling} leaves out groups of equal rewards, from which "
+            f"{', '.join(key for key, does in teachers.items() if does)} learns too; set rollout.dynamic_sampling=off"
+        )
     return out
 
 

@@ -94,9 +94,10 @@ class RolloutSection(Section):
     ignore_eos: bool = False
     """Sample ``max_new_tokens`` whatever is sampled (for measurements)."""
     dynamic_sampling: Literal["off", "refill", "drop"] = "off"
-    """Groups of equal rewards teach nothing: keep them, sample on until the batch is full, or train on the rest."""
+    """Groups of equal rewards, as advantages take them, teach nothing: keep them, sample on until the batch is full, or
+    train on the rest."""
     max_refills: Positive = 8
-    """dynamic_sampling=refill: batches sampled for one step at most."""
+    """dynamic_sampling=refill, drop: batches sampled for one step at most."""
     slots: Positive = 512
     """Sequences an engine replica decodes at once."""
     server: ServerSection = ServerSection()

@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_megatron.algorithms.advantages import group_advantages, moving_baseline, remax_advantages
 from rl_megatron.algorithms.kl import kl_in_sequence_rewards, kl_in_token_rewards, kl_per_token
 from rl_megatron.algorithms.returns import discounted_returns, gae, last_token_rewards, length_adaptive_lambda, whiten
-from rl_megatron.algorithms.segments import segment_sum, sequence_ids
+from rl_megatron.algorithms.segments import differ, segment_sum, sequence_ids
 from rl_megatron.algorithms.shaping import (
     RunningMoments,
     drop_truncated,
@@ -23,6 +23,7 @@ from rl_megatron.algorithms.shaping import (
     score_finished,
 )
 from rl_megatron.config_algorithm import AlgorithmSection
+from rl_megatron.errors import DataError
 from rl_megatron.types import RolloutGroup, Samples
 
 
@@ -41,12 +42,29 @@ class Rewards:
 
     values: Tensor
     memory: Memory
+    greedy: Tensor | None = None  # [groups], of greedy completions, where there are any
 
 
 def shape_rewards(
     groups: Sequence[RolloutGroup], section: AlgorithmSection, memory: Memory, *, max_new_tokens: int
 ) -> Rewards:
-    """Unfinished, overlong, scale, running whitening and clip, in that order; off unless the section asks."""
+    """Unfinished, overlong, scale, running whitening and clip, in that order; off unless the section asks.
+
+    Greedy completions are taken as the others are, but running moments are of the sampled ones.
+    """
+    judged = _judged(groups, section, max_new_tokens)
+    if section.whiten_rewards:
+        memory = replace(memory, reward_moments=memory.reward_moments.update(judged))
+    greedy = [g.greedy for g in groups if g.greedy is not None]
+    return Rewards(
+        values=_bounded(judged, section, memory),
+        memory=memory,
+        greedy=_bounded(_judged(greedy, section, max_new_tokens), section, memory) if greedy else None,
+    )
+
+
+def _judged(groups: Sequence[RolloutGroup], section: AlgorithmSection, max_new_tokens: int) -> Tensor:
+    """Rewards [S] with what is said of each completion by itself."""
     rewards = torch.tensor([r for g in groups for r in g.rewards])
     if section.unfinished_reward is not None:
         rewards = score_finished(rewards, ~truncated(groups), unfinished_reward=section.unfinished_reward)
@@ -55,13 +73,30 @@ def shape_rewards(
         rewards = rewards + overlong_penalty(
             lengths, max_length=max_new_tokens, buffer=section.overlong_buffer, factor=section.overlong_factor
         )
-    rewards = rewards * section.reward_scale
+    return rewards * section.reward_scale
+
+
+def _bounded(rewards: Tensor, section: AlgorithmSection, memory: Memory) -> Tensor:
     if section.whiten_rewards:
-        memory = replace(memory, reward_moments=memory.reward_moments.update(rewards))
         rewards = memory.reward_moments.whiten(rewards)
-    if section.reward_clip is not None:
-        rewards = rewards.clamp(-section.reward_clip, section.reward_clip)
-    return Rewards(values=rewards, memory=memory)
+    bound = section.reward_clip
+    return rewards if bound is None else rewards.clamp(-bound, bound)
+
+
+def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
+    """Whether a group has two different rewards as its advantages take them: what dynamic sampling keeps (DAPO).
+
+    Running moments are left out, which move all rewards alike and would make a choice depend on when it is made.
+    """
+    judged = _judged(groups, section, max_new_tokens)
+    if not section.whiten_rewards:
+        judged = _bounded(judged, section, Memory(kl_coefficient=0.0))
+    return differ(judged, _group_ids(groups)).tolist()
+
+
+def _group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
+    """[S]"""
+    return torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g.rewards) for g in groups]))
 
 
 def truncated(groups: Sequence[RolloutGroup]) -> Tensor:
@@ -91,7 +126,7 @@ def assign_credit(
             penalty = kl_in_token_rewards(penalty, kl, beta=memory.kl_coefficient)
         else:
             values = kl_in_sequence_rewards(values, kl, samples.cu_seqlens, beta=memory.kl_coefficient)
-    advantages = _completion_advantages(groups, values, section, memory)
+    advantages = _completion_advantages(groups, replace(rewards, values=values), section)
     memory = _with_baseline(memory, values, section)
     goes_on = truncated(groups) & (section.unfinished_reward is None)  # a cut that has its reward is an end
     samples = _CREDITS[section.credit](samples, _Credit(advantages, penalty, goes_on, next_values), section)
@@ -163,20 +198,21 @@ _CREDITS: Mapping[str, Callable[[Samples, _Credit, AlgorithmSection], Samples]] 
 }
 
 
-def _completion_advantages(
-    groups: Sequence[RolloutGroup], rewards: Tensor, section: AlgorithmSection, memory: Memory
-) -> Tensor:
-    sizes = torch.tensor([len(g.rewards) for g in groups])
-    if section.advantage_mean == "greedy":
-        greedy = torch.tensor([g.greedy_reward for g in groups]).repeat_interleave(sizes)
-        return remax_advantages(rewards, greedy)
-    mean = section.advantage_mean
+def _completion_advantages(groups: Sequence[RolloutGroup], rewards: Rewards, section: AlgorithmSection) -> Tensor:
+    ids = _group_ids(groups)
+    values, mean, before = rewards.values, section.advantage_mean, rewards.memory.baseline
+    if mean == "greedy":
+        if rewards.greedy is None:
+            raise DataError(
+                "algorithm.advantage_mean=greedy, but these completions came without a greedy one: they were sampled "
+                "before it was set; start anew"
+            )
+        return remax_advantages(values, rewards.greedy[ids])
     if mean == "moving":
-        baseline = float(rewards.double().mean()) if memory.baseline is None else memory.baseline
-        rewards, mean = rewards - baseline, "none"
+        values, mean = values - (float(values.double().mean()) if before is None else before), "none"
     return group_advantages(
-        rewards,
-        torch.repeat_interleave(torch.arange(len(groups)), sizes),
+        values,
+        ids,
         mean=mean,
         std=section.advantage_std,
         leave_one_out=section.leave_one_out,
@@ -204,16 +240,18 @@ def mean_over_completions(values: Tensor, samples: Samples) -> float:
     return float((sums / count.clamp(min=1)).sum() / (count > 0).sum().clamp(min=1))
 
 
-def preference_pairs(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """The best and the worst completion of every group whose rewards differ, in this order: what DPO trains on."""
-    out = []
-    for group in groups:
-        best, worst = (group.rewards.index(choice(group.rewards)) for choice in (max, min))
-        if group.rewards[best] > group.rewards[worst]:
+def preference_pairs(groups: Sequence[RolloutGroup], rewards: Rewards) -> tuple[list[RolloutGroup], Rewards]:
+    """The best and the worst completion of every group whose ``rewards`` differ, in this order: what DPO trains on."""
+    pairs, kept = [], []
+    for group, values in zip(groups, rewards.values.split([len(g.rewards) for g in groups]), strict=True):
+        of_group = values.tolist()
+        best, worst = (of_group.index(choice(of_group)) for choice in (max, min))
+        if of_group[best] > of_group[worst]:
             both = [(group.completions[i], group.texts[i], group.rewards[i]) for i in (best, worst)]
-            completions, texts, rewards = zip(*both, strict=True)
-            out.append(replace(group, completions=completions, texts=texts, rewards=rewards))
-    return out
+            completions, texts, raw = zip(*both, strict=True)
+            pairs.append(replace(group, completions=completions, texts=texts, rewards=raw))
+            kept += [of_group[best], of_group[worst]]
+    return pairs, replace(rewards, values=torch.tensor(kept))
 
 
 def over_right_tokens(samples: Samples) -> Samples:

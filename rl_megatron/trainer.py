@@ -17,6 +17,7 @@ import numpy as np
 
 from rl_megatron.checkpoints import Checkpoint, CheckpointStore, TrainerState, files_of
 from rl_megatron.config import RunConfig
+from rl_megatron.credit import groups_that_differ
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.durable import remove_folder
 from rl_megatron.errors import DataError
@@ -131,7 +132,7 @@ class Trainer:
             self.batches_sampled += 1
             prompts = self.prompts.take(section.prompts_per_step)
             sampled = await self.source.sample(prompts, step=self.batches_sampled)
-            batch = batch.joined(sampled.informative() if informative else sampled)
+            batch = batch.joined(sampled.filtered(self._teaches(sampled)) if informative else sampled)
             if len(batch.groups) >= wanted:
                 return batch.cut(section.prompts_per_step)
         raise DataError(
@@ -140,6 +141,11 @@ class Trainer:
             f"reward (log.txt names them), {batch.filtered_groups} had equal rewards. Mend the reward or the data, or "
             "set rollout.dynamic_sampling=off"
         )
+
+    def _teaches(self, rollouts: RolloutBatch) -> list[bool]:
+        """Of each group."""
+        c = self.config
+        return groups_that_differ(rollouts.groups, c.algorithm, max_new_tokens=c.rollout.max_new_tokens)
 
     def describe(self, rollouts: RolloutBatch) -> Row:
         """What can be said of a rollout batch before training on it; also records sample completions."""
@@ -159,7 +165,7 @@ class Trainer:
             **rollouts.part_means(),
             "groups/dropped": rollouts.dropped_groups,
             "groups/filtered": rollouts.filtered_groups,
-            "groups/zero_advantage_fraction": float(np.mean([len(set(g.rewards)) == 1 for g in groups])),
+            "groups/zero_advantage_fraction": float(np.mean(np.logical_not(self._teaches(rollouts)))),
             "response/length_mean": float(lengths.mean()),
             "response/length_max": int(lengths.max()),
             "response/truncated_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),

@@ -105,7 +105,7 @@ class RolloutGroup:
     completions: tuple[Completion, ...]
     texts: tuple[str, ...]  # completions decoded without special tokens
     rewards: tuple[float, ...]
-    greedy_reward: float | None = None  # of a greedy completion of the prompt, where the baseline asks for it
+    greedy: RolloutGroup | None = None  # one greedy completion of the prompt, where the baseline asks for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

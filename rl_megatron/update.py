@@ -57,16 +57,17 @@ class Update:
 
     async def __call__(self, groups: Sequence[RolloutGroup], step: int, watch: Stopwatch) -> Row:
         """Train on a rollout batch; its metrics. Where no completion beats another there are no pairs to train on."""
-        section = self.config.algorithm
+        section, longest = self.config.algorithm, self.config.rollout.max_new_tokens
         row: Row = {"tokens/train": 0}
+        rewards = shape_rewards(groups, section, self.memory, max_new_tokens=longest)
         if section.preference_beta is not None:
-            groups = preference_pairs(groups)
+            groups, rewards = preference_pairs(groups, rewards)
             row["preference/pairs"] = len(groups)
             if not groups:
+                self.memory = rewards.memory
                 return row
         found = await self._measure(self._samples_of(groups), watch)
         row |= _mismatch_row(found)
-        rewards = shape_rewards(groups, section, self.memory, max_new_tokens=self.config.rollout.max_new_tokens)
         samples, memory = assign_credit(
             found.samples,
             groups,

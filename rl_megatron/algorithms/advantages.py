@@ -68,12 +68,6 @@ def moving_baseline(baseline: float, rewards: Tensor, *, decay: float) -> float:
     return decay * baseline + (1 - decay) * float(_finite(rewards).double().mean())
 
 
-def informative(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Which completions are in a group whose rewards differ, [n] bool: what dynamic sampling keeps (DAPO)."""
-    ids = dense(group_ids)
-    return differ(_finite(rewards).double(), ids)[ids]
-
-
 def _finite(rewards: Tensor) -> Tensor:
     bad = torch.nonzero(~torch.isfinite(rewards)).flatten().tolist()
     if bad:

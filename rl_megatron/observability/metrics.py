@@ -124,7 +124,11 @@ METRICS: Mapping[str, Metric] = _rows(
     ("response/length_max", "tokens", "longest completion"),
     ("response/truncated_fraction", "", "share of completions that reached rollout.max_new_tokens"),
     ("groups/dropped", "groups", "groups left out: over-long prompt or failed reward, where the config says drop"),
-    ("groups/filtered", "groups", "groups of equal rewards left out by rollout.dynamic_sampling"),
+    (
+        "groups/filtered",
+        "groups",
+        "groups of equal rewards, as advantages take them, left out by rollout.dynamic_sampling",
+    ),
     ("groups/zero_advantage_fraction", "", "share of groups whose rewards are all equal and so teach nothing"),
     ("moe/load_imbalance", "", "tokens of the busiest expert over the mean expert, in the worst layer; 1 is balanced"),
     (

@@ -29,13 +29,13 @@ class RolloutBatch:
     reward_sum: float = 0.0  # of these
     reward_errors: int = 0  # completions whose reward raised, was late or was not finite
     dropped_groups: int = 0  # groups left out for it
-    filtered_groups: int = 0  # groups left out because their rewards were equal
+    filtered_groups: int = 0  # groups left out because they teach nothing
     part_sums: Mapping[str, float] = field(default_factory=dict)  # of each part of a weighted reward, unweighted
     part_completions: int = 0  # completions in these: those of num_completions whose every part was finite
 
-    def informative(self) -> RolloutBatch:
-        """Without the groups whose rewards are all equal: their advantages are zero (DAPO, arXiv:2503.14476)."""
-        kept = tuple(group for group in self.groups if len(set(group.rewards)) > 1)
+    def filtered(self, teaches: Sequence[bool]) -> RolloutBatch:
+        """Without the groups that teach nothing (DAPO, arXiv:2503.14476)."""
+        kept = tuple(group for group, does in zip(self.groups, teaches, strict=True) if does)
         return replace(self, groups=kept, filtered_groups=self.filtered_groups + len(self.groups) - len(kept))
 
     def joined(self, other: RolloutBatch) -> RolloutBatch:
@@ -84,7 +84,7 @@ class RolloutSampler:
     reward: RewardSection
     stop_token_ids: tuple[int, ...]
     seed: int
-    greedy_baseline: bool = False  # whether each group also gets the reward of a greedy completion
+    greedy_baseline: bool = False  # whether each group also gets a greedy completion
     routes: bool = False  # whether the engine is asked for those of what is trained on
 
     async def sample(self, prompts: Sequence[Prompt], *, step: int) -> RolloutBatch:
@@ -180,9 +180,9 @@ def _joined_parts(groups: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str
 
 
 def _with_greedy(sampled: _Scored, greedy: _Scored) -> _Scored:
-    """The sampled group with the greedy completion's reward; None where either was dropped."""
+    """The sampled group with the greedy completion; None where either was dropped."""
     errors = sampled.errors + greedy.errors
     if sampled.group is None or greedy.group is None:
         return _Scored(group=None, errors=errors)
-    group = replace(sampled.group, greedy_reward=greedy.group.rewards[0])
+    group = replace(sampled.group, greedy=greedy.group)
     return replace(sampled, group=group, errors=errors)

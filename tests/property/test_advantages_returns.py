@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_megatron.algorithms.advantages import group_advantages, informative, moving_baseline, remax_advantages
+from rl_megatron.algorithms.advantages import group_advantages, moving_baseline, remax_advantages
 from rl_megatron.algorithms.returns import discounted_returns, gae, last_token_rewards, length_adaptive_lambda, whiten
 from rl_megatron.algorithms.segments import discounted_sum, parts
 
@@ -203,8 +203,3 @@ def test_liteppo_takes_the_std_of_all_rewards() -> None:
 def test_baselines_of_remax_and_of_a_moving_mean() -> None:
     assert remax_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 1.0])).tolist() == [0.75, -1.0]
     assert moving_baseline(0.5, torch.tensor([1.0, 0.0, 1.0, 1.0]), decay=0.9) == pytest.approx(0.525)
-
-
-def test_dynamic_sampling_keeps_groups_whose_rewards_differ() -> None:
-    kept = informative(torch.tensor([1.0, 0.1, 0, 0.1, 0.1]), torch.tensor([7, 3, 7, 3, 5]))
-    assert kept.tolist() == [True, False, True, False, False]

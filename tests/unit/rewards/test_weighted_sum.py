@@ -129,7 +129,7 @@ def test_completions_without_a_finite_part_count_for_no_part(
 
 def test_joining_batches_adds_their_parts_and_survives_a_checkpoint() -> None:
     one = RolloutBatch(num_completions=2, part_sums={"a": -3.0, "b": 1.0}, part_completions=2)
-    both = RolloutBatch().joined(one).joined(one).cut(1).informative()
+    both = RolloutBatch().joined(one).joined(one).cut(1).filtered([])
     assert both.part_means() == {"reward/part/a": -1.5, "reward/part/b": 0.5}
     adapter = TypeAdapter(RolloutBatch)
     assert adapter.validate_json(adapter.dump_json(both)) == both

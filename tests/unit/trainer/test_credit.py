@@ -17,6 +17,7 @@ from rl_megatron.credit import (
     Rewards,
     assign_credit,
     explained_variance,
+    groups_that_differ,
     mean_over_completions,
     over_right_tokens,
     preference_pairs,
@@ -24,6 +25,7 @@ from rl_megatron.credit import (
     shape_rewards,
 )
 from rl_megatron.data.samples import to_samples
+from rl_megatron.errors import DataError
 from rl_megatron.types import Completion, FinishReason, Prompt, RolloutGroup, Samples
 
 PROMPT = (1, 2)
@@ -42,7 +44,6 @@ def group(name: str, rewards: list[float], lengths: list[int], finish: FinishRea
         completions=tuple(completion(n, finish) for n in lengths),
         texts=tuple(f"{name}{i}" for i in range(len(lengths))),
         rewards=tuple(rewards),
-        greedy_reward=0.25,
     )
 
 
@@ -84,9 +85,18 @@ def test_group_baseline_gives_every_token_its_completions_advantage() -> None:
     assert found[4] == [0.0, 0.0]
 
 
-def test_greedy_baseline_is_the_greedy_completions_reward() -> None:
-    found = advantages(advantage_mean="greedy", advantage_std="none")
-    assert found == [[0.75] * 3, [-0.25] * 2, [-0.25] * 4, [0.75], [0.75] * 2]
+def test_greedy_baseline_is_the_greedy_completions_reward_as_all_are_taken() -> None:
+    """Scaled, clipped, and judged by its length and its end, too."""
+    wrong, cut = group("wrong", [0.25], [2]), group("cut", [1.0], [4], "length")
+    groups = [replace(GROUPS[0], greedy=wrong), replace(GROUPS[1], greedy=cut)]
+    remax: dict[str, object] = {"advantage_mean": "greedy", "advantage_std": "none"}
+    assert advantages(groups=groups, **remax) == [[0.75] * 3, [-0.25] * 2, [-0.25] * 4, [0.0], [0.0] * 2]
+    halves = advantages(groups=groups, **remax, reward_scale=0.5)
+    assert halves == [[0.375] * 3, [-0.125] * 2, [-0.125] * 4, [0.0], [0.0] * 2]
+    judged = advantages(4, groups, **remax, unfinished_reward=-2.0, overlong_buffer=2, reward_clip=2.5)
+    assert judged == [[0.5 - 0.25] * 3, [-0.25] * 2, [-1.25] * 4, [1 + 2.5], [1 + 2.5] * 2]
+    with pytest.raises(DataError, match="without a greedy one"):
+        advantages(**remax)
 
 
 def test_moving_baseline_is_the_mean_of_the_steps_before() -> None:
@@ -219,9 +229,44 @@ def test_right_completions_tokens_share_the_nll_weight_of_a_minibatch() -> None:
     ]
 
 
+def pairs_of(groups: list[RolloutGroup], **section: object) -> tuple[list[RolloutGroup], Rewards]:
+    algorithm = AlgorithmSection.model_validate(section)
+    return preference_pairs(groups, shape_rewards(groups, algorithm, Memory(kl_coefficient=0.0), max_new_tokens=4))
+
+
+def test_pairs_are_of_the_rewards_that_the_algorithm_takes() -> None:
+    """A cut completion that counts as wrong is nobody's better one, and a long one is worse than a short one."""
+    cut = group("c", [1.0], [4], "length")
+    mixed = group("a", [1.0, 0.0], [4, 2])
+    mixed = replace(mixed, completions=(*cut.completions, mixed.completions[1]))
+    assert len(pairs_of([mixed])[0]) == 1
+    assert pairs_of([mixed], unfinished_reward=0.0)[0] == []
+    (turned,), rewards = pairs_of([mixed], unfinished_reward=-1.0)
+    assert [c.finish_reason for c in turned.completions] == ["stop", "length"]
+    assert (turned.rewards, rewards.values.tolist()) == ((0.0, 1.0), [0.0, -1.0])
+    (long,), _ = pairs_of([group("b", [1.0, 1.0], [4, 2])], overlong_buffer=2)
+    assert [len(c.token_ids) for c in long.completions] == [2, 4]
+
+
+def test_groups_differ_by_the_rewards_that_the_algorithm_takes() -> None:
+    cut, plain = group("c", [1.0, 0.0], [4, 4], "length"), group("a", [1.0, 0.0], [2, 2])
+    equal, long = group("e", [1.0, 1.0], [2, 2]), group("l", [1.0, 1.0], [4, 2])
+    groups = [cut, plain, equal, long]
+
+    def differing(**section: object) -> list[bool]:
+        return groups_that_differ(groups, AlgorithmSection.model_validate(section), max_new_tokens=4)
+
+    assert differing() == [True, True, False, False]
+    assert differing(unfinished_reward=0.0) == [False, True, False, False]
+    assert differing(overlong_buffer=2) == [True, True, False, True]
+    assert differing(overlong_buffer=2, reward_clip=0.5)[1:] == [True, False, True]
+    assert differing(reward_clip=0.5, whiten_rewards=True) == [True, True, False, False]
+
+
 def test_pairs_are_the_best_and_the_worst_of_groups_that_differ() -> None:
-    (pair,) = preference_pairs([group("a", [0.0, 1.0, -1.0], [3, 2, 4]), GROUPS[1]])
+    (pair,), rewards = pairs_of([group("a", [0.0, 1.0, -1.0], [3, 2, 4]), GROUPS[1]])
     assert pair.rewards == (1.0, -1.0)
+    assert rewards.values.tolist() == [1.0, -1.0]
     assert pair.texts == ("a1", "a2")
     assert [len(c.token_ids) for c in pair.completions] == [2, 4]
 
