@@ -5,8 +5,10 @@ Every rank calls both functions; the caller owns the folder's atomicity (learner
 
 from __future__ import annotations
 
+import os
 import queue
 import re
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from rl_megatron.digests import Digest, digests
 from rl_megatron.errors import CheckpointError
@@ -35,6 +38,9 @@ _METADATA = {
 }
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")  # of a rank's shards, as torch's FileSystemWriter names them
+
+_NAMED = 5  # at most, of many tensors
+_PROBE_BYTES = 4 << 20
 
 # Megatron's queue lives in a process of its own, which outlives a killed rank.
 filesystem_async._results_queue = queue.SimpleQueue()
@@ -65,13 +71,29 @@ def _sharded_state(
     chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, *, loading: bool
 ) -> dict[str, Any]:
     create_state(optimizer)
-    state: dict[str, Any] = {
-        _key(i, len(chunks)): _inner(chunk).sharded_state_dict(metadata=dict(_METADATA))
-        for i, chunk in enumerate(chunks)
-    }
+    state: dict[str, Any] = {_key(i, len(chunks)): _weights(chunk) for i, chunk in enumerate(chunks)}
     models = state["model"] if len(chunks) == 1 else dict(state)
     state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=loading, metadata=dict(_METADATA))
     return state
+
+
+def _weights(chunk: Any, without: str | None = None) -> dict[str, Any]:
+    """The parameters and buffers of a chunk that a checkpoint holds, but for names that begin with ``without``."""
+    found = _inner(chunk).sharded_state_dict(metadata=dict(_METADATA)).items()
+    return {name: part for name, part in found if not _left_out(name, without)}
+
+
+def _left_out(name: str, without: str | None) -> bool:
+    """TransformerEngine's state of fp8, which nothing here trains in, is in no checkpoint: torch's layers have none."""
+    return "_extra_state" in name or bool(without and name.startswith(without))
+
+
+def _fill(chunk: Any, state: dict[str, Any], where: str, without: str | None = None) -> None:
+    """Raises CheckpointError where parameters or buffers are left over, in ``state`` or in the chunk."""
+    keys = _inner(chunk).load_state_dict(state, strict=False)
+    missing = [name for name in keys.missing_keys if not _left_out(name, without)]
+    if missing or keys.unexpected_keys:
+        raise CheckpointError(f"{where}: missing {missing[:_NAMED]}, unknown {keys.unexpected_keys[:_NAMED]}")
 
 
 def _key(index: int, count: int) -> str:
@@ -87,12 +109,21 @@ def _inner(chunk: Any) -> Any:
 
 def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> dict[str, Digest]:
     """Write this rank's shards into ``folder`` (which exists); the digest of each file that is this rank's, by name."""
-    dist_checkpointing.save(
-        _sharded_state(chunks, optimizer, loading=False),
-        str(folder),
-        sharded_strategy=_SaveInProcess("torch_dist", 1, thread_count=1),
-        content_metadata=dict(_METADATA),
-    )
+    try:
+        dist_checkpointing.save(
+            _sharded_state(chunks, optimizer, loading=False),
+            str(folder),
+            sharded_strategy=_SaveInProcess("torch_dist", 1, thread_count=1),
+            content_metadata=dict(_METADATA),
+        )
+    except (CheckpointException, OSError, RuntimeError) as error:
+        why = _why_not_written(folder, error)
+        if why is None:  # a peer knows
+            raise RuntimeError(f"{folder} could not be written: {_told(error)}") from error
+        raise CheckpointError(
+            f"{folder} cannot be written: {why}; make room or raise the quota, then --resume goes on from the "
+            "checkpoint before"
+        ) from error
     return digests(folder, _own_files(folder, dist.get_rank()))
 
 
@@ -102,31 +133,53 @@ def _own_files(folder: Path, rank: int) -> list[str]:
     return [name for name, shard in shards.items() if rank == (int(shard[1]) if shard else 0)]
 
 
+def _why_not_written(folder: Path, error: BaseException) -> str | None:
+    """What the file system says of a save that failed; torch's zip writer hides it, so it is asked again."""
+    for one in _causes(error):
+        if isinstance(one, OSError) and one.strerror:
+            return one.strerror
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(_PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as said:
+        return said.strerror
+    return None
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """What every rank raised, as far as it is known here."""
+    return [one for one, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+
+
+def _told(error: BaseException) -> str:
+    """The first cause's last words, without torch's stacks."""
+    return (str(next(iter(_causes(error)), "another rank failed")).strip().splitlines() or [type(error).__name__])[0]
+
+
 def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, without: str | None = None) -> None:
     """Fill the model alone from ``folder``, leaving names that begin with ``without``. Raises CheckpointError."""
     for i, chunk in enumerate(chunks):
-        model = _inner(chunk)
-        wanted = {
-            name: part
-            for name, part in model.sharded_state_dict(metadata=dict(_METADATA)).items()
-            if not name.endswith("_extra_state") and not (without and name.startswith(without))
-        }
-        try:
-            state = dist_checkpointing.load({"model": wanted}, str(folder))
-        except (CheckpointingException, OSError, RuntimeError, KeyError) as error:
-            raise CheckpointError(f"{folder}: megatron cannot load these shards into chunk {i}: {error}") from error
+        state = _read({"model": _weights(chunk, without)}, folder, f"chunk {i}")
         with torch.no_grad():
-            model.load_state_dict(state["model"], strict=False)
+            _fill(chunk, state["model"], f"{folder}, chunk {i}", without)
 
 
 def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Fill model and optimizer from ``folder``. Raises CheckpointError where shards are missing or do not fit."""
-    wanted = _sharded_state(chunks, optimizer, loading=True)
-    try:
-        state = dist_checkpointing.load(wanted, str(folder))
-    except (CheckpointingException, OSError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"{folder}: megatron cannot load these shards into this layout: {error}") from error
+    state = _read(_sharded_state(chunks, optimizer, loading=True), folder, "this layout")
     with torch.no_grad():
         for i, chunk in enumerate(chunks):
-            _inner(chunk).load_state_dict(state[_key(i, len(chunks))])
+            _fill(chunk, state[_key(i, len(chunks))], f"{folder}, chunk {i}")
         optimizer.load_state_dict(state["optimizer"])
+
+
+def _read(wanted: dict[str, Any], folder: Path, into: str) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+    except (CheckpointException, CheckpointingException, OSError, RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder}: megatron cannot load these shards into {into}: {_told(error)[:1000]}"
+        ) from error
+    return state
