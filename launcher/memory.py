@@ -128,13 +128,16 @@ def check(config: RunConfig, shape: ModelShape) -> Memory | None:
 def learner_layout(config: RunConfig, shape: ModelShape) -> Layout:
     """Where the learner's ranks hold the model. Raises ConfigError naming each size that a degree does not divide."""
     learner = config.learner
-    return megatron_layout(
-        shape,
-        learner.dims,
-        vocab_multiple=learner.vocab_multiple,
-        first=learner.first_stage_layers,
-        last=learner.last_stage_layers,
-    )
+    try:
+        return megatron_layout(
+            shape,
+            learner.dims,
+            vocab_multiple=learner.vocab_multiple,
+            first=learner.first_stage_layers,
+            last=learner.last_stage_layers,
+        )
+    except ConfigError as error:  # it is about any layout, and knows no keys
+        raise ConfigError("\n".join(f"learner: {line}" for line in str(error).splitlines())) from error
 
 
 def elements(layout: Layout, stage: int) -> Elements:

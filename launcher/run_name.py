@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +12,20 @@ from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError
 
 
+def from_file(stem: str) -> str:
+    """What ``run.name`` may be, nearest to the name of a configuration's file: ``my-run`` of ``my run.yaml``."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:100] or "run"
+
+
 def choose(config: RunConfig, config_name: str, *, resume: bool) -> RunConfig:
     """The config with a run name: as given, or the config's name and the first free number (resume: the last taken).
+
+    ``config_name`` is the stem of the configuration's file.
 
     Raises ConfigError where a new run would meet an old folder or a resume finds none.
     """
     root, name = config.run.dir, config.run.name
+    config_name = from_file(config_name)
     if name is None:
         names = [config_name if i == 1 else f"{config_name}-{i}" for i in range(1, 10_000)]
         taken = [n for n in names if (root / n).exists()]

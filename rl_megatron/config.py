@@ -18,14 +18,14 @@ from rl_megatron.config_learner import LearnerSection, RolesSection
 from rl_megatron.config_reward import RewardSection
 from rl_megatron.config_rollout import RolloutSection
 from rl_megatron.config_slurm import SlurmSection
-from rl_megatron.config_types import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from rl_megatron.config_types import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 from rl_megatron.config_weights import WeightsSection
 
 
 class RunSection(Section):
     """Where a run writes: ``<dir>/<name>/``. Without a name, the config's name and a free number are taken."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)] | None = None
     """Folder name of the run."""
     dir: Path = Path("runs")
     """Where run folders are made."""
@@ -108,7 +108,7 @@ class EvalSection(Section):
     """Steps between evaluations; 0: only before the first step and after the last."""
     temperature: NonNegativeFloat = 0.0
     """Of evaluation; 0 is greedy."""
-    success_reward: float = 1.0
+    success_reward: Finite = 1.0
     """Least reward of a right answer."""
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rl_megatron.config_types import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from rl_megatron.config_types import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 
 class OptimizerSection(Section):
@@ -171,7 +171,7 @@ class AlgorithmSection(Section):
     """The penalty of a completion of full length."""
     drop_truncated: bool = False
     """Whether completions cut at rollout.max_new_tokens are left out of the loss."""
-    unfinished_reward: float | None = None
+    unfinished_reward: Finite | None = None
     """What a completion cut at rollout.max_new_tokens gets in place of its reward, when given; with credit=gae the cut
     is then an end, else the critic's value of what would have come is added."""
     old_logprobs: Literal["learner", "rollout", "interpolated"] = "learner"

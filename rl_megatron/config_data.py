@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from rl_megatron.config_types import Positive, Section
 class ArithmeticData(Section):
     """Made on the spot: sums ``37+08=`` with the answer ``540``, lowest digit first, split by problem."""
 
+    instead: ClassVar[str] = "data.type=arithmetic makes its own problems; add data=gsm8k to read files"
     type: Literal["arithmetic"] = "arithmetic"
     digits: Annotated[int, Field(ge=1, le=6)] = 2
     """Digits of the largest addend."""
@@ -23,6 +24,7 @@ class ArithmeticData(Section):
 class FileData(Section):
     """Your own problems: .jsonl or .parquet files, one object a row, field names by config."""
 
+    instead: ClassVar[str] = "data.type=files reads problems from files; add data=arithmetic to have sums made"
     type: Literal["files"]
     train: Path
     """Problems to train on."""

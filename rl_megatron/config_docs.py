@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_megatron.config import RunConfig
+from rl_megatron.config_types import MAX_INTEGER
 
 Schema = Mapping[str, Any]  # a JSON schema, as pydantic makes it
 Cells = tuple[str, ...]
@@ -27,7 +28,8 @@ rl-megatron train algorithm=cispo learner.tp=2 train.steps=50
 - `group=name` puts `conf/<group>/<name>.yaml` in the place of a whole section, whatever it held before; the files of
   `conf/rollout/` start with `defaults: [_section_]` and change only the keys that they name.
 - `defaults: [base, {algorithm: gspo}]` in a YAML file starts from other files.
-- Files are YAML 1.2: `3e-4` is a number, `off` and `no` are text, a key that is given twice is an error.
+- Files are YAML 1.2: `3e-4` is a number, `off` and `no` are text, a key that is given twice is an error. There are no
+  aliases (`*name`): a value is written where it stands.
 - `null` stands for "not given".
 
 Everything that is wrong is said at once, with the key, its value, what is allowed and the nearest key there is. The
@@ -94,7 +96,7 @@ def _kind(field: Schema) -> str:
     if field.get("format") == "path":
         return "path"
     signs = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"))
-    limits = ", ".join(f"{sign} {field[name]}" for name, sign in signs if name in field)
+    limits = ", ".join(f"{s} {field[name]}" for name, s in signs if field.get(name, MAX_INTEGER) != MAX_INTEGER)
     return f"{_WORDS[field['type']]} {limits}".strip()
 
 

@@ -7,21 +7,29 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rl_megatron.config import RunConfig
+from rl_megatron.config_types import Section
 
 _MOST_SHOWN = 60  # characters of a value
+_MOST_KEY = 80  # characters of a key
+_MOST_KEYS = 10  # of a section; else the nearest of them
 
 
 class _Place(NamedTuple):
     """Where an error is: ``variants`` are the sections, by tag, between which a tag has not chosen yet."""
 
     key: str
-    section: type[BaseModel] | None
-    variants: Mapping[str, type[BaseModel]]
+    section: type[Section] | None
+    variants: Mapping[str, type[Section]]
+    others: Mapping[str, type[Section]]  # the sections, by tag, that could stand in the place of this one
+
+    @property
+    def shown(self) -> str:
+        """The key, cut to what fits a line."""
+        return _cut(self.key, _MOST_KEY)
 
 
 def explain(errors: Sequence[ErrorDetails]) -> list[str]:
@@ -35,54 +43,81 @@ def explain(errors: Sequence[ErrorDetails]) -> list[str]:
         elif (line := _structural(error, place)) is not None:
             lines.append(line)
         else:
-            allowed.setdefault(f"{place.key}={shorten(error['input'])}", []).append(_allowed(error))
+            allowed.setdefault(f"{place.shown}={shorten(error['input'])}", []).append(_allowed(error))
     return lines + [f"{shown}: must be {' or '.join(texts)}" for shown, texts in allowed.items()]
 
 
 def near_miss(given: str, names: Iterable[str]) -> str:
     """``" (did you mean 'x'?)"`` for the nearest of ``names``, or nothing where none is near."""
-    return _did_you_mean(difflib.get_close_matches(given, list(names), n=1))
+    return did_you_mean(difflib.get_close_matches(given, list(names), n=1))
 
 
 def shorten(value: object) -> str:
     """Its repr, cut to what fits a line."""
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+    return _cut(repr(value), _MOST_SHOWN)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """``" (did you mean 'x' or 'y'?)"``, or nothing where there are none."""
+    return f" (did you mean {' or '.join(map(repr, names))}?)" if names else ""
 
 
 def not_a_section(key: str, value: object) -> str:
     """The line for a single value where a section with keys of its own belongs."""
-    keys = _keys_of(_locate(key.split(".")))
-    return f"{key}={shorten(value)}: a section, not one value; set {key}.<key>=<value>{keys}"
+    place = _locate(key.split("."))
+    given, keys = f"{place.shown}={shorten(value)}", _keys_of(place, "")
+    return f"{given}: a section, not one value; set {place.shown}.<key>=<value>{keys}"
 
 
 def _structural(error: ErrorDetails, place: _Place) -> str | None:
     """The line for a key that is unknown, missing or of the wrong kind; None where the value itself is wrong."""
     match error["type"]:
         case "extra_forbidden":
-            return f"{place.key}={shorten(error['input'])}: no such key{_near_key(place)}{_keys_of(place)}"
+            given = f"{place.shown}={shorten(error['input'])}"
+            keys = _keys_of(place, place.key.rpartition(".")[2])
+            return _of_another(place, given) or f"{given}: no such key{_near_key(place)}{keys}"
         case "missing":
-            return f"{place.key}: required, but not given; add {place.key}=<value>"
+            return f"{place.shown}: required, but not given; add {place.shown}=<value>"
         case "model_type" | "model_attributes_type":
             return not_a_section(place.key, error["input"])
         case "union_tag_not_found":
             tag = error["ctx"]["discriminator"].strip("'")
-            return f"{place.key}.{tag}: required, but not given; one of: {', '.join(place.variants)}"
+            return f"{place.shown}.{tag}: required, but not given; one of: {', '.join(place.variants)}"
         case "union_tag_invalid":
-            tag, given = error["ctx"]["discriminator"].strip("'"), error["ctx"]["tag"]
-            near = near_miss(given, place.variants)
-            return f"{place.key}.{tag}={given!r}: no such choice{near}; one of: {', '.join(place.variants)}"
+            tag, choice = error["ctx"]["discriminator"].strip("'"), error["ctx"]["tag"]
+            near = near_miss(choice, place.variants)
+            return f"{place.shown}.{tag}={shorten(choice)}: no such choice{near}; one of: {', '.join(place.variants)}"
     return None
 
 
 def _allowed(error: ErrorDetails) -> str:
     """What may stand in the place of a bad value, to follow "must be"."""
-    text = re.sub(r"^(Input|String|Value) should (be )?", "", error["msg"]).split(", unable to parse")[0]
+    match error["type"]:
+        case "string_pattern_mismatch":
+            return f"text that matches {error['ctx']['pattern']}"
+        case "string_too_long":
+            return f"text of at most {error['ctx']['max_length']} characters"
+        case "int_parsing_size":
+            return "a valid integer of 64 bits"
+        case "path_type":
+            return "a path, as text"
+    text = re.sub(r"^(Input|String|Value) should (be )?", "", error["msg"]).split(", unable to ")[0]
     if error["type"] == "string_type":
         return f"{text}; on the command line, quotes inside quotes make it one, as in \"'1'\""
     if error["type"] == "literal_error":
         return text + near_miss(str(error["input"]), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
     return text
+
+
+def _of_another(place: _Place, given: str) -> str | None:
+    """The line for a key that another of the sections has that could stand there; None where none has."""
+    name = place.key.rpartition(".")[2]
+    elsewhere = any(name in section.model_fields for section in place.others.values())
+    return f"{given}: {place.section.instead}" if place.section and elsewhere else None
 
 
 def _near_key(place: _Place) -> str:
@@ -95,20 +130,23 @@ def _near_key(place: _Place) -> str:
     if name not in everywhere and place.section:
         beside = difflib.get_close_matches(name, place.section.model_fields, n=1)
         if beside:
-            return _did_you_mean([section + dot + beside[0]])
+            return did_you_mean([section + dot + beside[0]])
     nearest = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.65)
-    return _did_you_mean(everywhere[nearest[0]] if nearest else [])
+    return did_you_mean(everywhere[nearest[0]] if nearest else [])
 
 
-def _did_you_mean(names: Sequence[str]) -> str:
-    return f" (did you mean {' or '.join(map(repr, names))}?)" if names else ""
+def _keys_of(place: _Place, name: str) -> str:
+    """The keys of the section, or where these are many the nearest to ``name``."""
+    if place.section is None:
+        return ""
+    names = list(place.section.model_fields)
+    if len(names) <= _MOST_KEYS:
+        return f"; keys: {', '.join(names)}"
+    near = difflib.get_close_matches(name, names, n=5, cutoff=0.4) if name else []
+    return f"; near: {', '.join(near)}" if near else f"; all {len(names)} keys are in docs/configuration.md"
 
 
-def _keys_of(place: _Place) -> str:
-    return f"; keys: {', '.join(place.section.model_fields)}" if place.section else ""
-
-
-def _dotted(section: type[BaseModel], above: str = "") -> Iterator[str]:
+def _dotted(section: type[Section], above: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield above + name
         inner, variants = _inside(field)
@@ -120,24 +158,26 @@ def _dotted(section: type[BaseModel], above: str = "") -> Iterator[str]:
 def _locate(loc: Iterable[int | str]) -> _Place:
     """The key of pydantic's location, which also counts the tags of unions, and the section it reaches or stands in."""
     keys: list[str] = []
-    section: type[BaseModel] | None = RunConfig
-    variants: Mapping[str, type[BaseModel]] = {}
+    section: type[Section] | None = RunConfig
+    variants: Mapping[str, type[Section]] = {}
+    others: Mapping[str, type[Section]] = {}
     for part in map(str, loc):
         if part in variants:
-            section, variants = variants[part], {}
+            section, others, variants = variants[part], {t: s for t, s in variants.items() if t != part}, {}
             continue
         if section is None:
             break  # an alternative of a union of single values
-        keys.append(part)
+        if part != "[key]":  # of a mapping, which stands before it
+            keys.append(part)
         if part in section.model_fields:
-            section, variants = _inside(section.model_fields[part])
-    return _Place(".".join(keys), section, variants)
+            (section, variants), others = _inside(section.model_fields[part]), {}
+    return _Place(".".join(keys), section, variants, others)
 
 
-def _inside(field: FieldInfo) -> tuple[type[BaseModel] | None, Mapping[str, type[BaseModel]]]:
+def _inside(field: FieldInfo) -> tuple[type[Section] | None, Mapping[str, type[Section]]]:
     """The section a field holds, or None and the sections it chooses between; (None, {}) for a single value."""
     kinds = (field.annotation, *get_args(field.annotation))
-    sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
     if isinstance(field.discriminator, str):
         tag = field.discriminator
         return None, {get_args(s.model_fields[tag].annotation)[0]: s for s in sections}

@@ -3,35 +3,28 @@
 ``group=name`` puts conf/<group>/<name>.yaml in the place of that section, whole; ``a.b=v`` sets one value; groups are
 chosen first, wherever they stand. A YAML file may start from others with ``defaults: [base, {group: name}]``; a group's
 file that starts from ``_section_`` is laid over the section as it stood. Defaults of keys live in config.py alone, and
-what the schema says of a bad value is put into words by config_errors.py.
-
-YAML here is YAML 1.2's core schema, not PyYAML's 1.1: ``3e-4`` is a number, ``off`` and ``no`` are text, and a key that
-is given twice is an error.
+what the schema says of a bad value is put into words by config_errors.py; config_yaml.py reads YAML.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from rl_megatron import config_yaml
 from rl_megatron.config import RunConfig
-from rl_megatron.config_errors import explain, near_miss, not_a_section, shorten
+from rl_megatron.config_errors import did_you_mean, explain, near_miss, not_a_section, shorten
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
 
 _CONF = Path(__file__).resolve().parent.parent / "conf"
-_CORE_SCHEMA = (  # tag, spelling, first characters
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("int", r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
-    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan", "-+.0123456789"),
-)
+_MAX_FILES = 100  # that defaults may lead to
+_MAX_LINES = 30  # of an error
+_MAX_LINE = 1000  # characters of a line
 
 
 def load(name: str, overrides: Sequence[str], root: Path | None = None) -> RunConfig:
@@ -41,21 +34,23 @@ def load(name: str, overrides: Sequence[str], root: Path | None = None) -> RunCo
     wrong at once: files, YAML, overrides, keys and values; rules between keys are checked once each value is good.
     """
     root = root or _CONF
+    if problem := config_yaml.text_problem(name):
+        raise ConfigError(f"--config {shorten(name)}: {problem}")
     composer = _Composer(root)
     is_path = Path(name).suffix in {".yaml", ".yml"}
     tree = composer.compose(Path(name) if is_path else root / f"{name}.yaml")
-    groups = {path.parent.name for path in root.glob("*/*.yaml")}
     values: list[tuple[str, object]] = []
     for item in overrides:
         key, equals, text = item.partition("=")
-        if not equals or not all(key.split(".")):
-            composer.problems.append(
-                f"{item!r}: not an override; write section.key=value, or group=name with a group of: {_listed(groups)}"
-            )
-        elif key in groups:
+        parts = key.split(".")
+        if problem := config_yaml.text_problem(item):
+            composer.problems.append(f"{shorten(item)}: {problem}")
+        elif not equals or not all(parts) or len(parts) > config_yaml.MAX_DEPTH:
+            composer.problems.append(f"{shorten(item)}: not an override{composer.hint(item)}")
+        elif key in composer.groups:
             composer.choose(tree, key, text)
         else:
-            values.append((key, _scalar(text)))
+            values.append((key, config_yaml.scalar(text)))
     for key, value in values:
         composer.put(tree, key, value)
     try:
@@ -63,14 +58,13 @@ def load(name: str, overrides: Sequence[str], root: Path | None = None) -> RunCo
     except ValidationError as error:
         composer.problems += explain([e for e in error.errors() if not composer.is_consequence(e)])
     if composer.problems:
-        raise ConfigError("\n".join(composer.problems))
+        raise ConfigError(_bounded(composer.problems))
     return config
 
 
 def save_resolved(config: RunConfig, path: Path) -> None:
     """Write every key, defaults too, so that ``load(str(path), [])`` gives an equal config. Atomic."""
-    text = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    write_atomically(path, text.encode("utf-8"))
+    write_atomically(path, config_yaml.write(config.model_dump(mode="json")).encode())
 
 
 class _Composer:
@@ -78,7 +72,9 @@ class _Composer:
 
     def __init__(self, root: Path) -> None:
         self.problems: list[str] = []
+        self.groups = {path.parent.name: path.parent for path in sorted(root.glob("*/*.yaml"))}
         self._root = root
+        self._files = 0  # that were asked for
         self._unread: set[str] = set()  # sections whose file could not be read
 
     def compose(
@@ -97,12 +93,14 @@ class _Composer:
                     base = _merged(base, section)
                 case str():
                     beside = path.parent / f"{entry}.yaml"
-                    parent = beside if beside.is_file() else self._root / f"{entry}.yaml"
+                    parent = beside if _is_file(beside) else self._root / f"{entry}.yaml"
                     base = _merged(base, self.compose(parent, (*above, path)))
                 case dict() if len(entry) == 1 and isinstance(next(iter(entry.values())), str):
                     self.choose(base, *next(iter(entry.items())))
                 case _:
-                    self.problems.append(f"{path}: defaults: {entry!r} is neither a config's name nor {{group: name}}")
+                    self.problems.append(
+                        f"{path}: defaults: {shorten(entry)} is neither a config's name nor {{group: name}}"
+                    )
         return _merged(base, tree)
 
     def choose(self, tree: dict[str, Any], group: str, choice: str) -> None:
@@ -118,13 +116,24 @@ class _Composer:
             inner = tree.setdefault(section, {})
             if not isinstance(inner, dict):
                 above = ".".join(sections[:depth])
-                self.problems.append(f"{key}={shorten(value)}: {above}={shorten(inner)} is one value, without keys")
+                self.problems.append(
+                    f"{key:.80}={shorten(value)}: {above:.80}={shorten(inner)} is one value, without keys"
+                )
                 return
             tree = inner
         if isinstance(tree.get(leaf), dict):
             self.problems.append(not_a_section(key, value))
         else:
             tree[leaf] = value
+
+    def hint(self, item: str) -> str:
+        """How an argument that is no override may have been meant."""
+        meant = [f"{group}={item}" for group, folder in self.groups.items() if _is_file(folder / f"{item}.yaml")]
+        if _is_file(self._root / f"{item}.yaml"):
+            meant.append(f"--config {item}")
+        return (
+            did_you_mean(meant) or f"; write section.key=value, or group=name with a group of: {_listed(self.groups)}"
+        )
 
     def is_consequence(self, error: ErrorDetails) -> bool:
         """Whether the schema complains only because a file is missing from the tree."""
@@ -134,18 +143,20 @@ class _Composer:
         return in_unread and error["type"] in {"missing", "extra_forbidden", "union_tag_not_found"}
 
     def _read(self, path: Path, above: tuple[Path, ...], asked: str) -> dict[str, Any]:
+        self._files += 1
         problem = ""
         if path in above:
             problem = f"defaults lead in a circle: {' -> '.join(p.stem for p in (*above, path))}"
-        elif not path.is_file():
-            names = {p.stem for p in path.parent.glob("[!.]*.yaml")}
+        elif self._files > _MAX_FILES:
+            problem = f"defaults lead to more than {_MAX_FILES} files"
+        elif not _is_file(path):
+            names = _names_beside(path)
             problem = f"no such file{near_miss(path.stem, names)}; one of: {_listed(names)}"
         else:
             try:
-                with path.open(encoding="utf-8") as stream:
-                    tree = yaml.load(stream, Loader=_Loader)  # a SafeLoader
-            except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-                problem = f"cannot be read: {error}"
+                tree = config_yaml.read(path)
+            except ConfigError as error:
+                problem = str(error)
             else:
                 if isinstance(tree, dict):
                     return tree
@@ -159,49 +170,35 @@ class _Composer:
         return {}
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's core schema; a key is text and is given once."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        out: dict[Hashable, Any] = {}
-        for key_node, value_node in node.value:
-            key = str(self.construct_object(key_node, deep=True))
-            if key in out:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-            out[key] = self.construct_object(value_node, deep=True)
-        return out
-
-
-class _Dumper(yaml.SafeDumper):
-    """Puts quotes around text that YAML 1.1 or 1.2 would take for something else."""
-
-
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _spelling, _first in _CORE_SCHEMA:
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_spelling})\Z"), list(_first))
-
-
-def _scalar(text: str) -> object:
-    """An override's value: text in quotes, or else what the whole of it is as a plain YAML scalar.
-
-    Never a list, a mapping or a comment, so that ``data.prompt_template={prompt} #`` needs no escapes.
-    """
-    if text[:1] not in {'"', "'"} and not any(re.fullmatch(spelling, text) for _, spelling, _ in _CORE_SCHEMA):
-        return text
-    try:
-        value: object = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
-        return text
-    return text if isinstance(value, dict) else value
-
-
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(out.get(key), dict)
         out[key] = _merged(out[key], value) if both else value
     return out
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # as where its name is too long for the file system
+        return False
+
+
+def _names_beside(path: Path) -> set[str]:
+    """Of the configurations in the file's folder, where there is one."""
+    try:
+        return {p.stem for p in path.parent.glob("[!.]*.yaml")}
+    except OSError:
+        return set()
+
+
+def _bounded(problems: Sequence[str]) -> str:
+    """A line each; the first of many, both ends of long ones."""
+    half = _MAX_LINE // 2
+    lines = [p if len(p) <= _MAX_LINE else f"{p[:half]}...{p[-half:]}" for p in problems[:_MAX_LINES]]
+    more = len(problems) - _MAX_LINES
+    return "\n".join([*lines, *([f"... and {more} more"] if more > 0 else [])])
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from rl_megatron.config_algorithm import OptimizerSection
@@ -55,8 +56,8 @@ class LearnerSection(Section):
     def dims(self) -> ParallelDims:
         """All degrees. etp defaults to tp without expert parallelism, else 1; dp to the least that fits ep*etp."""
         etp = self.etp or (self.tp if self.ep == 1 else 1)
-        inner = self.tp * self.cp
-        dp = self.dp or next(d for d in range(1, self.ep * etp + 1) if inner * d % (self.ep * etp) == 0)
+        experts = self.ep * etp
+        dp = self.dp or experts // math.gcd(experts, self.tp * self.cp)
         return ParallelDims(tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=etp, cp=self.cp, dp=dp)
 
     @property

@@ -39,7 +39,7 @@ class FormatSection(Section):
     def _compiles(cls, pattern: str | None) -> str | None:
         try:
             re.compile(pattern or "")
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"reward.format.pattern={pattern!r}: not a regular expression: {error}") from error
         return pattern
 
@@ -100,7 +100,7 @@ class RewardSection(Section):
     function: str = _DEFAULT
     """exact_match, final_number, math_verify, format, length, an http(s) URL, hf:<folder>, or module:function."""
     parts: Mapping[PartName, RewardPart] = Field(default_factory=dict)
-    on_error: Literal["fail", "drop"] | float = "fail"
+    on_error: Literal["fail", "drop"] | Finite = "fail"
     """When a reward raises, is late or is not finite: end the run, drop the group, or score this."""
     timeout_seconds: PositiveFloat = 60.0
     """How long one call of the function may take."""

@@ -21,7 +21,7 @@ class ServerSection(Section):
     """Servers to start."""
     tp: Positive = 1
     """Tensor-parallel degree of each."""
-    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    memory_fraction: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] | None = None
     """Share of a GPU's memory that a server takes, weights and cache, so that the learner fits beside it; null: the
     engine's default, nearly all."""
     options: str | None = None
@@ -83,7 +83,7 @@ class RolloutSection(Section):
     """Completions of each prompt."""
     temperature: PositiveFloat = 1.0
     """Of sampling, and of the learner's log-probs."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     """Sample from the fewest tokens whose probabilities reach this."""
     max_prompt_tokens: Positive = 256
     """Longest prompt."""

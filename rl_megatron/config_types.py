@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+MAX_INTEGER = 2**63 - 1
+Positive = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
+NonNegative = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values cannot change after loading."""
 
+    instead: ClassVar[str] = ""
+    """Of one of several sections for the same place: what to say to who gives a key of another of them."""
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

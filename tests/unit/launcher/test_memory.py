@@ -171,6 +171,11 @@ def folder_of(tmp_path: Path, **changes: object) -> Path:
     return tmp_path
 
 
+def test_a_degree_that_does_not_fit_is_told_as_the_learners() -> None:
+    with pytest.raises(ConfigError, match=r"^learner: ep = 3 does not divide 128 experts; lower ep$"):
+        learner_layout(load("tiny_cpu", ["learner.ep=3"]), NAMED["qwen3-30b-a3b"])
+
+
 def test_a_recipe_wants_its_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path is not given, .* model\.name=qwen3-30b-a3b; set model\.path"):
         load("qwen3_30b_a3b", [])

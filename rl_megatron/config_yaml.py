@@ -1,0 +1,161 @@
+"""YAML in and out, by YAML 1.2's core schema, not PyYAML's 1.1: ``3e-4`` is a number, ``off`` and ``no`` are text.
+
+What may come in is bounded, so that no text makes a reader slow or large: a value is written out where it stands (no
+aliases), sections are few levels deep, a file has a length, a key is text and is given once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from rl_megatron.errors import ConfigError
+
+MAX_DEPTH = 16  # sections inside sections
+MAX_FILE_BYTES = 1 << 18
+_MAX_DIGITS = 4000  # of an integer; Python reads and writes 4300
+_CORE_SCHEMA = {  # tag: spelling, first characters
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "int": (r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
+    "float": (
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
+        list("-+.0123456789"),
+    ),
+}
+_PREFIX = "tag:yaml.org,2002:"
+
+
+def read(path: Path) -> object:
+    """What a YAML file holds. Raises ConfigError that says why it cannot be read, without the file's name."""
+    try:
+        with path.open("rb") as stream:
+            given = stream.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # the second: NUL in its name
+        raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if len(given) > MAX_FILE_BYTES:
+        raise ConfigError(f"holds more than {MAX_FILE_BYTES} bytes; a configuration is far shorter")
+    try:
+        return _parsed(given.decode())
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot be read: {_where(error)}") from error
+
+
+def scalar(text: str) -> object:
+    """An override's value: text in quotes, or else what the whole of it is as a plain YAML scalar.
+
+    Never a list, a mapping or a comment, so that ``data.prompt_template={prompt} #`` needs no escapes.
+    """
+    if text[:1] not in {'"', "'"} and not any(re.fullmatch(spelling, text) for spelling, _ in _CORE_SCHEMA.values()):
+        return text
+    try:
+        value = _parsed(text)
+    except yaml.YAMLError:
+        return text
+    return text if isinstance(value, dict) else value
+
+
+def text_problem(text: str) -> str | None:
+    """Why a text can be no value: it could not be written down again, nor name a file. None where it can."""
+    if "\0" in text:
+        return "no text may hold a NUL character"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "text must be UTF-8"
+    return None
+
+
+def write(tree: object) -> str:
+    """YAML that ``read`` reads back."""
+    text: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _parsed(text: str) -> object:
+    """Raises YAMLError alone."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except (ValueError, OverflowError) as error:  # an escape beyond Unicode
+        raise yaml.YAMLError(str(error)) from error
+
+
+def _where(error: Exception) -> str:
+    """What is wrong and where, on one line."""
+    mark = getattr(error, "problem_mark", None)
+    at = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    text = " ".join(str(getattr(error, "problem", None) or error).split())
+    return f"{at}{text:.300}"
+
+
+class _Loader(yaml.SafeLoader):
+    """Knows the core schema's tags alone."""
+
+    yaml_constructors: ClassVar = {
+        tag: construct
+        for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.removeprefix(_PREFIX) in {*_CORE_SCHEMA, "str", "seq", "map"}
+    }
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        mark: Any = event.start_mark
+        if isinstance(event, yaml.AliasEvent):
+            problem = f"*{event.anchor:.40} stands for a value elsewhere; write the value out"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        if self._depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"more than {MAX_DEPTH} levels deep", problem_mark=mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        kind = node.tag.removeprefix(_PREFIX)
+        if isinstance(node, yaml.ScalarNode) and kind in _CORE_SCHEMA:
+            if not re.fullmatch(_CORE_SCHEMA[kind][0], node.value):  # its tag is written out
+                raise yaml.constructor.ConstructorError(None, None, f"not a value of !!{kind}", node.start_mark)
+            if kind == "int" and len(node.value) > _MAX_DIGITS:
+                problem = f"a number of more than {_MAX_DIGITS} digits"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_object(node, deep)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
+        text: str = super().construct_scalar(node)
+        if problem := text_problem(text):
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return text
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        out: dict[Hashable, Any] = {}
+        for key_node, value_node in node.value:
+            key = str(self.construct_object(key_node, deep=True))
+            if key in out:
+                problem = f"key {key[:60]!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            out[key] = self.construct_object(value_node, deep=True)
+        return out
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around text that YAML 1.1 or 1.2 would take for something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        # PyYAML folds these line ends in other styles, and reads a space in their place
+        style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+        return self.represent_scalar(f"{_PREFIX}str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+_Loader.yaml_implicit_resolvers = {}
+for _tag, (_spelling, _first) in _CORE_SCHEMA.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_PREFIX + _tag, re.compile(rf"(?:{_spelling})\Z"), _first)
