@@ -26,6 +26,7 @@ from launcher.watchdog import LoopWatch
 from rl_megatron import config_io
 from rl_megatron.checkpoints import Checkpoint, CheckpointStore
 from rl_megatron.config import RunConfig, TinyModelSection
+from rl_megatron.config_resume import fixed
 from rl_megatron.data.packing import causal_attention_cost
 from rl_megatron.data.prompts import PromptStream, load_prompts
 from rl_megatron.durable import remove_folder
@@ -296,7 +297,7 @@ def _trainer(
             ),
         ),
         start_folder=parts.folder / "hf_start",
-        checkpoints=CheckpointStore(parts.folder / "checkpoints", keep=config.checkpoint.keep),
+        checkpoints=CheckpointStore(parts.folder / "checkpoints", keep=config.checkpoint.keep, config=fixed(config)),
         recorder=recorder,
         stop=stop,
     )

@@ -18,7 +18,7 @@ from launcher.engines import mirror_path
 from launcher.proxies import LearnerGroup, WeightGroup
 from launcher.stop import stop_signals
 from rl_megatron import config_io
-from rl_megatron.checkpoints import CheckpointStore, files_of
+from rl_megatron.checkpoints import files_of, latest
 from rl_megatron.config import RunConfig
 from rl_megatron.config_data import FileData
 from rl_megatron.data.prompts import PromptStream
@@ -57,8 +57,7 @@ def subject(target: str, overrides: Sequence[str]) -> Subject:
     path = Path(target)
     if path.is_dir():
         config = config_io.load(str(path / "config.yaml"), overrides)
-        latest = CheckpointStore(path / "checkpoints", keep=config.checkpoint.keep).latest()
-        return Subject(config=config, folder=path / "doctor", checkpoint=latest)
+        return Subject(config=config, folder=path / "doctor", checkpoint=latest(path / "checkpoints"))
     config = config_io.load(target, overrides)
     return Subject(config=config, folder=config.run.dir / f"doctor-{path.stem}", checkpoint=None)
 

@@ -2,61 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_megatron import checkpoints, config_io
+from rl_megatron import checkpoints
 from rl_megatron.config import RunConfig
+from rl_megatron.config_errors import shorten
+from rl_megatron.config_resume import fixed
 from rl_megatron.errors import CheckpointError
 
-_MAY_CHANGE = (
-    *("run", "train", "eval", "checkpoint", "log", "learner", "roles", "slurm"),
-    *("model.cache_dir", "rollout.slots"),
-)
+_MAX_LINES = 20
 
 
 def find(config: RunConfig, run_folder: Path) -> checkpoints.Checkpoint | None:
-    """Where the run in ``run_folder`` continues; None where it was killed before its first checkpoint.
+    """Where the run in ``run_folder`` continues; None where it has no checkpoint yet, and starts over.
 
-    Raises CheckpointError that names what is torn, missing, or configured otherwise than before.
+    Raises CheckpointError that names what is torn, missing, or configured otherwise than in what was trained.
     """
-    latest = checkpoints.CheckpointStore(run_folder / "checkpoints", keep=config.checkpoint.keep).latest()
-    saved = run_folder / "config.yaml"
-    if latest is None and not saved.exists():  # killed before it wrote anything
+    latest = checkpoints.latest(run_folder / "checkpoints")
+    if latest is None:
         return None
-    if not saved.is_file():
-        raise CheckpointError(f"{saved} is missing; without it nobody knows what {latest} is a checkpoint of")
-    _check_same(config, config_io.load(str(saved), []), saved)
-    return None if latest is None else checkpoints.read(latest)
+    found = checkpoints.read(latest)
+    _check_same(fixed(config), found.config, latest)
+    return found
 
 
-def _check_same(config: RunConfig, before: RunConfig, saved: Path) -> None:
-    """A resume may change lengths, logging and the layout; anything else would be another run under the same name."""
-    now, then = (dict(_flat(c.model_dump(mode="json"))) for c in (config, before))
+def _check_same(now: Mapping[str, Any], then: Mapping[str, Any], folder: Path) -> None:
     changed = [
         f"{key}: {_shown(then, key)} then, {_shown(now, key)} now"
         for key in {**then, **now}
-        if now.get(key) != then.get(key) and not any(f"{key}.".startswith(f"{may}.") for may in _MAY_CHANGE)
+        if key not in now or key not in then or now[key] != then[key]
     ]
-    if config.learner.dims.ep != before.learner.dims.ep:
-        changed.append(
-            f"learner.ep: {before.learner.dims.ep} then, {config.learner.dims.ep} now (megatron-core 0.16.1 cannot "
-            "reshard the optimizer's state over another expert-parallel degree)"
-        )
+    if len(changed) > _MAX_LINES:
+        changed[_MAX_LINES:] = [f"and {len(changed) - _MAX_LINES} more"]
     if changed:
         raise CheckpointError(
-            "--resume with another configuration:\n" + "\n".join(changed) + f"\nto go on as before: --config {saved}"
+            f"--resume with another configuration than {folder} was trained with:\n"
+            + "\n".join(changed)
+            + "\ngive these as they were, or another run.name; docs/running.md says what may change"
         )
 
 
-def _flat(section: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield above + key, value
-
-
-def _shown(values: dict[str, Any], key: str) -> str:
-    return repr(values[key]) if key in values else "not there"
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return shorten(values[key]) if key in values else "not there"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from rl_megatron.credit import Memory
 from rl_megatron.digests import KIND, Digest, digest_of, misfits
@@ -47,6 +47,7 @@ class _Manifest:
     """What must be in a checkpoint: without its files' names it vouches for nothing."""
 
     checksum: Literal["xxh3_128"]
+    config: dict[str, JsonValue]  # see Checkpoint
     files: dict[str, Digest]
 
 
@@ -57,8 +58,9 @@ _MANIFEST = TypeAdapter(_Manifest)
 class CheckpointStore:
     """The checkpoints of one run. Controller process only."""
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
-        self._folder, self._keep = folder, keep
+    def __init__(self, folder: Path, *, keep: int, config: Mapping[str, JsonValue]) -> None:
+        """``config``: see Checkpoint."""
+        self._folder, self._keep, self._config = folder, keep, dict(config)
 
     async def save(self, state: TrainerState, learners: Mapping[str, Learner]) -> Path:
         """Write a checkpoint, a folder for each of ``learners``, and drop the oldest beyond ``keep``.
@@ -76,11 +78,6 @@ class CheckpointStore:
             files |= {f"{name}/{file}": digest for file, digest in written.items()}
         await asyncio.to_thread(self._publish, temporary, final, state, files)
         return final
-
-    def latest(self) -> Path | None:
-        """The newest whole checkpoint."""
-        found = self._all()
-        return found[-1] if found else None
 
     def _make_room(self, temporary: Path, learners: Mapping[str, Learner]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -101,18 +98,12 @@ class CheckpointStore:
             raise CheckpointError(_listed([title, *problems]))
         text = _STATE.dump_json(state)
         (temporary / _STATE_FILE).write_bytes(text)
-        manifest = _Manifest(checksum=KIND, files={**files, _STATE_FILE: digest_of(text)})
+        manifest = _Manifest(checksum=KIND, config=self._config, files={**files, _STATE_FILE: digest_of(text)})
         (temporary / _MANIFEST_FILE).write_bytes(_MANIFEST.dump_json(manifest, indent=1))
         remove_folder(final)  # the same step again, after a resume: both are whole, and hold the same
         publish_folder(temporary, final)
-        for old in self._all()[: -self._keep]:
+        for old in _all(self._folder)[: -self._keep]:
             remove_folder(old)
-
-    def _all(self) -> list[Path]:
-        """Oldest first; a warm start comes before the steps."""
-        found = self._folder.iterdir() if self._folder.is_dir() else ()
-        named = [(match[1] == "step", int(match[2]), p) for p in found if (match := _NAME.fullmatch(p.name))]
-        return [path for _, _, path in sorted(named)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +112,8 @@ class Checkpoint:
 
     folder: Path
     state: TrainerState
-    files: Mapping[str, Digest]  # the learners', by name in ``folder``
+    files: Mapping[str, Digest]  # by name in ``folder``
+    config: Mapping[str, JsonValue]  # the keys that a resume must give again (config_resume)
 
     async def load(self, learners: Mapping[str, Learner]) -> None:
         """Have each of ``learners`` continue from its folder. Raises CheckpointError that names what is changed."""
@@ -129,12 +121,26 @@ class Checkpoint:
             await learner.load(self.folder / name, _inside(name, self.files))
 
 
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a run's ``checkpoints`` folder."""
+    found = _all(folder)
+    return found[-1] if found else None
+
+
+def _all(folder: Path) -> list[Path]:
+    """Oldest first; a warm start comes before the steps."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    named = [(match[1] == "step", int(match[2]), p) for p in found if (match := _NAME.fullmatch(p.name))]
+    return [path for _, _, path in sorted(named)]
+
+
 def read(folder: Path) -> Checkpoint:
     """A checkpoint, after the size of every file was compared with the manifest, and what ``trainer.json`` holds.
 
     Raises CheckpointError naming each missing or torn file.
     """
-    files = _manifest(folder).files
+    manifest = _manifest(folder)
+    files = manifest.files
     if _STATE_FILE not in files or not _inside("learner", files):
         raise CheckpointError(
             f"{folder / _MANIFEST_FILE} vouches for no {_STATE_FILE} or no file of learner/\n{_advice(folder)}"
@@ -147,7 +153,7 @@ def read(folder: Path) -> Checkpoint:
         state = _STATE.validate_json((folder / _STATE_FILE).read_bytes())
     except ValidationError as error:
         raise CheckpointError(f"{folder / _STATE_FILE} is not of this version: {_said(error)}") from error
-    return Checkpoint(folder=folder, state=state, files=files)
+    return Checkpoint(folder=folder, state=state, files=files, config=manifest.config)
 
 
 def files_of(shards: Path) -> Mapping[str, Digest]:

@@ -19,6 +19,8 @@ from launcher.watchdog import LoopWatch
 from launcher.workers import WorkerGroup
 from rl_megatron import checkpoints, config_io
 from rl_megatron.checkpoints import CheckpointStore, TrainerState
+from rl_megatron.config import RunConfig
+from rl_megatron.config_resume import fixed
 from rl_megatron.digests import Digest, digests
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
@@ -63,7 +65,7 @@ class Ranks:
 
 
 def saved(folder: Path, learner: Any = None) -> Path:
-    store = CheckpointStore(folder, keep=2)
+    store = CheckpointStore(folder, keep=2, config=fixed(RunConfig()))
     return asyncio.run(store.save(STATE, {"learner": learner or cast(Learner, Shards())}))
 
 
@@ -109,7 +111,7 @@ def test_a_save_of_any_size_leaves_the_event_loop_free(tmp_path: Path, monkeypat
     async def save() -> Path:
         watch = LoopWatch(config, tmp_path / "stacks")
         try:
-            return await CheckpointStore(tmp_path, keep=2).save(STATE, {"learner": cast(Learner, Large())})
+            return await CheckpointStore(tmp_path, keep=2, config={}).save(STATE, {"learner": cast(Learner, Large())})
         finally:
             watch.stop()
 
@@ -181,7 +183,7 @@ def test_what_no_rank_wrote_or_nobody_sees_here_is_no_checkpoint(tmp_path: Path)
     assert "is run.dir one folder on all nodes?" in str(caught.value)
     assert "__1_0.distcp is missing" in str(caught.value)
     assert "__2_0.distcp: no rank says that it wrote this file" in str(caught.value)
-    assert CheckpointStore(tmp_path, keep=2).latest() is None
+    assert checkpoints.latest(tmp_path) is None
 
 
 @pytest.mark.parametrize(("warm_start_steps", "saves"), [(0, 0), (1, 1)])
@@ -202,7 +204,7 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
         eval_prompts=(),
         update=cast(Any, SimpleNamespace(memory=None)),
         start_folder=tmp_path / "hf_start",
-        checkpoints=CheckpointStore(tmp_path, keep=2),
+        checkpoints=CheckpointStore(tmp_path, keep=2, config={}),
         recorder=cast(Any, SimpleNamespace(write=rows.append)),
         stop=asyncio.Event(),
     )

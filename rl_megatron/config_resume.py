@@ -1,0 +1,68 @@
+"""What a resume may change, key by key: the one place that says so, for checkpoints and for docs/running.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl_megatron.config import RunConfig
+
+FREE: Mapping[str, bool] = {
+    "seed": False,
+    "run": True,
+    "model": False,
+    "model.cache_dir": True,
+    "data": False,
+    "reward": False,
+    "reward.timeout_seconds": True,
+    "reward.http": True,
+    "algorithm": False,
+    "rollout": False,
+    "rollout.python": True,
+    "rollout.slots": True,
+    "rollout.server": True,
+    "rollout.server.options": False,  # may be of numbers
+    "rollout.server.quantization": False,
+    "learner": True,
+    "learner.dtype": False,
+    "learner.ep": False,  # megatron-core 0.16.1 cannot reshard the optimizer's state over another degree
+    "learner.optimizer.distributed": False,  # its state has another form
+    "roles": True,
+    "weights": True,
+    "warm_start": False,
+    "train": True,
+    "eval": True,
+    "checkpoint": True,
+    "log": True,
+    "slurm": True,
+}
+"""Whether a resume may change a key or a section's keys; the longest entry that fits decides.
+
+Free are the layout, what changes no number, limits of time, and how the steps to come are made, logged and saved.
+"""
+
+
+def is_free(key: str) -> bool:
+    """Whether a resume may change ``section.key``."""
+    parts = key.split(".")
+    above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next(FREE[name] for name in above if name in FREE)
+
+
+def fixed(config: RunConfig) -> dict[str, Any]:
+    """Value of every key that a resume must give again, as JSON has it."""
+    return {key: value for key, value in _flat(config.model_dump(mode="json")) if not is_free(key)}
+
+
+def table() -> str:
+    """The table of docs/running.md."""
+    rows = "".join(f"| `{key}` | {'yes' if free else 'no'} |\n" for key, free in FREE.items())
+    return f"| section or key | may change |\n|---|---|\n{rows}"
+
+
+def _flat(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield above + key, value

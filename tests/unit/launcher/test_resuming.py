@@ -1,0 +1,102 @@
+"""What a resume may change is marked key by key, and what it may not is known from the checkpoint, not from a file."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from launcher import resuming
+from rl_megatron import config_io
+from rl_megatron.checkpoints import CheckpointStore, TrainerState
+from rl_megatron.config import RunConfig
+from rl_megatron.config_data import FileData
+from rl_megatron.config_resume import FREE, fixed, is_free, table
+from rl_megatron.digests import Digest, digests
+from rl_megatron.errors import CheckpointError
+
+REPO = Path(__file__).resolve().parents[3]
+
+
+class Weights:
+    async def save(self, folder: Path) -> dict[str, Digest]:
+        (folder / "weights").write_bytes(b"weights")
+        return digests(folder, ["weights"])
+
+
+def run_of(folder: Path, config: RunConfig) -> Path:
+    store = CheckpointStore(folder / "checkpoints", keep=1, config=fixed(config))
+    state = TrainerState(step=1, batches_sampled=1, prompts={}, buffer=())
+    learner: Any = Weights()
+    asyncio.run(store.save(state, {"learner": learner}))
+    config_io.save_resolved(config, folder / "config.yaml")
+    return folder
+
+
+def keys(section: BaseModel, above: str = "") -> Iterator[str]:
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        yield f"{above}{name}"
+        if isinstance(value, BaseModel):
+            yield from keys(value, f"{above}{name}.")
+
+
+def test_every_section_is_marked_and_every_mark_is_of_a_key() -> None:
+    assert set(RunConfig.model_fields) <= FREE.keys()
+    assert FREE.keys() <= set(keys(RunConfig()))
+    assert not is_free("reward.parts.correct.weight")
+    assert is_free("rollout.server.replicas")
+    assert not is_free("rollout.server.quantization")
+
+
+def test_the_docs_have_the_table() -> None:
+    assert table() in (REPO / "docs/running.md").read_text()
+
+
+def test_a_config_file_edited_between_two_starts_is_refused_by_key(tmp_path: Path) -> None:
+    run = run_of(tmp_path, config_io.load("tiny_cpu", ["algorithm=gspo", "reward.parts.exact_match=1"]))
+    path = run / "config.yaml"
+    resuming.find(config_io.load(str(path), []), run)
+    path.write_text(
+        path.read_text().replace("ratio_level: sequence", "ratio_level: token").replace("seed: 0", "seed: 1")
+    )
+    edited = config_io.load(str(path), ["reward.parts.exact_match.weight=2"])
+    with pytest.raises(CheckpointError) as caught:
+        resuming.find(edited, run)
+    for line in (
+        "seed: 0 then, 1 now",
+        "algorithm.ratio_level: 'sequence' then, 'token' now",
+        "reward.parts.exact_match.weight: 1.0 then, 2.0 now",
+        f"another configuration than {run}/checkpoints/step_000001",
+    ):
+        assert line in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "free"),
+    [
+        *(("learner.tp=2", True), ("train.max_staleness=3", True), ("learner.recompute_layers=true", True)),
+        *(("rollout.server.replicas=4", True), ("reward.timeout_seconds=7", True), ("roles.critic=separate", True)),
+        *(("rollout.group_size=2", False), ("learner.dtype=bfloat16", False), ("reward.function=length", False)),
+        *(("learner.ep=2", False), ("warm_start.steps=1", False)),
+    ],
+)
+def test_layout_limits_and_lengths_are_free_and_numbers_are_not(key: str, free: bool) -> None:
+    ours = ["algorithm=ppo", "learner.ep=1", "rollout=vllm", "learner.threads=1", "warm_start.steps=0"]
+    assert (fixed(config_io.load("tiny_cpu", ours)) == fixed(config_io.load("tiny_cpu", [*ours, key]))) == free
+
+
+def test_other_data_is_told_by_few_lines(tmp_path: Path) -> None:
+    run = run_of(tmp_path, RunConfig())
+    files = FileData(type="files", train=Path("x" * 10_000), eval=Path("e"))
+    with pytest.raises(CheckpointError, match=r"data\.digits: 2 then, not there now") as caught:
+        resuming.find(RunConfig(data=files), run)
+    assert len(str(caught.value)) < 2000
+
+
+def test_what_has_no_checkpoint_starts_over(tmp_path: Path) -> None:
+    assert resuming.find(RunConfig(), tmp_path) is None
