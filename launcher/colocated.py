@@ -12,7 +12,7 @@ from pathlib import Path
 from rl_megatron.digests import Digest
 from rl_megatron.interfaces import Critic, Learner, Reference, Roles
 from rl_megatron.rollout.served import ServedEngine
-from rl_megatron.types import Batch, Loss, Scores, StepResult
+from rl_megatron.types import Batch, Loss, Scores, SkippedStep, StepResult
 
 
 def colocated(roles: Roles, engine: ServedEngine) -> Roles:
@@ -40,7 +40,7 @@ class _Learner:
         await self.engine.release()
         return await self.inner.score_with_routes(batch)
 
-    async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult:
+    async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult | SkippedStep:
         await self.engine.release()
         return await self.inner.train_step(batch, loss, learning_rate)
 

@@ -24,6 +24,7 @@ from rl_megatron.types import (
     ParallelDims,
     Samples,
     Scores,
+    SkippedStep,
     StepResult,
     WeightUpdate,
 )
@@ -83,11 +84,13 @@ class LearnerGroup:
         rows = {self._dims.dp_rank(rank): answer for rank, answer in enumerate(answers) if answer is not None}
         return [rows[d] for d in range(self._dims.dp)]
 
-    async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult:
+    async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult | SkippedStep:
         """See interfaces.Learner."""
         common = (loss, learning_rate, batch.num_tokens, batch.num_sequences)
         shares = {rank: (self._role, m, *common) for rank, m in (await self._shares(batch)).items()}
         answers = await self._group.ask("train_step", shares)
+        if skipped := [a for a in answers if isinstance(a, SkippedStep)]:  # then all did
+            return replace(skipped[0], culprits=tuple(c for a in skipped for c in a.culprits))
         result: StepResult = next(a for a in answers if a is not None)
         return result
 

@@ -17,7 +17,7 @@ from rl_megatron import digests
 from rl_megatron.config import RunConfig
 from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.types import Loss, Samples, StepResult
+from rl_megatron.types import Loss, Samples, SkippedStep, StepResult
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,7 +149,7 @@ class RankModels:
         learning_rate: float,
         num_tokens: int,
         num_sequences: int,
-    ) -> StepResult | None:
+    ) -> StepResult | SkippedStep | None:
         """See MegatronLearner.train_step."""
         return self._learner(role).train_step(
             micro_batches, loss, learning_rate, num_tokens=num_tokens, num_sequences=num_sequences

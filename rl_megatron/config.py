@@ -99,6 +99,15 @@ class TrainSection(Section):
     """Shape after the warm-up; linear and cosine fall towards 0."""
     max_staleness: NonNegative = 0
     """Rollout batches sampled ahead of the one trained on; 0 is synchronous."""
+    on_nonfinite: Annotated[str, Field(pattern=r"^(fail|skip:[1-9][0-9]{0,5})$")] = "skip:3"
+    """What a gradient with NaN or infinity does. skip:n: that optimizer step is left out, and the run ends where more
+    than n in a row were: one strange batch costs a step, broken weights or data end the run soon; fail: at once. No bit
+    of weights and optimizer changes either way."""
+
+    @property
+    def most_skipped(self) -> int:
+        """Optimizer steps in a row that may be left out."""
+        return int(self.on_nonfinite.removeprefix("skip:").replace("fail", "0"))
 
 
 class EvalSection(Section):

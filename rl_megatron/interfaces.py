@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from rl_megatron.digests import Digest
-from rl_megatron.types import Batch, Completion, GenerationRequest, Loss, Prompt, Scores, StepResult, WeightUpdate
+from rl_megatron.types import (
+    Batch,
+    Completion,
+    GenerationRequest,
+    Loss,
+    Prompt,
+    Scores,
+    SkippedStep,
+    StepResult,
+    WeightUpdate,
+)
 
 if TYPE_CHECKING:
     from rl_megatron.config import RunConfig
@@ -66,8 +76,8 @@ class Learner(Scorer, Protocol):
         """As ``score``, and the experts that the pass took, as ``Samples.routes`` for each micro-batch."""
         ...
 
-    async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult:
-        """One optimizer step on the whole batch."""
+    async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult | SkippedStep:
+        """One optimizer step on the whole batch, where its gradient is finite."""
         ...
 
     async def save(self, folder: Path) -> Mapping[str, Digest]:

@@ -214,6 +214,27 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Culprit:
+    """A micro-batch that by itself gives a gradient with NaN or infinity, as a rank that computed it found."""
+
+    data_rank: int
+    micro_batch: int  # in ``Batch.micro_batches[data_rank]``
+    rank: int
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedStep:
+    """An optimizer step that was not made, as its gradient is not finite: no bit of weights and moments changed.
+
+    Without ``culprits`` no micro-batch by itself gives such a gradient again.
+    """
+
+    grad_norm: float
+    culprits: tuple[Culprit, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
     """One finished weight push, or one process's part in it: ``num_bytes`` came to it from other processes.
 

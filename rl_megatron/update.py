@@ -21,6 +21,7 @@ from rl_megatron.algorithms.kl import adaptive_beta
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.mismatch import expert_metrics, mismatch_metrics
 from rl_megatron.algorithms.quantiles import ratio_quantiles
+from rl_megatron.bad_steps import BadSteps
 from rl_megatron.config import RunConfig
 from rl_megatron.credit import (
     Memory,
@@ -37,7 +38,7 @@ from rl_megatron.data.samples import split_minibatches, to_samples, with_last_to
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles, Scorer
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.types import Batch, RolloutGroup, Samples, Scores, StepResult
+from rl_megatron.types import Batch, Prompt, RolloutGroup, Samples, Scores, StepResult
 
 T = TypeVar("T")
 QUANTILES = {"ratio/p01": 0.01, "ratio/p50": 0.5, "ratio/p99": 0.99}
@@ -51,9 +52,14 @@ class Update:
     roles: Roles
     attention_cost: float
     memory: Memory = field(init=False)
+    policy_steps: BadSteps = field(init=False)
+    critic_steps: BadSteps = field(init=False)
 
     def __post_init__(self) -> None:
         self.memory = Memory(kl_coefficient=self.config.algorithm.kl.coefficient)
+        self.policy_steps, self.critic_steps = (
+            BadSteps(name=name, most=self.config.train.most_skipped) for name in ("policy", "critic")
+        )
 
     async def __call__(self, groups: Sequence[RolloutGroup], step: int, watch: Stopwatch) -> Row:
         """Train on a rollout batch; its metrics. Where no completion beats another there are no pairs to train on."""
@@ -78,7 +84,7 @@ class Update:
         )
         samples = self._with_second_moment_limited(samples, found.current, row)
         samples = self._with_proximal_share(samples, groups, step)
-        row |= await self._train(samples, step, watch)
+        row |= await self._train(samples, step, watch, [group.prompt for group in groups])
         self.memory = self._with_kl_controlled(memory, samples, row)
         return row
 
@@ -185,15 +191,15 @@ class Update:
         )
         return replace(memory, kl_coefficient=beta)
 
-    async def _train(self, samples: Samples, step: int, watch: Stopwatch) -> Row:
+    async def _train(self, samples: Samples, step: int, watch: Stopwatch, prompts: Sequence[Prompt]) -> Row:
         """``train.epochs`` passes over the batch, each in minibatches of a fresh order."""
         c, roles = self.config, self.roles
         rate, critic_rate = learning_rate(c, step), critic_learning_rate(c, step)
         loss = loss_of(c.algorithm, kl_coefficient=self.memory.kl_coefficient, max_new_tokens=c.rollout.max_new_tokens)
         value_loss = ValueLoss(clip=c.algorithm.critic.clip)
         batches = [self.pack(part) for part in minibatches(samples, c, step, unit=self._unit)]
-        policy: list[StepResult] = []
-        critic: list[StepResult] = []
+        policy: list[StepResult | None] = []  # None: it was left out
+        critic: list[StepResult | None] = []
         for batch in batches:
             async with AtOnce(watch) as at_once:
                 trained = valued = None
@@ -203,15 +209,15 @@ class Update:
                     asked = roles.critic.train_step(_by_own_routes(batch), value_loss, critic_rate)
                     valued = at_once.begin("critic", asked)
                 if trained is not None:
-                    policy.append(await at_once.end(trained))
+                    policy.append(self.policy_steps.made(await at_once.end(trained), batch, prompts))
                 if valued is not None:
-                    critic.append(await at_once.end(valued))
-        row: Row = {"learning_rate": rate, **_advantage_row(samples)}
+                    critic.append(self.critic_steps.made(await at_once.end(valued), batch, prompts))
+        row: Row = {"learning_rate": rate, "steps/skipped": [*policy, *critic].count(None), **_advantage_row(samples)}
         row |= packing_metrics(batches, dims=c.learner.dims, attention_cost=self.attention_cost)
-        row |= combine(policy)
-        if critic:
+        row |= combine([made for made in policy if made is not None])
+        if learnt := [made for made in critic if made is not None]:
             row |= {"critic/learning_rate": critic_rate, "critic/explained_variance": explained_variance(samples)}
-            row |= _critic_row(critic)
+            row |= _critic_row(learnt)
         return row
 
 

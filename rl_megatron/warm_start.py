@@ -63,7 +63,8 @@ class WarmStart:
         state = TrainerState(step=0, batches_sampled=0, prompts=self.prompts.state(), buffer=(), warm_start_step=done)
         await self.trainer.checkpoints.save(state, {"learner": self.trainer.roles.learner})
 
-    async def _step(self) -> float:
+    async def _step(self) -> float | None:
+        """The loss; None where the step was left out."""
         t, c = self.trainer, self.trainer.config
         prompts = self.prompts.take(c.warm_start.batch_size)
         samples = supervised_samples(prompts, [p.answer for p in prompts], self.tokenizer)
@@ -74,4 +75,5 @@ class WarmStart:
             attention_cost=t.update.attention_cost,
         )
         result = await t.roles.learner.train_step(batch, CrossEntropy(), c.warm_start.learning_rate)
-        return result.loss
+        made = t.update.policy_steps.made(result, batch, prompts)
+        return None if made is None else made.loss

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,11 +16,10 @@ from torch import Tensor
 
 from rl_megatron.config_learner import LearnerSection
 from rl_megatron.digests import Digest
-from rl_megatron.errors import RLMegatronError
 from rl_megatron.learner import cpu
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability import activity
-from rl_megatron.types import Loss, Samples, StepResult
+from rl_megatron.types import Culprit, Loss, LossOutput, Samples, SkippedStep, StepResult
 
 cpu.install()  # before the modules below bind megatron's functions
 
@@ -45,7 +46,7 @@ from rl_megatron.learner.forward import (  # noqa: E402
 from rl_megatron.learner.load_meter import ExpertLoadMeter  # noqa: E402
 from rl_megatron.learner.model import build_chunks, keep_selection_biases_float32, make_config  # noqa: E402
 from rl_megatron.learner.naming import global_parameters  # noqa: E402
-from rl_megatron.learner.optimizer import make_optimizer  # noqa: E402
+from rl_megatron.learner.optimizer import make_optimizer, step  # noqa: E402
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch  # noqa: E402
 from rl_megatron.learner.replay import Routing, gather_recorded  # noqa: E402
 from rl_megatron.learner.value import ValueParameter, put_value_layer  # noqa: E402
@@ -237,7 +238,7 @@ class MegatronLearner(MegatronScorer):
             DistributedDataParallel(config, ddp, m.to(device), disable_bucketing=i > 0)
             for i, m in enumerate(_modules(config, models))
         ]
-        self._optimizer = make_optimizer(self._trained, learner)
+        self._config, self._optimizer = config, make_optimizer(self._trained, learner)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self._optimizer.scale_loss
         super().__init__(shape, learner, device, models, head, self._trained)
@@ -254,9 +255,29 @@ class MegatronLearner(MegatronScorer):
 
     def train_step(
         self, micro_batches: Sequence[Samples], loss: Loss, learning_rate: float, *, num_tokens: int, num_sequences: int
-    ) -> StepResult | None:
-        """One optimizer step on this DP rank's micro-batches; the result is on last-stage ranks. Raises on NaN."""
+    ) -> StepResult | SkippedStep | None:
+        """One optimizer step on this DP rank's micro-batches; the result is on last-stage ranks.
+
+        Where the gradient is not finite, all ranks skip the step and say so.
+        """
+        run = partial(self._gradients, loss=loss, num_tokens=num_tokens, num_sequences=num_sequences)
         packed = self._pack(micro_batches)
+        outputs = run(packed)
+        activity.part("optimizer")
+        grad_norm = step(self._optimizer, learning_rate)
+        activity.part("after the optimizer")
+        balance = self._load_meter.read() | (self._routing.read() if packed[0].routes is not None else {})
+        if not math.isfinite(grad_norm):
+            return SkippedStep(grad_norm=grad_norm, culprits=self._culprits(micro_batches, run))
+        if not parallel_state.is_pipeline_last_stage():
+            return None
+        total = reduce_outputs(outputs)
+        metrics = {**total.metrics, **balance}
+        return StepResult(loss=total.loss, grad_norm=grad_norm, metrics=metrics, histograms=total.histograms)
+
+    def _gradients(
+        self, packed: Sequence[PackedMicroBatch], *, loss: Loss, num_tokens: int, num_sequences: int
+    ) -> list[LossOutput]:
         for chunk in self._trained:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -270,22 +291,28 @@ class MegatronLearner(MegatronScorer):
             num_sequences=num_sequences,
         )
         self._routing.finish()
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        activity.part("optimizer")
-        _, grad_norm, _ = self._optimizer.step()
-        activity.part("after the optimizer")
-        balance = self._load_meter.read() | (self._routing.read() if packed[0].routes is not None else {})
-        if not math.isfinite(grad_norm):
-            raise RLMegatronError(
-                f"gradient norm is {grad_norm} at learning rate {learning_rate}: the update was not finite; "
-                "resume from the last checkpoint with a lower learning rate"
-            )
-        if not parallel_state.is_pipeline_last_stage():
-            return None
-        total = reduce_outputs(outputs)
-        metrics = {**total.metrics, **balance}
-        return StepResult(loss=total.loss, grad_norm=grad_norm, metrics=metrics, histograms=total.histograms)
+        return outputs
+
+    def _culprits(
+        self, micro_batches: Sequence[Samples], run: Callable[[Sequence[PackedMicroBatch]], object]
+    ) -> tuple[Culprit, ...]:
+        """Those of this rank's that give a gradient which is not finite by themselves, not added up over ranks.
+
+        Experts' gradients are left out: tokens of other ranks are in them.
+        """
+        found, finalize = [], self._config.finalize_model_grads_func
+        self._config.finalize_model_grads_func = None
+        for number, micro_batch in enumerate(micro_batches):
+            activity.part(f"the gradient is not finite: micro-batch {number + 1} of {len(micro_batches)} by itself")
+            run(self._pack([micro_batch]))
+            buffers = [buffer.grad_data for chunk in self._trained for buffer in chunk.buffers]
+            if not all(bool(buffer.isfinite().all()) for buffer in buffers):
+                found.append(number)
+        self._config.finalize_model_grads_func = finalize
+        self._load_meter.reset()
+        self._routing.reset()
+        data_rank, rank, node = parallel_state.get_data_parallel_rank(), dist.get_rank(), socket.gethostname()
+        return tuple(Culprit(data_rank=data_rank, micro_batch=m, rank=rank, node=node) for m in found)
 
     def save(self, folder: Path) -> dict[str, Digest]:
         """Write this rank's shards into ``folder``; what it wrote there, by name. Raises CheckpointError."""

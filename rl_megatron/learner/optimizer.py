@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
+import megatron.core.optimizer.optimizer as megatron_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -42,6 +44,26 @@ def parts(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
     """The optimizers inside (dense and expert parameters have their own), or the one."""
     inside: Sequence[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
     return inside
+
+
+def step(optimizer: MegatronOptimizer, learning_rate: float) -> float:
+    """The norm of the gradient over the whole model, which is clipped and steps where it is finite.
+
+    Where it is not, no bit of weights and moments changes. megatron's own ``step`` looks at the norm of no gradient
+    (ChainedOptimizer.step, which this is but for that). Every rank calls it, and all find the same norm.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        return norm
+    for part in parts(optimizer):
+        parameters = part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            megatron_optimizer.clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+    optimizer.step_with_ready_grads()
+    return norm
 
 
 def create_state(optimizer: MegatronOptimizer) -> None:

@@ -54,6 +54,7 @@ METRICS: Mapping[str, Metric] = _rows(
     ("eval/accuracy", "", "share of held-out prompts whose reward is at least eval.success_reward"),
     ("loss", "", "policy loss under the algorithm's aggregation, mean over the step's minibatches"),
     ("grad_norm", "", "global L2 norm of the gradient before clipping, mean over the minibatches"),
+    ("steps/skipped", "steps", "optimizer steps left out as their gradient was not finite (train.on_nonfinite)"),
     ("learning_rate", "", "learning rate of the step"),
     ("advantage/mean", "", "mean advantage of a trained token"),
     ("advantage/std", "", "standard deviation of the advantages of trained tokens"),

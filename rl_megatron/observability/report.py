@@ -74,6 +74,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
         (
             Curve(title="Loss", metric="loss"),
             Curve(title="Gradient norm", metric="grad_norm"),
+            Curve(title="Optimizer steps left out", metric="steps/skipped", hide_constant=True),
             Curve(title="Learning rate", metric="learning_rate", hide_constant=True),
             Curve(title="Loss: KL term", metric="loss/kl"),
             Curve(title="Loss: right completions' NLL", metric="loss/nll"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.distributed.ranks import run_ranks
 from tests.rows import policy_loss
 
 STEPS = 5
+BAD = 7  # a sequence
 CISPO = policy_loss(objective="cispo", aggregation="token_mean")
 TINY = TinyModelSection(num_layers=4)
 
@@ -71,8 +73,28 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
             seen["steps"].append((result.loss, result.grad_norm))
             seen["metrics"] = dict(result.metrics)
     seen["bytes"] = held_bytes(megatron)
+    seen["culprits"] = skipped(megatron, batch, dp)
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     world.leave()
+
+
+def skipped(megatron: Any, batch: Batch, dp: int) -> list[tuple[int, int]]:
+    """A step with an infinite advantage in sequence `BAD`: it changes no bit; the micro-batches that it names."""
+    from rl_megatron.learner.optimizer import parts
+
+    states = [s for part in parts(megatron._optimizer) for s in part.optimizer.state.values()]
+    held = [*megatron.tensors.values(), *(p for c in megatron._chunks for p in c.parameters())]
+    held += [tensor for state in states for tensor in state.values()]
+    held += [p for part in parts(megatron._optimizer) for group in part.optimizer.param_groups for p in group["params"]]
+    before = [tensor.detach().clone() for tensor in held]
+    row = [
+        replace(m, advantages=torch.full_like(m.advantages, torch.inf)) if BAD in ids else m
+        for m, ids in zip(batch.micro_batches[dp], batch.sequences[dp], strict=True)
+    ]
+    result = megatron.train_step(row, CISPO, 1e-3, num_tokens=batch.num_tokens, num_sequences=batch.num_sequences)
+    assert not math.isfinite(result.grad_norm)
+    assert all(map(torch.equal, held, before))
+    return [(c.data_rank, c.micro_batch) for c in result.culprits]
 
 
 def held_bytes(megatron: Any) -> dict[str, int]:
@@ -102,6 +124,10 @@ def run(folder: Path, model: Path, learner: LearnerSection, max_tokens: int = 40
     run_ranks(rank_main, learner.dims.world_size, learner, folder, model, max_tokens)
     seen = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(learner.dims.world_size)]
     assert_as_planned(seen, model, learner)
+    batch = pack(make_samples(), dims=learner.dims, max_tokens=max_tokens)
+    bad = [[d, m] for d, row in enumerate(batch.sequences) for m, ids in enumerate(row) if BAD in ids]
+    for rank, one in enumerate(seen):
+        assert one["culprits"] == [place for place in bad if place[0] == learner.dims.dp_rank(rank)]
     return [s for s in seen if s["steps"]]
 
 

@@ -1,0 +1,76 @@
+"""What is done about optimizer steps that were not made because their gradient is not finite."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.types import Batch, Prompt, Samples, SkippedStep, StepResult
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 8  # names in a message
+
+
+@dataclass(slots=True, kw_only=True)
+class BadSteps:
+    """Of one model, its ``name``. ``most``: how many in a row may be left out."""
+
+    name: str
+    most: int
+    in_a_row: int = 0
+
+    def made(self, result: StepResult | SkippedStep, batch: Batch, prompts: Iterable[Prompt]) -> StepResult | None:
+        """The result of a step that was made; one that was not is told, with those of ``prompts`` that it is of.
+
+        Raises RLMegatronError where more than ``most`` in a row were not.
+        """
+        if isinstance(result, StepResult):
+            self.in_a_row = 0
+            return result
+        self.in_a_row += 1
+        told = f"the {self.name}'s gradient norm is {result.grad_norm}: {_cause(result, batch, prompts)}"
+        if self.in_a_row > self.most:
+            raise RLMegatronError(
+                f"{told}. No bit of its weights changed, but {self.in_a_row} optimizer steps in a row were such, and "
+                f"train.on_nonfinite={f'skip:{self.most}' if self.most else 'fail'}: mend or leave out these prompts "
+                "and their rewards, or lower the learning rate, and resume from the last checkpoint"
+            )
+        logger.warning("%s. This optimizer step is left out, %d of %d in a row", told, self.in_a_row, self.most)
+        return None
+
+
+def _cause(result: SkippedStep, batch: Batch, prompts: Iterable[Prompt]) -> str:
+    ranks: dict[tuple[int, int], list[str]] = {}
+    for c in result.culprits:
+        ranks.setdefault((c.data_rank, c.micro_batch), []).append(f"{c.rank} on {c.node}")
+    if not ranks:
+        return (
+            "no micro-batch by itself gives it again: finite parts whose norm is beyond float32, or a fault of memory "
+            "or processor"
+        )
+    known = {p.token_ids: p.id for p in prompts}
+    told = [
+        f"micro-batch {m + 1} of data-parallel rank {d} (rank {_listed(who)}; prompt "
+        f"{_listed(_prompts_of(batch.micro_batches[d][m], known))})"
+        for (d, m), who in ranks.items()
+    ]
+    return f"by {_listed(told)}"
+
+
+def _prompts_of(samples: Samples, known: dict[tuple[int, ...], str]) -> list[str]:
+    """The ids of the prompts that its sequences begin with, of several the longest; each once."""
+    found: dict[str, None] = {}
+    for first, end in zip(samples.cu_seqlens[:-1].tolist(), samples.cu_seqlens[1:].tolist(), strict=True):
+        tokens = tuple(samples.input_ids[first:end].tolist())
+        begun = [ids for ids in known if tokens[: len(ids)] == ids]
+        if begun:
+            found[repr(known[max(begun, key=len)])] = None
+    return list(found) or ["unknown"]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
