@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from bench.results import parse, write
 from rl_megatron.config_io import load
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.report import write_report
@@ -48,14 +49,15 @@ def train(name: str, folder: Path, settings: list[str]) -> None:
         )
 
 
-def row(name: str, folder: Path) -> str:
+def row(name: str, folder: Path) -> dict[str, object]:
     """Accuracy before, after and at best, the first step with enough of it, and the minutes of its steps."""
     rows = [r for r in read_jsonl(folder / name / "metrics.jsonl") if r["phase"] == "rl"]
     curve = {r["step"]: float(r["eval/accuracy"] or 0) for r in rows if "eval/accuracy" in r}
-    first = next((str(step) for step, accuracy in curve.items() if accuracy >= ENOUGH), "-")
+    first = next((step for step, accuracy in curve.items() if accuracy >= ENOUGH), None)
     minutes = sum(float(r.get("seconds/step") or 0) for r in rows) / 60
     values = list(curve.values())
-    return f"| {name} | {values[0]:.3f} | {values[-1]:.3f} | {max(values):.3f} | {first} | {minutes:.1f} |"
+    out = {"algorithm": name, "before": values[0], "after": values[-1], "best": max(values)}
+    return {**out, "first": first, "minutes": minutes, "bar": ENOUGH}
 
 
 def main() -> None:
@@ -65,7 +67,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=Path("runs/algorithms"))
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="settings")
-    options = parser.parse_args()
+    options = parse(parser)
     folder = options.dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -74,10 +76,12 @@ def main() -> None:
     done = [name for name in options.names if (folder / name / "metrics.jsonl").is_file()]
     print(f"| algorithm | accuracy before | after | best | first step at {ENOUGH} | minutes |")
     print("|---|---|---|---|---|---|")
-    for name in done:
-        print(row(name, folder))
+    rows = [row(name, folder) for name in done]
+    for r in rows:
+        print("| {algorithm} | {before:.3f} | {after:.3f} | {best:.3f} | {first} | {minutes:.1f} |".format(**r))
     print(f"\n{write_report([folder / name for name in done], folder / 'report.html')}")
     print(f"{time.monotonic() - began:.0f} s, {options.jobs} at a time")
+    write(options, rows)
 
 
 if __name__ == "__main__":

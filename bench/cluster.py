@@ -1,13 +1,14 @@
 """Slurm: seconds from sbatch to the first step, and from what befalls a job to its next step.
 
-Run from the repository root, as root: ``python -m bench.cluster [rounds]``. It starts the tests' cluster (each round
-uses two nodes) and prints a Markdown table of medians and of all rounds. Baseline: the same run on this machine without
-Slurm, to its first step. The run writes a checkpoint after each step, so the next step is the one that the fault
-interrupted.
+Run from the repository root, as root: ``python -m bench.cluster [rounds] [--json FILE]``. It starts the tests' cluster
+(each round uses two nodes) and prints a Markdown table of medians and of all rounds. Baseline: the same run on this
+machine without Slurm, to its first step. The run writes a checkpoint after each step, so the next step is the one that
+the fault interrupted.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bench.results import parse, write
 from tests.cluster.jobs import LIMIT, TINY, Cluster, Job, read_record
 
 KEYS = ("train.steps=100000", "checkpoint.every=1", "eval.every=0", "slurm.restarts=100", "slurm.nodes=1")
@@ -74,18 +76,21 @@ def round_of(cluster: Cluster, number: int) -> dict[str, float]:
 
 def main() -> None:
     """Print the table."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rounds", type=int, nargs="?", default=3)
+    args = parse(parser)
     with tempfile.TemporaryDirectory(prefix="rl_megatron-") as folder:
         cluster = Cluster(folder=Path(folder) / "slurm", work=Path(folder) / "work")
         try:
-            cluster.start(nodes=4 + 2 * rounds)
-            measured = [round_of(cluster, number) for number in range(rounds)]
+            cluster.start(nodes=4 + 2 * args.rounds)
+            measured = [round_of(cluster, number) for number in range(args.rounds)]
         finally:
             cluster.stop()
     print("| from | seconds | all rounds |\n|---|---|---|")
     for what in measured[0]:
         seconds = [each[what] for each in measured]
         print(f"| {what} | {statistics.median(seconds):.1f} | {', '.join(f'{s:.1f}' for s in seconds)} |")
+    write(args, [{"from": what, "seconds": [each[what] for each in measured]} for what in measured[0]])
 
 
 if __name__ == "__main__":

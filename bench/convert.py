@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.results import parse, write
 from rl_megatron.config import TinyModelSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
@@ -132,7 +133,8 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=None)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--mbridge-gb", type=float, default=4, help="largest model that mbridge converts as well")
-    options = parser.parse_args()
+    options = parse(parser)
+    rows: list[dict[str, object]] = []
     print("| GB | direction | cache | cp -r and sync, s | ours, s | ratio | wanted | MiB | mbridge, s | its MiB |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for gigabytes in options.gb:
@@ -151,6 +153,9 @@ def main() -> None:
                         theirs_too = f"{needed:.2f} | {held:.0f} |"
                     row = f"| {size:.1f} | {direction} | {cache} | {times} | 1.5 | {peak:.0f} | {theirs_too}"
                     print(row, flush=True)
+                    rows.append({"gb": size, "direction": direction, "cache": cache, "cp": theirs, "ours": ours})
+                    rows[-1] |= {"ratio": ratio, "bar": 1.5, "mib": peak}
+    write(options, rows)
 
 
 if __name__ == "__main__":

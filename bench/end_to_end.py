@@ -27,6 +27,7 @@ from pathlib import Path
 
 import psutil
 
+from bench.results import parse, write
 from bench.trl_gspo import text_hash
 from rl_megatron.config import TinyModelSection
 from rl_megatron.models.tiny import NUM_BYTES, make_tiny_model
@@ -115,8 +116,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=9, help=f"of a run; the first {WARM_UP_STEPS} are not counted")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each side, in turns")
     parser.add_argument("--trl-venv", type=Path, default=ROOT / ".venv-trl")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parse(parser)
     trl_python = trl_environment(args.trl_venv)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="end_to_end-") as folder:
@@ -125,8 +125,7 @@ def main() -> None:
                 task = make_task(Path(folder), size, workload, args.steps)
                 rows += measure(task, args.layout, args.repeats, trl_python, Path(folder))
     show(rows)
-    if args.json:
-        args.json.write_text(json.dumps({"cores": CORES, "rows": [asdict(row) for row in rows]}, indent=1))
+    write(args, [asdict(row) for row in rows])
 
 
 def trl_environment(folder: Path) -> Path:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from bench.results import parse, write
 from launcher.engines import ServedLauncher
 from launcher.local import LocalLauncher
 from rl_megatron.config import TinyModelSection
@@ -30,6 +31,7 @@ from rl_megatron.types import WeightUpdate
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 2
+SHARE_BAR = 0.05
 SIZES: Mapping[str, TinyModelSection] = {
     "tiny": TinyModelSection(num_heads=2, head_dim=32),
     "large": TinyModelSection(
@@ -68,9 +70,10 @@ def main() -> None:
     parser.add_argument("--size", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--pushes", type=int, default=9)
     parser.add_argument("keys", nargs="*", help="more of the run's configuration")
-    options = parser.parse_intermixed_args()
+    options = parse(parser)
+    rows: list[dict[str, object]] = []
     torch.set_num_threads(1)
-    print(f"| model | engine | seconds | GB/s | verify | share | one copy |\n|{' --- |' * 7}")
+    print(f"| model | engine | seconds | GB/s | verify | share | bar | one copy |\n|{' --- |' * 8}")
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         for size in options.size:
@@ -85,8 +88,11 @@ def main() -> None:
                 verify = statistics.median(u.verify_seconds for u in updates)
                 share = statistics.median(u.verify_seconds / u.seconds for u in updates)
                 rate = num_bytes / seconds / 1e9
-                row = f"{seconds:.3f} | {rate:.2f} | {verify:.3f} | {share:.1%} | {copy:.3f} |"
+                row = f"{seconds:.3f} | {rate:.2f} | {verify:.3f} | {share:.1%} | {SHARE_BAR:.0%} | {copy:.3f} |"
                 print(f"| {size}, {num_bytes / 1e6:.1f} MB | {engine} | {row}", flush=True)
+                rows.append({"size": size, "bytes": num_bytes, "engine": engine, "seconds": seconds, "verify": verify})
+                rows[-1] |= {"share": share, "bar": SHARE_BAR, "one copy": copy}
+    write(options, rows)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from statistics import median
 import torch
 from safetensors.torch import load_file
 
+from bench.results import parse, write
 from launcher.engines import SERVERS, ServedEngines
 from rl_megatron.config import TinyModelSection
 from rl_megatron.config_io import load
@@ -72,8 +73,7 @@ def main() -> None:
     parser.add_argument("--engine", nargs="+", choices=SERVERS, default=sorted(SERVERS))
     for name, value in (("requests", 256), ("concurrency", 64), ("repeats", 3), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parse(parser)
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(TinyModelSection(num_heads=2, num_kv_heads=2, head_dim=32), Path(folder), seed=0)
@@ -82,8 +82,7 @@ def main() -> None:
     print(f"{'engine':7} {'own client, requests/s':>22} {'ours':>7} {'ratio':>6}   {'tokens/s':>8} {'embedded':>9}")
     for row in rows:
         print("{engine:7} {theirs:22.1f} {ours:7.1f} {ratio:6.2f}   {tokens:8,.0f} {embedded:9,.0f}".format(**row))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+    write(args, rows)
 
 
 async def measure(name: str, model: Path, folder: Path, args: argparse.Namespace) -> dict[str, str | float]:

@@ -12,9 +12,7 @@ see the same machine; figures are medians. With ``--ep N`` ours is N processes t
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import os
 import statistics
 import tempfile
 import time
@@ -28,6 +26,7 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 from transformers.utils import logging
 
+from bench.results import parse, write
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.config import TinyModelSection
 from rl_megatron.config_algorithm import AlgorithmSection
@@ -203,10 +202,9 @@ def main() -> None:
     parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES))
     for name, value in (("threads", 2), ("ep", 1), ("repeats", 7)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parse(parser)
     options = {"threads": args.threads, "ep": args.ep, "repeats": args.repeats}
-    print(f"{args.threads} threads, load average {os.getloadavg()[0]:.1f}, tokens/s")
+    print(f"{args.threads} threads, tokens/s")
     print(
         f"{'size':5} {'workload':10} {'tokens':>6} {'ep':>2} {'experts':>10} {'transformers':>13} {'ours':>8} ratio bar"
     )
@@ -226,8 +224,7 @@ def main() -> None:
                 "{ratio:5.2f} {bar}".format(**row),
                 flush=True,
             )
-    if args.json:
-        args.json.write_text(json.dumps({**options, "rows": rows}, indent=1))
+    write(args, rows)
 
 
 if __name__ == "__main__":

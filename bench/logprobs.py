@@ -10,18 +10,16 @@ gradient; ours gives the entropy as well. Time is the fastest of the repeats.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import os
 import resource
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from bench.results import parse, write
 from rl_megatron.learner.logprobs import token_logprobs
 
 REPEATS = 3
@@ -69,13 +67,12 @@ def main() -> None:
     for name, value in (("tokens", 16384), ("vocab", 32768), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parse(parser)
     dtype = getattr(torch, args.dtype)
     logits = args.tokens * args.vocab * dtype.itemsize
     print(
         f"{args.tokens} tokens, vocabulary {args.vocab}, {args.dtype}: logits {logits / 2**20:,.0f} MiB; "
-        f"{args.threads} threads, load average {os.getloadavg()[0]:.1f}"
+        f"{args.threads} threads"
     )
     print(f"{'method':20} {'extra peak MiB':>14} {'over logits':>11} {'seconds':>8}")
     rows = []
@@ -94,8 +91,7 @@ def main() -> None:
         f"{'naive over chunked':20} {rows[0]['extra_bytes'] / rows[1]['extra_bytes']:13.2f}x "
         f"{rows[0]['seconds'] / rows[1]['seconds']:20.2f}x"
     )
-    if args.json:
-        args.json.write_text(json.dumps({"threads": args.threads, "rows": rows}, indent=1))
+    write(args, rows)
 
 
 if __name__ == "__main__":

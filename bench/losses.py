@@ -12,9 +12,7 @@ trained, and behind prompts of 100 tokens. Times are medians.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import os
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from bench.learner import SIZES, VOCABULARY, make_samples, our_step, seconds
+from bench.results import parse, write
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.returns import gae
 from rl_megatron.config_algorithm import AlgorithmSection, KLSection
@@ -196,9 +195,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    print(f"{args.threads} threads, load average {os.getloadavg()[0]:.1f}\n")
+    args = parse(parser)
+    print(f"{args.threads} threads\n")
     print("| stage | what | time | bar | time / bar |\n|---|---|---|---|---|")
     rows: list[Row] = []
     for size in SIZES:
@@ -213,9 +211,7 @@ def main() -> None:
         for row in found:
             print(row.line(), flush=True)
         rows += found
-    if args.json:
-        fields = [{"stage": r.stage, "what": r.what, "seconds": r.seconds, "bar": r.bar} for r in rows]
-        args.json.write_text(json.dumps({"threads": args.threads, "rows": fields}, indent=1))
+    write(args, [{"stage": r.stage, "what": r.what, "seconds": r.seconds, "bar": r.bar} for r in rows])
 
 
 if __name__ == "__main__":

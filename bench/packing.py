@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bench.results import parse, write
 from rl_megatron.data.packing import causal_attention_cost, pack, padded_lengths, plan_packing, sequence_work
 from rl_megatron.types import ParallelDims, Samples
 
@@ -107,9 +108,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("sequences", 4096), ("dp", 8), ("cp", 2), ("tp", 2), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    args = parser.parse_args()
+    args = parse(parser)
     dims = ParallelDims(dp=args.dp, cp=args.cp, tp=args.tp)
-    missed = []
+    missed, rows = [], list[dict[str, object]]()
     print(f"{args.sequences} sequences up to {MAX_LENGTH} tokens, dp={args.dp} cp={args.cp} tp={args.tp}")
     print(f"{'mix':21} {'model':10} {'budget':>6} {'packer':12} {'M':>4} {'rank':>7} {'micro-b.':>8} {'lockstep':>8} "
           f"{'bound':>6} {'padding':>8} {'plan ms':>8}")  # fmt: skip
@@ -134,6 +135,9 @@ def main() -> None:
                     waste = padding_waste(plan, lengths, dims)
                     print(f"{mix:21} {model:10} {budget:6} {packer:12} {num_micro:4} {rank:7.4f} {micro:8.4f} "
                           f"{lockstep:8.4f} {bound:6.3f} {waste:8.3%} {seconds * 1e3:8.1f}")  # fmt: skip
+                    rows.append({"mix": mix, "model": model, "budget": budget, "packer": packer})
+                    rows[-1] |= {"rank": rank, "micro": micro, "lockstep": lockstep, "bound": bound}
+                    rows[-1] |= {"padding": waste, "seconds": seconds}
                     attainable = micro <= IMBALANCE_BAR or bound > IMBALANCE_BAR
                     within = (
                         max(rank, lockstep) <= IMBALANCE_BAR and waste <= PADDING_BAR and seconds <= PLAN_SECONDS_BAR
@@ -143,7 +147,10 @@ def main() -> None:
     samples = random_samples(lengths)
     seconds = best_seconds(lambda: pack(samples, dims=dims, max_tokens=2 * MAX_LENGTH, attention_cost=cost), 2)
     print(f"plan and assemble {int(lengths.sum()):,} positions: {seconds * 1e3:.0f} ms")
-    print(f"bars missed: {missed or 'none'}")
+    print(
+        f"bars: imbalance {IMBALANCE_BAR}, padding {PADDING_BAR:.1%}, {PLAN_SECONDS_BAR} s; missed: {missed or 'none'}"
+    )
+    write(args, rows)
 
 
 if __name__ == "__main__":

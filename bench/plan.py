@@ -1,12 +1,13 @@
 """Weights: seconds and memory to plan a move at cluster scale; `bench.transport` times moves.
 
-Run from the repository root: ``python -m bench.plan``. Prints Markdown tables. Each plan has a process and a core of
-its own. ``seconds`` is the plan; ``a process's part`` counts the transfers of one rank, then the seconds to write them
-out (the larger of one learner rank's and one engine rank's).
+Run from the repository root: ``python -m bench.plan [--json FILE]``. Prints Markdown tables. Each plan has a process
+and a core of its own. ``seconds`` is the plan; ``a process's part`` counts the transfers of one rank, then the seconds
+to write them out (the larger of one learner rank's and one engine rank's).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -16,7 +17,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
+from typing import Any
 
+from bench.results import parse, write
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
@@ -28,6 +31,7 @@ QWEN3 = (qwen3_moe.HF_QWEN3_MOE, qwen3_moe.MEGATRON_QWEN3_MOE, qwen3_moe.ENGINE_
 DEEPSEEK = (deepseek_v3.HF_DEEPSEEK_V3, deepseek_v3.MEGATRON_DEEPSEEK_V3, deepseek_v3.ENGINE_DEEPSEEK_V3)
 Numbers = Mapping[str, int]
 
+SECONDS_BAR, PEAK_BAR = 5.0, 2048
 FULL, TP8, EP64 = {"dp": 256}, {"tp": 8, "etp": 8, "dp": 32}, {"dp": 256, "ep": 64}
 LEARNERS: Mapping[str, Numbers] = {  # 512 ranks each
     "qwen3-235b-a22b": {"tp": 4, "pp": 8, "ep": 16, "dp": 16, "first": 11, "last": 11},
@@ -117,42 +121,55 @@ def measure(name: str, sizes: Numbers, learner: Numbers, engine: Numbers) -> Non
     print(json.dumps(result))
 
 
-def apart(name: str, sizes: Numbers, learner: Numbers, engine: Numbers) -> str:
-    """A table row measured in a process of its own."""
+def apart(name: str, sizes: Numbers, learner: Numbers, engine: Numbers) -> tuple[dict[str, object], str]:
+    """A row measured in a process of its own, and its cells."""
     point = json.dumps([name, sizes, learner, engine])
     done = subprocess.run([sys.executable, "-m", "bench.plan", point], capture_output=True, text=True, check=True)
     r = json.loads(done.stdout)
     uneven = f"{r['uneven']:.3f}" if "uneven" in r else ""
-    return (
+    cells = (
         f"{r['elements'] / 1e9:,.1f} B | {r['ranks']:,} to {r['engines']:,} | {r['transfers']:,} | {r['blocks']:,} | "
         f"{r['seconds']:.2f} | {r['mine']:,} | {r['parts']:.2f} | {r['peak']:.0f} MiB | {uneven} |"
     )
+    return {"model": name, "sizes": sizes, "learner": learner, "engine": engine, **r}, cells
 
 
-def planning() -> None:
+def planning() -> list[dict[str, object]]:
     """Named models at 512 to 256 ranks, then growth over three decades of ranks and of parameters."""
+    rows: list[dict[str, object]] = []
+
+    def show(label: str, *point: Any) -> None:
+        row, cells = apart(*point)
+        rows.append(row)
+        print(f"| {label} | {cells}", flush=True)
+
+    print(f"bar at 512 ranks into 256: {SECONDS_BAR} s, {PEAK_BAR} MiB")
     columns = (
         "parameters | ranks | transfers | blocks | seconds | a process's part | seconds | peak memory | max/mean |"
     )
     print(f"| model | engines | {columns}\n|{' --- |' * 11}")
     for name, learner in LEARNERS.items():
         for kind, engine in (("full copies", FULL), ("tp8", TP8), ("dp attention, ep64", EP64)):
-            print(f"| {name} | {kind} | {apart(name, {}, learner, engine)}", flush=True)
+            show(f"{name} | {kind}", name, {}, learner, engine)
     print(f"\n| kimi-k2 into engines of tp8 | {columns}\n|{' --- |' * 10}")
     for learner in RANKS:
         ranks = prod(learner[key] for key in ("tp", "pp", "dp") if key in learner)
-        row = apart("kimi-k2", {}, learner, {"tp": 8, "etp": 8, "dp": ranks // 16})
-        print(f"| {', '.join(f'{k}={v}' for k, v in learner.items())} | {row}", flush=True)
+        show(numbers(learner), "kimi-k2", {}, learner, {"tp": 8, "etp": 8, "dp": ranks // 16})
     print(f"\n| kimi-k2's shape, smaller; 512 ranks into engines of tp8 | {columns}\n|{' --- |' * 10}")
     for sizes in SIZES:
         learner = {"tp": 2, "pp": 4, "ep": 16, "dp": 64} | ({"first": 16} if sizes["num_layers"] == 61 else {})
-        print(
-            f"| {', '.join(f'{k}={v}' for k, v in sizes.items())} | {apart('kimi-k2', sizes, learner, TP8)}", flush=True
-        )
+        show(numbers(sizes), "kimi-k2", sizes, learner, TP8)
+    return rows
+
+
+def numbers(given: Numbers) -> str:
+    """As a table's cell."""
+    return ", ".join(f"{key}={value}" for key, value in given.items())
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) == 2 and sys.argv[1].startswith("["):  # one point, in a process of its own
         measure(*json.loads(sys.argv[1]))
         sys.exit()
-    planning()
+    given = parse(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
+    write(given, planning())

@@ -14,7 +14,6 @@ taking turns so that both see the same machine.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import tempfile
 import time
@@ -28,6 +27,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging
 
+from bench.results import parse, write
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.local import LocalEngine
 from rl_megatron.types import GenerationRequest, SamplingParams
@@ -73,8 +73,7 @@ def main() -> None:
     parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES))
     for name, value in (("threads", 2), ("replicas", 2), ("repeats", 5), ("new-tokens", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parse(parser)
     torch.set_num_threads(args.threads)
     logging.disable_progress_bar()
     rows = []
@@ -85,10 +84,7 @@ def main() -> None:
     print(f"{'size':5} {'workload':10} {'batch':>5} {'transformers':>13} {'ours':>9} {'ratio':>6}  bar")
     for row in rows:
         print("{size:5} {workload:10} {batch:5} {transformers:13,.0f} {ours:9,.0f} {ratio:6.2f}  {bar}".format(**row))
-    if args.json:
-        args.json.write_text(
-            json.dumps({k: v for k, v in vars(args).items() if isinstance(v, int)} | {"rows": rows}, indent=1)
-        )
+    write(args, rows)
 
 
 @contextmanager

@@ -1,15 +1,16 @@
 """Weight sync: each transport, with and without digests, against gathering and broadcasting over the same processes.
 
-Run from the repository root: ``python -m bench.transport``. Four learner ranks (TP2, EP2) fill two engine ranks (TP2),
-six processes in all. Prints what one core and one connection can do, then a Markdown table: medians of ``REPEATS``
-rounds (the baseline's: ``BASELINE_REPEATS``), all methods in turns in each; seconds are from a barrier to a barrier,
-CPU seconds the sum over the processes. The baseline has no conversion and no copies into an engine: each learner rank
-gathers every parameter over its TP and EP groups, rank 0 broadcasts all of it to the engine ranks, in buckets or tensor
-by tensor; ratios are to the faster.
+Run from the repository root: ``python -m bench.transport [--json FILE]``. Four learner ranks (TP2, EP2) fill two engine
+ranks (TP2), six processes in all. Prints what one core and one connection can do, then a Markdown table: medians of
+``REPEATS`` rounds (the baseline's: ``BASELINE_REPEATS``), all methods in turns in each; seconds are from a barrier to a
+barrier, CPU seconds the sum over the processes. The baseline has no conversion and no copies into an engine: each
+learner rank gathers every parameter over its TP and EP groups, rank 0 broadcasts all of it to the engine ranks, in
+buckets or tensor by tensor; ratios are to the faster.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from bench.plan import LARGE, MID
+from bench.results import parse, write
 from launcher.ports import held_ports
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
@@ -34,6 +36,7 @@ from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
 
 REPEATS, BASELINE_REPEATS = 9, 3
+BAR = 0.35  # of the baseline's seconds
 DTYPE = torch.bfloat16
 LEARNER, ENGINE = ParallelDims(tp=2, ep=2, dp=2), ParallelDims(tp=2, etp=2)
 LEARNERS, ENGINES = LEARNER.world_size, ENGINE.world_size
@@ -144,8 +147,8 @@ def change(src: Mapping[str, Tensor]) -> None:
         tensor.view(-1)[::33] += 1
 
 
-def measure(rank: int, name: str, model: ModelShape) -> None:
-    """Print a model's rows."""
+def measure(rank: int, name: str, model: ModelShape) -> list[dict[str, object]]:
+    """A model's rows, printed and given by rank 0."""
     learner = Layout(table=qwen3_moe.MEGATRON_QWEN3_MOE, shape=model, dims=LEARNER)
     engine = Layout(table=qwen3_moe.ENGINE_QWEN3_MOE, shape=model, dims=ENGINE)
     moves = plan(learner, engine, placement={r: LEARNERS + r for r in range(ENGINES)})
@@ -179,27 +182,33 @@ def measure(rank: int, name: str, model: ModelShape) -> None:
                 seen[kind].append(spent)
     medians = {kind: [statistics.median(column) for column in zip(*rows, strict=True)] for kind, rows in seen.items()}
     base = min(medians[kind] for kind in calls if kind.startswith("gather"))
+    rows: list[dict[str, object]] = []
     if rank == 0:
         for kind, (wall, cpu) in medians.items():
-            ratios = f"{wall:.4f} | {wall / base[0]:.2f} | {cpu:.3f} | {cpu / base[1]:.2f}"
+            ratios = f"{wall:.4f} | {wall / base[0]:.2f} | {BAR} | {cpu:.3f} | {cpu / base[1]:.2f}"
             print(f"| {name}, {total / 1e6:.0f} MB, {moved / 1e6:.0f} MB moved | {kind} | {ratios} |", flush=True)
+            rows.append({"model": name, "bytes": total, "moved": moved, "method": kind, "seconds": wall})
+            rows[-1] |= {"ratio": wall / base[0], "bar": BAR, "cpu_seconds": cpu}
     for transport in transports.values():
         transport.close()
+    return rows
 
 
-def process(rank: int, port: int) -> None:
+def process(rank: int, port: int, args: argparse.Namespace) -> None:
     """One of the six."""
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=LEARNERS + ENGINES)
     floors(rank)
     if rank == 0:
-        print(f"| model | method | seconds | ratio | CPU seconds | ratio |\n|{' --- |' * 6}")
-    for name, model in (("mid", MID), ("large", LARGE)):
-        measure(rank, name, model)
+        print(f"| model | method | seconds | ratio | bar | CPU seconds | ratio |\n|{' --- |' * 7}")
+    rows = [row for name, model in (("mid", MID), ("large", LARGE)) for row in measure(rank, name, model)]
+    if rank == 0:
+        write(args, rows)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    given = parse(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
     with held_ports("127.0.0.1") as chosen:
-        mp.spawn(process, args=(chosen,), nprocs=LEARNERS + ENGINES)
+        mp.spawn(process, args=(chosen, given), nprocs=LEARNERS + ENGINES)

@@ -106,6 +106,16 @@ def test_the_laws_see_what_breaks_them(path: str, source: str, found: int) -> No
     assert len(violations(Path(path), source)) == found
 
 
+def test_every_benchmark_takes_json_and_says_the_machine() -> None:
+    children = {"mbridge_convert.py", "trl_gspo.py"}  # which other benchmarks start
+    for path in sorted((REPO / "bench").glob("*.py")):
+        text = path.read_text()
+        if "__main__" in text and path.name not in children:
+            assert "parse(" in text, path.name
+            assert "write(" in text, path.name
+            assert "from bench.results import" in text, path.name
+
+
 def test_every_dependency_is_pinned_once() -> None:
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [n for n in (REPO / "constraints.txt").read_text(encoding="utf-8").splitlines() if not n.startswith("#")]
