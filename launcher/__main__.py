@@ -25,18 +25,29 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
     config: Annotated[str, typer.Option(help="a name under conf/, or a YAML file")] = "tiny_cpu",
     resume: Annotated[bool, typer.Option("--resume", help="continue the run from its last checkpoint")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="say what is wrong with the configuration here, and start nothing")
+    ] = False,
 ) -> None:
     """Train a policy by reinforcement; everything goes to runs/<name>/.
 
     Ctrl-C (or SIGTERM) finishes the step in hand, saves and exits with status 0; a second Ctrl-C exits at once, 130.
     """
     from launcher import run_name
+    from launcher.preflight.checks import preflight
     from rl_megatron.rewards.registry import resolve_reward
 
     loaded = config_io.load(config, overrides or [])
     named = run_name.choose(loaded, Path(config).stem, resume=resume)
     sys.path.append(str(Path.cwd()))  # where a reward function of the user's may be
+    findings = preflight(named)
+    findings.raise_problems()
+    if check:
+        print(findings.describe())
+        return
     reward = resolve_reward(named.reward)
+    for line in findings.notes():
+        print(line, flush=True)
     print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds
     try:
         from launcher import build
@@ -53,13 +64,15 @@ def submit(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="write the script and check it, but send nothing")] = False,
 ) -> None:
-    """Train on a Slurm cluster: check everything, write the job's script into runs/<name>/ and send it."""
+    """Train on a Slurm cluster: check all that can be seen here, write the job's script to runs/<name>/ and send it."""
     from launcher import run_name
     from launcher import submit as room
 
-    named = run_name.choose(config_io.load(config, overrides or []), Path(config).stem, resume=False)
+    loaded = config_io.load(config, overrides or [])
+    named = run_name.choose(loaded, Path(config).stem, resume=False, taken=room.taken)
+    sys.path.append(str(Path.cwd()))  # where a reward function of the user's may be
     prepared = room.prepare(named)
-    print(prepared.checked.describe(), flush=True)
+    print(prepared.checked.describe(), prepared.findings.describe(), sep="\n", flush=True)
     room.verify(prepared, cluster=not dry_run)
     sends = f"nothing was sent; this sends it: sbatch {prepared.script}"
     print(sends if dry_run else f"job {room.send(prepared)}: {prepared.folder}")

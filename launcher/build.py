@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -15,26 +14,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher import resuming
-from launcher.engines import LEAST_HEAD_DIM, ServedLauncher
+from launcher.engines import ServedLauncher
 from launcher.local import LocalLauncher
-from launcher.memory import learner_layout
 from launcher.run_name import claim
 from launcher.seats import HERE, places
 from launcher.slurm import Job, SlurmLauncher
+from launcher.starting_model import starting_folder
 from launcher.stop import Stop, stop_signals
 from launcher.watchdog import LoopWatch
 from rl_megatron import config_io
 from rl_megatron.checkpoints import Checkpoint, CheckpointStore
-from rl_megatron.config import RunConfig, TinyModelSection
+from rl_megatron.config import RunConfig
 from rl_megatron.config_resume import fixed
 from rl_megatron.data.packing import causal_attention_cost
 from rl_megatron.data.prompts import PromptStream, load_prompts
 from rl_megatron.durable import remove_folder
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles
-from rl_megatron.models.named import expect
-from rl_megatron.models.shape import ModelShape, Rope
-from rl_megatron.models.tiny import HEAD_DIM, make_tiny_model
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
@@ -112,9 +109,8 @@ async def started(parts: Parts, progress: Progress, stop: Stop) -> AsyncIterator
     """Learner and engine, the data and the model's shape; the processes are gone at the end of the context."""
     config = parts.config
     progress.note("preparing the model")
-    model_folder = await asyncio.to_thread(folder_of_model, config)
+    model_folder = await asyncio.to_thread(starting_folder, config)
     shape = ModelShape.from_folder(model_folder, families=FAMILIES)
-    _check_fits(config, shape)
     count = config.learner.dims.world_size
     others = "".join(f", {count} {role} processes" for role in config.roles.separate)
     progress.note(f"starting {count} learner processes{others} and loading data")
@@ -164,65 +160,6 @@ def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> 
         found = places(parts.config, parts.job, cluster.start_guard)
         launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, cluster.host)
     return InCluster(cluster=cluster, inner=launcher)
-
-
-def _check_fits(config: RunConfig, shape: ModelShape) -> None:
-    """Raises ConfigError naming every size of the model that the configuration does not fit."""
-    problems = _engine_problems(config, shape)
-    try:
-        expect(config.model.name, shape)
-        learner_layout(config, shape)
-    except ConfigError as error:
-        problems.append(str(error))
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    if longest > shape.max_positions:
-        problems.append(
-            f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} + rollout.max_new_tokens="
-            f"{config.rollout.max_new_tokens} = {longest} is more than the model's max_position_embeddings="
-            f"{shape.max_positions}; lower them"
-            + ("" if config.model.path else f" or set model.tiny.max_position_embeddings={longest}")
-        )
-    if config.algorithm.routing_replay != "off" and not shape.num_experts:
-        problems.append(
-            f"algorithm.routing_replay={config.algorithm.routing_replay}: model_type={shape.family!r} has no experts, "
-            "so there is no routing; set algorithm.routing_replay=off"
-        )
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def _engine_problems(config: RunConfig, shape: ModelShape) -> list[str]:
-    """Why the engine cannot sample from the model; servers say themselves what they do not run."""
-    served = config.rollout.served
-    allowed = [name for name, family in FAMILIES.items() if family.trains and (family.serves or served)]
-    if shape.family not in allowed:
-        return [
-            f"model_type={shape.family!r}: the engine that samples here does not run it; allowed: "
-            f"{', '.join(map(repr, allowed))}"
-        ]
-    if not served and shape.rope != Rope():
-        return [
-            f"rope_type={shape.rope.kind!r}: the engine that samples here has plain rotary embeddings of whole heads; "
-            "allowed: 'default'"
-        ]
-    return []
-
-
-def folder_of_model(config: RunConfig) -> Path:
-    """What the learner starts from: a tiny model is made where no path is given."""
-    if config.model.path is not None:
-        return config.model.path
-    return make_tiny_model(_tiny(config), config.model.cache_dir, config.seed)
-
-
-def _tiny(config: RunConfig) -> TinyModelSection:
-    """The tiny model's sizes; servers' CPU kernels have wider heads, so it gets fewer of them."""
-    tiny = config.model.tiny
-    if tiny.head_dim is not None or not config.rollout.served:
-        return tiny
-    heads = max(1, tiny.num_heads * HEAD_DIM // LEAST_HEAD_DIM)
-    kv_heads = math.gcd(heads, tiny.num_kv_heads)
-    return tiny.model_copy(update={"head_dim": LEAST_HEAD_DIM, "num_heads": heads, "num_kv_heads": kv_heads})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

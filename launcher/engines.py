@@ -51,7 +51,6 @@ from rl_megatron.weights.transports.joined import Keeper
 logger = logging.getLogger(__name__)
 
 SERVERS: Mapping[str, type[SGLangAdapter] | type[VLLMAdapter]] = {"sglang": SGLangAdapter, "vllm": VLLMAdapter}
-LEAST_HEAD_DIM = 32  # of vLLM's attention kernels on CPUs
 _LOOK_SECONDS = 0.25
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # nats
 _QUANTISED_TOLERANCE = 1.0  # nats

@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from launcher.build import Data, Parts, folder_of_model, job_of, started
+from launcher.build import Data, Parts, job_of, started
 from launcher.engines import mirror_path
+from launcher.preflight.checks import preflight
 from launcher.proxies import LearnerGroup, WeightGroup
+from launcher.starting_model import starting_folder
 from launcher.stop import stop_signals
 from rl_megatron import config_io
 from rl_megatron.checkpoints import files_of, latest
@@ -73,12 +75,13 @@ async def diagnose(subject: Subject, *, num_prompts: int, num_completions: int) 
             "rollout.server.colocated=true: servers forget their weights where the learner computes, and here both are "
             "asked in turn; add rollout.server.colocated=false, with memory for both"
         )
+    preflight(config).raise_problems()
     folder.mkdir(parents=True, exist_ok=True)
     parts = Parts(config=config, folder=folder, reward=resolve_reward(config.reward), job=job_of(config, folder))
     progress = Progress(1, "plain", "doctor mismatch", run_folder=folder)
     with run_log(folder, role="doctor"), progress, stop_signals(progress) as stop:
         async with started(parts, progress, stop) as (roles, data, shape):
-            kept = folder_of_model(config) if subject.checkpoint is None else None
+            kept = starting_folder(config) if subject.checkpoint is None else None
             examination = _Examination(config=config, folder=folder, roles=roles, data=data, shape=shape, kept=kept)
             if subject.checkpoint is not None:
                 progress.note(f"weights of {subject.checkpoint}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rl_megatron.config import RunConfig
@@ -17,24 +17,25 @@ def from_file(stem: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:100] or "run"
 
 
-def choose(config: RunConfig, config_name: str, *, resume: bool) -> RunConfig:
+def choose(
+    config: RunConfig, config_name: str, *, resume: bool, taken: Callable[[Path], bool] = Path.exists
+) -> RunConfig:
     """The config with a run name: as given, or the config's name and the first free number (resume: the last taken).
 
-    ``config_name`` is the stem of the configuration's file.
-
-    Raises ConfigError where a new run would meet an old folder or a resume finds none.
+    ``config_name`` is the stem of the configuration's file; ``taken`` says which folders have a run. Raises ConfigError
+    where a new run would meet an old folder or a resume finds none.
     """
     root, name = config.run.dir, config.run.name
     config_name = from_file(config_name)
     if name is None:
         names = [config_name if i == 1 else f"{config_name}-{i}" for i in range(1, 10_000)]
-        taken = [n for n in names if (root / n).exists()]
-        if resume and not taken:
+        there = [n for n in names if taken(root / n)]
+        if resume and not there:
             raise ConfigError(f"--resume: no run {config_name!r} in {root}; start one without --resume")
-        name = taken[-1] if resume else next(n for n in names if n not in taken)
+        name = there[-1] if resume else next(n for n in names if n not in there)
     elif resume and not (root / name).is_dir():
         raise ConfigError(f"--resume: {root / name} does not exist; start it without --resume")
-    elif not resume and (root / name).exists():
+    elif not resume and taken(root / name):
         raise ConfigError(f"run.name={name}: {root / name} exists; add --resume to continue it, or take another name")
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 

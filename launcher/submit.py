@@ -14,19 +14,19 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from launcher.memory import GB, Memory, check, learner_layout
+from launcher.memory import GB, Memory, check
 from launcher.naming import LEARNER, called
 from launcher.placement import Placement, Seat, beside, describe_seats, made_up_nodes, placement_of, seats_of
+from launcher.preflight.checks import Preflight, preflight
+from launcher.starting_model import starting_shape
 from rl_megatron import config_io
 from rl_megatron.config import RunConfig
 from rl_megatron.durable import remove_folder, write_atomically
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.named import expect
-from rl_megatron.models.shape import ModelShape
-from rl_megatron.weights.families import FAMILIES
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _TEMPLATES = _PACKAGE / "slurm"
+_PREPARED = {"config.yaml", "job.sbatch", "placement.txt", "jobs"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,41 +57,15 @@ class Prepared:
     folder: Path
     script: Path
     checked: Checked
+    findings: Preflight
 
 
 def checked(config: RunConfig) -> Checked:
-    """Raises ConfigError with everything that does not fit."""
-    problems: list[str] = []
-    fullest: Memory | None = None
-    slurm = config.slurm
+    """Where all would run. Raises ConfigError where that does not fit; `preflight` tells of all else."""
     nodes = made_up_nodes(config)
-    engine_nodes = nodes.get("engines", ())
-    if config.learner.device != "cpu" and not slurm.gpus_per_node:
-        problems.append(
-            f"learner.device={config.learner.device}, but slurm.gpus_per_node=0; set it to the GPUs of a node"
-        )
-    if config.model.path is not None:
-        try:
-            shape = ModelShape.from_folder(config.model.path, families=FAMILIES)
-            expect(config.model.name, shape)
-            learner_layout(config, shape)
-            fullest = check(config, shape)
-        except ConfigError as error:
-            problems.append(str(error))
-    if config.learner.device != "cpu" and engine_nodes and not slurm.engine_gpus:
-        problems.append("slurm.engines.gpus_per_node=0: its servers need GPUs; set it to the GPUs of a node")
-    placements: list[Placement] = []
-    for role in (LEARNER, *config.roles.separate):
-        try:
-            placements.append(placement_of(config, nodes[role], role))
-        except ConfigError as error:
-            problems.append(str(error))
-    try:
-        seats = seats_of(config, nodes[LEARNER], engine_nodes)
-    except ConfigError as error:
-        problems.append(str(error))
-    if problems:
-        raise ConfigError("\n".join(problems))
+    placements = [placement_of(config, nodes[role], role) for role in (LEARNER, *config.roles.separate)]
+    seats = seats_of(config, nodes[LEARNER], nodes.get("engines", ()))
+    fullest = None if config.model.path is None else check(config, starting_shape(config))
     placement, *separate = placements
     return Checked(placement=placement, separate=tuple(separate), memory=fullest, seats=seats, roles=_roles(config))
 
@@ -151,21 +125,30 @@ def _component(config: RunConfig, role: str, nodes: int) -> dict[str, object]:
     }
 
 
+def taken(folder: Path) -> bool:
+    """Whether a run is there: a folder that holds no more than a job that was not sent is free again."""
+    jobs = folder / "jobs"
+    only_prepared = jobs.is_dir() and not any(jobs.iterdir()) and {p.name for p in folder.iterdir()} <= _PREPARED
+    return folder.exists() and not only_prepared
+
+
 def prepare(config: RunConfig) -> Prepared:
     """Make the run's folder with config.yaml, job.sbatch and placement.txt. Raises ConfigError, before it makes any."""
     if config.run.launcher == "local":
         config = config.model_copy(update={"run": config.run.model_copy(update={"launcher": "slurm"})})
     config = RunConfig.model_validate(config.model_dump())  # rules that the launcher takes part in
+    findings = preflight(config, for_job=True)
+    findings.raise_problems()
     found = checked(config)
     folder = Path.cwd() / config.run.dir / str(config.run.name)
     if " " in str(folder):
         raise ConfigError(f"{folder}: sbatch reads no path with a space; run from another folder, or set run.dir")
     script = render(config, folder=Path.cwd(), python=sys.executable, package=_PACKAGE)
-    (folder / "jobs").mkdir(parents=True)
+    (folder / "jobs").mkdir(parents=True, exist_ok=True)
     config_io.save_resolved(config, folder / "config.yaml")
     write_atomically(folder / "job.sbatch", script.encode())
     write_atomically(folder / "placement.txt", f"{found.describe()}\n".encode())
-    return Prepared(folder=folder, script=folder / "job.sbatch", checked=found)
+    return Prepared(folder=folder, script=folder / "job.sbatch", checked=found, findings=findings)
 
 
 def verify(prepared: Prepared, *, cluster: bool) -> None:

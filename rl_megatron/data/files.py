@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ MAX_PROBLEMS_SHOWN = 20
 Row = tuple[str, ...]  # the fields asked for
 
 
-def read_rows(path: Path, fields: tuple[str, ...], *, key: str) -> list[Row]:
+def read_rows(path: Path, fields: tuple[str, ...], *, key: str, limit: int | None = None) -> list[Row]:
     """These text fields of every row, in file order: row i of the result is line (or parquet row) i + 1.
 
-    ``key`` is the config key that gave ``path``. Raises DataError with all bad rows at once.
+    ``key`` is the config key that gave ``path``; only the first ``limit`` rows are read where it is given. Raises
+    DataError with all bad rows at once.
     """
-    readers: dict[str, Callable[[Path, tuple[str, ...]], list[Row | str]]] = {
+    readers: dict[str, Callable[[Path, tuple[str, ...], int | None], list[Row | str]]] = {
         ".jsonl": _read_jsonl,
         ".parquet": _read_parquet,
     }
@@ -29,7 +31,7 @@ def read_rows(path: Path, fields: tuple[str, ...], *, key: str) -> list[Row]:
         raise DataError(f"{key}={path}: unknown extension {path.suffix!r}; allowed: {', '.join(readers)}")
     if not path.is_file():
         raise DataError(f"{key}={path}: no such file")
-    rows = reader(path, fields)
+    rows = reader(path, fields, limit)
     if not rows:
         raise DataError(f"{key}={path}: the file is empty; give at least one row")
     problems = [f"{path}:{number}: {row}" for number, row in enumerate(rows, 1) if isinstance(row, str)]
@@ -41,11 +43,9 @@ def read_rows(path: Path, fields: tuple[str, ...], *, key: str) -> list[Row]:
     return [row for row in rows if not isinstance(row, str)]
 
 
-def _read_jsonl(path: Path, fields: tuple[str, ...]) -> list[Row | str]:
-    lines = path.read_bytes().split(b"\n")
-    if lines[-1] == b"":  # the end of the last line
-        lines.pop()
-    return [_parse_line(line, fields) for line in lines]
+def _read_jsonl(path: Path, fields: tuple[str, ...], limit: int | None) -> list[Row | str]:
+    with path.open("rb") as file:
+        return [_parse_line(line.removesuffix(b"\n"), fields) for line in islice(file, limit)]
 
 
 def _parse_line(line: bytes, fields: tuple[str, ...]) -> Row | str:
@@ -81,19 +81,19 @@ def _pick(row: Mapping[str, object], fields: tuple[str, ...]) -> Row | str:
     return tuple(texts)
 
 
-def _read_parquet(path: Path, fields: tuple[str, ...]) -> list[Row | str]:
+def _read_parquet(path: Path, fields: tuple[str, ...], limit: int | None) -> list[Row | str]:
     import pyarrow as pa  # heavy, and only parquet needs it
     import pyarrow.parquet as pq
 
     try:
         table = pq.ParquetFile(path)
-        columns = [_parquet_column(table, name, path) for name in fields]
+        columns = [_parquet_column(table, name, path, limit) for name in fields]
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file: {error}") from error
     return [_pick_bytes(row, fields) for row in zip(*columns, strict=True)]
 
 
-def _parquet_column(table: Any, name: str, path: Path) -> list[bytes | None]:
+def _parquet_column(table: Any, name: str, path: Path, limit: int | None) -> list[bytes | None]:
     """A text column as bytes, so that bad UTF-8 is found row by row."""
     import pyarrow as pa
 
@@ -103,7 +103,9 @@ def _parquet_column(table: Any, name: str, path: Path) -> list[bytes | None]:
     kind = schema.field(name).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise DataError(f"{path}: column {name!r} holds {kind}; text is wanted")
-    column: list[bytes | None] = table.read(columns=[name]).column(0).cast(pa.large_binary()).to_pylist()
+    parts = table.iter_batches(limit, columns=[name]) if limit else [table.read(columns=[name])]
+    part = next(iter(parts), None)
+    column: list[bytes | None] = [] if part is None else part.column(0).cast(pa.large_binary()).to_pylist()
     return column
 
 

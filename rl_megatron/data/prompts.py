@@ -55,13 +55,29 @@ def load_prompts(
     return train, held_out
 
 
-def _arithmetic_problems(data: ArithmeticData, seed: int) -> tuple[list[_Problem], list[_Problem]]:
-    def problem(a: int, b: int) -> _Problem:
-        text = f"{a:0{data.digits}}+{b:0{data.digits}}"  # digits stand in the same columns in every problem
-        return _Problem(id=text, place=text, text=f"{text}=", answer=f"{a + b:0{data.digits + 1}}"[::-1])
+def fields_of(data: FileData, path: Path) -> tuple[str, ...]:
+    """The fields that a row of ``path``, one of the data's two files, must have."""
+    pairs = (data.rejected_field,) if data.rejected_field is not None and path == data.train else ()
+    return data.prompt_field, data.answer_field, *pairs
 
+
+def first_problem(data: ArithmeticData | FileData) -> tuple[str, str]:
+    """Text, without a chat template, and answer of the first training problem. Raises DataError."""
+    if isinstance(data, ArithmeticData):
+        made = _sum(1, 1, data.digits)
+        return made.text, made.answer
+    question, answer, *_ = read_rows(data.train, fields_of(data, data.train), key="data.train", limit=1)[0]
+    return data.prompt_template.replace("{prompt}", question), answer
+
+
+def _sum(a: int, b: int, digits: int) -> _Problem:
+    text = f"{a:0{digits}}+{b:0{digits}}"  # digits stand in the same columns in every problem
+    return _Problem(id=text, place=text, text=f"{text}=", answer=f"{a + b:0{digits + 1}}"[::-1])
+
+
+def _arithmetic_problems(data: ArithmeticData, seed: int) -> tuple[list[_Problem], list[_Problem]]:
     train, held_out = split_sums(digits=data.digits, num_eval=data.num_eval, seed=seed)
-    return [problem(a, b) for a, b in train], [problem(a, b) for a, b in held_out]
+    return [_sum(a, b, data.digits) for a, b in train], [_sum(a, b, data.digits) for a, b in held_out]
 
 
 def _file_problems(data: FileData, tokenizer: PreTrainedTokenizerBase) -> tuple[list[_Problem], list[_Problem]]:
@@ -76,8 +92,7 @@ def _file_problems(data: FileData, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 def _rows_to_problems(path: Path, key: str, data: FileData, tokenizer: PreTrainedTokenizerBase) -> list[_Problem]:
-    pairs = (data.rejected_field,) if data.rejected_field is not None and path == data.train else ()
-    rows = read_rows(path, (data.prompt_field, data.answer_field, *pairs), key=key)
+    rows = read_rows(path, fields_of(data, path), key=key)
     problems = []
     for line, (question, answer, *rejected) in enumerate(rows, 1):
         text = data.prompt_template.replace("{prompt}", question)

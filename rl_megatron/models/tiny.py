@@ -9,10 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from rl_megatron.durable import publish_folder
 from rl_megatron.errors import ConfigError
+from rl_megatron.models.shape import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -55,6 +54,26 @@ def make_tiny_model(spec: TinyModelSection, folder: Path, seed: int, *, vocab_si
     return target
 
 
+def tiny_shape(spec: TinyModelSection) -> ModelShape:
+    """The sizes of what `make_tiny_model` makes of ``spec``, without making it."""
+    return ModelShape(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim or HEAD_DIM,
+        num_experts=spec.num_experts,
+        experts_per_token=spec.experts_per_token,
+        expert_width=spec.expert_width,
+        vocab_size=TOKENIZER_SIZE,
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        normalize_top_k=True,
+        tie_embeddings=spec.tie_embeddings,
+        max_positions=spec.max_position_embeddings,
+    )
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte of UTF-8 (id = byte), then the special tokens. Text that spells a special token stays text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -81,6 +100,7 @@ def _byte_chars() -> list[str]:
 
 
 def _save_model(spec: TinyModelSection, folder: Path, seed: int, vocab_size: int) -> None:
+    import torch
     from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.utils import logging
 

@@ -20,6 +20,10 @@ _COMPANIONS = (
     "added_tokens.json",
     "chat_template*",
 )
+_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "spiece.model", "tekken.json"),
+    "sentencepiece.bpe.model",
+)
 _DRAFT_KEYS = {"num_nextn_predict_layers", "num_mtp_modules"}  # of DeepSeek and GLM, of MiniMax
 _MAX_LINES = 20  # of one error message; a wrong folder misses thousands of tensors
 
@@ -61,6 +65,11 @@ def index_text(weight_map: Mapping[str, str], total_bytes: int) -> str:
 def companions(folder: Path) -> set[Path]:
     """Generation config, tokenizer files and chat template beside a checkpoint."""
     return {path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()}
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the vocabulary of a tokenizer of any kind lies there."""
+    return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
 def config_text(source_folder: Path, dtypes: set[str], quantization: Mapping[str, object] | None = None) -> str:

@@ -64,7 +64,9 @@ def made():
     return max((row["step"] for row in rows if row["phase"] == "rl"), default=-1)
 
 def raising(prompt, completions, texts):
-    raise KeyError("price list")
+    if prompt.id != "made-up":  # not where it is asked before the run
+        raise KeyError("price list")
+    return [0.0 for _ in completions]
 '''
 
 

@@ -42,7 +42,10 @@ def even(prompt, completions, texts):
     return [float(sum(c.token_ids) % 2 == 0) for c in completions]
 
 def raising(prompt, completions, texts):
-    raise KeyError("price list")
+    """Not where it is asked before the run."""
+    if prompt.id != "made-up":
+        raise KeyError("price list")
+    return [0.0 for _ in completions]
 
 def sometimes_nan(prompt, completions, texts):
     rewards = even(prompt, completions, texts)

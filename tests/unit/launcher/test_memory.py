@@ -14,6 +14,7 @@ import pytest
 from launcher import memory as room
 from launcher.__main__ import main
 from launcher.memory import CHANGES, GB, Memory, elements, fullest, learner_layout, memory
+from launcher.preflight.checks import preflight
 from launcher.submit import checked
 from rl_megatron.config import RunConfig
 from rl_megatron.config_io import load
@@ -183,9 +184,9 @@ def test_a_recipe_wants_its_model(tmp_path: Path) -> None:
     assert "memory: up to 113.0 GB a GPU (rank 0), most of it: optimizer" in fits.describe()
     other = load("qwen3_30b_a3b", [f"model.path={folder_of(tmp_path, num_hidden_layers=94)}"])
     with pytest.raises(ConfigError, match="num_layers 94 instead of 48"):
-        checked(other)
+        preflight(other).raise_problems()
     with pytest.raises(ConfigError, match=r"model\.name=qwen4: not a known model; known: qwen3-30b-a3b"):
-        checked(load("qwen3_30b_a3b", [f"model.path={tmp_path}", "model.name=qwen4"]))
+        preflight(load("qwen3_30b_a3b", [f"model.path={tmp_path}", "model.name=qwen4"])).raise_problems()
 
 
 def test_without_the_size_of_a_gpu_nothing_is_refused() -> None:

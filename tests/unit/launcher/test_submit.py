@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from launcher import submit
+from launcher.preflight.checks import preflight
 from launcher.ray_node import engine_node_command, node_command
 from launcher.slurm import Job, step_command
 from rl_megatron.config import RunConfig
 from rl_megatron.config_io import load
 from rl_megatron.errors import ConfigError
+from tests.unit.launcher.sites import site
 from tests.unit.launcher.test_memory import QWEN3
 
 REPO = Path(__file__).resolve().parents[3]
@@ -195,14 +196,21 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
 )
 def test_what_does_not_fit_is_told_with_numbers(keys: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        submit.checked(config_of(*keys))
+        preflight(config_of(*keys), for_job=True).raise_problems()
     assert message in str(caught.value)
 
 
 def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     code = "import sys; sys.modules['torch'] = None; from launcher.__main__ import main; main(sys.argv[1:])"
-    keys = ["submit", "qwen3_30b_a3b", "model.path=.", "slurm.nodes=2", "learner.dp=4", "run.name=here", "--dry-run"]
+    keys = [
+        "submit",
+        "qwen3_30b_a3b",
+        *site(tmp_path, QWEN3),
+        "slurm.nodes=2",
+        "learner.dp=4",
+        "run.name=here",
+        "--dry-run",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", code, *keys],
         cwd=tmp_path,
@@ -211,6 +219,8 @@ def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+    assert "servers sample on 8 of the 16 GPUs" in done.stdout
+    assert "not checked: whether prompts fit" in done.stdout
     assert "16 ranks on 2 nodes, 8 on each" in done.stdout
     assert "tp=4: inside a node" in done.stdout
     assert "memory: up to 90.1 GB a GPU (rank 0), most of it: engine" in done.stdout

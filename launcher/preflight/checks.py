@@ -1,0 +1,76 @@
+"""The table of checks, and all of them at once. Without torch, so that a login node runs them; seconds at most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launcher.preflight import (
+    batches,
+    devices,
+    engine,
+    job_memory,
+    model_files,
+    nodes,
+    problems_of_data,
+    reward,
+    sizes,
+)
+from launcher.preflight.subject import Check, Found, Subject, problem
+from rl_megatron.config import RunConfig
+from rl_megatron.errors import ConfigError, RLMegatronError
+
+CHECKS: Mapping[str, Check] = {
+    "sizes": sizes.check,
+    "batches": batches.check,
+    "model files": model_files.check,
+    "data": problems_of_data.check,
+    "devices": devices.check,
+    "nodes": nodes.check,
+    "memory": job_memory.check,
+    "engine": engine.check,
+    "reward": reward.check,
+}
+"""By what a person calls each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """What all checks found, each thing once, in the order of the table."""
+
+    found: tuple[Found, ...]
+    seconds: float
+
+    def texts(self, kind: str) -> list[str]:
+        """Of the findings of one kind."""
+        return [each.text for each in self.found if each.kind == kind]
+
+    def raise_problems(self) -> None:
+        """Raises ConfigError with all problems, where there are any."""
+        if problems := self.texts("problem"):
+            raise ConfigError("\n".join(problems))
+
+    def notes(self) -> list[str]:
+        """Lines of what the run's user may not want."""
+        return [f"note: {text}" for text in self.texts("note")]
+
+    def describe(self) -> str:
+        """Lines for a person: notes, what was looked at, and what was not."""
+        lines = [*self.notes(), *self.texts("seen")]
+        lines.append(f"checked in {self.seconds:.1f} s: {', '.join(CHECKS)}")
+        if missed := self.texts("unchecked"):
+            lines.append(f"not checked: {'; '.join(missed)}")
+        return "\n".join(lines)
+
+
+def preflight(config: RunConfig, *, for_job: bool = False) -> Preflight:
+    """Everything that the table's checks find. ``for_job``: it will run in a job, elsewhere."""
+    began, subject = time.monotonic(), Subject(config, for_job)
+    found: dict[Found, None] = {}
+    for check in CHECKS.values():
+        try:
+            found.update(dict.fromkeys(check(subject)))
+        except RLMegatronError as error:
+            found[problem(str(error))] = None
+    return Preflight(found=tuple(found), seconds=time.monotonic() - began)

@@ -1,0 +1,79 @@
+"""Whether a learner on GPUs finds some here, and a torch that can use them; asked without loading torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from launcher.preflight.subject import Found, Subject, problem, unchecked
+
+_SECONDS = 4.0  # for the driver's answer
+
+
+def check(subject: Subject) -> Iterator[Found]:
+    """See `preflight.subject.Check`."""
+    config = subject.config
+    given = f"learner.device={config.learner.device}"
+    if config.learner.device == "cpu":
+        return
+    if subject.for_job or config.run.launcher != "local":
+        yield unchecked("the GPUs of the job's nodes")
+        return
+    if torch_is_for_cpus():
+        yield problem(
+            f"{given}, but the torch that is installed here was built without CUDA; install one with it, or set "
+            "learner.device=cpu (rl-megatron doctor shows what is here)"
+        )
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = visible_gpus(visible)
+    ranks = config.learner.dims.world_size
+    said = "is not set" if visible is None else f"is {visible!r}"
+    if count is None:
+        yield unchecked("how many GPUs are here: nvidia-smi is missing or does not answer")
+    elif count == 0:
+        yield problem(
+            f"{given}, but no GPU is visible here (CUDA_VISIBLE_DEVICES {said}); run it where some are, or set "
+            "learner.device=cpu (rl-megatron doctor shows what is here)"
+        )
+    elif ranks > count:
+        yield problem(
+            f"{given} with {ranks} learner ranks (tp*cp*dp*pp), but {count} GPUs are visible here "
+            f"(CUDA_VISIBLE_DEVICES {said}): NCCL takes one rank a GPU; lower learner.tp, cp, dp, pp or ep"
+        )
+
+
+def torch_is_for_cpus() -> bool:
+    """Whether torch's own record of its build names no CUDA; false where it has none to read."""
+    spec = importlib.util.find_spec("torch")
+    folders = spec.submodule_search_locations if spec is not None else None
+    record = Path(folders[0]) / "version.py" if folders else None
+    return record is not None and record.is_file() and bool(re.search(r"^cuda\b.*= None$", record.read_text(), re.M))
+
+
+def visible_gpus(visible: str | None) -> int | None:
+    """GPUs that a process with this CUDA_VISIBLE_DEVICES sees: of the list those before the first that is none.
+
+    None where the driver does not say how many there are.
+    """
+    if visible is not None and not visible.strip():
+        return 0
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SECONDS)
+    except FileNotFoundError:
+        return None if Path("/proc/driver/nvidia/gpus").is_dir() else 0
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    there = len(re.findall(r"^GPU \d+:", done.stdout, re.M))
+    if visible is None:
+        return there
+    count = 0
+    for entry in visible.split(","):
+        if (entry.strip().isdecimal() and int(entry) >= there) or entry.strip().startswith("-"):
+            break
+        count += 1
+    return count

@@ -1,0 +1,52 @@
+"""Whether the engine of the servers is installed where they are started: by its files, for importing takes minutes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from launcher.preflight.subject import Found, Subject, problem, unchecked
+
+
+def check(subject: Subject) -> Iterator[Found]:
+    """See `preflight.subject.Check`. An engine in the learner's processes is part of this package."""
+    rollout = subject.config.rollout
+    if not rollout.served:
+        return
+    if rollout.server.addresses is not None:
+        yield unchecked(f"the servers at {rollout.server.addresses}")
+        return
+    given, other = rollout.python, subject.other_python
+    if subject.for_job and subject.config.slurm.container is not None:
+        yield unchecked(f"whether {rollout.engine} is installed in slurm.container")
+        return
+    if given is None and other is not None:
+        yield unchecked(f"whether {rollout.engine} is installed in {other}")
+        return
+    key = f"rollout.python={given or sys.executable}"
+    if given is not None and not given.is_file():
+        yield problem(f"{key}: no such file; give the interpreter that {rollout.engine} is installed in")
+        return
+    there = installed(rollout.engine, given) if given else importlib.util.find_spec(rollout.engine) is not None
+    if there is None:
+        yield unchecked(f"whether {rollout.engine} is installed in {key}, whose packages are not beside it")
+    elif not there:
+        yield problem(
+            f"{key}: {rollout.engine} is not installed there; docs/engines.md says how to install it, and "
+            "rollout.python=<its environment>/bin/python where it is"
+        )
+    else:
+        yield unchecked(f"that {rollout.engine} starts")
+
+
+def installed(module: str, python: Path) -> bool | None:
+    """Whether an environment's own packages have the module; None where it has none of its own, or others besides."""
+    environment = python.absolute().parent.parent  # not resolved: a link is what makes an environment
+    packages = [*environment.glob("lib/python3*/site-packages"), *environment.glob("lib64/python3*/site-packages")]
+    if any((folder / module).is_dir() or any(folder.glob(f"{module}-*.dist-info")) for folder in packages):
+        return True
+    marks = environment / "pyvenv.cfg"
+    alone = marks.is_file() and "include-system-site-packages = true" not in marks.read_text().lower()
+    return False if packages and alone else None

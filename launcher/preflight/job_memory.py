@@ -1,0 +1,17 @@
+"""What the fullest GPU must hold against what it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from launcher import memory
+from launcher.preflight.subject import Found, Subject, unchecked
+
+
+def check(subject: Subject) -> Iterator[Found]:
+    """See `preflight.subject.Check`."""
+    config = subject.config
+    if config.learner.device == "cpu":
+        return
+    if memory.check(config, subject.shape) is None:
+        yield unchecked("the memory of the GPUs, whose size is not given (slurm.gpu_memory_gb)")

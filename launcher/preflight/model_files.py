@@ -1,0 +1,59 @@
+"""What the model's folder must hold beside its config.json: weights that are whole, a tokenizer, a chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from launcher.preflight.subject import Found, Subject, problem, unchecked
+from rl_megatron.config_data import FileData
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.weights.convert import is_megatron
+from rl_megatron.weights.hf_folder import has_tokenizer, weight_files
+from rl_megatron.weights.mapped import MappedFile, read_header
+
+
+def check(subject: Subject) -> Iterator[Found]:
+    """See `preflight.subject.Check`. A tiny model is made whole."""
+    folder, data = subject.model_folder, subject.config.data
+    if folder is None or not (folder / "config.json").is_file():  # told of its sizes
+        return
+    if not has_tokenizer(folder):
+        yield problem(
+            f"model.path={folder}: no tokenizer there (tokenizer.json, tokenizer.model, vocab.json, ...); copy it from "
+            "the model that this one was made of"
+        )
+    elif isinstance(data, FileData) and data.chat_template and not _has_chat_template(folder):
+        yield problem(
+            f"data.chat_template=true, but the tokenizer of model.path={folder} has no chat template; set it to false"
+        )
+    if is_megatron(folder):
+        yield unchecked("the weights, a megatron checkpoint: rl-megatron verify reads them all")
+        return
+    yield from _weights(folder)
+
+
+def _weights(folder: Path) -> Iterator[Found]:
+    """Of each safetensors file that is missing, or shorter or longer than its header says."""
+    try:
+        files, _ = weight_files(folder)
+    except RLMegatronError as error:
+        yield problem(f"model.path: {error}")
+        return
+    for name in files:
+        try:
+            read_header(MappedFile(folder / name))
+        except (RLMegatronError, ValueError, OSError) as error:  # ValueError: nothing to map in an empty file
+            yield problem(f"model.path: {folder / name}: {error}")
+
+
+def _has_chat_template(folder: Path) -> bool:
+    """In a file of its own, or in the tokenizer's configuration."""
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    path = folder / "tokenizer_config.json"
+    try:
+        return path.is_file() and bool(json.loads(path.read_text()).get("chat_template"))
+    except (ValueError, AttributeError, OSError):
+        return False

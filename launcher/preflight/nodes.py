@@ -1,0 +1,47 @@
+"""A job's ranks and servers against its nodes and their GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from launcher.naming import LEARNER
+from launcher.placement import made_up_nodes, placement_of, seats_of
+from launcher.preflight.subject import Found, Subject, note, problem
+from rl_megatron.config import RunConfig
+from rl_megatron.errors import ConfigError
+
+
+def check(subject: Subject) -> Iterator[Found]:
+    """See `preflight.subject.Check`. A run without a job has no nodes."""
+    if not subject.for_job:
+        return
+    config, slurm = subject.config, subject.config.slurm
+    on_gpus, nodes = config.learner.device != "cpu", made_up_nodes(config)
+    if on_gpus and not slurm.gpus_per_node:
+        yield problem(
+            f"learner.device={config.learner.device}, but slurm.gpus_per_node=0; set it to the GPUs of a node"
+        )
+    if on_gpus and nodes.get("engines") and not slurm.engine_gpus:
+        yield problem("slurm.engines.gpus_per_node=0: its servers need GPUs; set it to the GPUs of a node")
+    for role in (LEARNER, *config.roles.separate):
+        try:
+            placement_of(config, nodes[role], role)
+        except ConfigError as error:
+            yield problem(str(error))
+    yield from _idle(config)
+
+
+def _idle(config: RunConfig) -> Iterator[Found]:
+    """GPUs that servers leave alone while they sample."""
+    nodes, server = made_up_nodes(config), config.rollout.server
+    engines = nodes.get("engines", ())
+    seats = seats_of(config, nodes[LEARNER], engines)
+    each = config.slurm.engine_gpus if engines else config.slurm.gpus_per_node
+    used, there = len({(s.node, gpu) for s in seats for gpu in s.gpus}), len(engines or nodes[LEARNER]) * each
+    if 0 < used < there:
+        whose = "of the servers' own nodes" if engines else "of the learner's nodes, which it shares"
+        fit = len(engines or nodes[LEARNER]) * (each // server.tp)
+        yield note(
+            f"servers sample on {used} of the {there} GPUs {whose}, and the others wait meanwhile; "
+            f"rollout.server.replicas={fit} uses {fit * server.tp}"
+        )

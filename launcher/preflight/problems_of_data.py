@@ -1,0 +1,31 @@
+"""The files of problems: there, readable, and their first rows of the fields that are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from launcher.preflight.subject import Found, Subject, problem, unchecked
+from rl_megatron.config_data import FileData
+from rl_megatron.data.files import read_rows
+from rl_megatron.data.prompts import fields_of
+from rl_megatron.errors import RLMegatronError
+
+ROWS = 1000
+
+
+def check(subject: Subject) -> Iterator[Found]:
+    """See `preflight.subject.Check`."""
+    data = subject.config.data
+    if not isinstance(data, FileData):
+        return
+    longer = []
+    for key, path in (("data.train", data.train), ("data.eval", data.eval)):
+        try:
+            rows = read_rows(path, fields_of(data, path), key=key, limit=ROWS)
+        except RLMegatronError as error:
+            yield problem(str(error))
+        else:
+            longer += [str(path)] if len(rows) == ROWS else []
+    if longer:
+        yield unchecked(f"rows of {' and '.join(longer)} after the first {ROWS}")
+    yield unchecked("whether prompts fit in rollout.max_prompt_tokens")

@@ -1,0 +1,86 @@
+"""The reward: found, and asked once as a run asks it, for two made-up completions of the first problem."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from launcher.preflight.subject import Found, Subject, note, problem, seen, unchecked
+from rl_megatron.data.prompts import first_problem
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.interfaces import RewardFunction
+from rl_megatron.rewards.registry import resolve_reward
+from rl_megatron.rewards.scoring import Scores, score
+from rl_megatron.types import Completion, Prompt
+
+SECONDS = 3.0  # for its answer, where reward.timeout_seconds is more
+MADE_UP = "a made-up completion"
+
+
+def check(subject: Subject) -> Iterator[Found]:
+    """See `preflight.subject.Check`. Servers and models are not asked: one may not be up yet, the other is large."""
+    section, other = subject.config.reward, subject.other_python
+    functions = section.functions.values()
+    models = [name for name in functions if name.startswith("hf:")]
+    for name in models:
+        if not (Path(name.removeprefix("hf:")).expanduser() / "config.json").is_file():
+            yield problem(f"reward {name!r}: no config.json there; give the folder of a sequence classifier")
+    if other is not None and any(":" in name for name in functions):
+        yield unchecked(f"the reward, in {other}")
+        return
+    if models:
+        yield unchecked(f"the reward model {', '.join(models)}")
+        return
+    function = resolve_reward(section)
+    servers = [name for name in functions if name.startswith(("http://", "https://"))]
+    if servers:
+        yield unchecked(f"the reward server {', '.join(servers)}")
+        return
+    yield from _asked(subject, function)
+
+
+def _asked(subject: Subject, function: RewardFunction) -> Iterator[Found]:
+    section, prompt = subject.config.reward, _prompt(subject)
+    name = ", ".join(section.functions.values())
+    scores = _ask(function, prompt, min(section.timeout_seconds, SECONDS))
+    if scores is None and section.timeout_seconds > SECONDS:
+        yield unchecked(f"the reward {name!r}, which gave no answer in {SECONDS:g} s")
+        return
+    problems = scores.problems if scores else (f"no answer in reward.timeout_seconds={section.timeout_seconds:g}",)
+    said = f"reward {name!r}, asked before the run about {prompt.text!r:.60}: {'; '.join(problems)}"
+    if problems and section.on_error == "fail":
+        yield problem(f"{said}; mend it, or set reward.on_error to drop or to a number")
+    elif problems:
+        yield note(f"{said}; reward.on_error={section.on_error}")
+    elif scores is not None:
+        right, wrong = scores.rewards
+        yield seen(f"reward {name!r} gives {right:g} for the answer itself, {wrong:g} for {MADE_UP!r}")
+
+
+def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> Scores | None:
+    """What it gives; None where it does not answer in time, though it block the loop that asks."""
+    answers: list[Scores] = []
+    texts = (prompt.answer, MADE_UP)
+    completions = [
+        Completion(token_ids=(0,) * n, logprobs=(-1.0,) * n, finish_reason="stop", versions=(0, 0))
+        for n in (len(text.encode()) + 1 for text in texts)
+    ]
+
+    def work() -> None:
+        answers.append(asyncio.run(score(function, prompt, completions, texts, limit=2 * limit)))
+
+    thread = threading.Thread(target=work, name="preflight reward", daemon=True)
+    thread.start()
+    thread.join(limit)
+    return answers[0] if answers else None
+
+
+def _prompt(subject: Subject) -> Prompt:
+    """The first problem of the training data; its token ids are made up."""
+    try:
+        text, answer = first_problem(subject.config.data)
+    except RLMegatronError:  # told of the data
+        text, answer = "1+1=", "2"
+    return Prompt(id="made-up", text=text, token_ids=(0, 1), answer=answer)

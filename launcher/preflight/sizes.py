@@ -1,0 +1,57 @@
+"""The model's sizes against the layout, the lengths and the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from launcher.memory import learner_layout
+from launcher.preflight.subject import Found, Subject, problem
+from rl_megatron.config import RunConfig
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.named import expect
+from rl_megatron.models.shape import ModelShape, Rope
+from rl_megatron.weights.families import FAMILIES
+
+
+def check(subject: Subject) -> Iterator[Found]:
+    """See `preflight.subject.Check`."""
+    yield from misfits(subject.config, subject.shape)
+
+
+def misfits(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
+    """A problem for each size of the model that the configuration does not fit."""
+    yield from _engine(config, shape)
+    try:
+        expect(config.model.name, shape)
+        learner_layout(config, shape)
+    except ConfigError as error:
+        yield problem(str(error))
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    if longest > shape.max_positions:
+        yield problem(
+            f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} + rollout.max_new_tokens="
+            f"{config.rollout.max_new_tokens} = {longest} is more than the model's max_position_embeddings="
+            f"{shape.max_positions}; lower them"
+            + ("" if config.model.path else f" or set model.tiny.max_position_embeddings={longest}")
+        )
+    if config.algorithm.routing_replay != "off" and not shape.num_experts:
+        yield problem(
+            f"algorithm.routing_replay={config.algorithm.routing_replay}: model_type={shape.family!r} has no experts, "
+            "so there is no routing; set algorithm.routing_replay=off"
+        )
+
+
+def _engine(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
+    """Why the engine cannot sample from the model; servers say themselves what they do not run."""
+    served = config.rollout.served
+    allowed = [name for name, family in FAMILIES.items() if family.trains and (family.serves or served)]
+    if shape.family not in allowed:
+        yield problem(
+            f"model_type={shape.family!r}: the engine that samples here does not run it; allowed: "
+            f"{', '.join(map(repr, allowed))}" + ("" if served else "; rollout=vllm or rollout=sglang runs others")
+        )
+    elif not served and shape.rope != Rope():
+        yield problem(
+            f"rope_type={shape.rope.kind!r}: the engine that samples here has plain rotary embeddings of whole heads; "
+            "allowed: 'default'; rollout=vllm or rollout=sglang runs others"
+        )

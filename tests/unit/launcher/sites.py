@@ -1,0 +1,47 @@
+"""What a preflight looks at, made of a few bytes: a model's folder, data, an engine's environment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rl_megatron.weights.dtypes import DType
+from rl_megatron.weights.mapped import header_bytes
+
+ROW = {"question": "What is 2 + 3?", "answer": "It is 5.\n#### 5"}
+
+
+def model_folder(folder: Path, config: dict[str, object]) -> Path:
+    """A Hugging Face folder of such a model, whole but for all its tensors."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "model.safetensors").write_bytes(header_bytes([("x", DType.F32, (1,))]) + bytes(4))
+    return folder
+
+
+def environment(folder: Path, module: str) -> Path:
+    """The interpreter of an environment that holds ``module``."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").touch()
+    (folder / "pyvenv.cfg").write_text("include-system-site-packages = false\n")
+    (folder / "lib" / "python3.11" / "site-packages" / module).mkdir(parents=True)
+    return folder / "bin" / "python"
+
+
+def data_file(path: Path, *rows: object) -> Path:
+    """JSON lines; one good row where none are given."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows or (ROW,)))
+    return path
+
+
+def site(folder: Path, config: dict[str, object], engine: str = "vllm") -> tuple[str, ...]:
+    """The keys of a recipe that are its user's to give, and what they name."""
+    return (
+        f"model.path={model_folder(folder / 'model', config)}",
+        f"data.train={data_file(folder / 'data' / 'train.jsonl')}",
+        f"data.eval={data_file(folder / 'data' / 'eval.jsonl')}",
+        f"rollout.python={environment(folder / engine, engine)}",
+    )

@@ -1,0 +1,262 @@
+"""Each thing that a preflight finds, on a configuration that it finds nothing in but for that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher.__main__ import main
+from launcher.preflight import devices, reward
+from launcher.preflight.checks import CHECKS, preflight
+from launcher.run_name import choose
+from launcher.starting_model import starting_folder, starting_shape
+from launcher.submit import prepare, taken
+from rl_megatron.config import RunConfig
+from rl_megatron.config_io import load
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.shape import ModelShape
+from tests.unit.launcher.sites import data_file, environment, site
+from tests.unit.launcher.test_memory import QWEN3
+
+REWARDS = """
+import time
+
+asked = []
+
+def good(prompt, completions, texts):
+    asked.append((prompt.text, texts, [len(c.token_ids) for c in completions]))
+    return [1.0, 0.0]
+
+def short(prompt, completions, texts):
+    return [1.0]
+
+def raising(prompt, completions, texts):
+    raise KeyError("price list")
+
+async def blocking(prompt, completions, texts):
+    time.sleep(10000)
+"""
+GPUS = ("learner.device=cuda", "slurm.gpus_per_node=8")
+
+
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Of a recipe for one node, all of whose files are here."""
+    (tmp_path / "preflight_rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return site(tmp_path, QWEN3)
+
+
+def job(keys: tuple[str, ...], *more: str) -> RunConfig:
+    return load("qwen3_30b_a3b", ["run.name=x", *keys, *more])
+
+
+def test_a_sound_job_has_no_problem_and_says_what_nobody_looked_at(keys: tuple[str, ...]) -> None:
+    found = preflight(job(keys), for_job=True)
+    assert found.texts("problem") == found.texts("note") == []
+    assert found.texts("seen") == ["reward 'final_number' gives 1 for the answer itself, 0 for 'a made-up completion'"]
+    assert found.describe().splitlines()[-1] == (
+        "not checked: whether prompts fit in rollout.max_prompt_tokens; the GPUs of the job's nodes; that vllm starts"
+    )
+    assert all(name in found.describe() for name in CHECKS)
+
+
+def remove(path: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / path).unlink()
+
+
+def cut(folder: Path) -> None:
+    os.truncate(folder / "model" / "model.safetensors", 60)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "more", "said"),
+    [
+        (remove("model/tokenizer.json"), (), "model: no tokenizer there (tokenizer.json"),
+        (remove("model/model.safetensors"), (), "model: neither model.safetensors.index.json nor model.safetensors"),
+        (cut, (), "model.safetensors is torn"),
+        (remove("model/chat_template.jinja"), (), "data.chat_template=true, but the tokenizer of model.path="),
+        (remove("model/config.json"), (), "model: no config.json there"),
+        (remove("data/eval.jsonl"), (), "eval.jsonl: no such file"),
+        (None, ("data.prompt_field=text",), "train.jsonl:1: no field 'text'; it has answer, question"),
+        (remove("vllm/bin/python"), (), "vllm/bin/python: no such file; give the interpreter that vllm is installed"),
+        (None, ("rollout=sglang",), "sglang is not installed in "),
+        (None, ("reward.function=preflight_rewards:nope",), "'nope' of preflight_rewards is not there"),
+        (None, ("reward.function=preflight_rewards:short",), "gave 1 rewards for 2 completions; one for each"),
+        (None, ("reward.function=preflight_rewards:raising",), "raised KeyError: 'price list'; mend it, or set"),
+        (None, ("reward.function=preflight_rewards:blocking", "reward.timeout_seconds=0.2"), "no answer in reward."),
+        (None, ("reward.function=hf:judge",), "reward 'hf:judge': no config.json there"),
+        (None, ("learner.ep=3", "learner.tp=1", "learner.dp=3"), "learner: ep = 3 does not divide 128 experts"),
+        (None, ("slurm.gpu_memory_gb=40",), "slurm.gpu_memory_gb=40: rank 0 needs"),
+        (None, ("slurm.nodes=8",), "set learner.dp=16"),
+    ],
+)
+def test_what_would_end_the_run_late_is_told_at_once(
+    tmp_path: Path, keys: tuple[str, ...], break_it: Callable[[Path], None] | None, more: tuple[str, ...], said: str
+) -> None:
+    if break_it is not None:
+        break_it(tmp_path)
+    if more == ("rollout=sglang",):
+        more, said = (*more, keys[-1], "rollout.server.tp=8"), "sglang is not installed there; docs/engines.md"
+    problems = preflight(job(keys, *more), for_job=True).texts("problem")
+    assert any(said in text for text in problems), problems
+
+
+def test_all_that_is_wrong_is_told_together_and_nothing_is_made(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    wrong = ("data.train=/nonexist.jsonl", "reward.function=my_rewards:nope", "rollout.python=/nope/python")
+    with pytest.raises(ConfigError) as caught:
+        prepare(job(keys, *wrong))
+    lines = str(caught.value).splitlines()
+    for text in ("no tokenizer there", "/nonexist.jsonl: no such file", "no module 'my_rewards'", "/nope/python"):
+        assert sum(text in line for line in lines) == 1
+    assert len(lines) == 4
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            ("slurm.nodes=8", "learner.dp=16"),
+            "servers sample on 8 of the 64 GPUs of the learner's nodes, which it shares, and the others wait "
+            "meanwhile; rollout.server.replicas=8 uses 64",
+        ),
+        (("slurm.nodes=8", "learner.dp=16", "rollout.server.replicas=8"), None),
+        (
+            ("slurm.engines.nodes=2", "rollout.server.tp=4", "rollout.server.memory_fraction=0.9"),
+            "servers sample on 4 of the 16 GPUs of the servers' own nodes, and the others wait meanwhile; "
+            "rollout.server.replicas=4 uses 16",
+        ),
+        (
+            ("rollout.prompts_per_step=1", "rollout.group_size=4"),
+            "* rollout.group_size=4 / train.minibatches=4 = 1 sequences for 2 data-parallel ranks (learner.dp), so 1",
+        ),
+    ],
+)
+def test_gpus_and_ranks_that_would_be_idle_are_noted(keys: tuple[str, ...], more: tuple[str, ...], said: str) -> None:
+    notes = preflight(job(keys, *more), for_job=True).texts("note")
+    assert len(notes) == (said is not None)
+    assert all(said in text for text in notes)
+
+
+def test_the_reward_is_asked_once_about_the_first_problem(keys: tuple[str, ...]) -> None:
+    found = preflight(job(keys, "reward.function=preflight_rewards:good"), for_job=True)
+    import preflight_rewards  # type: ignore[import-not-found]
+
+    text, texts, lengths = preflight_rewards.asked[0]
+    assert (text, texts) == ("What is 2 + 3?", ("It is 5.\n#### 5", "a made-up completion"))
+    assert lengths == [len(t) + 1 for t in texts]
+    assert found.texts("seen") == [
+        "reward 'preflight_rewards:good' gives 1 for the answer itself, 0 for 'a made-up completion'"
+    ]
+    preflight_rewards.asked.clear()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("reward.function=http://judge:1/score",), "the reward server http://judge:1/score"),
+        (("rollout.server.addresses=http://a:1", "rollout.python=null", "rollout.server.memory_fraction=null"), "http"),
+        (("slurm.container=/images/rl.sqsh",), "whether vllm is installed in slurm.container"),
+        (("slurm.python=/other/python", "rollout.python=null"), "whether vllm is installed in slurm.python=/other/"),
+        (("slurm.python=/other/python", "reward.function=gone:reward"), "the reward, in slurm.python=/other/python"),
+        (("slurm.gpu_memory_gb=null",), "the memory of the GPUs, whose size is not given"),
+    ],
+)
+def test_what_only_the_run_can_see_is_said_to_be_unchecked(
+    keys: tuple[str, ...], more: tuple[str, ...], said: str
+) -> None:
+    found = preflight(job(keys, *more), for_job=True)
+    assert found.texts("problem") == []
+    assert any(said in text for text in found.texts("unchecked"))
+
+
+def test_a_reward_that_takes_long_is_not_waited_for(keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward, "SECONDS", 0.2)
+    found = preflight(job(keys, "reward.function=preflight_rewards:blocking"), for_job=True)
+    assert found.texts("problem") == []
+    assert "the reward 'preflight_rewards:blocking', which gave no answer in 0.2 s" in found.texts("unchecked")
+
+
+@pytest.mark.parametrize("more", [(), ("model.tiny.num_layers=3", "model.tiny.tie_embeddings=true"), ("rollout=vllm",)])
+def test_the_tiny_models_sizes_are_known_before_it_is_made(tmp_path: Path, more: tuple[str, ...]) -> None:
+    config = load("tiny_cpu", [f"model.cache_dir={tmp_path}", *more])
+    assert starting_shape(config) == ModelShape.from_folder(starting_folder(config))
+
+
+@pytest.mark.parametrize(
+    ("listed", "visible", "count"),
+    [(8, None, 8), (8, "0,1", 2), (8, "", 0), (8, "-1", 0), (2, "1,5,0", 1), (0, None, 0), (None, None, 0)],
+)
+def test_gpus_are_counted_as_cuda_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: int | None, visible: str | None, count: int
+) -> None:
+    if listed is not None:
+        driver = tmp_path / "nvidia-smi"
+        driver.write_text(
+            "#!/bin/sh\n" + "".join(f"echo 'GPU {i}: NVIDIA H100 (UUID: GPU-x)'\n" for i in range(listed))
+        )
+        driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert devices.visible_gpus(visible) == count
+
+
+def test_a_learner_on_gpus_where_none_can_be_used_is_told_so() -> None:
+    problems = preflight(load("tiny_cpu", ["learner.device=cuda"])).texts("problem")
+    assert len(problems) == 1
+    assert problems[0].startswith("learner.device=cuda, but ")
+    assert "learner.device=cpu" in problems[0]
+
+
+def test_check_says_what_it_found_by_its_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--check"])
+    assert ended.value.code == 0
+    assert "reward 'exact_match' gives 1 for the answer itself" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--check", "learner.ep=3", "reward.function=gone:x"])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "learner: ep = 3 does not divide 8 experts" in said
+    assert "no module 'gone'" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_a_dry_run_alone_is_taken_again(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    config = job(keys)
+    folder = prepare(config).folder
+    assert not taken(folder)
+    assert choose(config, "any", resume=False, taken=taken).run.name == "x"
+    (folder / "jobs" / "id").write_text("12")
+    assert taken(folder)
+
+
+def test_an_engine_is_found_by_its_files(tmp_path: Path) -> None:
+    from launcher.preflight.engine import installed
+
+    python = environment(tmp_path / "a", "vllm")
+    assert installed("vllm", python) is True
+    assert installed("sglang", python) is False
+    (tmp_path / "a" / "pyvenv.cfg").write_text("include-system-site-packages = true\n")
+    assert installed("sglang", python) is None
+    (tmp_path / "a/lib/python3.11/site-packages/sglang-0.5.dist-info").mkdir()
+    assert installed("sglang", python) is True
+    assert installed("vllm", Path("/nowhere/bin/python")) is None
+
+
+def test_only_the_first_rows_are_read(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    from launcher.preflight.problems_of_data import ROWS
+
+    good = {"question": "q", "answer": "1"}
+    path = data_file(tmp_path / "long.jsonl", *[good] * ROWS, "bad")
+    found = preflight(job(keys, f"data.train={path}"), for_job=True)
+    assert found.texts("problem") == []
+    assert f"rows of {path} after the first {ROWS}" in found.texts("unchecked")
