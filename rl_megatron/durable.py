@@ -5,8 +5,11 @@ What is new is written under a hidden name, made durable (fsync) and renamed; wh
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,6 +26,23 @@ def append_private(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise
     return os.fdopen(descriptor, "ab")
+
+
+def private_folder(path: Path) -> None:
+    """Make the folder, for this user alone, or see that it is one already. Raises OSError.
+
+    PermissionError where it is a link, another user's, or others may look into it or write there: what they put there,
+    links to files of this user among it, would be taken for the run's own.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+        return
+    found = path.lstat()
+    mode = stat.filemode(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        why = f"it is there, but is no folder of user {os.geteuid()} alone (drwx------): {mode}, user {found.st_uid}"
+        raise PermissionError(errno.EACCES, why, str(path))
 
 
 def sync(path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rl_megatron.durable import write_atomically
+from rl_megatron.durable import private_folder, write_atomically
 from rl_megatron.errors import CorruptionError, SyncError
 from rl_megatron.weights.bits import dtype_of
 from rl_megatron.weights.checksums import checksum
@@ -35,7 +35,8 @@ class Mirror:
 
     ``config`` is the config.json that the folder of ``path`` gets, but for how its own weights are kept. The tensors
     lie in host memory, whatever the learner runs on: no GPU has room for a whole model. With a ``kind`` they are the
-    writer's alone, and the file gets them quantised when they are served.
+    writer's alone, and the file gets them quantised when they are served. Raises SyncError where the folder of ``path``
+    is there and is not this user's alone: its name can be foretold.
     """
 
     def __init__(
@@ -47,7 +48,13 @@ class Mirror:
         kind: Format | None = None,
     ) -> None:
         self.path, self._kind = path, kind
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            private_folder(path.parent)
+        except PermissionError as error:
+            raise SyncError(
+                f"{path.parent}, where weights are handed over: {error.strerror}. Who made it could read and change "
+                "them: remove it, or give another place by rollout.server.weights_dir"
+            ) from error
         text = config_text(config.parent, set(), None if kind is None else kind.config(shapes))
         path.with_name("config.json").write_text(text)
         entries = stored(shapes, dtype_of(dtype), kind)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,34 @@ def test_what_is_served_is_read_and_is_a_hugging_face_folder(mirror: Mirror) -> 
         assert tensors.keys() == SHAPES.keys()
         assert all(torch.equal(tensors[name], mirror.tensors[name]) for name in SHAPES)
     assert mirror.path.with_name("config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("how", ["open to all", "another's", "a link"])
+def test_a_folder_that_a_stranger_made_is_refused_and_nothing_is_written_through_it(tmp_path: Path, how: str) -> None:
+    """With links in it to files of the run's user, as somebody would make it who foretold its name."""
+    if how == "another's" and os.geteuid():
+        pytest.skip("only root can make a folder that is another's")
+    config, victim, folder = tmp_path / "config.json", tmp_path / "victim", tmp_path / "weights"
+    config.write_text("{}")
+    victim.write_text("mine")
+    real = folder.with_name("real") if how == "a link" else folder
+    real.mkdir(mode=0o700)
+    for name in ("config.json", "model.safetensors"):
+        (real / name).symlink_to(victim)
+    if how == "a link":
+        folder.symlink_to(real)
+    elif how == "another's":
+        os.chown(folder, 65534, 65534)
+    else:
+        folder.chmod(0o777)
+    with pytest.raises(SyncError, match=r"no folder of user \d+ alone .* rollout\.server\.weights_dir"):
+        Mirror(folder / "model.safetensors", SHAPES, torch.bfloat16, config)
+    assert victim.read_text() == "mine"
+
+
+def test_the_folder_is_nobody_elses_and_one_of_an_earlier_start_is_taken(mirror: Mirror, tmp_path: Path) -> None:
+    assert stat.S_IMODE(mirror.path.parent.stat().st_mode) == 0o700
+    assert Mirror(mirror.path, SHAPES, torch.bfloat16, tmp_path / "config.json").num_bytes == mirror.num_bytes
 
 
 def test_a_version_that_is_not_there_is_refused(mirror: Mirror) -> None:
