@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.weights.buckets import Part, cut_into_buckets
 from rl_megatron.weights.layout import Box, Layout
 from rl_megatron.weights.plan import Transfer, plan
+from rl_megatron.weights.plan_json import from_json, to_json
 from rl_megatron.weights.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from tests.property.shards import (
     SMALL,
@@ -62,7 +64,9 @@ def test_resharding_gives_the_other_meshs_shards(
     hf, target = full_hf(m), Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=b)
     placement = {rank: rank + 1 for rank in range(b.world_size)}
     got = empty(target, placement)
-    run(everything(plan(source, target, placement=placement), placement), megatron_shards(hf, m, a, stages), got)
+    moves = plan(source, target, placement=placement)
+    assert from_json(json.loads(json.dumps(to_json(moves)))) == moves
+    run(everything(moves, placement), megatron_shards(hf, m, a, stages), got)
     for rank, wanted in enumerate(megatron_shards(hf, m, b)):
         assert_same(got[rank + 1], wanted)
 

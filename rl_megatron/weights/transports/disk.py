@@ -25,6 +25,7 @@ from rl_megatron.weights.dtypes import DType
 from rl_megatron.weights.hashing import bytes_of, digest
 from rl_megatron.weights.mapped import MappedFile, header_bytes, read_header
 from rl_megatron.weights.plan import Plan
+from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.ends import Ends, reports_of, view
 
 _DIGESTS = "digests"
@@ -84,9 +85,8 @@ class DiskTransport:
             call()
         except (OSError, CheckpointError) as error:
             problem = f"rank {self._rank}: {error}"
-        problems = [problem] * dist.get_world_size(self._group)
         try:
-            dist.all_gather_object(problems, problem, group=self._group)
+            problems = words.gather(problem, self._group)
         except RuntimeError as error:
             raise SyncError(
                 f"version {version} is not served: rank {self._rank} waited for the others at {self._folder}; a "

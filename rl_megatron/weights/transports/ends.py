@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_megatron.errors import CorruptionError, WeightError
+from rl_megatron.weights.bits import dtype_of
 from rl_megatron.weights.buckets import Bucket, Part, cut_into_buckets
+from rl_megatron.weights.dtypes import DType
 from rl_megatron.weights.hashing import PIECE_BYTES, bytes_of, digest, digests
 from rl_megatron.weights.layout import Box
 from rl_megatron.weights.plan import Plan, Transfer
+from rl_megatron.weights.transports import words
 
 _WORD = 8  # bytes of a digest
 _MOST_TOLD = 10  # problems of a process that an error lists
@@ -46,6 +50,16 @@ class Dtypes:
     def of(self, name: str) -> torch.dtype:
         """Of one tensor."""
         return self.others.get(name, self.common)
+
+    def to_json(self) -> list[Any]:
+        """What `from_json` reads."""
+        return [dtype_of(self.common), {name: dtype_of(dtype) for name, dtype in self.others.items()}]
+
+    @classmethod
+    def from_json(cls, common: str, others: Mapping[str, str]) -> Dtypes:
+        """Raises ValueError for another type."""
+        read = {name: getattr(torch, DType(dtype)) for name, dtype in others.items()}
+        return cls(common=getattr(torch, DType(common)), others=read)
 
 
 Report = tuple[list[str], Dtypes]
@@ -253,9 +267,11 @@ def reports_of(group: dist.ProcessGroup | None) -> Callable[[Report], list[Repor
     """How an `Ends` hears from every rank of a group."""
 
     def exchange(mine: Report) -> list[Report]:
-        reports = [mine] * dist.get_world_size(group)
-        dist.all_gather_object(reports, mine, group=group)
-        return reports
+        problems, dtypes = mine
+        return [
+            (list(map(str, told)), Dtypes.from_json(*kinds))
+            for told, kinds in words.gather([problems, dtypes.to_json()], group)
+        ]
 
     return exchange
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.errors import SyncError, WeightError
@@ -18,7 +17,9 @@ from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.buckets import Bucket
 from rl_megatron.weights.held import Report, Source, sent_checksums
 from rl_megatron.weights.plan import Plan
+from rl_megatron.weights.plan_json import from_json, to_json
 from rl_megatron.weights.recorded import Held
+from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
 from rl_megatron.weights.transports.ends import Ends
 from rl_megatron.weights.transports.joined import Member, Place
@@ -86,7 +87,7 @@ class Sender:
         self, place: Place, rank: int, moves: Plan, tensors: Mapping[str, Tensor], sources: Sequence[Source]
     ) -> None:
         self._member, self._tensors, self._sources = Member(place, rank), tensors, sources
-        dist.broadcast_object_list([moves], src=0, group=self._member.group)
+        words.tell(to_json(moves), self._member.group)
         make = TRANSPORTS[place.transport]
         self._transport = make(place, moves, src=tensors, dst={}, group=self._member.group, verify=False)
 
@@ -126,13 +127,10 @@ class Receiver:
     def __init__(self, place: Place, rank: int, held: Sequence[Held], params: Mapping[str, Tensor]) -> None:
         self._held = _by_name(held)
         self._member = Member(place, rank)
-        told: list[Plan | None] = [None]
-        dist.broadcast_object_list(told, src=0, group=self._member.group)
-        if told[0] is None:
-            raise WeightError("rank 0 of the group told no plan")
+        moves = from_json(words.tell(None, self._member.group))
         tensors = {name: one.of(params[one.param]) for name, one in self._held.items()}
         make = TRANSPORTS[place.transport]
-        self._transport = make(place, told[0], src={}, dst=tensors, group=self._member.group, verify=False)
+        self._transport = make(place, moves, src={}, dst=tensors, group=self._member.group, verify=False)
         self._transport.ends.arrived = self._arrivals = _Arrivals(tensors)
 
     def receive(self, version: int, whole: Callable[[Held], None]) -> WeightUpdate:

@@ -7,8 +7,9 @@ in a send.
 
 from __future__ import annotations
 
+import secrets
+import socket
 import time
-import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
-from rl_megatron.errors import SyncError
+from rl_megatron.errors import ConfigError, SyncError
 
 JOINING = "joining the group"
 _LOOK_SECONDS = 0.002
@@ -41,19 +42,33 @@ class Place:
 
 
 class Keeper:
-    """The controller's side."""
+    """The controller's side, at ``host`` alone. Raises ConfigError where that is no address of this machine."""
 
     def __init__(self, host: str, seconds: float) -> None:
         self.host, self._seconds = host, seconds
         limit = timedelta(seconds=seconds)
-        self._store = TCPStore(host, 0, is_master=True, timeout=limit, wait_for_workers=False)
+        try:
+            listener = socket.create_server((host, 0), backlog=4096)  # torch's own would listen at all addresses
+        except OSError as error:
+            raise ConfigError(
+                f"rollout.server.meeting_host={host}: {error.strerror}; give an address of the controller's node"
+            ) from error
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
     def place(self, size: int, *, transport: str, backend: str, turns: bool = False) -> Place:
         """For a group that is not there yet."""
         return Place(
             host=self.host,
             port=self._store.port,
-            name=f"rl_megatron-{uuid.uuid4().hex}",  # an engine may have been in groups of other trainers
+            name=f"rl_megatron-{secrets.token_hex(16)}",  # an engine may have been in groups of other trainers
             size=size,
             seconds=self._seconds,
             transport=transport,

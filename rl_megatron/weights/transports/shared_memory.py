@@ -28,6 +28,7 @@ from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.buckets import Bucket
 from rl_megatron.weights.plan import Plan
+from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.ends import Ends, Message, reports_of
 
 _SLOTS = 2
@@ -187,9 +188,8 @@ class SharedMemoryTransport:
             listener.settimeout(self._timeout)
             listener.bind(b"\0rl_megatron-" + secrets.token_hex(16).encode())
             listener.listen(dist.get_world_size(group))
-            here = (Path("/proc/sys/kernel/random/boot_id").read_text(), listener.getsockname())
-            places = [here] * dist.get_world_size(group)
-            dist.all_gather_object(places, here, group=group)
+            here = [Path("/proc/sys/kernel/random/boot_id").read_text(), listener.getsockname().hex()]
+            places = words.gather(here, group)
             receivers = sorted((to for frm, to in buckets if frm == rank), key=lambda to: (to - rank) % len(places))
             senders = [frm for frm, to in buckets if to == rank]
             far = [peer for peer in (*receivers, *senders) if places[peer][0] != here[0]]
@@ -198,7 +198,7 @@ class SharedMemoryTransport:
                     f"{self.name} needs one machine, but rank {rank} is on another than rank {far[0]}; "
                     "use process_group"
                 )
-            links = [self._offer(to, places[to][1], buckets[rank, to]) for to in receivers]
+            links = [self._offer(to, bytes.fromhex(places[to][1]), buckets[rank, to]) for to in receivers]
             return links + [self._accept(listener, buckets) for _ in senders]
 
     def _offer(self, to: int, address: bytes, buckets: list[Bucket]) -> _Link:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
-from rl_megatron.errors import ReplicasLost, SyncError, WeightError
+from rl_megatron.errors import ConfigError, ReplicasLost, SyncError, WeightError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.direct import Direct
 from rl_megatron.weights.engine_layout import Boxes
 from rl_megatron.weights.held import NO_KINDS, Kinds, Report
+from rl_megatron.weights.plan_json import from_json
+from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.joined import Keeper, Member, Place
 
 LIMIT = 100.0  # seconds, which nobody may wait
@@ -81,3 +86,24 @@ async def push(ends: Ends, folder: Path) -> None:
 def test_a_server_that_dies_meanwhile_is_no_end(tmp_path: Path) -> None:
     with pytest.raises(ReplicasLost, match="a server died while the learner met it"):
         asyncio.run(push(Ends(None), tmp_path))
+
+
+def test_ranks_meet_at_one_address_and_what_comes_there_is_never_unpickled() -> None:
+    keeper = Keeper("127.0.0.1", LIMIT)
+    place = keeper.place(1, transport="process_group", backend="gloo")
+    listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert [c.laddr.ip for c in listening if c.laddr.port == place.port] == ["127.0.0.1"]
+    with pytest.raises(ConfigError, match=r"rollout\.server\.meeting_host=192\.0\.2\.1: .*controller's node"):
+        Keeper("192.0.2.1", LIMIT)  # of nobody (RFC 5737)
+    member = Member(place, 0)
+    try:
+        assert words.tell({"a": [1, None]}, member.group) == {"a": [1, None]}
+        assert words.gather(["b"], member.group) == [["b"]]
+        with pytest.raises(SyncError, match="rank 3 of the group said no JSON"):
+            words._read(torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8), 3)
+        with pytest.raises(SyncError, match="announced 1099511627776 bytes"):
+            words._checked(2**40)
+        with pytest.raises(WeightError, match="is no plan of weights"):
+            from_json([[1, 2]])
+    finally:
+        member.close()

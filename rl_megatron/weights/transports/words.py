@@ -1,0 +1,66 @@
+"""What the processes of a group tell each other beside tensors: JSON. Nobody unpickles what came over a network.
+
+gloo and NCCL let in whoever reaches them (docs/security.md), and reading a pickle is running it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from rl_megatron.errors import SyncError
+
+_MOST_BYTES = 2**30
+
+
+def gather(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
+    """What each process says, by rank. Collective; raises SyncError where one says no JSON."""
+    device, size = _device(group), dist.get_world_size(group)
+    data = _bytes_of(mine).to(device)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
+    longest = _checked(max(int(length) for length in lengths))
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(data)] = data
+    said = [torch.zeros_like(padded) for _ in range(size)]
+    dist.all_gather(said, padded, group=group)
+    return [_read(one[: int(length)], rank) for rank, (one, length) in enumerate(zip(said, lengths, strict=True))]
+
+
+def tell(said: object, group: dist.ProcessGroup | None) -> Any:
+    """What rank 0 says, on every rank; what others have to say is not asked. Collective; raises as `gather`."""
+    device, rank = _device(group), dist.get_rank() if group is None else group.rank()
+    data = _bytes_of(said).to(device)
+    length = torch.tensor([len(data)], device=device)
+    dist.broadcast(length, group=group, group_src=0)
+    if rank:
+        data = torch.zeros(_checked(int(length)), dtype=torch.uint8, device=device)
+    dist.broadcast(data, group=group, group_src=0)
+    return _read(data, 0)
+
+
+def _device(group: dist.ProcessGroup | None) -> str:
+    """Where torch itself would put an object: NCCL carries memory of GPUs alone."""
+    return str(distributed_c10d._get_object_coll_device(group))
+
+
+def _bytes_of(said: object) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+
+
+def _checked(length: int) -> int:
+    if not 0 <= length <= _MOST_BYTES:
+        raise SyncError(f"a process of the group announced {length} bytes, of {_MOST_BYTES} at most")
+    return length
+
+
+def _read(data: Tensor, rank: int) -> Any:
+    try:
+        return json.loads(data.cpu().numpy().tobytes())
+    except ValueError as error:
+        raise SyncError(f"rank {rank} of the group said no JSON: {error}") from error
