@@ -1,20 +1,20 @@
-"""A reward that a server gives: JSON over HTTP, by the standard library. docs/rewards.md has the two bodies."""
+"""A reward that a server gives: JSON over HTTP. docs/rewards.md has the two bodies."""
 
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import logging
 import math
 import re
+import ssl
 from collections.abc import Sequence
-from functools import partial
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
+
+import httpx2
 
 from rl_megatron.config_reward import HttpSection
 from rl_megatron.errors import ConfigError, RewardError
-from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.types import Completion, Prompt
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,8 @@ class HttpReward:
 
     def __init__(self, url: str, section: HttpSection, *, key: str) -> None:
         self._url, self._section = url, section
-        self._parts = _checked(url, key)
+        _check(url, key)
+        self._trusted = ssl.create_default_context()
         self._slots = asyncio.Semaphore(section.concurrency)
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
@@ -63,11 +64,11 @@ class HttpReward:
         limit = self._section.timeout_seconds
         try:
             async with self._slots, asyncio.timeout(limit):
-                status, answer = await in_daemon_thread(partial(_post, self._parts, body, limit))
+                status, answer = await self._post(body)
         except TimeoutError as error:
             raise _TryAgain(f"no answer in reward.http.timeout_seconds={limit}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise _TryAgain(f"{type(error).__name__}: {error}") from error
+        except httpx2.TransportError as error:
+            raise _TryAgain(f"{type(error).__name__}: {error!s:.500}") from error
         if status == 200:
             return answer
         said = f"status {status}: {_shown(answer)}"
@@ -75,8 +76,21 @@ class HttpReward:
             raise _TryAgain(said)
         raise ValueError(said)
 
+    async def _post(self, body: bytes) -> tuple[int, bytes]:
+        """Status and body of one request on a connection of its own; who cancels it closes that."""
+        client = httpx2.AsyncClient(timeout=None, trust_env=False, verify=self._trusted)
+        headers = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
+        async with client, client.stream("POST", self._url, content=body, headers=headers) as response:
+            answer = bytearray()
+            async for chunk in response.aiter_raw():
+                answer += chunk
+                if len(answer) > MAX_ANSWER_BYTES:
+                    break
+            return response.status_code, bytes(answer)
 
-def _checked(url: str, key: str) -> SplitResult:
+
+def _check(url: str, key: str) -> None:
+    """Raises ConfigError for what cannot be asked."""
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018  # raises where it is no port
@@ -88,7 +102,6 @@ def _checked(url: str, key: str) -> SplitResult:
         raise ConfigError(f"{key}={url!r}: it names no host; write it as http://host:port/path")
     if parts.username is not None:
         raise ConfigError(f"{key}: a URL with a user name or password in it is written to logs; leave them out")
-    return parts
 
 
 def _request(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> bytes:
@@ -103,19 +116,6 @@ def _request(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[
         ],
     }
     return json.dumps(asked).encode()
-
-
-def _post(url: SplitResult, body: bytes, limit: float) -> tuple[int, bytes]:
-    """Status and body of one request. Blocks; ``limit`` bounds each wait for the network."""
-    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    connection = kind(str(url.hostname), url.port, timeout=limit)
-    try:
-        target = (url.path or "/") + (f"?{url.query}" if url.query else "")
-        connection.request("POST", target, body, {"Content-Type": "application/json", "Accept": "application/json"})
-        response = connection.getresponse()
-        return response.status, response.read(MAX_ANSWER_BYTES + 1)
-    finally:
-        connection.close()
 
 
 def _rewards(answer: bytes, count: int) -> list[float]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 from rl_megatron.config_reward import RewardSection
 from rl_megatron.errors import ConfigError
@@ -20,9 +18,9 @@ from rl_megatron.rewards.format import format_reward
 from rl_megatron.rewards.http import HttpReward
 from rl_megatron.rewards.length import length_reward
 from rl_megatron.rewards.math_verify import math_verify
-from rl_megatron.rewards.threads import in_daemon_thread
+from rl_megatron.rewards.own import Async, Plain
+from rl_megatron.rewards.threads import said
 from rl_megatron.rewards.weighted_sum import WeightedSum
-from rl_megatron.types import Completion, Prompt
 
 REWARDS: dict[str, RewardFunction] = {
     "exact_match": exact_match,
@@ -82,12 +80,14 @@ def _load(path: str, key: str) -> RewardFunction:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{key}={path!r}: importing {module_name} failed: {error}") from error
+            raise ConfigError(f"{key}={path!r}: importing {module_name} failed: {error!s:.500}") from error
         raise ConfigError(
             f"{key}={path!r}: no module {error.name!r}; install it or put its folder on PYTHONPATH"
         ) from error
-    except Exception as error:  # a user's module may raise anything
-        raise ConfigError(f"{key}={path!r}: importing {module_name} raised {error!r}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may raise anything, and exit
+        raise ConfigError(f"{key}={path!r}: importing {module_name} {said(error)}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         what = "is not a function" if hasattr(module, attribute) else "is not there"
@@ -95,17 +95,5 @@ def _load(path: str, key: str) -> RewardFunction:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"{key}={path!r}: {attribute!r} of {module_name} {what}{hint}")
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-        return cast(RewardFunction, function)
-    return _Blocking(function)
-
-
-class _Blocking:
-    """A plain function as a RewardFunction."""
-
-    def __init__(self, function: Callable[[Prompt, Sequence[Completion], Sequence[str]], Sequence[float]]) -> None:
-        self._function = function
-
-    async def __call__(
-        self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
-    ) -> Sequence[float]:
-        return await in_daemon_thread(partial(self._function, prompt, completions, texts))
+        return Async(function)
+    return Plain(function)

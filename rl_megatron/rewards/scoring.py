@@ -8,8 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl_megatron.interfaces import RewardFunction
+from rl_megatron.rewards.own import numbers
+from rl_megatron.rewards.threads import said
 from rl_megatron.rewards.weighted_sum import PartedRewards
 from rl_megatron.types import Completion, Prompt
+
+_MOST_NAMED = 3  # completions without a finite reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,23 +41,19 @@ async def score(
         return Scores(rewards=(math.nan,) * count, problems=(problem,), errors=count)
 
     try:
-        async with asyncio.timeout(limit):
+        async with asyncio.timeout(limit) as time:
             given = await function(prompt, completions, texts)
-        rewards = tuple(float(r) for r in given)
-    except TimeoutError:
-        return failed(f"no answer in reward.timeout_seconds={limit:g}")
-    except Exception as error:  # noqa: BLE001  the user's code: whatever it raises is named and counted
-        return failed(f"raised {type(error).__name__}: {error}")
-    if len(rewards) != count:
-        return failed(f"gave {len(rewards)} rewards for {count} completions; one for each is wanted")
+        rewards = numbers(given, count)
+    except Exception as error:  # noqa: BLE001  whatever is raised is named and counted
+        late = isinstance(error, TimeoutError) and time.expired()
+        return failed(f"no answer in reward.timeout_seconds={limit:g}" if late else said(error))
     parts = given.parts if isinstance(given, PartedRewards) else {}
-    problems = tuple(
-        f"completion {i} got {r}, which is not finite{_culprits(parts, i)}"
-        for i, r in enumerate(rewards)
-        if not math.isfinite(r)
-    )
     finite = tuple(r if math.isfinite(r) else math.nan for r in rewards)
-    return Scores(rewards=finite, problems=problems, errors=len(problems), parts=parts)
+    bad = [i for i, r in enumerate(finite) if math.isnan(r)]
+    problems = [f"completion {i} got {rewards[i]}, which is not finite{_culprits(parts, i)}" for i in bad[:_MOST_NAMED]]
+    if len(bad) > _MOST_NAMED:
+        problems.append(f"so did {len(bad) - _MOST_NAMED} more")
+    return Scores(rewards=finite, problems=tuple(problems), errors=len(bad), parts=parts)
 
 
 def _culprits(parts: Mapping[str, tuple[float, ...]], index: int) -> str:

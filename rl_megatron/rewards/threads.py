@@ -1,17 +1,35 @@
-"""Blocking scorers beside the event loop."""
+"""Scorers beside the event loop: those that block in threads, the user's that are ``async`` on a loop apart."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import cache
 from typing import TypeVar
+
+from rl_megatron.errors import RewardError, RLMegatronError
 
 T = TypeVar("T")
 
+_MOST_SAID = 500  # characters of a foreign exception
+
+
+def said(error: BaseException) -> str:
+    """``raised <type>: <text>``, bounded; of an error that is the user's to read its text alone."""
+    if isinstance(error, RLMegatronError):
+        return str(error)
+    try:
+        text = str(error)
+    except BaseException:  # noqa: BLE001  the user's class
+        text = "(an exception whose text cannot be had)"
+    text = text if len(text) <= _MOST_SAID else f"{text[:_MOST_SAID]}..."
+    return f"raised {type(error).__name__:.80}: {text}"
+
 
 async def in_daemon_thread(call: Callable[[], T]) -> T:
-    """What ``call`` returns or raises, run in a thread of its own.
+    """What ``call`` returns or raises, run in a thread of its own; what would end an event loop is a RewardError.
 
     Cancelling stops the waiting, not the thread. It is a daemon, unlike those of ``asyncio.to_thread``: a scorer that
     never returns must not keep the process from ending.
@@ -19,7 +37,7 @@ async def in_daemon_thread(call: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: T | None, error: BaseException | None) -> None:
+    def settle(result: T | None, error: Exception | None) -> None:
         if future.done():  # cancelled meanwhile
             return
         if error is not None:
@@ -29,11 +47,51 @@ async def in_daemon_thread(call: Callable[[], T]) -> T:
 
     def work() -> None:
         try:
-            outcome: tuple[T | None, BaseException | None] = (call(), None)
-        except Exception as error:  # noqa: BLE001  # raised again where it is awaited
-            outcome = (None, error)
+            outcome: tuple[T | None, Exception | None] = (call(), None)
+        except BaseException as error:  # noqa: BLE001  raised again where it is awaited
+            outcome = (None, _passable(error))
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, *outcome)
 
     threading.Thread(target=work, name="reward", daemon=True).start()
     return await future
+
+
+async def on_loop_apart(call: Callable[[], Coroutine[None, None, T]]) -> T:
+    """What the coroutine of ``call`` returns or raises, run on an event loop of a daemon thread that all such share.
+
+    Cancelling stops the waiting at once and asks the coroutine to end, whether it does or not. One that blocks, or
+    exits, holds up others of its kind and nobody else.
+    """
+
+    async def outcome() -> tuple[T | None, Exception | None]:
+        try:
+            return await call(), None
+        except BaseException as error:  # noqa: BLE001  raised again where it is awaited
+            return None, _passable(error)
+
+    running = asyncio.run_coroutine_threadsafe(outcome(), _loop_apart())
+    result, error = await asyncio.wrap_future(running)
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]  # T may be None itself
+
+
+def _passable(error: BaseException) -> Exception:
+    """The error, or a RewardError in the place of one that a future cannot hold or that would end who awaits it."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RewardError(said(error))
+
+
+@cache
+def _loop_apart() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+
+    def turn() -> None:
+        while not loop.is_closed():
+            with contextlib.suppress(BaseException):  # a task of the user's own may exit
+                loop.run_forever()
+
+    threading.Thread(target=turn, name="rewards' loop", daemon=True).start()
+    return loop

@@ -9,6 +9,8 @@ from typing import overload
 
 from rl_megatron.errors import RewardError
 from rl_megatron.interfaces import RewardFunction
+from rl_megatron.rewards.own import numbers
+from rl_megatron.rewards.threads import said
 from rl_megatron.types import Completion, Prompt
 
 
@@ -57,12 +59,9 @@ async def _part(
     name: str, function: RewardFunction, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
 ) -> tuple[float, ...]:
     try:
-        rewards = tuple(float(reward) for reward in await function(prompt, completions, texts))
+        return numbers(await function(prompt, completions, texts), len(completions))
     except Exception as error:
-        raise RewardError(f"part {name!r} raised {type(error).__name__}: {error}") from error
-    if len(rewards) != len(completions):
-        raise RewardError(f"part {name!r} gave {len(rewards)} rewards for {len(completions)} completions")
-    return rewards
+        raise RewardError(f"part {name!r} {said(error)}") from error
 
 
 def _sum(terms: Sequence[float]) -> float:

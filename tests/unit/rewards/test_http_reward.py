@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import socket
@@ -135,10 +136,55 @@ def test_a_server_that_does_not_answer_in_time_is_left(server: Server) -> None:
     release.set()
 
 
+def raw(
+    serve: Callable[[socket.socket, threading.Event], None], *, times: int
+) -> Iterator[tuple[str, threading.Event]]:
+    """A server that does ``serve`` with each of ``times`` connections; the event is set once all are closed."""
+    closed = threading.Event()
+
+    def work() -> None:
+        for _ in range(times):
+            with listening.accept()[0] as connection:
+                connection.recv(1 << 16)
+                serve(connection, closed)
+        closed.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/", closed
+        thread.join(30)
+
+
+def test_a_server_that_drips_is_left_and_its_connection_closed() -> None:
+    def drip(connection: socket.socket, closed: threading.Event) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+        with contextlib.suppress(OSError):  # the other end closed
+            while not closed.wait(0.01):
+                connection.sendall(b" ")
+
+    threads = set(threading.enumerate())
+    for url, closed in raw(drip, times=2):
+        with pytest.raises(RewardError, match=r"no answer in reward.http.timeout_seconds=0.2; attempts made: 2"):
+            score(url, "a", options={"timeout_seconds": 0.2, "retries": 1})
+        assert closed.wait(30)
+    assert [t for t in threading.enumerate() if t not in threads and t.name == "reward"] == []
+
+
+def test_an_answer_cut_by_a_broken_connection_is_asked_for_again() -> None:
+    answers = iter([(50, b'{"rewards": [1'), (16, b'{"rewards": [1]}')])
+
+    def serve(connection: socket.socket, _: threading.Event) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % next(answers))
+
+    for url, _ in raw(serve, times=2):
+        assert score(url, "a", options={"retries": 1}) == [1.0]
+
+
 def test_no_server_is_named_after_all_attempts() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # and does not listen
-        with pytest.raises(RewardError, match=r"ConnectionRefusedError.*attempts made: 3"):
+        with pytest.raises(RewardError, match=r"ConnectError.*attempts made: 3"):
             score(f"http://127.0.0.1:{held.getsockname()[1]}", "a", options={"retries": 2})
 
 

@@ -109,18 +109,19 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     )
     (tmp_path / "bad_rewards_for_test.py").write_text("import not_there_at_all\n")
     (tmp_path / "raising_rewards_for_test.py").write_text("1 / 0\n")
+    (tmp_path / "leaving_rewards_for_test.py").write_text("raise SystemExit(0)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     return "my_rewards_for_test"
 
 
 def test_functions_of_the_user_may_be_plain_async_or_objects(user_module: str) -> None:
-    assert score(f"{user_module}:by_length", "a", "xx", "") == [2, 0]
-    assert score(f"{user_module}:later", "a", "a", "b") == [1, 0]
-    assert score(f"{user_module}:scorer", "a", "a", "b") == [0.5, 0.5]
+    assert score(f"{user_module}:by_length", "a", "xx", "") == (2, 0)
+    assert score(f"{user_module}:later", "a", "a", "b") == (1, 0)
+    assert score(f"{user_module}:scorer", "a", "a", "b") == (0.5, 0.5)
 
 
-def test_what_a_plain_function_raises_comes_through(user_module: str) -> None:
-    with pytest.raises(ZeroDivisionError, match="mine"):
+def test_what_a_plain_function_raises_is_named(user_module: str) -> None:
+    with pytest.raises(RewardError, match=r"^raised ZeroDivisionError: mine$"):
         score(f"{user_module}:broken", "a", "x")
 
 
@@ -151,6 +152,7 @@ def test_a_function_that_never_returns_can_be_left(user_module: str) -> None:
         (":f", "write it as package.module:function"),
         ("bad_rewards_for_test:f", "importing bad_rewards_for_test failed: No module named 'not_there_at_all'"),
         ("raising_rewards_for_test:f", "raised ZeroDivisionError"),
+        ("leaving_rewards_for_test:f", "importing leaving_rewards_for_test raised SystemExit: 0"),
     ],
 )
 def test_paths_that_lead_nowhere_say_why(user_module: str, path: str, message: str) -> None:

@@ -1,0 +1,165 @@
+"""Reward functions that give something else than numbers, raise what ends a loop, or never come back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rl_megatron.rewards.registry import resolve_reward
+from rl_megatron.rewards.scoring import Scores, score
+from rl_megatron.types import Completion, Prompt
+
+PROMPT = Prompt(id="train:7", text="", token_ids=(1,), answer="")
+DONE = Completion(token_ids=(1,), logprobs=(0.0,), finish_reason="stop", versions=(0, 0))
+WANTED = "; a list of one number for each completion is wanted"
+KINDS = ("plain", "later")  # a function, and an async one
+
+
+class Untold(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Slow:
+    """A number that is long in coming."""
+
+    def __float__(self) -> float:
+        RELEASE.wait()
+        return 1.0
+
+
+RELEASE = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def release() -> Iterator[None]:
+    """Whatever still waits goes on behind a test."""
+    RELEASE.clear()
+    yield
+    RELEASE.set()
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, kind: str, does: Callable[[], object], *, limit: float = 30.0, count: int = 2
+) -> Scores:
+    module: Any = types.ModuleType("hostile_for_test")
+
+    async def later(*_: object) -> object:
+        await asyncio.sleep(0)
+        return does()
+
+    module.plain, module.later = (lambda *_: does()), later
+    monkeypatch.setitem(sys.modules, "hostile_for_test", module)
+    function = resolve_reward(f"hostile_for_test:{kind}")
+    return asyncio.run(score(function, PROMPT, [DONE] * count, [""] * count, limit=limit))
+
+
+def raises(error: BaseException) -> Callable[[], object]:
+    def does() -> object:
+        raise error
+
+    return does
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (lambda: {0: 5.0, 1: 5.0}, f"gave a dict{WANTED}"),
+        (lambda: {1.0, 2.0}, f"gave a set{WANTED}"),
+        (lambda: "11", f"gave a str '11'{WANTED}"),
+        (lambda: b"11", f"gave a bytes b'11'{WANTED}"),
+        (lambda: None, f"gave None{WANTED}"),
+        (lambda: 1.0, f"gave a float{WANTED}"),
+        (lambda: ["1.0", "1.0"], f"gave a str '1.0' for completion 0{WANTED}"),
+        (lambda: [1.0, None], f"gave None for completion 1{WANTED}"),
+        (lambda: [1.0, [2.0]], "raised TypeError: float() argument must be a string or a real number, not 'list'"),
+        (lambda: [1.0], "gave 1 rewards for 2 completions; one for each is wanted"),
+        (lambda: [1.0] * 9, "gave 9 rewards for 2 completions; one for each is wanted"),
+        (lambda: itertools.repeat(1.0), "gave more than 2 rewards for 2 completions; one for each is wanted"),
+        (lambda: [10**400, 1], "raised OverflowError: int too large to convert to float"),
+        (raises(SystemExit(0)), "raised SystemExit: 0"),
+        (raises(KeyboardInterrupt()), "raised KeyboardInterrupt: "),
+        (raises(StopIteration()), "raised StopIteration: "),
+        (raises(asyncio.CancelledError()), "raised CancelledError: "),
+        (raises(TimeoutError("mine")), "raised TimeoutError: mine"),
+        (raises(Untold()), "raised Untold: (an exception whose text cannot be had)"),
+        (raises(ValueError("x" * 200_000)), f"raised ValueError: {'x' * 500}..."),
+    ],
+)
+def test_what_is_no_reward_is_named_at_once_and_once(
+    monkeypatch: pytest.MonkeyPatch, kind: str, given: Callable[[], object], problem: str
+) -> None:
+    scores = run(monkeypatch, kind, given)
+    if kind == "later" and problem.startswith("raised StopIteration"):
+        problem = "raised RuntimeError: coroutine raised StopIteration"  # as Python has it
+    assert (scores.problems, scores.errors) == ((problem,), 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_any_kind_are_rewards(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    import numpy as np
+    import torch
+
+    for given in ([True, 0], (x / 2 for x in (2, 0)), np.array([1, 0]), torch.tensor([1.0, 0.0]), range(1, -1, -1)):
+        scores = run(monkeypatch, kind, lambda given=given: given)  # type: ignore[misc]
+        assert (scores.rewards, scores.problems) == ((1.0, 0.0), ())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", [RELEASE.wait, lambda: [Slow(), Slow()], lambda: (RELEASE.wait() for _ in "ab")])
+def test_what_blocks_is_left_in_time_and_the_loop_turns_on(
+    monkeypatch: pytest.MonkeyPatch, kind: str, given: Callable[[], object]
+) -> None:
+    assert run(monkeypatch, kind, given, limit=0.05).problems == ("no answer in reward.timeout_seconds=0.05",)
+
+
+def test_an_async_reward_that_will_not_be_cancelled_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = types.ModuleType("stubborn_for_test")
+    asked = threading.Event()
+
+    async def stubborn(*_: object) -> list[float]:
+        while not RELEASE.is_set():
+            try:
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                asked.set()
+        return [1.0]
+
+    module.stubborn = stubborn
+    monkeypatch.setitem(sys.modules, "stubborn_for_test", module)
+    function = resolve_reward("stubborn_for_test:stubborn")
+    scores = asyncio.run(score(function, PROMPT, [DONE], [""], limit=0.05))
+    assert scores.problems == ("no answer in reward.timeout_seconds=0.05",)
+    assert asked.wait(30)  # it was asked to end
+
+
+def test_a_task_of_an_async_reward_that_exits_ends_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = types.ModuleType("leaving_for_test")
+
+    async def leave() -> None:
+        sys.exit(0)
+
+    async def reward(*_: object) -> list[float]:
+        task = asyncio.ensure_future(leave())
+        await asyncio.wait([task])
+        return [1.0]
+
+    module.reward = reward
+    monkeypatch.setitem(sys.modules, "leaving_for_test", module)
+    for _ in range(2):
+        scores = asyncio.run(score(resolve_reward("leaving_for_test:reward"), PROMPT, [DONE], [""], limit=30.0))
+        assert (scores.rewards, scores.problems) == ((1.0,), ())
+
+
+def test_completions_without_a_number_are_named_three_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = run(monkeypatch, "plain", lambda: [float("nan")] * 64, count=64)
+    assert scores.errors == 64
+    assert scores.problems[2:] == ("completion 2 got nan, which is not finite", "so did 61 more")
