@@ -25,6 +25,7 @@ from rl_megatron.observability.files import JsonValue
 _BARS = "▁▂▃▄▅▆▇█"
 _LINE = (
     ("reward", "reward/mean"),
+    ("learn", "groups/zero_advantage_fraction"),
     ("accuracy", "eval/accuracy"),
     ("loss", "loss"),
     ("loss", "warm_start/loss"),
@@ -111,7 +112,7 @@ class Progress:
         return f"{'warm_start' if warm else 'step'} {self._row.get(at, 0)}" + (f"/{total}" if total else "")
 
     def _line(self) -> str:
-        fields = [f"{label}={_show(self._row[name])}" for label, name in _LINE if name in self._row]
+        fields = [f"{label}={self._shown(name)}" for label, name in _LINE if name in self._row]
         if (speed := self._tokens_per_second()) is not None:
             fields.append(f"tokens/s={speed:.0f}")
         if self._row.get("phase") == "rl":
@@ -119,6 +120,11 @@ class Progress:
         if "seconds/checkpoint" in self._row:
             fields.append(f"checkpoint={self._checkpoint}")
         return " ".join([self._position(), *fields])
+
+    def _shown(self, name: str) -> str:
+        """A figure of the row; of groups the share that teaches."""
+        share = _teaching(self._row) if name == "groups/zero_advantage_fraction" else None
+        return _show(self._row[name]) if share is None else f"{share:.0%}"
 
     def _tokens_per_second(self) -> float | None:
         """Sampled tokens over the whole step's time: the end-to-end figure."""
@@ -157,6 +163,9 @@ class Progress:
         if self._rewards:
             reward = Text(f"{self._rewards[-1]:.3f}  ", style="bold")
             facts.append(("reward", reward.append(_sparkline(list(self._rewards)), style="green")))
+        if (share := _teaching(self._row)) is not None:
+            text = f"{share:.0%} of the groups teach" + ("" if share else ": all rewards of each are equal")
+            facts.append(("learn", Text(text, style="" if share else "bold red")))
         if self._accuracy is not None:
             value, where = self._accuracy
             accuracy = Text(f"{value:.3f}", style="bold").append(f"  at {where}", style="not bold dim")
@@ -168,6 +177,12 @@ class Progress:
         if self._folder is not None:
             facts.append(("run folder", Text(str(self._folder))))
         return facts
+
+
+def _teaching(row: Mapping[str, JsonValue]) -> float | None:
+    """Share of the groups of a step whose rewards differ, so that something is learned from them."""
+    equal = _number(row, "groups/zero_advantage_fraction")
+    return None if equal is None else 1 - equal
 
 
 def _number(row: Mapping[str, JsonValue], name: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ from rl_megatron.types import RolloutGroup
 if TYPE_CHECKING:
     from rl_megatron.config import LogSection
 
+logger = logging.getLogger(__name__)
 
+IDLE_STEPS = 5
 Row = dict[str, JsonValue]
 """One row of metrics.jsonl, by the names of docs/metrics.md."""
 
@@ -31,11 +34,27 @@ class Recorder:
         )
         self._samples = SamplesWriter(folder)
         self._per_step = log.samples_per_step
+        self._idle_steps, self._warned = 0, False  # steps in a row that taught nothing, up to now
+        self._file = folder / "samples.jsonl"
         self.progress = progress
 
     def write(self, row: Mapping[str, JsonValue]) -> None:
-        """Record and show one row of metrics."""
+        """Record and show one row of metrics; warn once where steps in a row taught nothing."""
         self.progress.step(self._metrics.write(row))
+        equal = row.get("groups/zero_advantage_fraction")
+        if equal is None:
+            return
+        self._idle_steps = self._idle_steps + 1 if equal == 1 else 0
+        if self._idle_steps == IDLE_STEPS and not self._warned:
+            self._warned = True
+            text = (
+                f"no group had different rewards for {IDLE_STEPS} steps, so nothing is learned: {self._file} has what "
+                "was sampled and its rewards. Is the reward right, and the prompt's template (data.prompt_template, "
+                "data.chat_template)? Are answers cut (rollout.max_new_tokens)? A model that solves no problem "
+                "needs a warm start first (warm_start.steps), one that solves all needs harder ones"
+            )
+            logger.warning("%s", text)
+            self.progress.note(f"warning: {text}")
 
     def write_samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Record the first completion of the first ``log.samples_per_step`` groups."""

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.build import _check_fits
 from launcher.engines import SERVERS
+from launcher.preflight.sizes import misfits
 from rl_megatron.config_io import load
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
@@ -152,5 +152,6 @@ def test_the_embedded_engine_takes_what_learners_pushed(pushed: Path) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_embedded_engine_refuses_other_models_by_name(name: str, pushed: Path) -> None:
     shape = ModelShape.from_folder(folder_of(pushed, name, 1))
-    with pytest.raises(ConfigError, match=f"model_type='{name}': the engine that samples here does not run it"):
-        _check_fits(load("tiny_cpu", []), shape)
+    (found,) = misfits(load("tiny_cpu", ["learner.ep=1"]), shape)
+    assert f"model_type='{name}': the engine that samples here does not run it" in found.text
+    assert found.text.endswith("; rollout=vllm or rollout=sglang runs others")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from rl_megatron.config import LogSection
 from rl_megatron.observability.progress import Progress
+from rl_megatron.observability.recorder import Recorder
 
 RL = {"phase": "rl", "step": 4, "reward/mean": 0.5, "loss": -0.00123, "seconds/step": 2.0, "tokens/rollout": 1000}
+EQUAL = "groups/zero_advantage_fraction"
 WARM = {"phase": "warm_start", "step": 0, "warm_start/step": 20, "warm_start/loss": 0.75, "eval/accuracy": 0.25}
 
 
@@ -31,13 +35,15 @@ def test_plain_lines_are_exact() -> None:
         progress.step(
             {**RL, "step": 5, "loss": None, "eval/accuracy": 0.75, "seconds/step": 4.0, "seconds/checkpoint": 0.1}
         )
-        progress.step({**RL, "step": 10})
+        progress.step({**RL, "step": 10, EQUAL: 0.375})
+        progress.step({**RL, "step": 10, EQUAL: 1.0})
     assert file.getvalue().splitlines()[1:] == [
         "making the model [in] runs/.cache",
         "warm_start 20/40 accuracy=0.25 loss=0.75",
         "step 4/10 reward=0.5 loss=-0.00123 seconds=2 tokens/s=500 eta=12s",
         "step 5/10 reward=0.5 accuracy=0.75 loss=not_finite seconds=4 tokens/s=250 eta=15s checkpoint=4",
-        "step 10/10 reward=0.5 loss=-0.00123 seconds=2 tokens/s=500",
+        "step 10/10 reward=0.5 learn=62% loss=-0.00123 seconds=2 tokens/s=500",
+        "step 10/10 reward=0.5 learn=0% loss=-0.00123 seconds=2 tokens/s=500",
     ]
 
 
@@ -64,6 +70,35 @@ def test_the_live_panel_shows_the_state_of_the_run() -> None:
     shown = ["gspo [tiny]", "step 5/10", "50 %", "10s left", "done", "1.000  ▁█", "0.250  at warm_start 20/40"]
     for part in [*shown, "500  (2 s a step)", "step 3", "runs/a", "-0.00123"]:
         assert part in last, part
+
+
+def test_the_panel_says_that_no_group_teaches() -> None:
+    console, file = _console(terminal=True)
+    with Progress(10, "live", console=console) as progress:
+        progress.step({**RL, EQUAL: 1.0})
+    assert "0% of the groups teach: all rewards of each are equal" in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("equal", "warned_after"),
+    [
+        ([1.0] * 9, 5),
+        ([1, 1, 1, 1, 0.5, 1, 1, 1, 1], None),
+        ([None, *[1.0] * 5], 6),
+        ([1.0] * 5 + [0.0] + [1.0] * 5, 5),
+    ],
+)
+def test_steps_that_teach_nothing_are_warned_of_once(
+    tmp_path: Path, equal: list[float | None], warned_after: int | None
+) -> None:
+    console, file = _console(terminal=False)
+    warned = []
+    with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(10, console=console))) as recorder:
+        for step, share in enumerate(equal, 1):
+            recorder.write({"phase": "rl", "step": step, **({} if share is None else {EQUAL: share})})
+            warned.append(file.getvalue().count("warning: no group had different rewards for 5 steps"))
+    assert warned == [int(warned_after is not None and step >= warned_after) for step in range(1, len(equal) + 1)]
+    assert ("warm_start.steps" in file.getvalue()) == (warned_after is not None)
 
 
 @pytest.mark.parametrize(("error", "word"), [(KeyboardInterrupt, "interrupted"), (RuntimeError, "failed")])
