@@ -97,7 +97,7 @@ class RolloutSection(Section):
     """Groups of equal rewards, as advantages take them, teach nothing: keep them, sample on until the batch is full, or
     train on the rest."""
     max_refills: Positive = 8
-    """dynamic_sampling=refill, drop: batches sampled for one step at most."""
+    """dynamic_sampling=refill, drop: batches sampled for one step at most; then it trains on what there is."""
     slots: Positive = 512
     """Sequences an engine replica decodes at once."""
     server: ServerSection = ServerSection()

@@ -88,6 +88,8 @@ def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection
 
     Running moments are left out, which move all rewards alike and would make a choice depend on when it is made.
     """
+    if not groups:
+        return []
     judged = _judged(groups, section, max_new_tokens)
     if not section.whiten_rewards:
         judged = _bounded(judged, section, Memory(kl_coefficient=0.0))

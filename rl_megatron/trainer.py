@@ -8,6 +8,7 @@ repeats a run that was never interrupted, to the bit.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,8 +25,10 @@ from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout.sampler import RolloutBatch, RolloutSampler, RolloutSource
-from rl_megatron.types import Prompt
+from rl_megatron.types import Prompt, RolloutGroup
 from rl_megatron.update import Update
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,6 +105,8 @@ class Trainer:
         ahead = asyncio.ensure_future(self.sample()) if len(self.buffer) < staleness else None
         try:
             row = self.describe(rollouts) | await self.update(rollouts.groups, self.step, watch)
+            if not row["tokens/train"]:
+                logger.warning("step %d has no token to train on, and is skipped: weights stay as they are", self.step)
             if ahead is not None:
                 with watch("rollout"):
                     self.buffer.append(await ahead)
@@ -120,7 +125,10 @@ class Trainer:
         return {**row, **self.roles.engine_metrics()}
 
     async def sample(self) -> RolloutBatch:
-        """The next rollout batch to train on, dynamic sampling done. Raises DataError when too little is left of it."""
+        """The next rollout batch to train on, dynamic sampling done. It may be short, or empty where rewards are equal.
+
+        Raises DataError where rewards that failed left nothing of it.
+        """
         section = self.config.rollout
         tries, wanted, informative = {
             "off": (1, 1, False),
@@ -132,40 +140,49 @@ class Trainer:
             self.batches_sampled += 1
             prompts = self.prompts.take(section.prompts_per_step)
             sampled = await self.source.sample(prompts, step=self.batches_sampled)
-            batch = batch.joined(sampled.filtered(self._teaches(sampled)) if informative else sampled)
+            batch = batch.joined(sampled.filtered(self._teaches(sampled.groups)) if informative else sampled)
             if len(batch.groups) >= wanted:
                 return batch.cut(section.prompts_per_step)
-        raise DataError(
+        found = (
             f"rollout batch {self.batches_sampled}: {tries} x {section.prompts_per_step} prompts left "
-            f"{len(batch.groups)} groups to train on, {wanted} needed: {batch.dropped_groups} were dropped for their "
-            f"reward (log.txt names them), {batch.filtered_groups} had equal rewards. Mend the reward or the data, or "
-            "set rollout.dynamic_sampling=off"
+            f"{len(batch.groups)} groups to train on, {wanted} were wanted: {batch.dropped_groups} were dropped for "
+            f"their reward (log.txt names them), {batch.filtered_groups} had equal rewards"
         )
+        if not batch.groups and not batch.filtered_groups:
+            raise DataError(f"{found}. Mend the reward or the data")
+        logger.warning("%s; the step trains on what there is", found)
+        return batch
 
-    def _teaches(self, rollouts: RolloutBatch) -> list[bool]:
+    def _teaches(self, groups: Sequence[RolloutGroup]) -> list[bool]:
         """Of each group."""
         c = self.config
-        return groups_that_differ(rollouts.groups, c.algorithm, max_new_tokens=c.rollout.max_new_tokens)
+        return groups_that_differ(groups, c.algorithm, max_new_tokens=c.rollout.max_new_tokens)
 
     def describe(self, rollouts: RolloutBatch) -> Row:
         """What can be said of a rollout batch before training on it; also records sample completions."""
-        groups = rollouts.groups
-        self.recorder.write_samples(self.step, groups)
+        self.recorder.write_samples(self.step, rollouts.groups)
+        return {
+            "step": self.step,
+            "phase": "rl",
+            "reward/errors": rollouts.reward_errors,
+            "reward/sampled_mean": rollouts.reward_sum / max(1, rollouts.num_completions),
+            **rollouts.part_means(),
+            "groups/trained": len(rollouts.groups),
+            "groups/dropped": rollouts.dropped_groups,
+            "groups/filtered": rollouts.filtered_groups,
+            "tokens/rollout": 0,
+            **(self._describe_groups(rollouts.groups) if rollouts.groups else {}),
+        }
+
+    def _describe_groups(self, groups: Sequence[RolloutGroup]) -> Row:
         rewards = np.array([r for g in groups for r in g.rewards])
         completions = [c for g in groups for c in g.completions]
         lengths = np.array([len(c.token_ids) for c in completions])
         staleness = self.step - 1 - np.array([c.versions[0] for c in completions])
         return {
-            "step": self.step,
-            "phase": "rl",
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()),
-            "reward/errors": rollouts.reward_errors,
-            "reward/sampled_mean": rollouts.reward_sum / max(1, rollouts.num_completions),
-            **rollouts.part_means(),
-            "groups/dropped": rollouts.dropped_groups,
-            "groups/filtered": rollouts.filtered_groups,
-            "groups/zero_advantage_fraction": float(np.mean(np.logical_not(self._teaches(rollouts)))),
+            "groups/zero_advantage_fraction": float(np.mean(np.logical_not(self._teaches(groups)))),
             "response/length_mean": float(lengths.mean()),
             "response/length_max": int(lengths.max()),
             "response/truncated_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),

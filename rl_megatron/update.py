@@ -62,9 +62,12 @@ class Update:
         )
 
     async def __call__(self, groups: Sequence[RolloutGroup], step: int, watch: Stopwatch) -> Row:
-        """Train on a rollout batch; its metrics. Where no completion beats another there are no pairs to train on."""
+        """Train on a rollout batch; its metrics. Nothing is trained where there is no token for it: no group, no
+        completion that beats another, all of them left out."""
         section, longest = self.config.algorithm, self.config.rollout.max_new_tokens
         row: Row = {"tokens/train": 0}
+        if not groups:
+            return row
         rewards = shape_rewards(groups, section, self.memory, max_new_tokens=longest)
         if section.preference_beta is not None:
             groups, rewards = preference_pairs(groups, rewards)
@@ -82,6 +85,9 @@ class Update:
             success_reward=self.config.eval.success_reward,
             next_values=found.next_values,
         )
+        if not samples.mask.any():
+            self.memory = memory
+            return row
         samples = self._with_second_moment_limited(samples, found.current, row)
         samples = self._with_proximal_share(samples, groups, step)
         row |= await self._train(samples, step, watch, [group.prompt for group in groups])
@@ -197,7 +203,8 @@ class Update:
         rate, critic_rate = learning_rate(c, step), critic_learning_rate(c, step)
         loss = loss_of(c.algorithm, kl_coefficient=self.memory.kl_coefficient, max_new_tokens=c.rollout.max_new_tokens)
         value_loss = ValueLoss(clip=c.algorithm.critic.clip)
-        batches = [self.pack(part) for part in minibatches(samples, c, step, unit=self._unit)]
+        packed = map(self.pack, minibatches(samples, c, step, unit=self._unit))
+        batches = [batch for batch in packed if batch.num_tokens]  # Adam's momentum moves weights at a gradient of 0
         policy: list[StepResult | None] = []  # None: it was left out
         critic: list[StepResult | None] = []
         for batch in batches:

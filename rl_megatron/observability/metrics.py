@@ -124,6 +124,7 @@ METRICS: Mapping[str, Metric] = _rows(
     ("response/length_mean", "tokens", "mean length of a completion, stop token included"),
     ("response/length_max", "tokens", "longest completion"),
     ("response/truncated_fraction", "", "share of completions that reached rollout.max_new_tokens"),
+    ("groups/trained", "groups", "groups that the step trains on; 0 where it is skipped for want of any"),
     ("groups/dropped", "groups", "groups left out: over-long prompt or failed reward, where the config says drop"),
     (
         "groups/filtered",

@@ -1,0 +1,137 @@
+"""Steps with fewer groups than asked for, without any, or without a token in the loss."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+import pytest
+
+from rl_megatron.config import RunConfig
+from rl_megatron.data.prompts import PromptStream
+from rl_megatron.errors import DataError
+from rl_megatron.interfaces import Roles
+from rl_megatron.observability.progress import Progress
+from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
+from rl_megatron.rollout.sampler import RolloutBatch
+from rl_megatron.trainer import Trainer
+from rl_megatron.types import Prompt, RolloutGroup, StepResult
+from rl_megatron.update import Update
+from tests.unit.trainer.test_engine_logprobs import Learner, groups
+
+WANTED = 4  # groups of a step
+TEACHES = groups()[0]
+EQUAL = replace(TEACHES, rewards=(1.0,) * len(TEACHES.rewards))
+
+
+@dataclass
+class Source:
+    """Gives the batches that it was given, one after the other."""
+
+    batches: Iterator[RolloutBatch]
+
+    async def sample(self, prompts: Sequence[Prompt], *, step: int) -> RolloutBatch:
+        assert len(prompts) == WANTED
+        return next(self.batches)
+
+
+class Steps(Learner):
+    """A learner that counts its optimizer steps, and weights that are pushed."""
+
+    taken = 0
+
+    async def train_step(self, *_: object) -> StepResult:
+        self.taken += 1
+        return StepResult(loss=0.5, grad_norm=0.0, metrics={})
+
+    async def push(self, version: int) -> Any:
+        return SimpleNamespace(num_bytes=0, verify_seconds=0.0, quantization_error=None)
+
+
+def trainer(folder: Path, batches: Sequence[RolloutBatch], learner: Any, **sections: dict[str, Any]) -> Trainer:
+    rollout = {"prompts_per_step": WANTED, "max_refills": 2, **sections.pop("rollout", {})}
+    given = {"train": {"minibatches": 1}, "log": {"tensorboard": False}, "rollout": rollout, **sections}
+    config = RunConfig.model_validate(given)
+    roles = Roles(learner=learner, critic=None, reference=None, engine=learner, weights=learner)
+    return Trainer(
+        config=config,
+        roles=roles,
+        source=Source(iter(batches)),
+        sampler=cast(Any, None),
+        prompts=PromptStream([TEACHES.prompt] * 8, seed=0),
+        eval_prompts=(),
+        update=Update(config=config, roles=roles, attention_cost=0.0),
+        start_folder=folder,
+        checkpoints=cast(Any, None),
+        recorder=Recorder(folder, config.log, Progress(1, "plain", "run", run_folder=folder)),
+        stop=asyncio.Event(),
+    )
+
+
+def step(folder: Path, batches: Sequence[RolloutBatch], **sections: dict[str, Any]) -> tuple[Row, int]:
+    """A step's row, written as the run writes it, and how many optimizer steps it took."""
+    learner = Steps()
+
+    async def once() -> Row:
+        it = trainer(folder, batches, learner, **sections)
+        row = await it.train_once(Stopwatch())
+        it.recorder.write(row)
+        return row
+
+    return asyncio.run(once()), learner.taken
+
+
+def batch(*of: RolloutGroup) -> RolloutBatch:
+    return RolloutBatch(groups=of, num_completions=sum(len(g.rewards) for g in of))
+
+
+@pytest.mark.parametrize("mode", ["refill", "drop"])
+def test_a_step_trains_on_the_groups_that_teach_though_fewer_than_wanted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: Literal["refill", "drop"]
+) -> None:
+    row, taken = step(tmp_path, [batch(EQUAL, EQUAL), batch(TEACHES, EQUAL)], rollout={"dynamic_sampling": mode})
+    assert (row["groups/trained"], row["groups/filtered"], taken) == (1, 3, 1)
+    said = "2 x 4 prompts left 1 groups to train on, 4 were wanted"
+    assert (said in caplog.text) == (mode == "refill")
+
+
+@pytest.mark.parametrize("mode", ["refill", "drop"])
+def test_a_step_without_a_group_that_teaches_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: Literal["refill", "drop"]
+) -> None:
+    """At a pass rate of 0 or 1 a run of days goes on: the next prompts may teach."""
+    row, taken = step(tmp_path, [batch(EQUAL), batch(EQUAL, EQUAL)], rollout={"dynamic_sampling": mode})
+    assert (row["groups/trained"], row["groups/filtered"], row["tokens/train"], taken) == (0, 3, 0, 0)
+    assert "step 1 has no token to train on, and is skipped" in caplog.text
+
+
+@pytest.mark.parametrize(("mode", "tries"), [("off", 1), ("refill", 2), ("drop", 2)])
+def test_rewards_that_all_fail_end_the_run(tmp_path: Path, mode: str, tries: int) -> None:
+    failed = [RolloutBatch(dropped_groups=4)] * tries
+    with pytest.raises(DataError, match=rf"{4 * tries} were dropped for their reward \(log.txt names them\).*Mend the"):
+        step(tmp_path, failed, rollout={"dynamic_sampling": mode})
+
+
+def test_a_batch_whose_every_completion_is_left_out_moves_no_weight(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut = replace(TEACHES, completions=tuple(replace(c, finish_reason="length") for c in TEACHES.completions))
+    algorithm = {"drop_truncated": True}
+    row, taken = step(tmp_path, [batch(cut, cut)], algorithm=algorithm)
+    assert (row["tokens/train"], taken) == (0, 0)
+    assert not {name for name, value in row.items() if value != value}  # no mean over nothing
+    assert "step 1 has no token to train on" in caplog.text
+
+
+def test_a_minibatch_whose_every_completion_is_left_out_takes_no_step(tmp_path: Path) -> None:
+    """One sequence a minibatch; those that were cut short have no gradient, but Adam's momentum would move weights."""
+    reasons = ("length", "stop", "length", "stop")
+    pairs = zip(TEACHES.completions, reasons, strict=True)
+    cut = replace(TEACHES, completions=tuple(replace(c, finish_reason=cast(Any, r)) for c, r in pairs))
+    algorithm = {"drop_truncated": True}
+    _, taken = step(tmp_path, [batch(cut)], algorithm=algorithm, train={"minibatches": 4})
+    assert taken == 2
