@@ -160,7 +160,7 @@ class AlgorithmSection(Section):
     kl: KLSection = KLSection()
     critic: CriticSection = CriticSection()
     reward_scale: PositiveFloat = 1.0
-    """What rewards are multiplied with before all else."""
+    """What rewards are multiplied with, once ``unfinished_reward`` and the overlong penalty are in them."""
     reward_clip: PositiveFloat | None = None
     """Rewards, scaled and whitened, are kept within plus and minus this, when given."""
     whiten_rewards: bool = False
@@ -206,13 +206,18 @@ def _credit_problems(a: AlgorithmSection) -> list[str]:
             f"algorithm.credit=gae with advantage_mean={a.advantage_mean}, advantage_std={a.advantage_std}: the critic "
             "is the baseline already; set both to none"
         )
-    if a.credit != "gae" and a.lam_length_factor is not None:
-        out.append(f"algorithm.lam_length_factor={a.lam_length_factor} is of credit=gae; credit is {a.credit}")
-    if a.preference_beta is not None and (a.credit != "completion" or a.drop_truncated):
+    if a.advantage_mean == "greedy" and a.advantage_std != "none":
         out.append(
-            f"algorithm.preference_beta={a.preference_beta} trains on whole pairs: set credit=completion and "
-            f"drop_truncated=false (now {a.credit}, {a.drop_truncated})"
+            f"algorithm.advantage_mean=greedy with advantage_std={a.advantage_std}: the difference from the greedy "
+            "completion is not divided; set advantage_std=none"
         )
+    if a.preference_beta is not None and a.old_logprobs == "interpolated":
+        out.append(
+            "algorithm.old_logprobs=interpolated with preference_beta: pairs have no ratio to an old policy; set "
+            "old_logprobs=rollout"
+        )
+    if a.preference_beta is not None and a.kl.coefficient > 0:
+        out.append("algorithm.preference_beta holds its own KL to the reference; set algorithm.kl.coefficient=0")
     return out
 
 
@@ -220,10 +225,6 @@ def _ratio_problems(a: AlgorithmSection) -> list[str]:
     """Of rows of choices that cannot be meant."""
     out = []
     given, through_ratio = f"algorithm.objective={a.objective}", a.objective in {"clip", "importance", "sapo"}
-    if a.objective == "reinforce" and a.ratio_level != "token":
-        out.append(
-            f"{given} has no ratio, algorithm.ratio_level={a.ratio_level} would do nothing; set ratio_level=token"
-        )
     if through_ratio and a.ratio_level == "sequence_sum":
         out.append(
             f"algorithm.ratio_level=sequence_sum gives a detached weight, but {given} needs a ratio with a gradient; "
@@ -241,17 +242,11 @@ def _ratio_problems(a: AlgorithmSection) -> list[str]:
 
 def _kl_problems(a: AlgorithmSection) -> list[str]:
     out, kl = [], a.kl
-    if kl.target is not None and kl.coefficient == 0:
-        out.append(
-            f"algorithm.kl.target={kl.target} needs a coefficient to start from; set algorithm.kl.coefficient > 0"
-        )
     if kl.coefficient > 0 and kl.placement == "token_reward" and a.credit == "completion":
         out.append(
             "algorithm.kl.placement=token_reward with credit=completion: an advantage of the whole completion has no "
             "place for a token's reward; set kl.placement=completion_reward, or credit=discounted or gae"
         )
-    if kl.coefficient > 0 and a.preference_beta is not None:
-        out.append("algorithm.preference_beta holds its own KL to the reference; set algorithm.kl.coefficient=0")
     if kl.coefficient > 0 and kl.placement == "loss" and kl.estimator in {"k1", "abs"} and not kl.importance_weighted:
         out.append(
             f"algorithm.kl.estimator={kl.estimator} in the loss without weights: its gradient, over tokens that the "

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rl_megatron.config_data import FileData
 from rl_megatron.config_learner import LearnerSection
+from rl_megatron.config_reads import problems_of_unread_keys
 from rl_megatron.config_rollout import RolloutSection
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *_role_problems(config),
         *_separate_problems(config),
         *_colocation_problems(config),
+        *problems_of_unread_keys(config),
     ]
 
 

@@ -213,7 +213,6 @@ def test_a_loss_survives_pickling(loss: PolicyLoss) -> None:
 @pytest.mark.parametrize(
     ("choices", "reason"),
     [
-        ({"objective": "reinforce", "ratio_level": "sequence"}, "no ratio"),
         ({"clip_low": -0.1}, "clip_low"),
         ({"clip_high": NAN}, "clip_high"),
         ({"objective": "cispo", "cap_low": 2.0, "cap_high": 1.0}, "cap_low=2.0 is above algorithm.cap_high=1.0"),

@@ -42,7 +42,12 @@ def test_the_critic_has_a_rate_of_its_own_on_the_same_schedule() -> None:
     config = RunConfig.model_validate(
         {
             "train": {"steps": 4, "learning_rate": 1.0, "lr_decay": "linear"},
-            "algorithm": {"critic": {"learning_rate": 8.0}},
+            "algorithm": {
+                "credit": "gae",
+                "advantage_mean": "none",
+                "advantage_std": "none",
+                "critic": {"learning_rate": 8.0},
+            },
         }
     )
     assert [critic_learning_rate(config, step) for step in range(1, 5)] == pytest.approx([8, 6, 4, 2])

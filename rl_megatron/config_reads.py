@@ -1,0 +1,165 @@
+"""Which choice reads which keys. A key that no choice of a configuration reads does nothing, and is refused where set.
+
+Set is what differs from the key's default, so that a saved configuration, which holds every key, is read again. That
+the table tells the truth is a test: each key changes what a step does, or is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    from rl_megatron.config import RunConfig
+    from rl_megatron.config_algorithm import AlgorithmSection
+
+ON, OFF = "on", "off"
+"""Of a choice by a number: whether it is given and not 0."""
+_CORRECTION = ("correction.level", "correction.low", "correction.high")
+_KL = tuple(f"kl.{key}" for key in ("placement", "estimator", "importance_weighted", "target", "horizon"))
+
+READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "advantage_mean": {
+        "none": (),
+        "group": ("leave_one_out",),
+        "batch": ("leave_one_out",),
+        "greedy": (),
+        "moving": ("baseline_decay",),
+    },
+    "credit": {
+        "completion": (),
+        "discounted": ("gamma",),
+        "gae": ("gamma", "lam", "lam_length_factor", "critic"),
+    },
+    "objective": {
+        "clip": ("ratio_level", "clip_low", "clip_high", "dual_clip"),
+        "cispo": ("ratio_level", "cap_low", "cap_high"),
+        "reinforce": (),
+        "importance": ("ratio_level",),
+        "sapo": ("ratio_level", "tau_positive", "tau_negative"),
+        "topr": ("ratio_level", "cap_low", "cap_high"),
+    },
+    "aggregation": {
+        "token_mean": (),
+        "seq_mean_token_mean": (),
+        "seq_mean_token_sum": (),
+        "seq_mean_token_sum_norm": ("max_length",),
+    },
+    "old_logprobs": {
+        "learner": ("correction.mode", "correction.veto"),
+        "interpolated": ("correction.mode", "correction.veto"),
+        "rollout": (),  # the old policy is the one that sampled
+    },
+    "correction.mode": {"none": (), "truncate": _CORRECTION, "mask": _CORRECTION, "band": _CORRECTION},
+    "kl.coefficient": {OFF: (), ON: _KL},
+    "kl.placement": {"loss": ("kl.importance_weighted",), "token_reward": (), "completion_reward": ()},
+    "kl.target": {OFF: (), ON: ("kl.horizon",)},
+    "overlong_buffer": {OFF: (), ON: ("overlong_factor",)},
+}
+"""By key of the ``algorithm`` section and its value: the keys of the section, or sections, that this choice reads."""
+
+PREFERENCE_READS = (
+    "preference_beta",
+    "kl",  # the reference; no coefficient: _kl_problems
+    "unfinished_reward",
+    "overlong_buffer",
+    "overlong_factor",
+    "reward_scale",
+    "reward_clip",
+    "whiten_rewards",
+    "old_logprobs",
+    "routing_replay",
+)
+"""What is read where ``preference_beta`` is given; without it, everything is."""
+
+
+def problems_of_unread_keys(config: RunConfig) -> list[str]:
+    """A line for each key that is set and that nothing reads: by what it would be read, and its default."""
+    algorithm = dict(_leaves("algorithm", config.algorithm))
+    out: dict[str, str] = {}
+    for choice, reads in READS.items():
+        value = algorithm[f"algorithm.{choice}"][0]
+        chosen = str(value) if value in reads else (ON if value else OFF)
+        for key in {key for keys in reads.values() for key in keys} - set(reads[chosen]):
+            readers = [name for name, keys in reads.items() if key in keys]
+            for leaf in _set(algorithm, f"algorithm.{key}"):
+                out.setdefault(leaf, f"algorithm.{choice}={value} does not read it, {_named(choice, readers)} does")
+    if config.algorithm.preference_beta is not None:
+        read = {leaf for key in PREFERENCE_READS for leaf in _set(algorithm, f"algorithm.{key}")}
+        for leaf in _set(algorithm, "algorithm"):
+            if leaf not in read:
+                out[leaf] = f"algorithm.preference_beta={config.algorithm.preference_beta} trains on pairs without it"
+    rollout, reward = dict(_leaves("rollout", config.rollout)), dict(_leaves("reward", config.reward))
+    if config.rollout.dynamic_sampling == OFF:
+        reason = "rollout.dynamic_sampling=off samples one batch a step"
+        out |= dict.fromkeys(_set(rollout, "rollout.max_refills"), reason)
+    for section, does in _reward_options(config).items():
+        if not does:
+            reason = f"reward.function={config.reward.function} and reward.parts name no reward that reads it"
+            out |= dict.fromkeys(_set(reward, f"reward.{section}"), reason)
+    for leaf, reason in _without_effect(config.algorithm):
+        for _ in _set(algorithm, leaf):
+            out.setdefault(leaf, reason)
+    every = algorithm | rollout | reward
+    return [
+        f"{leaf}={_text(value)} does nothing: {out[leaf]}; leave it out, or set it to its default, {_text(default)}"
+        for leaf, (value, default) in every.items()
+        if leaf in out
+    ]
+
+
+def _reward_options(config: RunConfig) -> dict[str, bool]:
+    """By section of ``reward``: whether a reward reads it."""
+    names = config.reward.functions.values()
+    return {
+        "format": "format" in names,
+        "length": "length" in names,
+        "http": any(name.startswith(("http://", "https://")) for name in names),
+        "model": any(name.startswith("hf:") for name in names),
+    }
+
+
+def _without_effect(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
+    """Keys that several choices together leave without an effect, and why."""
+    if not a.needs_reference:
+        yield "algorithm.kl.reference", "without algorithm.kl.coefficient or preference_beta no reference is loaded"
+    if a.lam_length_factor is not None and a.critic.lam is not None:
+        yield "algorithm.lam", "algorithm.lam_length_factor stands for it, and algorithm.critic.lam for the critic's"
+    pairs = a.preference_beta is not None
+    alone = a.reward_clip is None and (pairs or a.credit != "gae")
+    alone = alone and not (a.kl.coefficient > 0 and a.kl.placement != "loss")
+    divided, centred = a.advantage_std != "none" or a.whiten, a.advantage_mean in {"group", "batch"}
+    if a.whiten_rewards or (alone and (pairs or divided)):
+        yield "algorithm.reward_scale", "rewards are compared or divided by their std afterwards, which undoes it"
+    if alone and (pairs or (divided and centred)):
+        yield "algorithm.whiten_rewards", "rewards are compared, or centred and divided, afterwards, which undoes it"
+
+
+def _text(value: object) -> str:
+    """As it is written on a command line."""
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def _named(choice: str, values: list[str]) -> str:
+    """``algorithm.objective=cispo or topr``."""
+    if values == [ON]:
+        return f"algorithm.{choice} above 0"
+    return f"algorithm.{choice}={' or '.join(values)}"
+
+
+def _set(leaves: Mapping[str, tuple[object, object]], key: str) -> list[str]:
+    """The key, or all keys of the section ``key``, whose value is not the default."""
+    inside = (leaf for leaf in leaves if leaf == key or leaf.startswith(f"{key}."))
+    return [leaf for leaf in inside if leaves[leaf][0] != leaves[leaf][1]]
+
+
+def _leaves(name: str, section: BaseModel) -> Iterator[tuple[str, tuple[object, object]]]:
+    """Value and default of every key in the section, by the key's whole name."""
+    for key, field in type(section).model_fields.items():
+        value = getattr(section, key)
+        if isinstance(value, BaseModel):
+            yield from _leaves(f"{name}.{key}", value)
+        else:
+            yield f"{name}.{key}", (value, field.get_default(call_default_factory=True))

@@ -1,0 +1,179 @@
+"""A policy, a critic and a reference of one table each, in this process: real losses, gradients and steps, no model.
+
+``train_step`` is plain gradient descent at the given rate, so what an update does is seen in the table.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rl_megatron.algorithms.segments import segment_sum, sequence_ids
+from rl_megatron.types import (
+    Batch,
+    Completion,
+    GenerationRequest,
+    Loss,
+    LossInputs,
+    Prompt,
+    Routes,
+    Samples,
+    Scores,
+    StepResult,
+    WeightUpdate,
+)
+
+VOCABULARY = 12
+NOT_OF_A_LOSS = ("input_ids", "targets", "routes")
+
+
+def table(*sizes: int, seed: int) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def logprobs_of(weights: Tensor, samples: Samples) -> Tensor:
+    """[N] of the targets: the next token depends on the last one alone, and on routes where they are given."""
+    logits = weights[samples.input_ids]
+    if samples.routes is not None:
+        logits = logits * (1 + samples.routes[:, 0, 0].float()[:, None])
+    chosen: Tensor = logits.log_softmax(-1).gather(1, samples.targets[:, None]).squeeze(1)
+    return chosen
+
+
+@dataclass
+class Toy:
+    """One of the three models; ``heard`` is everything that it was asked, in order."""
+
+    weights: Tensor  # [V, V] logits of a policy, or [V] values of a critic
+    heard: list[object] = field(default_factory=list)
+
+    @property
+    def is_critic(self) -> bool:
+        return self.weights.dim() == 1
+
+    def _of(self, samples: Samples, weights: Tensor) -> Tensor:
+        return weights[samples.input_ids] if self.is_critic else logprobs_of(weights, samples)
+
+    def _scores(self, batch: Batch, what: str) -> Scores:
+        self.heard.append((what, columns_of(batch)))
+        return [[self._of(m, self.weights) for m in row] for row in batch.micro_batches]
+
+    async def score(self, batch: Batch) -> Scores:
+        return self._scores(batch, "score")
+
+    async def score_with_routes(self, batch: Batch) -> tuple[Scores, Scores]:
+        routes = [[(m.input_ids % 2).to(torch.uint8).reshape(-1, 1, 1) for m in row] for row in batch.micro_batches]
+        return self._scores(batch, "score with routes"), routes
+
+    async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult:
+        weights = self.weights.clone().requires_grad_()
+        outputs = [loss(self._inputs(m, batch, weights)) for row in batch.micro_batches for m in row]
+        total = torch.stack([output.loss for output in outputs]).sum()
+        (gradient,) = torch.autograd.grad(total, weights)
+        self.weights = self.weights - learning_rate * gradient
+        self.heard.append(
+            ("train", columns_of(batch), learning_rate, float(total.detach()), self.weights.numpy().tobytes())
+        )
+        metrics: dict[str, float] = {}
+        for output in outputs:
+            for name, value in output.means.items():
+                metrics[name] = metrics.get(name, 0.0) + float(value)
+        return StepResult(loss=float(total.detach()), grad_norm=float(gradient.norm()), metrics=metrics)
+
+    def _inputs(self, samples: Samples, batch: Batch, weights: Tensor) -> LossInputs:
+        ids, of = sequence_ids(samples.cu_seqlens), self._of(samples, weights)
+        zeros = torch.zeros(len(ids))
+        logits = None if self.is_critic else weights[samples.input_ids].log_softmax(-1)
+        return LossInputs(
+            **{name: column for name, column in samples.columns.items() if name not in NOT_OF_A_LOSS},
+            logprobs=zeros if self.is_critic else of,
+            entropy=zeros if logits is None else -(logits.exp() * logits).sum(-1),
+            values=of if self.is_critic else None,
+            segment_ids=ids,
+            segment_sum=partial(segment_sum, ids=ids, num_segments=samples.num_sequences),
+            num_tokens=batch.num_tokens,
+            num_sequences=batch.num_sequences,
+        )
+
+    async def start_from(self, folder: Path) -> None:
+        self.heard.append(("start from", str(folder)))
+
+    async def load(self, folder: Path, files: object = None) -> None:
+        self.heard.append(("load", str(folder)))
+
+
+def columns_of(batch: Batch) -> object:
+    """Everything that a batch holds, by name."""
+    return [
+        [[(name, column.numpy().tobytes()) for name, column in m.columns.items()] for m in row]
+        for row in batch.micro_batches
+    ], [[m.cu_seqlens.tolist() for m in row] for row in batch.micro_batches]
+
+
+@dataclass
+class ToyEngine:
+    """Samples by seed alone what some policy may have said; its log-probs are mostly near the table's.
+
+    All completions of prompt p0, and of a step that ``says_one_thing``, are alike; some would be longer than the limit.
+    """
+
+    policy: Toy
+    version: int
+    says_one_thing: str = "no step"
+    heard: list[object] = field(default_factory=list)
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        self.heard.append((self.version, request))
+        return [self._completion(request, i) for i in range(request.num_completions)]
+
+    def _completion(self, request: GenerationRequest, number: int) -> Completion:
+        alike = request.id.endswith("p0") or self.says_one_thing in request.id
+        rng = random.Random(f"{request.params.seed} {0 if alike else number}")
+        wanted, limit = rng.randint(2, 9), request.params.max_new_tokens
+        tokens = [rng.randrange(VOCABULARY) for _ in range(wanted)][:limit]
+        before = [request.token_ids[-1], *tokens[:-1]]
+        table = self.policy.weights.log_softmax(-1)
+        logprobs = [
+            float(table[b, t]) + rng.gauss(0, rng.choice([0.1, 0.3, 2.0])) for b, t in zip(before, tokens, strict=True)
+        ]
+        inputs = (*request.token_ids, *tokens[:-1])
+        routes = Routes(data=bytes(t % 2 for t in inputs), shape=(len(inputs), 1, 1))
+        return Completion(
+            token_ids=tuple(tokens),
+            logprobs=tuple(logprobs),
+            finish_reason="length" if wanted > limit else "stop",
+            versions=(self.version, self.version),
+            routes=routes if request.routes else None,
+        )
+
+
+@dataclass
+class ToyWeights:
+    """A push is the version alone: the engine looks at the policy's table."""
+
+    engine: ToyEngine
+
+    async def push(self, version: int) -> WeightUpdate:
+        self.engine.version = version
+        return WeightUpdate(version=version, num_bytes=0, seconds=0.0)
+
+    async def export(self, folder: Path) -> None:
+        self.engine.heard.append(("export", str(folder)))
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+async def grade(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> Sequence[float]:
+    """1 for an even sum, less for others; the first of prompt p3 has none."""
+    sums = [sum(map(int, text.split())) for text in texts]
+    grades = [0.2 * (total % 3) if total % 2 else 1.0 for total in sums]
+    return [math.nan, *grades[1:]] if prompt.id == "p3" else grades

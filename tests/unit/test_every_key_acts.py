@@ -1,0 +1,213 @@
+"""Each key of the algorithm, of rewards, of sampling and of training, set to another value in each shipped row: it
+changes what one stored step asks of the models (batches, losses, steps, requests), or it is refused by name.
+
+The real trainer, sampler, update and losses run over models of one table each, without processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel, ValidationError
+from rich.console import Console
+
+from rl_megatron import config_io
+from rl_megatron.checkpoints import CheckpointStore
+from rl_megatron.config import RunConfig
+from rl_megatron.data.prompts import PromptStream
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.interfaces import Roles
+from rl_megatron.observability.progress import Progress
+from rl_megatron.observability.recorder import Recorder, Stopwatch
+from rl_megatron.rewards.registry import resolve_reward
+from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.trainer import Trainer
+from rl_megatron.types import Prompt
+from rl_megatron.update import Update
+from tests.toy_roles import VOCABULARY, Toy, ToyEngine, ToyWeights, decode, table
+
+REPO = Path(__file__).parents[2]
+ROWS = sorted(path.stem for path in (REPO / "conf" / "algorithm").glob("*.yaml"))
+SECTIONS = ("algorithm", "reward", "rollout", "train", "roles")
+STARTED = 60  # beyond the steps that train a critic alone
+BASE = [
+    "reward.function=tests.toy_roles:grade",
+    "reward.on_error=drop",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_new_tokens=6",
+    "train.steps=100",
+    "train.learning_rate=100.0",
+    "log.tensorboard=false",
+    "learner.ep=1",
+]
+NOT_OF_A_STEP = ("rollout.engine", "rollout.python", "rollout.server")  # what samples: tests of engines
+ELSEWHERE = {  # keys that act outside of a step, and where that is shown
+    "algorithm.critic.optimizer": "launcher/rank_models.py",
+    "reward.timeout_seconds": "tests/unit/rollout/test_rollout_sampler.py",
+    "roles.critic": "tests/unit/launcher/test_memory.py",
+    "roles.reference": "tests/unit/launcher/test_memory.py",
+    "rollout.max_prompt_tokens": "tests/unit/data/test_prompts.py",
+    "rollout.on_long_prompt": "tests/unit/data/test_prompts.py",
+    "rollout.slots": "tests/unit/rollout/conftest.py",
+}
+OTHER_TEXTS = {
+    "reward.function": ["exact_match", "length"],
+    "reward.format.pattern": ["a+"],
+    "reward.model.label": ["a"],
+}
+BATCHES = ("no step", f"step {STARTED + 1}:")  # in the second all groups of the first step have equal rewards
+NUMBERS = [0.01, 0.3, 0.5, 0.9, 1, 1.01, 2, 3, 7, 100]
+
+
+def leaves(name: str, section: type[BaseModel]) -> Iterator[tuple[str, Any]]:
+    for key, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from leaves(f"{name}.{key}", field.annotation)
+        else:
+            yield f"{name}.{key}", field.annotation
+
+
+EVERY_KEY = {
+    key: annotation
+    for section in SECTIONS
+    for key, annotation in leaves(section, RunConfig.model_fields[section].annotation)  # type: ignore[arg-type]
+    if not key.startswith(NOT_OF_A_STEP)
+}
+
+
+def alternatives(key: str, annotation: Any) -> Iterator[list[object]]:
+    """Lists of values of which one at least must act, or be refused; each name of a choice is a list of its own."""
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from alternatives(key, inside[0])
+    elif origin in (Union, UnionType):
+        for one in inside:
+            yield from alternatives(key, one)
+    elif origin is Literal:
+        yield from ([name] for name in inside)
+    elif annotation is NoneType:
+        yield [None]
+    elif annotation is bool:
+        yield [False, True]
+    elif annotation in (int, float):
+        yield [annotation(number) for number in NUMBERS if number == annotation(number)]
+    elif annotation is Path:
+        yield [Path("another")]
+    elif annotation is str:
+        yield OTHER_TEXTS.get(key, ["another"])
+    else:
+        assert key == "reward.parts", (key, annotation)
+        yield [{"length": {"weight": 0.5}}]
+
+
+def value_at(tree: dict[str, Any], key: str) -> Any:
+    return functools.reduce(lambda inner, name: inner[name], key.split("."), tree)
+
+
+def with_value(tree: dict[str, Any], key: str, value: object) -> dict[str, Any]:
+    name, _, rest = key.partition(".")
+    return tree | {name: with_value(tree[name], rest, value) if rest else value}
+
+
+class Rig:
+    """What a step needs beside its configuration; files are shared, since nobody reads them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.progress = Progress(1, "plain", console=Console(file=StringIO()))
+        self.prompts = [Prompt(id=f"p{i}", text="", token_ids=(i, i + 1), answer=decode((i, i + 1))) for i in range(6)]
+
+    async def step(self, config: RunConfig, says_one_thing: str = "no step") -> list[object]:
+        """Everything that models and engine are asked in two steps, or the error that ends them."""
+        policy, value = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(table(VOCABULARY, seed=2))
+        reference = Toy(table(VOCABULARY, VOCABULARY, seed=3))
+        engine = ToyEngine(policy, STARTED, says_one_thing)
+        weights = ToyWeights(engine)
+        needs = config.algorithm
+        roles: Any = Roles(
+            learner=policy,
+            critic=value if needs.needs_critic else None,
+            reference=reference if needs.needs_reference else None,
+            engine=engine,
+            weights=weights,
+        )
+        heard = [policy.heard, value.heard, reference.heard, engine.heard]
+        trainer = self._trainer(config, roles)
+        try:
+            await trainer._start_models()
+            for _ in range(2):
+                await trainer.train_once(Stopwatch())
+        except RLMegatronError as error:
+            return [*heard, str(error)]
+        finally:
+            trainer.recorder.close()
+        return heard
+
+    def _trainer(self, config: RunConfig, roles: Roles) -> Trainer:
+        sampler = RolloutSampler(
+            engine=roles.engine,
+            reward_function=resolve_reward(config.reward),
+            decode=decode,
+            rollout=config.rollout,
+            reward=config.reward,
+            stop_token_ids=() if config.rollout.ignore_eos else (0,),
+            seed=config.seed,
+            greedy_baseline=config.algorithm.advantage_mean == "greedy",
+            routes=config.algorithm.routing_replay == "r3",
+        )
+        return Trainer(
+            config=config,
+            roles=roles,
+            source=sampler,
+            sampler=sampler,
+            prompts=PromptStream(self.prompts, seed=0),
+            eval_prompts=self.prompts,
+            update=Update(config=config, roles=roles, attention_cost=0.0),
+            start_folder=self.folder / "hf_start",
+            checkpoints=CheckpointStore(self.folder / "checkpoints", keep=1),
+            recorder=Recorder(self.folder, config.log, self.progress),
+            stop=asyncio.Event(),
+            step=STARTED,
+            batches_sampled=STARTED,
+        )
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_key_changes_what_a_step_does_or_is_refused(row: str, tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    tree = config_io.load("tiny_cpu", [f"algorithm={row}", *BASE]).model_dump()
+    before = [asyncio.run(rig.step(RunConfig.model_validate(tree), batch)) for batch in BATCHES]
+    assert all(isinstance(heard[-1], list) for heard in before), before
+    silent = []
+    for key, annotation in EVERY_KEY.items():
+        for values in alternatives(key, annotation):
+            others = [value for value in values if value != value_at(tree, key)]
+            if others and not any(acts(rig, with_value(tree, key, value), key, before) for value in others):
+                silent.append((key, others))
+    if tree["algorithm"]["gamma"] == 1:  # the return from each token on is then the completion's reward
+        silent = [(key, others) for key, others in silent if key != "algorithm.credit"]
+    assert not silent
+
+
+def acts(rig: Rig, tree: dict[str, Any], key: str, before: list[list[object]]) -> bool:
+    """Whether the value is refused by the key's name, acts elsewhere, or changes what is asked for a batch."""
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        return all(key.rpartition(".")[2] in str(e) for e in error.errors())
+    if key.startswith(tuple(ELSEWHERE)):
+        return True
+    return any(asyncio.run(rig.step(config, batch)) != heard for batch, heard in zip(BATCHES, before, strict=True))
+
+
+def test_keys_that_act_outside_of_a_step_are_shown_where_it_says() -> None:
+    for key, path in ELSEWHERE.items():
+        assert key.rpartition(".")[2] in (REPO / path).read_text(), (key, path)
