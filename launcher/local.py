@@ -3,17 +3,23 @@ per rank of a role of its own."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
-from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Future, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from launcher import worker
+from launcher import nursery
 from launcher.environment import inherited
 from launcher.naming import LEARNER, called
 from launcher.proxies import roles_of
@@ -21,51 +27,106 @@ from launcher.rank_models import Setup
 from launcher.scratch import scratch
 from launcher.workers import Ending, Failure, serving
 from rl_megatron.config import RunConfig
+from rl_megatron.errors import WorkerDied
 from rl_megatron.interfaces import Roles
 
+LEARNERS_IMPORTS = ("rl_megatron.learner.megatron", "torch._dynamo")  # the second by an optimizer's first step
 
-class SpawnedRank:
-    """A worker that is a child of this process (see RankProcess)."""
 
-    def __init__(self, role: str, rank: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.role, self.rank = role, rank
-        self._process: BaseProcess = context.Process(
-            target=worker.main, args=(theirs, rank), name=called(role, rank), daemon=False
-        )
-        with _signals_held_back():
-            self._process.start()
-        theirs.close()
-        self.where = f"pid {self._process.pid}"
+class ForkedRank:
+    """A worker that the nursery forked (see RankProcess)."""
+
+    def __init__(self, role: str, rank: int, connection: Connection, pid: int, code: Future[int]) -> None:
+        self.role, self.rank, self.connection = role, rank, connection
+        self.where = f"pid {pid}"
+        self._pid, self._code = pid, code
 
     def ending(self, hung_up: threading.Event) -> Ending:
         """See RankProcess; a child's exit says more than the end of its pipe."""
-        self._process.join()
-        code = self._process.exitcode or 0
+        code = self._code.result()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return Ending(how=f"{how}; log.txt has what it said", expected=code == 0, killed=code < 0)
 
     def wake(self) -> None:
         """See RankProcess."""
-        assert self._process.pid is not None
-        if self._process.is_alive():
-            os.kill(self._process.pid, signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """See RankProcess."""
-        self._process.kill()
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if not self._code.done():
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                os.kill(self._pid, number)
 
     def join(self, seconds: float) -> bool:
         """See RankProcess."""
-        self._process.join(seconds)
-        return not self._process.is_alive()
+        return bool(wait([self._code], seconds).done)
+
+
+class Nursery:
+    """The controller's end of nursery.py: a context, at whose end that process and all ranks are gone."""
+
+    def __init__(self, imports: Sequence[str]) -> None:
+        """Start it; it imports ``imports`` before its first fork."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._asked: deque[Future[tuple[int, Future[int]]]] = deque()
+        command = [sys.executable, "-P", "-m", nursery.__name__, *imports]
+        with theirs, _signals_held_back():
+            self._process = subprocess.Popen(command, stdin=theirs.fileno())
+        threading.Thread(target=self._hear, name="nursery", daemon=True).start()
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    async def fork(self, role: str, rank: int) -> ForkedRank:
+        """A new rank. Raises WorkerDied where the nursery is gone."""
+        connection, theirs = multiprocessing.Pipe()
+        asked: Future[tuple[int, Future[int]]] = Future()
+        self._asked.append(asked)
+        with theirs:
+            message = json.dumps([called(role, rank), rank]).encode()
+            try:
+                socket.send_fds(self._socket, [message], [theirs.fileno()])
+            except OSError as error:
+                raise self._gone() from error
+        pid, code = await asyncio.wrap_future(asked)
+        return ForkedRank(role, rank, connection, pid, code)
+
+    def _hear(self) -> None:
+        """Pids in the order of forks, and exit codes. Once the nursery is gone its ranks are."""
+        living: dict[int, Future[int]] = {}
+        with contextlib.suppress(OSError):
+            while message := self._socket.recv(nursery.MESSAGE_BYTES):
+                pid, code = json.loads(message)
+                if code is None:
+                    living[pid] = Future()
+                    answer = self._asked.popleft()
+                    if answer.set_running_or_notify_cancel():
+                        answer.set_result((pid, living[pid]))
+                else:
+                    living.pop(pid).set_result(code)
+        for future in living.values():
+            future.set_result(-signal.SIGKILL)
+        while self._asked:
+            answer = self._asked.popleft()
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(self._gone())
+
+    def _gone(self) -> WorkerDied:
+        status = self._process.wait()
+        return WorkerDied(f"the process that ranks are forked from ended with status {status}; see what it printed")
 
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
     """What starts here never sees SIGINT and SIGTERM, which a terminal or Slurm sends to every process of a run."""
-    resource_tracker.ensure_running()  # else starting it would lift the mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
@@ -98,16 +159,23 @@ class LocalLauncher:
                 )
                 for number, role in enumerate((LEARNER, *config.roles.separate))
             ]
-            processes: list[SpawnedRank] = []
-            try:
-                processes += (SpawnedRank(setup.role, rank) for setup in setups for rank in range(count))
-            except BaseException:
-                for process in processes:
-                    process.kill()
-                raise
-            teams = [(setup, [p for p in processes if p.role == setup.role]) for setup in setups]
-            async with serving(teams, failure) as groups:
-                yield roles_of(groups, config)
+            imports = LEARNERS_IMPORTS if config.learner.device == "cpu" else ()  # no fork may follow a look at a GPU
+            with Nursery(imports) as forks:
+                processes = await _forked(forks, config, [(s.role, rank) for s in setups for rank in range(count)])
+                teams = [(setup, [p for p in processes if p.role == setup.role]) for setup in setups]
+                async with serving(teams, failure) as groups:
+                    yield roles_of(groups, config)
+
+
+async def _forked(forks: Nursery, config: RunConfig, ranks: Sequence[tuple[str, int]]) -> list[ForkedRank]:
+    limit = config.learner.timeout_seconds
+    try:
+        async with asyncio.timeout(limit):
+            return [await forks.fork(role, rank) for role, rank in ranks]
+    except TimeoutError as error:
+        raise WorkerDied(
+            f"what ranks import takes longer than learner.timeout_seconds={limit:g}; raise it if files are slow"
+        ) from error
 
 
 def threads_per_worker(config: RunConfig) -> int:

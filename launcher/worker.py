@@ -7,10 +7,6 @@ A worker serves one call at a time, in the order sent.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import multiprocessing
-import os
-import signal
 import threading
 import time
 import traceback
@@ -41,20 +37,20 @@ if TYPE_CHECKING:
     from rl_megatron.weights.transports.engine_ends import Sender
     from rl_megatron.weights.transports.joined import Place
 
-_PR_SET_PDEATHSIG = 1
 _SENDING = threading.Lock()  # one message at a time into the pipe
 STACKS: messages.Message = (b"stacks", [])  # no pickle: answered beside the calls, in files
 
 
 def main(connection: Connection, rank: int) -> None:
-    """Entry of a spawned worker: import, wait for its `Setup`, then serve calls. Killed with its parent."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # Linux: no orphan outlives a killed controller
-    parent = multiprocessing.parent_process()
-    if parent is None or parent.pid != os.getppid():  # killed before that call
-        return
+    """Entry of a forked worker: wait for its `Setup`, then serve calls."""
     with telling(connection):
         threading.Thread(target=say_alive, args=(connection,), name="alive", daemon=True).start()
         run(connection, rank)
+
+
+def quieten() -> None:
+    """megatron warns at its import of what is not there, which `doctor` tells."""
+    warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")
 
 
 def run(connection: Connection, rank: int, store: int | None = None) -> None:
@@ -62,7 +58,7 @@ def run(connection: Connection, rank: int, store: int | None = None) -> None:
 
     ``store``: see ``world.join``.
     """
-    warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")  # doctor tells
+    quieten()
     import rl_megatron.learner.megatron  # noqa: F401  heavy: done while the controller still prepares
 
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 NAMED = {
-    r"spawn_main|launcher\.rank\b|ray::RankActor": "A learner rank",
+    r"launcher\.nursery|launcher\.rank\b|ray::RankActor": "A learner rank",
     r"sglang::scheduler|VLLM::": "A rank of an engine server",
     r"/ray/_?core/|ray/_private|ray::|ray\.scripts": "Ray",
 }

@@ -7,15 +7,13 @@ import dataclasses
 import os
 import subprocess
 import sys
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 
-from launcher import channel, rank, worker
+from launcher import channel, rank
 from launcher.local import LocalLauncher
-from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.config import TinyModelSection
 from rl_megatron.config_io import load
 from rl_megatron.config_learner import LearnerSection
@@ -24,16 +22,14 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import ParallelDims
 from tests.distributed.ragged import ragged_samples
+from tests.rows import policy_loss
 
-
-def there_is_a_gpu() -> bool:
-    """What torch says of a machine with one."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-
-
-def rank_beside_a_gpu(connection: Connection, number: int) -> None:
-    torch.cuda.is_available = there_is_a_gpu  # type: ignore[method-assign,assignment]
-    worker.main(connection, number)
+BESIDE_A_GPU = """
+import os, sys
+if "launcher.nursery" in sys.orig_argv:
+    import torch
+    torch.cuda.is_available = lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != ""  # of a machine with one
+"""
 
 
 def test_a_local_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,9 +37,9 @@ def test_a_local_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     package = tmp_path / "site" / "transformer_engine"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise AssertionError('the core wheel alone: no transformer_engine_torch')")
-    monkeypatch.syspath_prepend(package.parent)
+    (package.parent / "sitecustomize.py").write_text(BESIDE_A_GPU)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr("launcher.worker.main", rank_beside_a_gpu)
     config = load("tiny_cpu", ["learner.threads=1", "learner.ep=1", "learner.dp=1"])
     model = make_tiny_model(TinyModelSection(num_layers=1), tmp_path / "cache", seed=3)
     samples = ragged_samples(4, torch.Generator().manual_seed(5))
@@ -52,7 +48,7 @@ def test_a_local_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     async def trained() -> float:
         async with LocalLauncher(model, tmp_path).start(config) as roles:
-            return (await roles.learner.train_step(batch, PolicyLoss(objective="importance"), 1e-3)).grad_norm
+            return (await roles.learner.train_step(batch, policy_loss(objective="importance"), 1e-3)).grad_norm
 
     assert asyncio.run(trained()) > 0
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"  # ours is as it was

@@ -82,14 +82,15 @@ class Run:
         return self.output.read_text(errors="replace")
 
     def workers(self) -> list[psutil.Process]:
-        """Its learner processes, in the order of their ranks."""
+        """Its learner processes, in the order of their ranks: they are forked from one child of it."""
         found = []
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     self.seen.add(child)
-                    if "spawn_main" in " ".join(child.cmdline()):
-                        found.append(child)
+                    if "launcher.nursery" in child.cmdline():
+                        found += child.children()
+        self.seen.update(found)
         return sorted(found, key=lambda p: p.pid)
 
     def until(self, true: Callable[[], object], what: str) -> None:

@@ -28,8 +28,8 @@ def plant():
             learner.run_loss = stuck_hook
             return
 
-if "multiprocessing.spawn" in " ".join(sys.orig_argv):
-    threading.Thread(target=plant, daemon=True).start()
+if "launcher.nursery" in sys.orig_argv:
+    os.register_at_fork(after_in_child=threading.Thread(target=plant, daemon=True).start)
 """
 BLOCKING = """
 import time

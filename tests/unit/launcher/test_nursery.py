@@ -1,0 +1,50 @@
+"""The process that ranks are forked from: what it is told to import, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.local import Nursery
+from launcher.naming import LEARNER
+from rl_megatron.errors import WorkerDied
+
+
+def test_ranks_end_with_it_and_say_so() -> None:
+    async def forked() -> None:
+        with Nursery(["a module that is not there"]) as forks:
+            ranks = [await forks.fork(LEARNER, number) for number in (0, 1)]
+            processes = [psutil.Process(int(rank.where.removeprefix("pid "))) for rank in ranks]
+            (nursery,) = {process.parent() for process in processes}
+            assert nursery is not None
+            ranks[0].kill()
+            assert ranks[0].join(60)
+            assert not ranks[1].join(0)
+            nursery.kill()
+            for rank in ranks:
+                ending = rank.ending(threading.Event())
+                assert ending.killed
+                assert "was killed by signal 9" in ending.how
+            assert not psutil.wait_procs(processes, 60)[1]
+            with pytest.raises(WorkerDied, match=f"forked from ended with status -{signal.SIGKILL.value}"):
+                await forks.fork(LEARNER, 2)
+
+    asyncio.run(forked())
+
+
+def test_an_import_that_ends_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fatal.py").write_text("import os\nos._exit(3)\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
+
+    async def forked() -> None:
+        with Nursery(["fatal"]) as forks:
+            await forks.fork(LEARNER, 0)
+
+    with pytest.raises(WorkerDied, match="the process that ranks are forked from ended with status 3"):
+        asyncio.run(forked())
