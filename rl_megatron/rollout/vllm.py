@@ -50,6 +50,8 @@ class VLLMAdapter:
                 "algorithm.routing_replay=r3: vLLM 0.32.0 returns routes by its second model runner alone, which wants "
                 "Triton and so does not run on CPUs; set rollout=local or sglang, or routing_replay=r2 or off"
             )
+        # Else a processor with AMX tiles gets latent attention by kernels that take bfloat16 alone.
+        reference = options.device == "cpu" and self._shape.latent is not None and options.dtype != "bfloat16"
         return Command(
             arguments=(
                 str(options.python),
@@ -64,6 +66,7 @@ class VLLMAdapter:
                 *("--weight-transfer-config", json.dumps({"backend": "rl_megatron_mirror"})),
                 *("--enable-scale-out", "--disable-uvicorn-access-log"),
                 *(("--enforce-eager",) if options.device == "cpu" else ()),  # CUDA graphs are for GPUs
+                *(("--attention-backend", "CPU_MLA") if reference else ()),
                 *("--shutdown-timeout", "5"),  # else its processes are killed, and leave shared memory behind
                 *(("--enable-sleep-mode",) if options.colocated and options.device != "cpu" else ()),
                 *(("--distributed-executor-backend", "uni") if options.tp == 1 else ()),  # one process less

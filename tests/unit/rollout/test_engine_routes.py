@@ -15,7 +15,7 @@ import pytest
 from rl_megatron.data.routes import decode_routes
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.shape import LatentAttention, ModelShape
 from rl_megatron.rollout.adapter import StartOptions
 from rl_megatron.rollout.sglang import SGLangAdapter
 from rl_megatron.rollout.vllm import VLLMAdapter
@@ -135,6 +135,22 @@ def test_vllm_captures_cuda_graphs_on_gpus(shape: ModelShape) -> None:
     for device, eager in (("cuda", False), ("cpu", True)):
         command = VLLMAdapter(shape).command(replace(OPTIONS, device=device, routes=False))
         assert ("--enforce-eager" in command.arguments) is eager
+
+
+def test_vllm_has_latent_attention_without_amx_kernels_where_they_cannot_take_the_dtype(shape: ModelShape) -> None:
+    latent = replace(
+        shape, latent=LatentAttention(query_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+    )
+    found = [
+        "CPU_MLA" in VLLMAdapter(model).command(replace(OPTIONS, device=device, dtype=dtype, routes=False)).arguments
+        for model, device, dtype in (
+            (latent, "cpu", "float32"),
+            (latent, "cpu", "bfloat16"),
+            (latent, "cuda", "float32"),
+            (shape, "cpu", "float32"),
+        )
+    ]
+    assert found == [True, False, False, False]
 
 
 def test_vllm_on_a_cpu_is_refused_with_the_reason(shape: ModelShape) -> None:
