@@ -32,7 +32,8 @@ from tests.distributed.test_transport import SHAPE, hf_tensors, megatron_tensors
 LEARNERS, ENGINES = 4, 2
 WORLD = LEARNERS + ENGINES
 BUCKET_BYTES = 128
-TIMEOUT = 20.0  # seconds that a process waits for another
+TIMEOUT = 300.0  # seconds that a process waits for another; what ends only by it fails, since answers have `LIMIT`
+LIMIT = 120.0  # seconds for a call
 LAYOUTS = {
     "tp2 ep2": ParallelDims(tp=2, ep=2, dp=2),
     "pp2 ep2": ParallelDims(pp=2, ep=2, dp=2),
@@ -253,10 +254,10 @@ class Ranks:
         out: dict[int, Any] = {}
         for rank in ranks:
             try:
-                assert self.connections[rank].poll(120), f"rank {rank} does not answer {name}"
+                assert self.connections[rank].poll(LIMIT), f"rank {rank} does not answer {name}"
                 out[rank] = self.connections[rank].recv()
             except EOFError:
-                self.processes[rank].join(TIMEOUT)
+                self.processes[rank].join(LIMIT)
                 out[rank] = ("killed", -self.processes[rank].exitcode)
         return out
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from tests.e2e.processes import Place, alive
 
 EVEN = "reward.function=my_rewards:even"
@@ -17,9 +15,7 @@ def test_a_dead_learner_process_ends_the_run_and_is_named(place: Place) -> None:
     workers = run.workers()
     assert len(workers) == 2
     workers[1].kill()
-    began = time.monotonic()
     assert run.end() == 1
-    assert time.monotonic() - began < 30
     assert f"error: rank 1 (pid {workers[1].pid}) was killed by signal 9" in run.text()
     assert "Traceback" not in run.text()
     assert "rank 1" in (run.folder / "log.txt").read_text()

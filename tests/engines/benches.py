@@ -192,6 +192,13 @@ class ServedBench:
 
         return self._runner.run(limited())
 
+    async def sampling(self, *running: asyncio.Task[Any]) -> None:
+        """Until every server has told thrice that it made tokens, behind prompts so, or one of the requests is over."""
+        for server in self.engine.servers:
+            told = {await self.engine.adapter.tokens(server)}
+            while len(told) <= 3 and not any(task.done() for task in running):
+                told.add(await self.engine.adapter.tokens(server))
+
     def push(self, folder: Path, version: int, change: Change | None = None) -> None:
         self.sync.folder, self.sync.change = folder, change or (lambda tensors: None)
         self.run(self.weights.push(version))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from launcher.worker import Worker
 from rl_megatron.config import RunConfig
 from rl_megatron.config_io import load
 from rl_megatron.models.tiny import byte_tokenizer
-from tests.distributed.ranks import LIMIT
+from tests.distributed.ranks import FORKS, LIMIT
 from tests.family_models import BASE, DENSE, MODELS
 
 WORLD = 4
@@ -114,14 +113,13 @@ class Ranks:
     """Learner ranks that hold one model in one layout at a time, for who has the ``turn``; see worker.Worker.CALLS."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
         self.turn = threading.Lock()
         self._ends: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self.world_size = 0  # of the layout that is held
         for rank in range(WORLD):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(rank, theirs), daemon=True)
+            mine, theirs = FORKS.Pipe()
+            process = FORKS.Process(target=_rank_main, args=(rank, theirs), daemon=True)
             process.start()
             theirs.close()
             self._ends.append(mine)

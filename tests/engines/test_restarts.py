@@ -46,9 +46,7 @@ def while_sampling(server: ServedBench, do: Callable[[], None]) -> list[Sequence
 
     async def both() -> list[Sequence[Completion]]:
         running = [asyncio.create_task(server.engine.generate(r)) for r in ASKED]
-        while not all(r.server.in_flight for r in server.engine.replicas.all):
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
+        await server.sampling(*running)
         assert not any(task.done() for task in running)
         do()
         return list(await asyncio.gather(*running))

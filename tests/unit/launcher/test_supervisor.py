@@ -337,7 +337,7 @@ def test_a_server_by_address_that_was_out_of_reach_serves_again_once_it_is_refit
 def test_a_supervisor_that_fails_is_no_endless_wait(fakes: list[Fake]) -> None:
     async def test() -> None:
         engine = ServedEngine(
-            Words(), [Server(fakes[0].url, token="t", timeout_seconds=5.0)], SECTION, max_length=8, vocab_size=10
+            Words(), [Server(fakes[0].url, token="t", timeout_seconds=60.0)], SECTION, max_length=8, vocab_size=10
         )
         waiting: Awaitable[object] = asyncio.ensure_future(engine.replicas.some(engine.replicas.healthy))
         await asyncio.sleep(0)

@@ -72,7 +72,7 @@ def server() -> Iterator[Server]:
 
 
 def score(url: str, *texts: str, options: Mapping[str, float] | None = None) -> list[float]:
-    section = RewardSection(function=url, http={"backoff_seconds": 0.001, "timeout_seconds": 5.0, **(options or {})})
+    section = RewardSection(function=url, http={"backoff_seconds": 0.001, "timeout_seconds": 60.0, **(options or {})})
     return list(asyncio.run(resolve_reward(section)(PROMPT, [DONE] * len(texts), texts)))
 
 

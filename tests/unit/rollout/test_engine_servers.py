@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -29,7 +28,7 @@ from rl_megatron.weights.held import Report
 Answer = Callable[[str, dict[str, Any], int], tuple[int, object]]
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token_ids=(), seed=0)
 REQUEST = GenerationRequest(id="step 1: 2+2=", token_ids=(1, 2), num_completions=1, params=PARAMS)
-SECTION = ServerSection(retries=2, backoff_seconds=0.01, timeout_seconds=5.0, concurrency=3)
+SECTION = ServerSection(retries=2, backoff_seconds=0.01, timeout_seconds=60.0, concurrency=3)
 
 
 class Words:
@@ -211,15 +210,17 @@ def test_what_cannot_be_served_names_the_request(answer: tuple[int, object], sai
 
 
 def test_no_more_requests_are_in_flight_than_allowed(fakes: list[Fake]) -> None:
-    def slow(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
-        time.sleep(0.02)
+    three = threading.Barrier(SECTION.concurrency)
+
+    def meeting(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        three.wait(SECTION.timeout_seconds)  # none is answered before as many are in flight as may be
         return 200, {"label": "1"}
 
     async def ask() -> None:
         engine = engine_of(fakes)
         await push(engine, 1)
         for fake in fakes:
-            fake.answer, fake.most = slow, 0
+            fake.answer, fake.most = meeting, 0
         await asyncio.gather(*(engine.generate(REQUEST) for _ in range(12)))
 
     asyncio.run(ask())
@@ -237,7 +238,8 @@ def test_nothing_is_served_between_load_and_commit(fakes: list[Fake]) -> None:
         await push(engine, 1)
         await engine.load(Path("weights"), 2)
         waiting = asyncio.create_task(engine.generate(REQUEST))
-        await asyncio.sleep(0.05)
+        for _ in range(100):
+            await asyncio.sleep(0)  # it has every chance
         assert not waiting.done()
         assert fakes[0].asked[-1] == "/resume"
         if commit:
