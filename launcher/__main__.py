@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -15,9 +16,25 @@ from launcher import doctor as doctor_room
 from rl_megatron import config_io
 from rl_megatron.errors import ConfigError, RLMegatronError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+_NAMES = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_NAMES)
 doctor_app = typer.Typer()
 app.add_typer(doctor_app, name="doctor")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"rl-megatron {importlib.metadata.version('rl-megatron')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    """Reinforcement learning of language models on megatron-core. Each command has --help; docs/ has the rest."""
 
 
 @app.command()
@@ -80,7 +97,7 @@ def submit(
 
 @app.command()
 def status(run: Annotated[Path, typer.Argument(help="the run's folder", show_default=False)]) -> None:
-    """Say what the job of a run does."""
+    """Say what a run, or the job of one, does: its state and its last step."""
     from launcher import jobs
 
     print(jobs.status(run))
@@ -148,13 +165,71 @@ def convert(
 
 
 @app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(help="checkpoint of either kind", show_default=False)],
+    against: Annotated[Path | None, typer.Option(help="checkpoint of either kind to compare with")] = None,
+    config: Annotated[Path | None, typer.Option(help="folder with config.json, where the checkpoint has none")] = None,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="compare the learner's forward with transformers', in float32 on the CPU")
+    ] = False,
+    texts: Annotated[int, typer.Option(min=1, help="with --logprobs: how many, of 64 tokens")] = 8,
+    tolerance: Annotated[float, typer.Option(min=0, help="with --logprobs: largest difference, nats")] = 1e-3,
+) -> None:
+    """Say what is wrong with a checkpoint, alone or against another, to the bit; status 1 where something is.
+
+    With --logprobs, whether it computes what transformers computes of it, or of --against, a Hugging Face folder.
+    """
+    if logprobs:
+        from launcher import logprob_check
+        from tools import conversion
+
+        for path in filter(None, (folder, against)):
+            conversion.must_be_there(path)
+        cores = len(os.sched_getaffinity(0))
+        right = logprob_check.compare(
+            folder, against=against, config=config, num_texts=texts, tolerance=tolerance, threads=cores
+        )
+    else:
+        from tools import verify_checkpoint
+
+        right = verify_checkpoint.run(folder, against=against, config=config)
+    if not right:
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    target: Annotated[
+        str,
+        typer.Argument(help="a checkpoint of either kind, a run's folder, or with LAYOUT a model", show_default=False),
+    ],
+    layout: Annotated[str | None, typer.Argument(help="as megatron,tp=2,pp=2,ep=2: who would hold what")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="with LAYOUT: list this rank's parameters")] = None,
+    svg: Annotated[Path | None, typer.Option(help="with LAYOUT: write a picture here")] = None,
+) -> None:
+    """Say what a folder holds: kind, model, tensors, dtypes, sizes, step; or who holds what of a model in a layout."""
+    if layout is not None:
+        from tools import inspect_layout
+
+        inspect_layout.run(target, layout, rank=rank, svg=svg)
+        return
+    if rank is not None or svg is not None:
+        raise ConfigError("--rank and --svg are of a layout; give one, as in megatron,tp=2,pp=2,ep=2")
+    from launcher import inspect_command
+    from tools import conversion
+
+    conversion.must_be_there(Path(target))
+    inspect_command.show(Path(target))
+
+
+@app.command()
 def plan(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="MODEL LAYOUTS",
             help="a folder with a config.json or a name as kimi-k2, then src=megatron,tp=4,ep=8,dp=2 and dst=hf,dp=8 "
-            "or dst=engine,tp=8; with --config: section.key=value",
+            "or dst=engine,tp=8 (experts cut by tp; spread with ep=8); with --config: section.key=value",
         ),
     ] = None,
     config: Annotated[
@@ -164,6 +239,7 @@ def plan(
     nvlink: Annotated[float, typer.Option(min=0.001, help="a GPU's bandwidth inside its node, GB/s each way")] = 450.0,
     per_node: Annotated[int, typer.Option(min=1, help="GPUs a node")] = 8,
     element_bytes: Annotated[int, typer.Option(min=1, help="bytes an element; 2 is bfloat16")] = 2,
+    gpu_memory_gb: Annotated[float, typer.Option(min=0.001, help="of a GPU; a rank that needs more is named")] = 80.0,
     colocated: Annotated[bool, typer.Option("--colocated", help="rank r of dst lives in process r of src")] = False,
 ) -> None:
     """Print what moving a model's weights between two layouts costs, beside gather-and-broadcast."""
@@ -177,7 +253,9 @@ def plan(
         raise ConfigError("give a model and two layouts, as in kimi-k2 src=megatron,ep=8,dp=8 dst=hf, or --config NAME")
     model, *layouts = arguments
     links = Links(nic=nic * 1e9, nvlink=nvlink * 1e9, per_node=per_node)
-    plan_command.show(model, layouts, element_bytes=element_bytes, links=links, colocated=colocated)
+    plan_command.show(
+        model, layouts, element_bytes=element_bytes, links=links, colocated=colocated, gpu_memory_gb=gpu_memory_gb
+    )
 
 
 @doctor_app.callback(invoke_without_command=True)

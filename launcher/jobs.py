@@ -13,13 +13,18 @@ from rl_megatron.observability.files import read_jsonl
 
 
 def status(run: Path) -> str:
-    """What Slurm and the run's own files say: state, reason, last step, and the last line of the job's log."""
-    job = job_of(run)
-    lines = [f"{run}: job {job}, {state(job).text}"]
+    """What Slurm and the run's own files say: state, reason, last step, and the last line of the job's log.
+
+    Of a run that no job was sent for: its last step. Raises ConfigError where no run is there.
+    """
+    local = not (run / "jobs" / "id").is_file()
+    if local and not (run / "log.txt").is_file():
+        raise ConfigError(f"{run}: no run is there, and no job was sent from there; give a run's folder")
+    lines = [f"{run}: a run without a job"] if local else [f"{run}: job {job_of(run)}, {state(job_of(run)).text}"]
     metrics = run / "metrics.jsonl"
     steps = [row["step"] for row in read_jsonl(metrics) if row.get("phase") == "rl"] if metrics.is_file() else []
     lines.append(f"step {steps[-1]}" if steps else "no step yet")
-    log = run / "jobs" / f"{job}.txt"
+    log = run / "log.txt" if local else run / "jobs" / f"{job_of(run)}.txt"
     if log.is_file() and (said := log.read_text(errors="replace").splitlines()):
         lines.append(said[-1])
     return "\n".join(lines)

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 
 from rich.console import Console
 from rich.table import Table
 
-from launcher.memory import CHANGES, GB, Memory, check, memory
+from launcher.memory import CHANGES, GB, Memory, check, memory, server_weights
 from launcher.naming import LEARNER
 from rl_megatron import config_io
+from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import expect
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import ParallelDims
 from rl_megatron.weights.cost import Cost, Links, broadcast_cost, plan_cost
 from rl_megatron.weights.layout import Layout
 from rl_megatron.weights.parsing import model_shape, parse_layout
 from rl_megatron.weights.plan import plan
 
 
-def show(model: str, layouts: Sequence[str], *, element_bytes: int, links: Links, colocated: bool) -> None:
-    """Print the cost of moving ``model`` as ``layouts`` (``src=...``, ``dst=...``) say. Raises ConfigError."""
+def show(
+    model: str, layouts: Sequence[str], *, element_bytes: int, links: Links, colocated: bool, gpu_memory_gb: float
+) -> None:
+    """Print the cost of moving ``model`` as ``layouts`` (``src=...``, ``dst=...``) say. Raises ConfigError.
+
+    Names a rank whose weights alone are more than ``gpu_memory_gb`` (1e9 bytes).
+    """
     shape = model_shape(model)
     texts = _texts(layouts)
     src, dst = (parse_layout(side, texts[side], shape) for side in ("src", "dst"))
@@ -39,6 +48,27 @@ def show(model: str, layouts: Sequence[str], *, element_bytes: int, links: Links
         f"each way; {links.per_node} GPUs a node.",
         soft_wrap=True,
     )
+    for side, layout in (("src", src), ("dst", dst)):
+        if not texts[side].startswith("hf"):
+            for line in _too_large(side, layout, element_bytes, gpu_memory_gb):
+                console.print(f"[bold red]{line}", soft_wrap=True)
+
+
+def _too_large(side: str, layout: Layout, element_bytes: int, gpu_memory_gb: float) -> Iterator[str]:
+    """A line where a rank's weights are more than a GPU holds; full copies on disk lie on none."""
+    held = {rank: sum(map(prod, layout.local_shapes(rank).values())) for rank in _unlike(layout.dims)}
+    rank = max(held, key=lambda r: held[r])
+    needs = held[rank] * element_bytes / GB
+    if needs > gpu_memory_gb:
+        yield (
+            f"{side}: rank {rank} holds {needs:,.1f} GB of weights, more than a GPU of {gpu_memory_gb:g} GB "
+            "(--gpu-memory-gb); raise tp, pp, ep or etp"
+        )
+
+
+def _unlike(dims: ParallelDims) -> range:
+    """The first rank of each pipeline stage: the others of a stage hold as much."""
+    return range(0, dims.world_size, dims.world_size // dims.pp)
 
 
 def show_memory(config_name: str, overrides: Sequence[str]) -> None:
@@ -52,6 +82,7 @@ def show_memory(config_name: str, overrides: Sequence[str]) -> None:
         raise ConfigError(f"{config_name}: the model's sizes are not known; give model.path, or model.name")
     shape = model_shape(str(config.model.name if named else config.model.path))
     expect(config.model.name, shape)
+    config = _elsewhere(config, shape)
     stages: dict[str, Memory] = {}
     for found in memory(config, shape):
         stage = str(found.stage) if found.role == LEARNER else f"{found.role} {found.stage}"
@@ -74,6 +105,18 @@ def show_memory(config_name: str, overrides: Sequence[str]) -> None:
     if config.slurm.gpu_memory_gb is not None:
         check(config, shape)
         console.print(f"It fits in slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}.", soft_wrap=True)
+
+
+def _elsewhere(config: RunConfig, shape: ModelShape) -> RunConfig:
+    """With servers at addresses where a server of the recipe's own could not hold the model on its GPUs."""
+    rollout, room = config.rollout, config.slurm.gpu_memory_gb
+    if not rollout.served or rollout.server.addresses is not None or room is None:
+        return config
+    if server_weights(config, shape) <= room * GB:
+        return config
+    server = rollout.server.model_copy(update={"addresses": "http://elsewhere"})
+    print("rollout.server.addresses is assumed, of servers on other GPUs: one here could not hold the model")
+    return config.model_copy(update={"rollout": rollout.model_copy(update={"server": server})})
 
 
 def _texts(layouts: Sequence[str]) -> dict[str, str]:

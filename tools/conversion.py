@@ -10,9 +10,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError
 from rl_megatron.weights import convert
+from rl_megatron.weights.contents import contents
 from rl_megatron.weights.dtypes import DType
+from rl_megatron.weights.hf_folder import has_tokenizer
 
 DTYPES = (DType.F32, DType.BF16, DType.F16, DType.F8_E4M3)
 
@@ -28,8 +30,10 @@ def run(
         raise ConfigError(f"shard size {shard_gb} GB must be above 0")
     options = {} if shard_gb is None else {"shard_bytes": int(shard_gb * 1e9)}
     kind = None if dtype is None else DType(dtype)
+    if out.exists():
+        raise CheckpointError(f"{out} exists; remove it or give another name")
     backwards = convert.is_megatron(source)
-    note = convert.left_out((config or source) if backwards else source)
+    note = convert.left_out(source, config)
     if note is not None:
         print(f"note: {note}", file=sys.stderr)
     with display(source) as progress:
@@ -37,6 +41,20 @@ def run(
             convert.megatron_to_hf(source, out, config=config, dtype=kind, progress=progress, **options)
         else:
             convert.hf_to_megatron(source, out, dtype=kind, progress=progress, **options)
+    same = "" if dtype else f" --against {source}"
+    _tell(source, out, f"rl-megatron verify {out}{same}" + (f" --config {config}" if config else ""))
+
+
+def _tell(source: Path, out: Path, check: str) -> None:
+    """What was made, and what to do with it."""
+    made = contents(out)
+    tensors, parameters = sum(part.tensors for part in made.parts), sum(part.parameters for part in made.parts)
+    print(f"{out}: {made.kind}, {tensors:,} tensors, {parameters:,} parameters, {convert.total_bytes(out):,} bytes")
+    print(f"check it: {check}")
+    if has_tokenizer(out):
+        print(f"train it: rl-megatron train model.path={out} ...")
+    else:
+        print(f"note: {source} has no tokenizer, so {out} has none; copy one there before model.path={out}")
 
 
 def must_be_there(folder: Path) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_megatron.durable import write_atomically
+from rl_megatron.errors import ConfigError
 from rl_megatron.weights.layout import Layout, ParamSpec, coordinates, degree
 from rl_megatron.weights.parsing import model_shape, parse_layout
 from tools import conversion
@@ -33,15 +34,19 @@ def main(
 ) -> None:
     """Print who holds what in a layout."""
 
-    def work() -> None:
-        made = parse_layout("layout", layout, model_shape(model))
-        console = Console()
-        console.print(parameters(made, rank) if rank is not None else ranks(made, f"{model}: {layout}"))
-        if svg is not None:
-            write_atomically(svg, picture(made, f"{model}: {layout}").encode())
-            console.print(f"{svg}")
+    conversion.say(lambda: run(model, layout, rank=rank, svg=svg))
 
-    conversion.say(work)
+
+def run(model: str, layout: str, *, rank: int | None = None, svg: Path | None = None) -> None:
+    """Print it, and write the picture where ``svg`` says. Raises RLMegatronError."""
+    made = parse_layout("layout", layout, model_shape(model))
+    if rank is not None and rank >= made.dims.world_size:
+        raise ConfigError(f"--rank {rank}: the layout {layout} has {made.dims.world_size} ranks, from 0 on")
+    console = Console()
+    console.print(parameters(made, rank) if rank is not None else ranks(made, f"{model}: {layout}"))
+    if svg is not None:
+        write_atomically(svg, picture(made, f"{model}: {layout}").encode())
+        console.print(f"{svg}")
 
 
 def ranks(layout: Layout, title: str) -> Table:

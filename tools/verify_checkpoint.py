@@ -28,20 +28,25 @@ def main(
     """Verify a checkpoint, alone or against another."""
 
     def work() -> None:
-        conversion.must_be_there(folder)
-        if against is not None:
-            conversion.must_be_there(against)
-        with conversion.display(folder) as progress:
-            problems = list(verify(folder, against=against, config=config, progress=progress))
-        for line in problems[:MAX_LINES]:
-            print(line)
-        if len(problems) > MAX_LINES:
-            print(f"and {len(problems) - MAX_LINES} more")
-        print(f"{folder}: {len(problems) or 'no'} problems" + (f", compared with {against}" if against else ""))
-        if problems:
+        if not run(folder, against=against, config=config):
             sys.exit(1)
 
     conversion.say(work)
+
+
+def run(folder: Path, *, against: Path | None = None, config: Path | None = None) -> bool:
+    """Whether nothing is wrong; prints what is. Raises RLMegatronError where it cannot be read to its end."""
+    conversion.must_be_there(folder)
+    if against is not None:
+        conversion.must_be_there(against)
+    with conversion.display(folder) as progress:
+        problems = list(verify(folder, against=against, config=config, progress=progress))
+    for line in problems[:MAX_LINES]:
+        print(line)
+    if len(problems) > MAX_LINES:
+        print(f"and {len(problems) - MAX_LINES} more")
+    print(f"{folder}: {len(problems) or 'no'} problems" + (f", compared with {against}" if against else ""))
+    return not problems
 
 
 if __name__ == "__main__":

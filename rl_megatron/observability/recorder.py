@@ -44,7 +44,8 @@ class Recorder:
         equal = row.get("groups/zero_advantage_fraction")
         if equal is None:
             return
-        self._idle_steps = self._idle_steps + 1 if equal == 1 else 0
+        advantages = row.get("advantage/mean"), row.get("advantage/std")  # a critic's differ in equal groups, too
+        self._idle_steps = self._idle_steps + 1 if equal == 1 and not any(advantages) else 0
         if self._idle_steps == IDLE_STEPS and not self._warned:
             self._warned = True
             text = (

@@ -126,14 +126,23 @@ def megatron_to_hf(
     run(source, out, sinks, files, progress, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
 
 
-def left_out(folder: Path) -> str | None:
-    """What of the model that the config.json in ``folder`` tells of is never converted, as a line to show."""
-    shape = ModelShape.from_folder(folder, families=FAMILIES)
+def left_out(source: Path, config: Path | None = None) -> str | None:
+    """What of the model in ``source`` is never converted, as a line to show; None where it has no such tensors.
+
+    ``config`` is a folder with config.json where ``source`` has none. A megatron checkpoint of ours never has any.
+    """
+    if is_megatron(source):
+        return None
+    shape = ModelShape.from_folder(config or source, families=FAMILIES)
     if not shape.draft_layers:
         return None
-    layers = range(shape.num_layers, shape.num_layers + shape.draft_layers)
-    names = ", ".join(f"model.layers.{layer}" for layer in layers)
-    return f"{names}: multi-token prediction is not trained and not converted; the new config.json has none"
+    files, placed = weight_files(source)
+    names = placed or read_header(MappedFile(source / files[0]))
+    held = sorted({name.split(".")[2] for name in names if is_draft(name, shape)}, key=int)
+    if not held:
+        return None
+    layers = ", ".join(f"model.layers.{layer}" for layer in held)
+    return f"{layers}: multi-token prediction is not trained and not converted; the new config.json has none"
 
 
 def hf_tensors(folder: Path, config: Path | None = None) -> tuple[list[Job], Files]:

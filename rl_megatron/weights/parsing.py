@@ -17,7 +17,10 @@ _KEYS = (*_DEGREES, "first", "last", "vocab_multiple")
 
 
 def parse_layout(side: str, text: str, shape: ModelShape) -> Layout:
-    """A layout written ``table,key=number,...``: ``megatron,tp=4,pp=8,first=11,last=11``. Raises ConfigError."""
+    """A layout written ``table,key=number,...``: ``megatron,tp=4,pp=8,first=11,last=11``.
+
+    An engine's experts are cut by ``tp`` where neither ``ep`` nor ``etp`` is given. Raises ConfigError.
+    """
     tables = family_of(shape).tables
     table, *settings = text.split(",")
     if table not in tables:
@@ -30,7 +33,10 @@ def parse_layout(side: str, text: str, shape: ModelShape) -> Layout:
         if key not in _KEYS or not value.isdecimal() or int(value) < 1:
             raise ConfigError(f"{side}={text}: {setting!r} is no setting; allowed: a positive {', '.join(_KEYS)}")
         values[key] = int(value)
-    dims = ParallelDims(**{key: value for key, value in values.items() if key in _DEGREES})
+    degrees = {key: value for key, value in values.items() if key in _DEGREES}
+    if table == "engine" and not {"ep", "etp"} & degrees.keys():
+        degrees["etp"] = degrees.get("tp", 1)  # vLLM and SGLang without expert parallelism
+    dims = ParallelDims(**degrees)
     ends = values.get("first"), values.get("last")
     stages = split_layers(shape.num_layers, dims.pp, first=ends[0], last=ends[1]) if any(ends) else None
     if table == "hf" and dims.world_size != dims.dp:

@@ -79,3 +79,26 @@ def test_a_folder_needs_only_its_config(capsys: pytest.CaptureFixture[str], tmp_
 )
 def test_bad_input_is_named(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
     assert message in said(capsys, *arguments, status=1)
+
+
+def test_an_engine_cuts_experts_by_tp_where_nothing_else_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """As vLLM and SGLang do without expert parallelism: each of 8 ranks gets an eighth of 235 B of 2 bytes."""
+    source = "src=megatron,tp=4,ep=8,dp=16"
+    texts = [
+        said(capsys, "qwen3-235b-a22b", source, f"dst=engine,tp=8,dp=8{rest}")
+        for rest in ("", ",etp=8", ",ep=8", ",etp=1")
+    ]
+    received = [re.search(r"received by 64 ranks, max / mean *│ *([\d.]+) GB", text) for text in texts]
+    assert [found and found[1] for found in received] == ["59.0", "59.0", "59.0", "456.4"]
+    assert "dst: rank 0 holds 456.4 GB of weights, more than a GPU of 80 GB (--gpu-memory-gb); raise tp" in texts[-1]
+    assert not any("more than a GPU" in text for text in texts[:3])
+    assert "more than" in said(capsys, "qwen3-235b-a22b", source, "dst=engine,tp=8,dp=8", "--gpu-memory-gb", "40")
+
+
+def test_the_recipe_whose_servers_are_elsewhere_fits_without_addresses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = said(capsys, "--config", "deepseek_v3")
+    assert "rollout.server.addresses is assumed, of servers on other GPUs" in text
+    assert text.endswith("It fits in slurm.gpu_memory_gb=80.\n")
+    assert "assumed" not in said(capsys, "--config", "qwen3_30b_a3b")

@@ -101,6 +101,14 @@ def test_steps_that_teach_nothing_are_warned_of_once(
     assert ("warm_start.steps" in file.getvalue()) == (warned_after is not None)
 
 
+def test_a_critic_that_teaches_equal_groups_is_not_warned_of(tmp_path: Path) -> None:
+    console, file = _console(terminal=False)
+    with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(10, console=console))) as recorder:
+        for step in range(9):
+            recorder.write({"phase": "rl", "step": step, EQUAL: 1.0, "advantage/mean": 0.0, "advantage/std": 0.1})
+    assert "warning" not in file.getvalue()
+
+
 @pytest.mark.parametrize(("error", "word"), [(KeyboardInterrupt, "interrupted"), (RuntimeError, "failed")])
 def test_the_last_panel_says_how_the_run_ended(error: type[BaseException], word: str) -> None:
     console, file = _console(terminal=True)

@@ -1,0 +1,50 @@
+"""``rl-megatron inspect``: what a folder holds, or who would hold what of a model in a layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rl_megatron.errors import CheckpointError
+from rl_megatron.weights.contents import Contents, contents
+
+
+def show(folder: Path) -> None:
+    """Print what lies in a checkpoint of either kind, in one of a run's, or in the newest of a run's folder.
+
+    Raises RLMegatronError.
+    """
+    place, step = _checkpoint(folder)
+    found = contents(place)
+    console = Console()
+    console.print(f"{place}: {found.kind}{step}", soft_wrap=True, highlight=False)
+    for what, value in found.facts:
+        console.print(f"  {what}: {value}", soft_wrap=True, highlight=False)
+    console.print(_table(found))
+
+
+def _checkpoint(folder: Path) -> tuple[Path, str]:
+    """Where the shards are, and of which step."""
+    steps = sorted((folder / "checkpoints").glob("step_*")) or sorted((folder / "checkpoints").glob("warm_start_*"))
+    place = steps[-1] if steps else folder
+    state = place / "trainer.json"
+    if not state.is_file():
+        return place, ""
+    try:
+        told = json.loads(state.read_text())
+        warm, step = told.get("warm_start_step"), told["step"]
+    except (ValueError, KeyError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{state}: not readable ({error})") from error
+    return place / "learner", f", of step {step}" if warm is None else f", of step {warm} of the warm start"
+
+
+def _table(found: Contents) -> Table:
+    table = Table("part", "dtype", "tensors", "parameters")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for part in found.parts:
+        table.add_row(part.what, part.dtype, f"{part.tensors:,}", f"{part.parameters:,}")
+    return table

@@ -1,0 +1,127 @@
+"""What is told of folders: inspect, verify, convert, status; and of the command line itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from launcher.__main__ import app, main
+from launcher.logprob_check import differences
+from tests.family_models import save_model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny DeepSeek-V3 without a tokenizer, and a Megatron checkpoint of it."""
+    root = tmp_path_factory.mktemp("folders")
+    save_model("deepseek_v3", root / "hf")
+    main_of("convert", root / "hf", root / "megatron")
+    return root
+
+
+def main_of(*arguments: object) -> int:
+    """The exit status of a command."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(a) for a in arguments])
+    return int(ended.value.code or 0)
+
+
+def test_what_a_folder_holds_is_told(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parameters = sum(tensor.numel() for tensor in load_file(folders / "hf" / "model.safetensors").values())
+    for folder, kind in (("hf", "Hugging Face"), ("megatron", "megatron torch_dist")):
+        assert main_of("inspect", folders / folder) == 0
+        said = capsys.readouterr().out
+        assert f"{folder}: {kind}" in said
+        assert "deepseek_v3: 4 layers, hidden size 32, 8 experts" in said
+        assert "tokenizer: none" in said
+        counts = [int(line.split("│")[4].replace(",", "")) for line in said.splitlines() if "float32" in line]
+        padding = 2 * 3 * 32 if folder == "megatron" else 0  # 61 rows of vocabulary on 64, twice
+        assert sum(counts) == parameters + padding
+
+
+def test_a_runs_checkpoint_is_told_with_its_step(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (2, 10):
+        shutil.copytree(folders / "megatron", tmp_path / f"checkpoints/step_{step:06d}/learner")
+        (tmp_path / f"checkpoints/step_{step:06d}/trainer.json").write_text(json.dumps({"step": step}))
+    assert main_of("inspect", tmp_path) == 0
+    assert "step_000010/learner: megatron torch_dist, of step 10" in capsys.readouterr().out
+
+
+def test_who_holds_what_of_a_layout_is_told_by_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_of("inspect", "qwen3-30b-a3b", "megatron,tp=2,ep=2") == 0
+    assert "15,272,458,240" in capsys.readouterr().out
+    assert main_of("inspect", "qwen3-30b-a3b", "megatron,tp=2,ep=2", "--rank", "2") == 1
+    assert "--rank 2: the layout megatron,tp=2,ep=2 has 2 ranks" in capsys.readouterr().err
+    assert main_of("inspect", ".", "--rank", "2") == 1
+
+
+def test_verify_compares_to_the_bit_and_with_transformers(
+    folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Starts a learner's process (6 s): the only test of the command's own forward."""
+    assert main_of("verify", folders / "megatron", "--against", folders / "hf") == 0
+    assert "no problems, compared with" in capfd.readouterr().out
+    bent = shutil.copytree(folders / "hf", tmp_path / "bent")
+    tensors = load_file(bent / "model.safetensors")
+    tensors["model.norm.weight"][3] *= 1.5
+    save_file(tensors, bent / "model.safetensors", metadata={"format": "pt"})
+    assert main_of("verify", bent, "--against", folders / "hf") == 1
+    assert "model.norm.weight: " in capfd.readouterr().out
+
+    assert main_of("verify", folders / "megatron", "--logprobs", "--against", bent, "--texts", "2") == 1
+    said = capfd.readouterr()
+    assert said.out.count("DIFFERENT") == 2
+    assert "Warning" not in said.err
+    assert main_of("verify", folders / "megatron", "--logprobs") == 1
+    assert "which transformers does not read; give --against" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "worst"),
+    [
+        ([[-1.0, -2.0]], [[-1.0, -2.5]], 0.5),
+        ([[math.nan]], [[-1.0]], math.inf),
+        ([[-math.inf]], [[-math.inf]], math.inf),
+    ],
+)
+def test_differences_of_log_probs(ours: list[list[float]], theirs: list[list[float]], worst: float) -> None:
+    assert differences(ours, theirs, 0.1)[1] == worst
+
+
+def test_convert_says_what_it_made_and_what_it_lacks(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main_of("convert", folders / "hf", tmp_path / "made") == 0
+    said = capsys.readouterr()
+    assert "made: megatron torch_dist, " in said.out
+    assert f"check it: rl-megatron verify {tmp_path / 'made'} --against {folders / 'hf'}" in said.out
+    assert "has no tokenizer" in said.out
+    assert "multi-token" not in said.err  # its config speaks of such a layer, but there are no tensors of one
+    assert main_of("convert", folders / "hf", tmp_path / "made") == 1
+    assert capsys.readouterr().err.strip().endswith("made exists; remove it or give another name")
+
+
+def test_the_status_of_a_run_without_a_job_is_its_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_of("status", tmp_path) == 1
+    assert "no run is there, and no job was sent from there" in capsys.readouterr().err
+    (tmp_path / "log.txt").write_text("the last words\n")
+    (tmp_path / "metrics.jsonl").write_text('{"phase": "rl", "step": 7}\n')
+    assert main_of("status", tmp_path) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["step 7", "the last words"]
+
+
+def test_version_short_help_and_completion_are_there() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == "rl-megatron 0.1.0\n"
+    for arguments in (["-h"], ["train", "-h"]):
+        said = CliRunner().invoke(app, arguments)
+        assert said.exit_code == 0
+        assert "Usage: " in said.output
+    assert "--install-completion" in CliRunner().invoke(app, ["-h"]).output
