@@ -9,11 +9,9 @@ from typing import Literal, Protocol
 
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.http import Server
-from rl_megatron.types import Completion, FinishReason, GenerationRequest
+from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.engine_layout import Boxes
 from rl_megatron.weights.held import Report
-
-FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What servers answer: routes are checked, and what an update ended before its end is asked on and joined."""
+"""What servers answer: it is checked, and what an update ended before its end is asked on and joined."""
 
 from __future__ import annotations
 
@@ -12,6 +12,25 @@ from rl_megatron.data.routes import encode_routes
 from rl_megatron.errors import DataError, EngineError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, GenerationRequest, Routes
+
+_LOGPROBS = (-1000.0, 0.01)  # nats: of what float32 can sample, vLLM's -9999 for -inf not; above 0 by rounding alone
+
+
+def problem_of(completion: Completion, request: GenerationRequest, *, vocab_size: int) -> str | None:
+    """What makes a completion one that nobody may train on; None where nothing does."""
+    tokens, logprobs, most = completion.token_ids, completion.logprobs, request.params.max_new_tokens
+    if len(tokens) != len(logprobs):
+        return f"{len(logprobs)} log-probs came with {len(tokens)} tokens"
+    if len(tokens) > most:
+        return f"{len(tokens)} tokens came, {most} were asked for at most"
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        at = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
+        return f"token {at} has id {tokens[at]}; the vocabulary has {vocab_size}"
+    least, most_likely = _LOGPROBS
+    for at, logprob in enumerate(logprobs):
+        if not least <= logprob <= most_likely:  # NaN too
+            return f"token {at} has log-prob {logprob}, at which nothing is sampled"
+    return None
 
 
 def as_it_should_end(completion: Completion, request: GenerationRequest) -> Completion:

@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
+from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.engine_token import authorization
+
+T = TypeVar("T")
 
 KEEP_ALIVE_SECONDS = 2.0  # uvicorn closes an idle connection after 5: a request must not meet that
 _PASSING = (408, 429)  # statuses below 500 that another attempt may not meet
@@ -61,11 +64,22 @@ class Server:
         finally:
             self.in_flight -= 1
 
-    async def post(
-        self, path: str, body: object = None, *, params: Mapping[str, str] | None = None, queued: bool = False
-    ) -> Any:
-        """The answer's JSON, None where it is empty. ``queued``: without a limit of time. Raises as ``get`` does."""
-        return self._json(path, await self._ask("POST", path, body, params, None if queued else self._limit))
+    async def post(self, path: str, body: object = None, *, params: Mapping[str, str] | None = None) -> Any:
+        """The answer's JSON, None where it is empty. Raises as ``get`` does."""
+        return self._json(path, await self._ask("POST", path, body, params, self._limit))
+
+    async def sampled(self, path: str, body: object, form: TypeAdapter[T]) -> T:
+        """What it sampled or scored for ``body``, decoded as ``form`` says, without a limit of time. Raises as ``get``
+        does, and AttemptFailed that names the first place where the answer has another form."""
+        text = await self._ask("POST", path, body, None, None)
+        try:
+            return form.validate_json(text)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False, include_context=False)[0]
+            place = ".".join(map(str, wrong["loc"]))
+            raise AttemptFailed(
+                f"{self.url}{path}: an answer of another form: {place}: {wrong['msg']}, got {wrong['input']!r:.80}"
+            ) from error
 
     async def get(self, path: str) -> Any:
         """Likewise. Raises AttemptFailed, or EngineError with what the server said where it refuses for good."""

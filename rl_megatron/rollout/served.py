@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from rl_megatron.config_rollout import ServerSection
 from rl_megatron.errors import EngineError, ReplicasLost, SyncError
 from rl_megatron.rollout.adapter import Adapter, ForeignWeights
-from rl_megatron.rollout.answers import as_it_should_end, joined, rest_of
+from rl_megatron.rollout.answers import as_it_should_end, joined, problem_of, rest_of
 from rl_megatron.rollout.http import AttemptFailed, Server
 from rl_megatron.rollout.replicas import PRESENT, Event, Replica, ReplicaDied, ReplicaSet, State
 from rl_megatron.types import Completion, GenerationRequest
@@ -142,7 +142,11 @@ class ServedEngine:
             name = f"{request.id} {uuid.uuid4().hex}"
             try:
                 with server.busy():
-                    return await replica.while_alive(self.adapter.generate(server, request, name))
+                    completions = await replica.while_alive(self.adapter.generate(server, request, name))
+                for completion in completions:
+                    if problem := problem_of(completion, request, vocab_size=self._vocab_size):
+                        raise AttemptFailed(f"{server.url}: {problem}")
+                return completions
             except asyncio.CancelledError:
                 self._abort(server, request, name)
                 raise

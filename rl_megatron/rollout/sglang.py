@@ -10,17 +10,19 @@ import pickle
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from rl_megatron.errors import ConfigError, CorruptionError, EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.adapter import FINISH_REASONS, Command, Description, StartOptions, candidate, version_of
+from rl_megatron.rollout.adapter import Command, Description, StartOptions, candidate, version_of
 from rl_megatron.rollout.answers import checked_routes
-from rl_megatron.rollout.http import Server
-from rl_megatron.types import Completion, GenerationRequest, Routes
+from rl_megatron.rollout.http import AttemptFailed, Server
+from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
 from rl_megatron.weights.engine_layout import Boxes, boxes_of
 from rl_megatron.weights.held import Report
 
@@ -35,6 +37,37 @@ _ON_CPU = (
 )
 _LOADER = "rl_megatron.rollout.sglang_worker.load"
 _MARGIN = 8  # of its context that a request may not use
+
+
+class _Span(TypedDict):
+    version: Any
+
+
+class _Finish(TypedDict):
+    type: FinishReason
+
+
+class _Meta(TypedDict):
+    output_token_logprobs: list[tuple[float, int, Any]]  # log-prob, token id, text
+    finish_reason: _Finish
+    weight_version: NotRequired[Any]
+    weight_versions: NotRequired[list[_Span] | None]
+    routed_experts: NotRequired[str | None]
+
+
+class _Sampled(TypedDict):
+    meta_info: _Meta
+
+
+class _ScoredMeta(TypedDict):
+    input_token_logprobs: list[tuple[float | None, int, Any]]  # the first has none
+
+
+class _Scored(TypedDict):
+    meta_info: _ScoredMeta
+
+
+_SAMPLED, _SCORED = TypeAdapter(list[_Sampled]), TypeAdapter(_Scored)
 
 
 class SGLangAdapter:
@@ -125,15 +158,18 @@ class SGLangAdapter:
             "return_logprob": True,
             "return_routed_experts": request.routes,
         }
-        answers = await server.post("/generate", body, queued=True)
+        answers = await server.sampled("/generate", body, _SAMPLED)
         return [_completion(answer["meta_info"], request, self._shape) for answer in answers]
 
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
         """See adapter.Adapter."""
         sampling = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
         body = {"input_ids": list(text), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        said = (await server.post("/generate", body, queued=True))["meta_info"]["input_token_logprobs"]
-        return [float(logprob) for logprob, _, _ in said[1:]]
+        said = (await server.sampled("/generate", body, _SCORED))["meta_info"]["input_token_logprobs"][1:]
+        logprobs = [logprob for logprob, _, _ in said if logprob is not None]
+        if len(logprobs) != len(text) - 1:
+            raise AttemptFailed(f"{server.url}: {len(logprobs)} log-probs came for {len(text) - 1} tokens")
+        return logprobs
 
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
         """See adapter.Adapter."""
@@ -234,21 +270,25 @@ def _names(request: GenerationRequest, request_id: str) -> list[str]:
     return [f"{request_id} {number}" for number in range(request.num_completions)]
 
 
-def _completion(said: dict[str, Any], request: GenerationRequest, shape: ModelShape) -> Completion:
-    """From the ``meta_info`` of one answer; its log-probs are (log-prob, token id, text) each."""
+def _completion(said: _Meta, request: GenerationRequest, shape: ModelShape) -> Completion:
+    """From the ``meta_info`` of one answer."""
     tokens = said["output_token_logprobs"]
-    spans = said.get("weight_versions") or [{"version": said["weight_version"]}]
+    spans = said.get("weight_versions") or [{"version": said.get("weight_version")}]
     versions = [version_of(span["version"]) for span in spans]
+    positions = len(request.token_ids) + len(tokens) - 1
     return Completion(
-        token_ids=tuple(int(token) for _, token, _ in tokens),
-        logprobs=tuple(float(logprob) for logprob, _, _ in tokens),
-        finish_reason=FINISH_REASONS[said["finish_reason"]["type"]],
+        token_ids=tuple(token for _, token, _ in tokens),
+        logprobs=tuple(logprob for logprob, _, _ in tokens),
+        finish_reason=said["finish_reason"]["type"],
         versions=(min(versions), max(versions)),
-        routes=_routes(said, len(request.token_ids) + len(tokens) - 1, shape) if request.routes and tokens else None,
+        routes=_routes(said.get("routed_experts"), positions, shape) if request.routes and tokens else None,
     )
 
 
-def _routes(said: dict[str, Any], positions: int, shape: ModelShape) -> Routes:
+def _routes(given: str | None, positions: int, shape: ModelShape) -> Routes:
     """Its numbers are little-endian int32 in base64, without a shape."""
-    given = base64.b64decode(said.get("routed_experts") or "")
-    return checked_routes(np.frombuffer(given, "<i4"), positions=positions, shape=shape)
+    try:
+        experts = np.frombuffer(base64.b64decode(given or ""), "<i4")
+    except ValueError as error:
+        raise EngineError(f"it answered with routes that are no array: {error!s:.200}") from error
+    return checked_routes(experts, positions=positions, shape=shape)

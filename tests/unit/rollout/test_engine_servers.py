@@ -44,7 +44,7 @@ class Words:
 
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
         body = {"id": request_id, "prompt": request.token_ids, "new": request.params.max_new_tokens}
-        answer = {"tokens": [7], "finish": "stop", **await server.post("/generate", body, queued=True)}
+        answer = {"tokens": [7], "finish": "stop", **await server.post("/generate", body)}
         version, tokens = version_of(answer["label"]), tuple(answer["tokens"])
         done = Completion(
             token_ids=tokens,

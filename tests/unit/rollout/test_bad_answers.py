@@ -1,0 +1,173 @@
+"""Answers of engines that nobody may train on: each is named with its server and its prompt, after other attempts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rl_megatron.config_rollout import ServerSection
+from rl_megatron.errors import EngineError
+from rl_megatron.models.named import NAMED
+from rl_megatron.rollout.answers import problem_of
+from rl_megatron.rollout.http import AttemptFailed, Server
+from rl_megatron.rollout.served import ServedEngine
+from rl_megatron.rollout.sglang import SGLangAdapter
+from rl_megatron.rollout.vllm import VLLMAdapter
+from rl_megatron.types import Completion, GenerationRequest, SamplingParams
+
+PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=3, stop_token_ids=(), seed=0)
+REQUEST = GenerationRequest(id="step 1: train:7", token_ids=(1, 2), num_completions=1, params=PARAMS)
+SHAPE = replace(NAMED["qwen3-30b-a3b"], vocab_size=10)
+ADAPTERS = {"vllm": VLLMAdapter(SHAPE), "sglang": SGLangAdapter(SHAPE)}
+
+
+def good(engine: str) -> Any:
+    if engine == "sglang":
+        meta = {"output_token_logprobs": [[-1.0, 5, None], [-2.0, 6, None]], "weight_version": "4"}
+        return [{"meta_info": {**meta, "finish_reason": {"type": "length"}}}]
+    choice = {"index": 0, "token_ids": [5, 6], "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}}
+    return {"choices": [{**choice, "weight_versions": [{"version": "4"}], "finish_reason": "length"}]}
+
+
+def tokens(answer: Any, engine: str) -> Any:
+    """Where token ids or log-probs stand: setters of the second token's."""
+    if engine == "sglang":
+        pair = answer[0]["meta_info"]["output_token_logprobs"][1]
+        return lambda value: pair.__setitem__(1, value), lambda value: pair.__setitem__(0, value)
+    choice = answer["choices"][0]
+    return (
+        lambda value: choice["token_ids"].__setitem__(1, value),
+        lambda value: choice["logprobs"]["content"][1].__setitem__("logprob", value),
+    )
+
+
+def ask(engine: str, answer: object) -> list[Completion]:
+    """What the adapter's engine gives where its one server answers this."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+        text = json.dumps(answer).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
+        writer.close()
+
+    async def run() -> list[Completion]:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            section = ServerSection(retries=1, backoff_seconds=0.001)
+            server = Server(url, token=None, timeout_seconds=30.0)
+            served = ServedEngine(ADAPTERS[engine], [server], section, max_length=8, vocab_size=10)
+            try:
+                return await served._sampled(REQUEST, served.replicas.all[0])
+            finally:
+                await served.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("engine", ADAPTERS)
+def test_a_good_answer_is_taken(engine: str) -> None:
+    (completion,) = ask(engine, good(engine))
+    assert (completion.token_ids, completion.logprobs, completion.versions) == ((5, 6), (-1.0, -2.0), (4, 4))
+
+
+@pytest.mark.parametrize("engine", ADAPTERS)
+@pytest.mark.parametrize(
+    ("which", "value", "said"),
+    [
+        (1, math.nan, "token 1 has log-prob nan, at which nothing is sampled"),
+        (1, -math.inf, "token 1 has log-prob -inf"),
+        (1, math.inf, "token 1 has log-prob inf"),
+        (1, -9999.0, "token 1 has log-prob -9999.0"),  # how vLLM spells it
+        (1, 0.5, "token 1 has log-prob 0.5"),
+        (1, None, "Input should be a valid number, got None"),  # what orjson makes of NaN
+        (0, 10, "token 1 has id 10; the vocabulary has 10"),
+        (0, -1, "token 1 has id -1"),
+        (0, "x" * 9999, "Input should be a valid integer, unable to parse string as an integer, got 'xxx"),
+    ],
+)
+def test_what_is_no_token_or_no_log_prob_names_server_and_prompt(
+    engine: str, which: int, value: object, said: str
+) -> None:
+    answer = good(engine)
+    tokens(answer, engine)[which](value)
+    with pytest.raises(EngineError) as caught:
+        ask(engine, answer)
+    assert re.match(r"request 'step 1: train:7': http://127\.0\.0\.1:\d+(/[\w/]+)?: ", str(caught.value))
+    assert said in str(caught.value)
+    assert str(caught.value).endswith("; attempts made: 2")
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("engine", ADAPTERS)
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda answer: {},
+        lambda answer: [],
+        lambda answer: None,
+        lambda answer: 3,
+        lambda answer: json.loads(json.dumps(answer).replace('"length"', '"repetition"')),
+        lambda answer: json.loads(json.dumps(answer).replace('"finish_reason"', '"finish"')),
+    ],
+)
+def test_an_answer_of_another_form_is_named(engine: str, spoil: Callable[[Any], object]) -> None:
+    answer = spoil(good(engine))
+    if engine == "sglang" and answer == []:
+        answer = [{}]  # none at all is a number that the engine's caller counts
+    with pytest.raises(EngineError, match="an answer of another form"):
+        ask(engine, answer)
+
+
+@pytest.mark.parametrize("engine", ADAPTERS)
+@pytest.mark.parametrize(
+    "routes",
+    [
+        "!",
+        "AAA=",
+        "k05VTVBZAQB2AHsnZGVzY3InOiAnPGk4JywgJ2ZvcnRyYW5fb3JkZXInOiBGYWxzZSwgJ3NoYXBlJzogKDk5OTk5OTk5OTk5OTk5LCksIH0K",
+    ],
+)
+def test_routes_that_are_no_array_are_named(engine: str, routes: str) -> None:
+    answer = good(engine)
+    (answer["choices"][0] if engine == "vllm" else answer[0]["meta_info"])["routed_experts"] = routes
+    server: Any = type("Once", (), {})()
+
+    async def sampled(path: str, body: object, form: Any) -> object:
+        return form.validate_python(answer)
+
+    server.sampled = sampled
+    with pytest.raises(EngineError, match="routes"):
+        asyncio.run(ADAPTERS[engine].generate(server, replace(REQUEST, routes=True), "x"))
+
+
+@pytest.mark.parametrize("engine", ADAPTERS)
+def test_scores_that_are_not_of_the_text_are_named(engine: str) -> None:
+    said: Any = {"prompt_logprobs": [None, {"7": {"logprob": -1.0}}]}
+    if engine == "sglang":
+        said = {"meta_info": {"input_token_logprobs": [[None, 1, None]]}}
+    server: Any = type("Once", (), {"url": "http://h"})()
+
+    async def sampled(path: str, body: object, form: Any) -> object:
+        return form.validate_python(said)
+
+    server.sampled = sampled
+    with pytest.raises(AttemptFailed, match="http://h"):
+        asyncio.run(ADAPTERS[engine].score(server, [1, 2]))
+
+
+def test_a_completion_longer_than_asked_for_or_without_its_log_probs_is_none() -> None:
+    done = Completion(token_ids=(1,) * 3, logprobs=(-1.0, 0.001, 0.0), finish_reason="stop", versions=(0, 0))
+    assert problem_of(done, REQUEST, vocab_size=10) is None
+    assert problem_of(replace(done, token_ids=(), logprobs=()), REQUEST, vocab_size=10) is None
+    longer = replace(done, token_ids=(1,) * 4, logprobs=(0.0,) * 4)
+    assert problem_of(longer, REQUEST, vocab_size=10) == "4 tokens came, 3 were asked for at most"
+    lacking = replace(done, logprobs=(0.0,))
+    assert problem_of(lacking, REQUEST, vocab_size=10) == "1 log-probs came with 3 tokens"
