@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
@@ -31,6 +30,8 @@ from rl_megatron.data.prompts import PromptStream, load_prompts
 from rl_megatron.durable import remove_folder
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles
+from rl_megatron.models.configs.fields import GenerationFields
+from rl_megatron.models.json_files import read_json
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
@@ -176,7 +177,11 @@ def _load(config: RunConfig, model_folder: Path) -> Data:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads would take the learners' cores
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    except Exception as error:  # its Rust part raises bare ones for torn files
+        said = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise ConfigError(f"{model_folder}: transformers cannot read its tokenizer: {said[0][:500]}") from error
     train, held_out = load_prompts(
         config.data,
         tokenizer,
@@ -191,7 +196,7 @@ def _load(config: RunConfig, model_folder: Path) -> Data:
 def _stop_token_ids(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """What ends a completion: the generation config's ``eos_token_id`` (one or several), else the tokenizer's."""
     path = model_folder / "generation_config.json"
-    given = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    given = read_json(path, GenerationFields).eos_token_id if path.is_file() else None
     ids = tokenizer.eos_token_id if given is None else given
     if ids is None:
         raise ConfigError(

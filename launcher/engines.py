@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import secrets
@@ -30,6 +29,8 @@ from launcher.seats import HERE, Place, elsewhere
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.interfaces import Launcher, Roles
+from rl_megatron.models.configs.fields import ConfigFields
+from rl_megatron.models.json_files import read_json
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout import engine_token
 from rl_megatron.rollout.adapter import Adapter, Description, StartOptions
@@ -358,8 +359,8 @@ class ServedEngines:
     def _check(self, found: Sequence[tuple[str, Description]]) -> None:
         """Raises ConfigError with everything at once that keeps the servers from being used."""
         wanted, top_p = self._config.learner.dtype, self._config.rollout.top_p
-        known = json.loads((self._model_folder / "config.json").read_text())
-        architecture, problems = ",".join(known.get("architectures") or ()), []
+        known = read_json(self._model_folder / "config.json", ConfigFields)
+        architecture, problems = ",".join(known.architectures or ()), []
         if top_p < 1 and not self._adapter.renormalises_top_p:
             problems.append(
                 f"rollout.top_p={top_p}: {self._adapter.name}'s log-probs are not of the tokens that top_p leaves, so "

@@ -26,8 +26,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from rl_megatron.digests import Digest, digests
-from rl_megatron.errors import CheckpointError
+from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.learner.optimizer import create_state
+from rl_megatron.weights.bits import all_numbers
 
 # The default sharding of DistributedOptimizer is broken in 0.16.1; this one reshards over TP, PP and EP of equal kind.
 _METADATA = {
@@ -159,11 +160,17 @@ def _told(error: BaseException) -> str:
 
 
 def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, without: str | None = None) -> None:
-    """Fill the model alone from ``folder``, leaving names that begin with ``without``. Raises CheckpointError."""
+    """Fill the model alone from ``folder``, leaving names that begin with ``without``.
+
+    Raises CheckpointError, or WeightError for values that are no numbers.
+    """
     for i, chunk in enumerate(chunks):
         state = _read({"model": _weights(chunk, without)}, folder, f"chunk {i}")
         with torch.no_grad():
             _fill(chunk, state["model"], f"{folder}, chunk {i}", without)
+            for name, parameter in _inner(chunk).named_parameters():
+                if not _left_out(name, without) and not all_numbers(parameter):
+                    raise WeightError(f"{folder}: {name} holds NaN or infinite values; fetch or convert it again")
 
 
 def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:

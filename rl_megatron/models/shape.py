@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from rl_megatron.config_errors import shorten
 from rl_megatron.errors import ConfigError
+from rl_megatron.models.json_files import Fields, read_json
+
+_MOST_EXPERTS = 1_000_000  # in all layers; those of a trillion parameters are 23,000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,13 +151,38 @@ class ModelShape:
         ``families`` narrows those that are known (``models.configs``).
         """
         from rl_megatron.models.configs import READERS  # they make ModelShapes
+        from rl_megatron.models.configs.fields import ConfigFields
 
         path = folder / "config.json"
         if not path.is_file():
             raise ConfigError(f"model.path={folder}: no config.json there; give a Hugging Face checkpoint folder")
-        raw: dict[str, Any] = json.loads(path.read_text())
+        raw = Fields(read_json(path, ConfigFields).model_dump(exclude_unset=True), path)
         allowed = READERS if families is None else families
         if raw.get("model_type") not in allowed:
             names = ", ".join(repr(family) for family in allowed)
-            raise ConfigError(f"{path}: model_type={raw.get('model_type')!r} is not supported; allowed: {names}")
-        return READERS[raw["model_type"]](raw, path)
+            raise ConfigError(f"{path}: model_type={shorten(raw.get('model_type'))} is not supported; allowed: {names}")
+        shape = READERS[raw["model_type"]](raw, path)
+        problems = list(_problems(shape))
+        if problems:
+            raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+        return shape
+
+
+def _problems(m: ModelShape) -> Iterator[str]:
+    """What no model can be, whatever its family."""
+    if m.num_heads % m.num_kv_heads:
+        yield f"{m.num_kv_heads} key and value heads do not divide {m.num_heads} attention heads"
+    if not 0 < m.rotary_dim <= m.head_dim or m.rotary_dim % 2:
+        yield f"{m.rotary_dim} of a head's {m.head_dim} dimensions turn; an even number of them must"
+    if m.norm_eps <= 0 or m.rope_theta <= 0:
+        yield f"rms_norm_eps={m.norm_eps:g} and rope_theta={m.rope_theta:g} must be above 0"
+    if m.rope.kind == "llama3" and not m.rope.low_frequency < m.rope.high_frequency:
+        yield f"low_freq_factor={m.rope.low_frequency:g} must be below high_freq_factor={m.rope.high_frequency:g}"
+    if m.num_experts and not 1 <= m.experts_per_token <= m.num_experts:
+        yield f"each token chooses {m.experts_per_token} of {m.num_experts} experts"
+    if m.num_layers * m.num_experts > _MOST_EXPERTS:
+        yield f"{m.num_experts} experts in {m.num_layers} layers; at most {_MOST_EXPERTS} in all are read"
+    if m.num_experts and m.dense_layers > m.num_layers:
+        yield f"{m.dense_layers} dense layers of {m.num_layers}"
+    if m.num_experts and (m.num_experts % m.router.groups or m.router.top_groups > m.router.groups):
+        yield f"{m.router.top_groups} of {m.router.groups} groups of {m.num_experts} experts: groups must be equal"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -25,3 +27,8 @@ def to_bits(tensor: Tensor) -> Bits:
     width = contiguous.element_size()
     bits: Bits = contiguous.view(getattr(torch, f"int{8 * width}")).numpy().view(f"u{width}")
     return bits
+
+
+def all_numbers(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite, in one pass over them."""
+    return not tensor.numel() or all(math.isfinite(end.item()) for end in tensor.aminmax())

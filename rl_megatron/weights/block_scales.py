@@ -9,18 +9,21 @@ are not.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_megatron.config_errors import shorten
 from rl_megatron.errors import ConfigError
+from rl_megatron.models.configs.fields import ConfigFields
+from rl_megatron.models.json_files import read_json
 from rl_megatron.weights.dtypes import DType
 from rl_megatron.weights.layout import Shape
 
 BLOCK = 128  # rows and columns of a block that is written
 SCALES = "_scale_inv"  # behind a weight's name, its scales'
+_PLAIN = (DType.F32, DType.F16, DType.BF16)  # what weights without scales are
 _WHOLE_MODULES = ("embed_tokens", "lm_head", "gate", "router", "shared_expert_gate")
 
 
@@ -35,19 +38,22 @@ class Blocks:
 def blocks_of(folder: Path) -> Blocks | None:
     """How the checkpoint ``folder`` is quantised; None where it is not. Raises ConfigError for other kinds."""
     path = folder / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
-    given = config.get("quantization_config")
+    config = read_json(path, ConfigFields) if path.is_file() else ConfigFields()
+    given = config.quantization_config
     if given is None:
         return None
-    edges = given.get("weight_block_size")
-    if given.get("quant_method") != "fp8" or given.get("fmt", "e4m3") != "e4m3" or not edges or len(edges) != 2:
-        told = ", ".join(f"{key}={given.get(key)!r}" for key in ("quant_method", "fmt", "weight_block_size"))
+    edges = given.weight_block_size
+    if given.quant_method != "fp8" or given.fmt not in ("e4m3", None) or not edges or len(edges) != 2:
+        keys = ("quant_method", "fmt", "weight_block_size")
+        told = ", ".join(f"{key}={shorten(getattr(given, key))}" for key in keys)
         raise ConfigError(
             f"{path}: quantization_config has {told}; allowed: quant_method='fp8', fmt='e4m3' and a weight_block_size "
             "as [128, 128]. Give an unquantised checkpoint"
         )
-    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    return Blocks(edges=(int(edges[0]), int(edges[1])), dtype=DType(name))
+    name = config.dtype or config.torch_dtype or "bfloat16"
+    if name not in _PLAIN:
+        raise ConfigError(f"{path}: dtype={shorten(name)} is not supported; allowed: {', '.join(_PLAIN)}")
+    return Blocks(edges=(edges[0], edges[1]), dtype=DType(name))
 
 
 def scales_of(held: Mapping[str, tuple[DType, Shape]], blocks: Blocks | None) -> tuple[dict[str, str], list[str]]:

@@ -34,12 +34,13 @@ from rl_megatron.weights.hf_folder import (
     raise_lines,
     raise_misfits,
     raise_misplaced,
+    raise_uncounted,
     weight_files,
 )
 from rl_megatron.weights.layout import Box, Layout, Shape
 from rl_megatron.weights.mapped import Entry, MappedFile, header_bytes, read_header
 from rl_megatron.weights.plan import plan
-from rl_megatron.weights.streaming import Boxes, Files, Job, Part, Progress, Sink, Streamed, in_files, run
+from rl_megatron.weights.streaming import Boxes, Files, Job, Part, Progress, Sink, Streamed, in_files, numbers, run
 from rl_megatron.weights.torch_dist import Chunk, place_of, read_index, read_tensor, write_index, write_tensor
 
 
@@ -54,7 +55,8 @@ def hf_to_megatron(
     """Write the Hugging Face folder as a ``torch_dist`` checkpoint that loads at any TP, PP, EP and ETP.
 
     config.json, tokenizer and chat template go along, so that the way back needs nothing else. Raises CheckpointError,
-    WeightError or ConfigError naming what is missing, torn, unknown or misshapen; ``out`` is whole or not there.
+    WeightError or ConfigError naming what is missing, torn, unknown, misshapen or no number; ``out`` is whole or not
+    there.
     Block-scaled float8 is dequantised: to ``dtype``, or to that of config.json.
     """
     if dtype is DType.F8_E4M3:
@@ -176,6 +178,7 @@ def _hf_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[li
     raise_lines(f"{source} is not quantised as its config.json says", wrong)
     beside = set(scales.values())
     weights = {name: entry for name, (_, entry) in entries.items() if name not in beside}
+    raise_uncounted(source, len(weights), hf_layout(shape))
     raise_misfits(str(source), {name: entry.shape for name, entry in weights.items()}, hf_layout(shape).local_shapes(0))
     homes = {tensor: (entry, files[source / name]) for tensor, (name, entry) in entries.items()}
     jobs, exact = [], _keeping_dtype(hf_layout(shape))
@@ -235,12 +238,13 @@ def _opened(folder: Path, names: Sequence[str]) -> Files:
 
 def _megatron_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[list[Job], Files]:
     """Every Hugging Face tensor out of the chunks that hold a piece of it, whatever layout wrote them."""
-    _, chunks = read_index(source)
+    sizes, chunks = read_index(source)
     files = _opened(source, sorted({c.file for c in chunks}))
     by_key: dict[str, list[Chunk]] = {}
     for chunk in chunks:
         by_key.setdefault(chunk.key, []).append(chunk)
     hf, megatron = _layouts(shape)
+    raise_uncounted(source, sum(prod(size) for size in sizes.values()), megatron)
     places = {param: place_of(param, stacked=shape.uniform) for param in megatron.local_shapes(0)}
     missing = sorted({key for key, _ in places.values()} - by_key.keys())
     if missing:
@@ -310,14 +314,14 @@ def _write_chunks(
         start = file.tell()
         _, index = place_of(job.name, stacked=stacked)
         shape = (*(1 for _ in index), *job.shape)
-        notes.append({"start": start, "length": write_tensor(file, job.dtype, shape, job.blocks(progress))})
+        notes.append({"start": start, "length": write_tensor(file, job.dtype, shape, numbers(job, progress))})
     return notes
 
 
 def _write_safetensors(file: IO[bytes], jobs: Sequence[Streamed], progress: Progress) -> list[dict[str, object]]:
     file.write(header_bytes([(job.name, job.dtype, job.shape) for job in jobs]))
     for job in jobs:
-        for block in job.blocks(progress):
+        for block in numbers(job, progress):
             file.write(block.reshape(-1).view(np.uint8).data)
     return []
 

@@ -39,6 +39,18 @@ class DType(StrEnum):
         """The unsigned integer of that width."""
         return np.dtype(f"u{self.itemsize}")
 
+    def all_numbers(self, values: Bits) -> bool:
+        """Whether none of ``values`` is NaN or infinite; several times faster than counting them.
+
+        As signed integers, and as unsigned ones with the sign's bit, these are above all numbers.
+        """
+        mask = _EXPONENTS.get(self)
+        if mask is None or not values.size:
+            return True
+        sign = 1 << (8 * values.itemsize - 1)
+        positive = int(values.view(f"i{values.itemsize}").max()) >= (mask & ~sign) if not mask & sign else False
+        return not positive and int(values.max()) < mask | sign
+
     def not_numbers(self, values: Bits) -> int:
         """How many of ``values`` are NaN or infinite; integers never are."""
         mask = _EXPONENTS.get(self)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field
+
+from rl_megatron.config_errors import shorten
 from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.models.configs.fields import ConfigFields
+from rl_megatron.models.json_files import JsonFields, read_json
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.weights.layout import Shape
+from rl_megatron.weights.layout import Layout, Shape
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _COMPANIONS = (
@@ -25,7 +31,12 @@ _TOKENIZERS = (
     "sentencepiece.bpe.model",
 )
 _DRAFT_KEYS = {"num_nextn_predict_layers", "num_mtp_modules"}  # of DeepSeek and GLM, of MiniMax
+_NAME_BYTES = 255  # of a file
 _MAX_LINES = 20  # of one error message; a wrong folder misses thousands of tensors
+
+
+class _Index(JsonFields):
+    weight_map: Annotated[dict[str, str], Field(min_length=1)]
 
 
 def weight_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
@@ -36,12 +47,25 @@ def weight_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
     index = folder / INDEX
     if not index.is_file() and not (folder / SINGLE).is_file():
         raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} there; give a safetensors checkpoint")
-    placed: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    placed = read_json(index, _Index, CheckpointError).weight_map if index.is_file() else {}
     files = sorted(set(placed.values())) or [SINGLE]
+    outside = [shorten(name) for name in files if not is_plain(name)]
+    if outside:
+        raise CheckpointError(f"{folder}: {INDEX} names files that are not in the folder: {_some(outside)}")
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
-        raise CheckpointError(f"{folder}: {INDEX} names files that are not there: {', '.join(missing)}")
+        raise CheckpointError(f"{folder}: {INDEX} names files that are not there: {_some(missing)}")
     return files, placed
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name that stands in a file is that of a file beside it: nothing else is read for it."""
+    return name == Path(name).name and 0 < len(name.encode(errors="replace")) <= _NAME_BYTES and name.isprintable()
+
+
+def _some(names: Sequence[str]) -> str:
+    more = [f"and {len(names) - _MAX_LINES} more"] if len(names) > _MAX_LINES else []
+    return ", ".join([*names[:_MAX_LINES], *more])
 
 
 def raise_misplaced(folder: Path, placed: Mapping[str, str], held: Mapping[str, str]) -> None:
@@ -79,6 +103,7 @@ def config_text(source_folder: Path, dtypes: set[str], quantization: Mapping[str
     weights.
     """
     text = (source_folder / "config.json").read_text()
+    read_json(source_folder / "config.json", ConfigFields)  # raises where it is torn
     config: dict[str, object] = json.loads(text)
     new = {key: value for key, value in config.items() if key != "quantization_config"}
     new.update(dict.fromkeys(_DRAFT_KEYS & config.keys(), 0))  # layers that are not written
@@ -94,6 +119,13 @@ def is_draft(name: str, shape: ModelShape) -> bool:
     """Whether a tensor belongs to the layers behind the decoder, for multi-token prediction: nothing here has them."""
     layers = range(shape.num_layers, shape.num_layers + shape.draft_layers)
     return any(name.startswith(f"model.layers.{layer}.") for layer in layers)
+
+
+def raise_uncounted(where: Path, given: int, layout: Layout) -> None:
+    """Raises WeightError where config.json tells of so many tensors more than are there that none need be named."""
+    wanted = layout.num_parameters(0)
+    if wanted > 10 * given + 10_000:
+        raise WeightError(f"{where} has {given} tensors, its config.json tells of {wanted}; it is another model's")
 
 
 def raise_misfits(where: str, given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:

@@ -193,6 +193,14 @@ class Layout:
             for expert in self._experts(spec, at.ep)
         }
 
+    def num_parameters(self, rank: int) -> int:
+        """How many `local_shapes` would list."""
+        at = coordinates(self.dims, rank)
+        return sum(
+            sum(at.pp in stages for stages in self.layer_stages(spec).values()) * len(self._experts(spec, at.ep))
+            for spec in self.rows()
+        )
+
     def _degree(self, spec: ParamSpec) -> int:
         return degree(self.dims, spec.axis)
 

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_megatron.durable import publish_folder
-from rl_megatron.errors import CheckpointError
+from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.weights.bits import all_numbers
 from rl_megatron.weights.block_scales import blocks_of, scales_of
 from rl_megatron.weights.checksums import checksum
-from rl_megatron.weights.dtypes import DType
 from rl_megatron.weights.hf_folder import (
     INDEX,
     companions,
@@ -28,9 +28,11 @@ from rl_megatron.weights.hf_folder import (
     raise_lines,
     raise_misfits,
     raise_misplaced,
+    raise_uncounted,
     weight_files,
 )
 from rl_megatron.weights.layout import Box, Layout, Shape
+from rl_megatron.weights.mapped import dtype_named
 from rl_megatron.weights.plan import plan
 from rl_megatron.weights.quantize import dequantise
 
@@ -50,7 +52,10 @@ class Checkpoint:
         raise_misplaced(folder, placed, where)
         self._home = {tensor: opened[name] for tensor, name in where.items()}
         slices = {name: file.get_slice(name) for name, file in self._home.items()}
-        held = {name: (DType[s.get_dtype()], tuple(s.get_shape())) for name, s in slices.items()}
+        try:
+            held = {name: (dtype_named(s.get_dtype()), tuple(s.get_shape())) for name, s in slices.items()}
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
         self._blocks = blocks_of(folder)
         self._scales, wrong = scales_of(held, self._blocks)
         raise_lines(f"{folder} is not quantised as its config.json says", wrong)
@@ -75,8 +80,10 @@ def read_boxes(checkpoint: Checkpoint, hf: Layout, layout: Layout, rank: int, te
 
     ``hf`` is the layout of the checkpoint itself. Values are cast to each tensor's dtype. Raises WeightError naming
     every tensor of the checkpoint, then of ``tensors``, that is missing, unknown or misshapen; nothing is written then.
+    Also for the first that holds NaN or infinite values.
     """
     given = {name: size for name, size in checkpoint.shapes().items() if not is_draft(name, hf.shape)}
+    raise_uncounted(checkpoint.folder, len(given), hf)
     raise_misfits(f"{checkpoint.folder}", given, hf.local_shapes(0))
     here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     raise_misfits(f"tensors of rank {rank}", here, layout.local_shapes(rank))
@@ -85,7 +92,9 @@ def read_boxes(checkpoint: Checkpoint, hf: Layout, layout: Layout, rank: int, te
     with torch.no_grad():
         for t in moves.receives(rank):
             piece = checkpoint.read(t.src_param, t.src_box)
-            tensors[t.dst_param][tuple(slice(start, stop) for start, stop in t.dst_box)].copy_(piece)
+            place = tensors[t.dst_param][tuple(slice(start, stop) for start, stop in t.dst_box)]
+            if not all_numbers(place.copy_(piece)):
+                raise WeightError(f"{checkpoint.folder}: {t.src_param} holds NaN or infinite values; fetch it again")
             filled[t.dst_param] += piece.numel()
         for name, tensor in tensors.items():
             if filled[name] < tensor.numel():
@@ -147,5 +156,5 @@ def _write_tensors(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes:
 def _open(path: Path) -> Any:  # safetensors' class has no types
     try:
         return safe_open(path, framework="pt")
-    except SafetensorError as error:
+    except (SafetensorError, OSError, ValueError) as error:  # the last two for empty and unreadable files
         raise CheckpointError(f"{path} is torn or no safetensors file ({error}); fetch or export it again") from error

@@ -20,7 +20,7 @@ from typing import IO, Protocol
 import numpy as np
 
 from rl_megatron.durable import publish_folder, sync, write_atomically
-from rl_megatron.errors import CheckpointError
+from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.weights.dtypes import Bits, DType
 from rl_megatron.weights.layout import Box, Shape
 from rl_megatron.weights.mapped import MappedFile
@@ -138,6 +138,17 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(low, high) for low, high in box)
 
 
+def numbers(job: Streamed, progress: Progress) -> Iterator[Bits]:
+    """The blocks of a tensor. Raises WeightError at the first that is not all numbers: no model is made of it."""
+    for block in job.blocks(progress):
+        if not job.dtype.all_numbers(block):
+            raise WeightError(
+                f"{job.name} holds NaN or infinite values; tools/verify_checkpoint.py counts those of every tensor. "
+                "Fetch the checkpoint again, or take an earlier one"
+            )
+        yield block
+
+
 class Files:
     """Mapped input files; a thread's turn at a file ends with their pages let go."""
 
@@ -188,14 +199,14 @@ def run(
     """Write what is missing of ``sinks`` into a hidden folder beside ``out``, ``finish`` it, give it its name.
 
     Where a folder of the same source and ``options`` is left of a kill, its whole files stay. Raises CheckpointError
-    where ``out`` exists, or the disk is full.
+    where ``out`` exists, or the disk is full; WeightError as `numbers`.
     """
     if out.exists():
         raise CheckpointError(f"{out} exists; remove it or give another name")
     partial_folder = out.with_name(f".{out.name}.partial")
     journal = {"source": _fingerprint(source), "files": [s.name for s in sinks], **options}
     path = partial_folder / _JOURNAL
-    if not path.is_file() or json.loads(path.read_text()) != journal:
+    if not path.is_file() or path.read_bytes() != json.dumps(journal).encode():
         shutil.rmtree(partial_folder, ignore_errors=True)
         partial_folder.mkdir(parents=True)
         write_atomically(path, json.dumps(journal).encode())
@@ -204,6 +215,10 @@ def run(
         written = pool.map(lambda sink: _write_file(partial_folder, sink, files, progress), sinks)
         try:
             notes.update(zip((sink.name for sink in sinks), written, strict=True))
+        except WeightError:  # of the source, which another attempt would read again
+            pool.shutdown(cancel_futures=True)
+            shutil.rmtree(partial_folder)
+            raise
         except OSError as error:
             pool.shutdown(cancel_futures=True)
             raise CheckpointError(

@@ -12,6 +12,7 @@ import io
 import json
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from rl_megatron.durable import write_atomically
 from rl_megatron.errors import CheckpointError
 from rl_megatron.weights import torch_pickle
 from rl_megatron.weights.dtypes import Bits, DType
+from rl_megatron.weights.hf_folder import is_plain
 from rl_megatron.weights.layout import Shape
 from rl_megatron.weights.mapped import MappedFile
 
@@ -142,28 +144,53 @@ def read_index(folder: Path) -> tuple[dict[str, Shape], list[Chunk]]:
         raise CheckpointError(f"{folder}: no {_INDEX} there; give the folder of a megatron torch_dist checkpoint")
     try:
         whole = torch_pickle.read(path.read_bytes(), str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
         tensors = {key: value for key, value in whole.state_dict_metadata.items() if hasattr(value, "chunks")}
+        sizes = {key: _shape(value.size) for key, value in tensors.items()}
         chunks = [
             _chunk(index, info, tensors[index.fqn])
             for index, info in whole.storage_data.items()
             if index.fqn in tensors
         ]
-    except (pickle.UnpicklingError, EOFError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is torn ({error}); fetch or write the checkpoint again") from error
-    return {key: value.size for key, value in tensors.items()}, chunks
+        for chunk in chunks:
+            _check(chunk, sizes[chunk.key])
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is torn ({str(error)[:200]}); fetch or write the checkpoint again") from error
+    return sizes, chunks
 
 
 def _chunk(index: Any, info: Any, tensor: Any) -> Chunk:
     (found,) = (c for c in tensor.chunks if c.offsets == index.offset)
     return Chunk(
         key=index.fqn,
-        offsets=index.offset,
-        sizes=found.sizes,
-        dtype=tensor.properties.state[0],
+        offsets=_shape(index.offset),
+        sizes=_shape(found.sizes),
+        dtype=DType(tensor.properties.state[0]),
         file=info.relative_path,
         start=info.offset,
         length=info.length,
     )
+
+
+def _shape(value: Any) -> Shape:
+    if not isinstance(value, tuple) or not all(type(size) is int and size >= 0 for size in value):
+        raise ValueError(f"{str(value)[:40]} is no shape")
+    return value
+
+
+def _check(chunk: Chunk, size: Shape) -> None:
+    """Raises ValueError where a chunk reaches out of its tensor, its bytes or the folder."""
+    if not (len(chunk.offsets) == len(chunk.sizes) == len(size)) or any(
+        o + s > whole for o, s, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+    ):
+        raise ValueError(f"a chunk {chunk.offsets} {chunk.sizes} of {chunk.key} outside of {size}")
+    (start, length) = _shape((chunk.start, chunk.length))
+    if prod(chunk.sizes) * chunk.dtype.itemsize > length or start + length >= 1 << 62:
+        raise ValueError(f"a chunk {chunk.sizes} of {chunk.key} in {length} bytes")
+    if not isinstance(chunk.file, str) or not is_plain(chunk.file):
+        raise ValueError(f"a file {str(chunk.file)[:80]!r}, which is not in the folder")
 
 
 def open_chunk(file: MappedFile, chunk: Chunk) -> zipfile.ZipFile:
@@ -173,7 +200,7 @@ def open_chunk(file: MappedFile, chunk: Chunk) -> zipfile.ZipFile:
         raise CheckpointError(f"{where}: the file has {file.size} bytes; it is torn")
     try:
         return zipfile.ZipFile(_Window(file, chunk.start, chunk.length))
-    except zipfile.BadZipFile as error:
+    except _ZIP_ERRORS as error:
         raise CheckpointError(f"{where}: torn, or not written by torch.save ({error})") from error
 
 
@@ -181,20 +208,26 @@ def read_tensor(file: MappedFile, chunk: Chunk) -> Bits:
     """A view of a chunk's data in its file. Raises CheckpointError where the zip is torn or not of this chunk."""
     where, archive = _where(file, chunk), open_chunk(file, chunk)
     try:
+        if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in archive.infolist()):
+            raise ValueError("compressed or encrypted")
         pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
         dtype, offset, shape, stride = torch_pickle.read(archive.read(pickled), where)
         entry = archive.getinfo(f"{pickled[: -len('data.pkl')]}data/0")
-    except (zipfile.BadZipFile, StopIteration, KeyError, pickle.UnpicklingError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{where}: torn, or not written by torch.save ({error})") from error
+        shape, stride, (offset, _) = _shape(shape), _shape(stride), _shape((offset, 0))
+    except (*_ZIP_ERRORS, StopIteration, KeyError, TypeError) as error:
+        raise CheckpointError(f"{where}: torn, or not written by torch.save ({str(error)[:200]})") from error
     if shape != chunk.sizes or dtype != chunk.dtype:
         raise CheckpointError(f"{where}: holds {dtype} {shape}, the index tells of {chunk.dtype} {chunk.sizes}")
     head = chunk.start + entry.header_offset
     names = int.from_bytes(file.bytes(head + 26, head + 28), "little")
     extra = int.from_bytes(file.bytes(head + 28, head + 30), "little")
-    flat = file.array(dtype, (entry.file_size // dtype.itemsize,), head + 30 + names + extra)[offset:]
+    begin = head + 30 + names + extra
+    if begin + entry.file_size > chunk.start + chunk.length:
+        raise CheckpointError(f"{where}: {entry.file_size} bytes of data behind its end; it is torn")
+    flat = file.array(dtype, (entry.file_size // dtype.itemsize,), begin)[offset:]
     steps = tuple(step * dtype.itemsize for step in stride)
-    reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    if min(offset, *stride, 0) < 0 or reach >= len(flat):
+    reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=False))
+    if len(stride) != len(shape) or (0 not in shape and reach >= len(flat)):
         raise CheckpointError(f"{where}: {shape} in steps of {stride} is not inside {len(flat)} elements; it is torn")
     strided: Bits = np.lib.stride_tricks.as_strided(flat, shape, steps)
     return strided
@@ -202,6 +235,9 @@ def read_tensor(file: MappedFile, chunk: Chunk) -> Bits:
 
 def _where(file: MappedFile, chunk: Chunk) -> str:
     return f"{file.path}, bytes {chunk.start} to {chunk.start + chunk.length} ({chunk.key} {chunk.offsets})"
+
+
+_ZIP_ERRORS = (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError, struct.error)
 
 
 class _Window(io.RawIOBase):

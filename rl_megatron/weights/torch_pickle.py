@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+import pickletools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -213,9 +214,26 @@ class _Careful(pickle.Unpickler):
         return identity[1]  # the dtype
 
 
+_SLOTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})  # of memory
+_FOREIGN = frozenset({"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "INST", "OBJ"})
+
+
 def read(data: bytes, source: str) -> Any:
     """The object of a pickle: a tensor is (dtype, offset, shape, stride), an index has attributes as torch's.
 
-    Raises CheckpointError where it names anything else, what ``pickle`` raises where it is torn.
+    Raises CheckpointError where it names anything else or is torn.
     """
-    return _Careful(data, source).load()
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name in _SLOTS and int(argument or 0) > len(data):  # pickle would make room for so many
+                raise pickle.UnpicklingError(f"slot {argument} in {len(data)} bytes")
+            if opcode.name in _FOREIGN:
+                raise pickle.UnpicklingError(f"{opcode.name}, which torch does not write")
+        return _Careful(data, source).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # what pickle and the calls it makes raise of torn bytes is listed nowhere
+        said = str(error).splitlines()[:1] or [""]
+        raise CheckpointError(
+            f"{source} is torn ({type(error).__name__}: {said[0][:200]}); fetch or write it again"
+        ) from error

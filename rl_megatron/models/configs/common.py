@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_megatron.config_errors import shorten
 from rl_megatron.errors import ConfigError
+from rl_megatron.models.json_files import Fields
 from rl_megatron.models.shape import Rope
 
 _KINDS = ("default", "linear", "llama3", "yarn")
@@ -17,21 +19,26 @@ def refuse_others(raw: Mapping[str, Any], path: Path, fixed: Mapping[str, object
     """Raises ConfigError for a key of ``fixed`` that holds another value; a missing or null key is as ``fixed``."""
     for key, wanted in fixed.items():
         if raw.get(key) not in (wanted, None):
-            raise ConfigError(f"{path}: {key}={raw[key]!r} is not supported; allowed: {wanted!r}")
+            raise ConfigError(f"{path}: {key}={shorten(raw.get(key))} is not supported; allowed: {wanted!r}")
 
 
-def read_rope(raw: Mapping[str, Any], path: Path, *, head_dim: int, theta: float = 1e4) -> tuple[float, Rope]:
+def read_rope(
+    raw: Mapping[str, Any], path: Path, *, head_dim: int, theta: float = 1e4, part: float | None = None
+) -> tuple[float, Rope]:
     """Base and `Rope` as transformers 5 writes them (``rope_parameters``) or 4 did (``rope_theta``, ``rope_scaling``).
 
-    ``theta`` is the family's where the file has none. Raises ConfigError for a kind that is not known.
+    ``theta`` and ``part``, the share of a head that turns, are the family's where the file has none. Raises ConfigError
+    for a kind that is not known.
     """
     new = raw.get("rope_parameters") or {}
-    given = {**(raw.get("rope_scaling") or {}), **new}
+    given = Fields({**(raw.get("rope_scaling") or {}), **new}, path, "rope_parameters.")
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in _KINDS:
-        raise ConfigError(f"{path}: rope_type={kind!r} is not supported; allowed: {', '.join(map(repr, _KINDS))}")
+        raise ConfigError(
+            f"{path}: rope_type={shorten(kind)} is not supported; allowed: {', '.join(map(repr, _KINDS))}"
+        )
     base = float(new.get("rope_theta") or raw.get("rope_theta") or theta)
-    part = given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    part = given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or part or 1.0
     dim = int(head_dim * part)
     turning = 0 if dim == head_dim else dim
     if kind == "default":
@@ -76,11 +83,13 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def decoder_fields(raw: Mapping[str, Any], path: Path, *, head_dim: int | None = None) -> dict[str, Any]:
+def decoder_fields(
+    raw: Mapping[str, Any], path: Path, *, head_dim: int | None = None, part: float | None = None
+) -> dict[str, Any]:
     """The fields of `ModelShape` that every family of grouped-query attention spells alike."""
     heads = raw["num_attention_heads"]
     head_dim = head_dim or raw.get("head_dim") or raw["hidden_size"] // heads
-    theta, rope = read_rope(raw, path, head_dim=head_dim)
+    theta, rope = read_rope(raw, path, head_dim=head_dim, part=part)
     return {
         "family": raw["model_type"],
         "num_layers": raw["num_hidden_layers"],

@@ -5,10 +5,11 @@ transformers drops from a file what equals its default only in some versions, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_megatron.config_errors import shorten
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.configs.common import decoder_fields, dense_fields, refuse_others
 from rl_megatron.models.shape import ModelShape, Router
@@ -16,10 +17,14 @@ from rl_megatron.models.shape import ModelShape, Router
 _SILU: Mapping[str, object] = {"hidden_act": "silu"}
 
 
-def _windows(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
-    """Sliding windows by layer, from ``layer_types`` or, without them, for all layers."""
+def _given(raw: Mapping[str, Any], key: str, default: float) -> Any:
+    return default if raw.get(key) is None else raw[key]
+
+
+def _windows(raw: Mapping[str, Any], path: Path, kinds: Sequence[str] | None = None) -> tuple[int, ...]:
+    """Sliding windows by layer, from ``layer_types`` or, without them, ``kinds``, or for all layers."""
     window, layers = int(raw.get("sliding_window") or 0), int(raw["num_hidden_layers"])
-    kinds = raw.get("layer_types")
+    kinds = raw.get("layer_types") or kinds
     if not window or raw.get("use_sliding_window") is False:
         return ()
     if kinds is None:
@@ -27,8 +32,8 @@ def _windows(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) != layers:
         raise ConfigError(
-            f"{path}: layer_types={kinds!r} is not supported; allowed: 'full_attention' or 'sliding_attention' for "
-            f"each of {layers} layers"
+            f"{path}: layer_types={shorten(kinds)} is not supported; allowed: 'full_attention' or "
+            f"'sliding_attention' for each of {layers} layers"
         )
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     return windows if any(windows) else ()
@@ -88,22 +93,21 @@ def mixtral(raw: dict[str, Any], path: Path) -> ModelShape:
 def glm4_moe(raw: dict[str, Any], path: Path) -> ModelShape:
     """GLM-4.5 and 4.6: half of a head turns, the first layers are dense, the router's scores are sigmoids."""
     refuse_others(raw, path, _SILU)
-    part = raw.get("partial_rotary_factor") or 0.5
     return ModelShape(
-        **decoder_fields({**raw, "partial_rotary_factor": part}, path),
+        **decoder_fields(raw, path, part=0.5),
         num_experts=raw.get("n_routed_experts") or raw["num_local_experts"],
         experts_per_token=raw["num_experts_per_tok"],
         expert_width=raw["moe_intermediate_size"],
-        normalize_top_k=raw.get("norm_topk_prob", True),
+        normalize_top_k=bool(_given(raw, "norm_topk_prob", True)),
         dense_layers=raw["first_k_dense_replace"],
         dense_width=raw["intermediate_size"],
         shared_width=raw["n_shared_experts"] * raw["moe_intermediate_size"],
         router=Router(
             score="sigmoid",
             selection_bias=True,
-            groups=raw.get("n_group", 1),
-            top_groups=raw.get("topk_group", 1),
-            scaling=float(raw.get("routed_scaling_factor", 1.0)),
+            groups=raw.get("n_group") or 1,
+            top_groups=raw.get("topk_group") or 1,
+            scaling=float(_given(raw, "routed_scaling_factor", 1.0)),
         ),
         qkv_bias=bool(raw.get("attention_bias", False)),
         qk_norm="head" if raw.get("use_qk_norm") else None,
@@ -115,11 +119,11 @@ def gpt_oss(raw: dict[str, Any], path: Path) -> ModelShape:
     """gpt-oss: every other layer sees a window, each head has a sink, all linears but the output's have biases."""
     refuse_others(raw, path, {**_SILU, "attention_bias": True, "swiglu_alpha": 1.702})
     if "quantization_config" in raw:
-        kind = raw["quantization_config"].get("quant_method")
-        raise ConfigError(f"{path}: quant_method={kind!r} is not supported; convert the checkpoint to bfloat16 first")
-    kinds = raw.get("layer_types") or [
-        "full_attention" if layer % 2 else "sliding_attention" for layer in range(raw["num_hidden_layers"])
-    ]
+        kind = (raw.get("quantization_config") or {}).get("quant_method")
+        raise ConfigError(
+            f"{path}: quant_method={shorten(kind)} is not supported; convert the checkpoint to bfloat16 first"
+        )
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(raw["num_hidden_layers"])]
     return ModelShape(
         **decoder_fields(raw, path),
         num_experts=raw["num_local_experts"],
@@ -131,9 +135,9 @@ def gpt_oss(raw: dict[str, Any], path: Path) -> ModelShape:
         out_bias=True,
         qk_norm=None,
         sinks=True,
-        windows=_windows({**raw, "layer_types": kinds}, path),
+        windows=_windows(raw, path, kinds),
         expert_bias=True,
-        clamped_swiglu=float(raw.get("swiglu_limit", 7.0)),
+        clamped_swiglu=float(_given(raw, "swiglu_limit", 7.0)),
     )
 
 
@@ -142,9 +146,9 @@ def minimax_m2(raw: dict[str, Any], path: Path) -> ModelShape:
     fixed = {"use_qk_norm": True, "scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0}
     refuse_others(raw, path, {**_SILU, **fixed, "qk_norm_type": "per_layer", "router_jitter_noise": 0.0})
     turning = raw.get("rotary_dim")
-    part = {"partial_rotary_factor": turning / raw["head_dim"]} if turning else {}
+    part = turning / raw["head_dim"] if turning else None
     return ModelShape(
-        **decoder_fields({**raw, **part}, path),
+        **decoder_fields(raw, path, part=part),
         num_experts=raw["num_local_experts"],
         experts_per_token=raw["num_experts_per_tok"],
         expert_width=raw["intermediate_size"],

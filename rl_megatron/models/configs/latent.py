@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rl_megatron.config_errors import shorten
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.configs.common import read_rope, refuse_others
 from rl_megatron.models.shape import LatentAttention, ModelShape, Router
@@ -23,10 +24,12 @@ _FIXED: Mapping[str, object] = {
 def deepseek_v2(raw: dict[str, Any], path: Path) -> ModelShape:
     """DeepSeek-V2 and V2-Lite: softmax scores, which are not made to add up to 1; groups are rated by their best."""
     refuse_others(raw, path, {**_FIXED, "scoring_func": "softmax", "norm_topk_prob": False})
-    method = raw.get("topk_method", "greedy")
+    method = raw.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
-        raise ConfigError(f"{path}: topk_method={method!r} is not supported; allowed: 'greedy', 'group_limited_greedy'")
-    router = Router(scaling=float(raw.get("routed_scaling_factor", 1.0)))
+        raise ConfigError(
+            f"{path}: topk_method={shorten(method)} is not supported; allowed: 'greedy', 'group_limited_greedy'"
+        )
+    router = Router(scaling=float(raw.get("routed_scaling_factor") or 1.0))
     if method == "group_limited_greedy":
         router = _grouped(raw, router, "max")
     return _decoder(raw, path, router=router, normalize_top_k=False)
@@ -36,7 +39,7 @@ def deepseek_v3(raw: dict[str, Any], path: Path) -> ModelShape:
     """DeepSeek-V3 and Kimi-K2: sigmoid scores and a bias for the choice; groups are rated by their two best."""
     fixed = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
     refuse_others(raw, path, {**_FIXED, **fixed})
-    router = Router(score="sigmoid", selection_bias=True, scaling=float(raw.get("routed_scaling_factor", 1.0)))
+    router = Router(score="sigmoid", selection_bias=True, scaling=float(raw.get("routed_scaling_factor") or 1.0))
     return _decoder(raw, path, router=_grouped(raw, router, "top2"), normalize_top_k=True)
 
 
@@ -47,7 +50,7 @@ def _grouped(raw: Mapping[str, Any], router: Router, score: Any) -> Router:
 
 def _decoder(raw: dict[str, Any], path: Path, *, router: Router, normalize_top_k: bool) -> ModelShape:
     latent = LatentAttention(
-        query_rank=raw["q_lora_rank"],
+        query_rank=raw.get("q_lora_rank"),
         kv_rank=raw["kv_lora_rank"],
         nope_dim=raw["qk_nope_head_dim"],
         rope_dim=raw["qk_rope_head_dim"],

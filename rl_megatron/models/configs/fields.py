@@ -1,0 +1,104 @@
+"""The keys of ``config.json`` that are read, with their types and the sizes that a model can have.
+
+A key that is null or not there is as transformers' default for its family, or an error where there is none.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from rl_megatron.models.json_files import JsonFields
+
+_Count = Annotated[int, Field(ge=1, le=100_000)] | None  # of layers, heads, experts: things that have names
+_Some = Annotated[int, Field(ge=0, le=100_000)] | None
+_Length = Annotated[int, Field(ge=0, le=1 << 31)] | None
+_Width = Annotated[int, Field(ge=1, le=1 << 31)] | None
+_Number = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+_Share = Annotated[float, Field(gt=0, le=1)] | None
+_Flag = bool | None
+_Text = str | None
+
+
+class RopeFields(JsonFields):
+    """``rope_parameters``, or ``rope_scaling`` of older files."""
+
+    rope_type: _Text = None
+    type: _Text = None
+    rope_theta: _Number = None
+    factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    original_max_position_embeddings: Annotated[float, Field(ge=1, le=1 << 31)] | None = None
+    low_freq_factor: _Number = None
+    high_freq_factor: _Number = None
+    beta_fast: _Number = None
+    beta_slow: _Number = None
+    truncate: _Flag = None
+    mscale: _Number = None
+    mscale_all_dim: _Number = None
+    attention_factor: _Number = None
+    partial_rotary_factor: _Share = None
+
+
+class QuantizationFields(JsonFields):
+    """``quantization_config``."""
+
+    quant_method: _Text = None
+    fmt: _Text = None
+    weight_block_size: list[Annotated[int, Field(ge=1, le=1 << 31)]] | None = None
+
+
+class ConfigFields(JsonFields):
+    """config.json: the keys of every family; a reader asks for its own."""
+
+    model_type: _Text = None
+    architectures: list[str] | None = None
+    dtype: _Text = None
+    torch_dtype: _Text = None
+    num_hidden_layers: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    hidden_size: _Width = None
+    num_attention_heads: _Count = None
+    num_key_value_heads: _Count = None
+    head_dim: _Width = None
+    vocab_size: _Width = None
+    max_position_embeddings: _Width = None
+    intermediate_size: _Width = None
+    moe_intermediate_size: _Width = None
+    num_experts: _Count = None
+    num_local_experts: _Count = None
+    n_routed_experts: _Count = None
+    num_experts_per_tok: _Count = None
+    n_shared_experts: _Some = None
+    first_k_dense_replace: _Some = None
+    n_group: _Count = None
+    topk_group: _Count = None
+    num_nextn_predict_layers: _Some = None
+    num_mtp_modules: _Some = None
+    q_lora_rank: _Width = None
+    kv_lora_rank: _Width = None
+    qk_nope_head_dim: _Width = None
+    qk_rope_head_dim: _Width = None
+    v_head_dim: _Width = None
+    rotary_dim: _Width = None
+    sliding_window: _Length = None
+    layer_types: list[str] | None = None
+    rms_norm_eps: _Number = None
+    rope_theta: _Number = None
+    rope_parameters: RopeFields | None = None
+    rope_scaling: RopeFields | None = None
+    partial_rotary_factor: _Share = None
+    routed_scaling_factor: _Number = None
+    swiglu_limit: _Number = None
+    norm_topk_prob: _Flag = None
+    tie_word_embeddings: _Flag = None
+    attention_bias: _Flag = None
+    use_qk_norm: _Flag = None
+    use_mtp: _Flag = None
+    topk_method: _Text = None
+    quantization_config: QuantizationFields | None = None
+
+
+class GenerationFields(JsonFields):
+    """generation_config.json."""
+
+    eos_token_id: int | list[int] | None = None

@@ -1,0 +1,73 @@
+"""The JSON files of a model's folder: bounded, of known types, and what is wrong with one said by key. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rl_megatron.config_errors import shorten
+from rl_megatron.errors import ConfigError, RLMegatronError
+
+MAX_BYTES = 256 << 20  # the index of a trillion parameters in 200,000 tensors has 20 MB
+_MAX_LINES = 10
+
+
+class JsonFields(BaseModel):
+    """Base of what a file may hold: the types of keys that are read; others are let through."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+
+Read = TypeVar("Read", bound=BaseModel)
+
+
+def read_json(path: Path, kind: type[Read], error: type[RLMegatronError] = ConfigError) -> Read:
+    """What the file holds. Raises ``error`` where it is not there, torn, or of other types."""
+    data = _bytes_of(path, error)
+    if not data:
+        raise error(f"{path} is empty; fetch it again")
+    try:
+        return kind.model_validate_json(data, strict=True)
+    except ValidationError as wrong:
+        raise error("\n".join(_lines(path, wrong))) from wrong
+
+
+class Fields(dict[str, Any]):
+    """Values of a file by key; one that is asked for by ``[]`` must be there. Raises ConfigError."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path, above: str = "") -> None:
+        super().__init__(values)
+        self._path, self._above = path, above
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise ConfigError(f"{self._path}: no {self._above}{key}; fetch the file again")
+        return value
+
+
+def _bytes_of(path: Path, error: type[RLMegatronError]) -> bytes:
+    try:
+        if not path.is_file():
+            raise error(f"{path}: no such file; give a Hugging Face checkpoint folder")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as failed:
+        raise error(f"{path} cannot be read: {failed.strerror or failed}") from failed
+    if len(data) > MAX_BYTES:
+        raise error(f"{path} has more than {MAX_BYTES} bytes; no such file of a model has")
+    return data
+
+
+def _lines(path: Path, wrong: ValidationError) -> list[str]:
+    found = wrong.errors(include_url=False)
+    if found[0]["type"] == "json_invalid":
+        return [f"{path} is torn or no JSON ({found[0]['msg'][:200]}); fetch it again"]
+    lines = [
+        f"{path}: {shorten('.'.join(map(str, one['loc'])))[1:-1]}={shorten(one['input'])}: {one['msg'][:200]}"
+        for one in found[:_MAX_LINES]
+    ]
+    return lines + ([f"and {len(found) - _MAX_LINES} more"] if len(found) > _MAX_LINES else [])
