@@ -1,4 +1,4 @@
-"""The composition root: a RunConfig -> a running Trainer. The only file that names concrete classes."""
+"""The composition root: a RunConfig -> a running Trainer. It chooses the launcher and makes the trainer's parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank that Slurm started: ``srun ... python -m launcher.rank``. It connects back to the controller.
+"""One rank that connects back to the controller: ``srun ... python -m launcher.rank``, or `serve` in a Ray actor.
 
 Where the controller is and the job's token come over standard input, which srun gives to every task, so that the token
 is in no command line, no environment and no file.

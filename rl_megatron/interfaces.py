@@ -1,4 +1,4 @@
-"""The Protocols of the house: all that `trainer.py` knows of learners, engines, weights and rewards.
+"""The Protocols of the house: what the trainer knows of learners, engines, weights and rewards.
 
 Every method is called by the single controller process; behind it may stand one process or a cluster.
 """

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.documents import blocks
 from tests.e2e.processes import Place
 
+REPO = Path(__file__).resolve().parents[2]
 PROBLEMS = [
     {
         "question": f"A baker has {a} loaves and bakes {b} more. How many loaves are there?",
@@ -19,21 +26,36 @@ PROBLEMS = [
 ]
 
 
-def test_gsm8k_as_json_lines_runs_two_steps(place: Place) -> None:
-    for name, problems in (("train", PROBLEMS[4:]), ("test", PROBLEMS[:4])):
-        (place.folder / f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
-    keys = ("--config=gsm8k_tiny", "data.train=train.jsonl", "data.eval=test.jsonl", "learner.ep=1")
-    sizes = ("rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=24")
-    run = place.call(
-        *("train", *keys, *sizes, "train.steps=2", "run.name=gsm8k", f"model.cache_dir={place.cache}", "seed=3")
-    )
-    assert run.process.returncode == 0, run.text()
-    lines = [json.loads(line) for line in (place.folder / "runs/gsm8k/samples.jsonl").read_text().splitlines()]
-    assert {line["step"] for line in lines} == {1, 2}
-    asked = {p["question"]: p["answer"] for p in PROBLEMS[4:]}
+def test_the_quickstart_is_followed_to_its_resume(place: Place) -> None:
+    """Its files as written, its commands in order; training is cut short by keys behind them."""
+    page = REPO / "docs" / "quickstart.md"
+    for block in blocks(page, "python", "yaml"):
+        (place.folder / block.text.splitlines()[0].removeprefix("# ")).write_text(block.text)
+    lines = [line for block in blocks(page, "sh") for line in block.text.replace("\\\n", " ").splitlines()]
+    short = ("warm_start.steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "data.max_eval=8")
+    small = (*short, "learner.ep=1", "learner.threads=1", f"model.cache_dir={place.cache}")
+    steps = iter(("train.steps=1", "train.steps=2"))
+    said = []
     for line in lines:
-        question = line["prompt"].removeprefix("Question: ").removesuffix("\nAnswer:")
-        assert line["answer"] == asked[question]
+        words = shlex.split(line, comments=True)
+        match words[:2]:
+            case ["python", script]:
+                subprocess.run([sys.executable, script], cwd=place.folder, check=True)
+            case ["rl-megatron", "train"] if "--check" in words:
+                said.append(place.call(*words[1:]))
+            case ["rl-megatron", "train"]:
+                said.append(place.call(*words[1:], *(() if "--resume" in words else small), next(steps)))
+            case ["rl-megatron", "status" | "inspect"]:
+                said.append(place.call(*words[1:]))
+    assert [run.process.returncode for run in said] == [0] * 5, "".join(run.text() for run in said)
+    shown = next(block.text for block in blocks(page, "") if block.text.startswith("reward "))
+    assert re.sub(r"in [\d.]+ s", "", said[0].text()) == re.sub(r"in [\d.]+ s", "", shown)
+    assert "step 1" in said[2].text()
+    assert "of step 1" in said[3].text()
+    rows = [json.loads(line) for line in (place.folder / "runs/mine/samples.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows} == {1, 2}
+    for row in rows:
+        assert int(row["answer"]) == int(row["prompt"].split()[1]) + 1
 
 
 def test_parquet_with_other_names_and_math_verify(place: Place) -> None:

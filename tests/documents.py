@@ -1,0 +1,23 @@
+"""The fenced blocks of a Markdown document."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Block:
+    """What stands between two fences."""
+
+    language: str
+    text: str
+
+
+def blocks(path: Path, *languages: str) -> Iterator[Block]:
+    """Those of these languages, in order."""
+    for indent, language, text in re.findall(r"^( *)```(\w*)\n(.*?)^ *```$", path.read_text(), re.M | re.S):
+        if language in languages:
+            yield Block(language, re.sub(rf"^{indent}", "", text, flags=re.M))

@@ -1,0 +1,131 @@
+"""Every command block of the documents: commands are there, take these arguments, and configurations load.
+
+Nothing is started: what a command does with good arguments is tested where its parts are. docs/quickstart.md is run, by
+tests/e2e/test_own_data.py.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer
+
+from launcher.__main__ import app
+from launcher.memory import check
+from launcher.plan_command import _texts
+from launcher.preflight.checks import preflight
+from launcher.preflight.sizes import misfits
+from rl_megatron.config import RunConfig
+from rl_megatron.config_io import load
+from rl_megatron.models.named import NAMED
+from rl_megatron.weights.parsing import model_shape, parse_layout
+from tests.documents import blocks
+
+REPO = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "slurm/*.md")
+    for path in REPO.glob(pattern)
+    if path.name != "CHANGELOG.md"
+)
+SHELL = {"source", "cd", "git", "sbatch", "python3.11"}  # of the shell and other programs: not ours to parse
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a document, its words as a shell gives them."""
+
+    place: str
+    words: tuple[str, ...]
+
+
+def commands(path: Path) -> Iterator[Command]:
+    for block in blocks(path, "sh"):
+        text = re.sub(r"\$\(\(.*?\)\)", "100", block.text.replace("\\\n", " "))
+        for line in text.splitlines():
+            words = shlex.split(re.sub(r"<[a-z ]+>", "", line), comments=True)
+            for part in " ".join(map(shlex.quote, words)).split(" '&&' "):
+                if words:
+                    yield Command(f"{path.relative_to(REPO)}: {line.strip()}", tuple(shlex.split(part)))
+
+
+EVERY = [command for path in DOCUMENTS for command in commands(path)]
+
+
+def program(command: Command) -> str:
+    return command.words[0].rpartition("/")[2]
+
+
+def parsed(command: Command) -> tuple[str, dict[str, object]]:
+    """The subcommand and its parameters. Raises for an unknown command or option, and a value of another type."""
+    words, found, names = list(command.words[1:]), typer.main.get_command(app), []
+    while (inner := getattr(found, "commands", None)) and words and not words[0].startswith("-"):
+        names.append(words.pop(0))
+        found = inner[names[-1]]
+    return " ".join(names), dict(found.make_context(names[-1], words).params)
+
+
+def configuration(name: str, overrides: list[str]) -> RunConfig:
+    """As given; a file of the reader's stands for the default run."""
+    known = (REPO / "conf" / f"{name}.yaml").is_file()
+    return load(name if known else "tiny_cpu", overrides)
+
+
+def test_documents_have_commands() -> None:
+    assert len(EVERY) > 50
+    assert {"README.md", "docs/quickstart.md", "slurm/README.md"} <= {c.place.partition(":")[0] for c in EVERY}
+
+
+@pytest.mark.parametrize("command", [c for c in EVERY if program(c) == "rl-megatron"], ids=lambda c: c.place[:90])
+def test_what_a_document_shows_is_taken(command: Command) -> None:
+    name, given = parsed(command)
+    overrides = list(given.get("overrides") or [])  # type: ignore[call-overload]
+    if name in {"train", "submit", "doctor mismatch"}:
+        configuration(str(given.get("config") or given.get("target")), overrides)
+    elif name == "plan" and given["config"]:
+        extra = [] if any(o.startswith("model.path=") for o in overrides) else ["model.path=."]
+        configuration(str(given["config"]), [*(given["arguments"] or []), *extra])  # type: ignore[misc, list-item]
+    elif name == "plan":
+        model, *layouts = given["arguments"]  # type: ignore[misc]
+        for side, text in _texts(layouts).items():
+            parse_layout(side, text, model_shape(model))
+    elif name == "inspect" and given["layout"]:
+        parse_layout("layout", str(given["layout"]), model_shape(str(given["target"])))
+
+
+@pytest.mark.parametrize("command", [c for c in EVERY if program(c) != "rl-megatron"], ids=lambda c: c.place[:90])
+def test_other_programs_of_documents_are_there(command: Command) -> None:
+    name, *rest = command.words
+    if program(command) == "make":
+        targets = re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.M)
+        assert set(rest) <= set(targets)
+    elif program(command).startswith("python") and rest[:1] == ["-m"] and rest[1] not in {"venv", "pip"}:
+        assert (REPO / f"{rest[1].replace('.', '/')}.py").is_file()
+    elif program(command).startswith("python") and rest and rest[0].startswith("tools/"):
+        assert (REPO / rest[0]).is_file()
+    elif not program(command).startswith("python") and program(command) not in SHELL:
+        assert name.startswith((".venv/bin/", "/opt/"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [c for c in EVERY if c.place.startswith("docs/migrating.md") and program(c) == "rl-megatron"],
+    ids=lambda c: c.place[:90],
+)
+def test_recipes_of_who_moves_here_fit_their_gpus(command: Command) -> None:
+    """Sent as written, they find a fault in nothing but the reader's own files."""
+    name, given = parsed(command)
+    assert name == "submit"
+    config = configuration(str(given["config"]), list(given["overrides"]))  # type: ignore[call-overload]
+    fullest = check(config, NAMED[str(config.model.name)])
+    assert fullest is not None
+    assert list(misfits(config, NAMED[str(config.model.name)])) == []
+    found = preflight(config, for_job=True)
+    own = ("model.path=", "data.train=", "data.eval=", "rollout.python=", "reward.function='my_rewards")
+    assert [text for text in found.texts("problem") if not text.startswith(own)] == []
+    assert found.texts("note") == []
