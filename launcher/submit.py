@@ -6,6 +6,7 @@ Runs on a login node: imports neither torch nor megatron.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from rl_megatron.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _TEMPLATES = _PACKAGE / "slurm"
+_UNREAD = re.compile(r"[^\w./+:=@,~-]")  # in a line of #SBATCH: quotes, %, spaces, and a newline, which ends it
 _PREPARED = {"config.yaml", "job.sbatch", "placement.txt", "jobs"}
 
 
@@ -82,7 +84,11 @@ def _roles(config: RunConfig) -> str:
 
 
 def render(config: RunConfig, *, folder: Path, python: str, package: Path) -> str:
-    """The job's script. ``folder`` is where it runs and relative paths start, ``package`` where this code is."""
+    """The job's script. ``folder`` is where it runs and relative paths start, ``package`` where this code is.
+
+    Of what is given only ``slurm.setup`` is run: the rest is quoted, or of characters that bash and sbatch leave alone.
+    Raises ConfigError for a run's folder that is not.
+    """
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         undefined=StrictUndefined,
@@ -92,6 +98,12 @@ def render(config: RunConfig, *, folder: Path, python: str, package: Path) -> st
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     parent, slurm = folder / config.run.dir, config.slurm
+    run = parent / str(config.run.name)
+    if found := _UNREAD.search(str(run)):
+        raise ConfigError(
+            f"{str(run)!r}: {found[0]!r} in the run's folder, which sbatch does not read as it stands: it may "
+            "have letters, digits and ._-/+:=@,~; run from another folder, or set run.dir"
+        )
     others = beside(slurm, config.roles.separate)
     return environment.get_template("train.sbatch.j2").render(
         slurm=slurm,
@@ -100,7 +112,7 @@ def render(config: RunConfig, *, folder: Path, python: str, package: Path) -> st
         tasks_per_node=config.slurm.tasks_per_node(config.learner.dims.world_size),
         name=config.run.name,
         parent=parent,
-        run=parent / str(config.run.name),
+        run=run,
         seed=config.seed,
         folder=folder,
         python=config.slurm.python or python,
@@ -141,8 +153,6 @@ def prepare(config: RunConfig) -> Prepared:
     findings.raise_problems()
     found = checked(config)
     folder = Path.cwd() / config.run.dir / str(config.run.name)
-    if " " in str(folder):
-        raise ConfigError(f"{folder}: sbatch reads no path with a space; run from another folder, or set run.dir")
     script = render(config, folder=Path.cwd(), python=sys.executable, package=_PACKAGE)
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
     config_io.save_resolved(config, folder / "config.yaml")

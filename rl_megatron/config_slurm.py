@@ -12,6 +12,7 @@ from rl_megatron.config_types import NonNegative, Positive, PositiveFloat, Secti
 Line = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\n\r]*$")]
 Word = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\s'\"$`\\;&|<>()]+$")]
 Features = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\s'\"$`\\;<>]+$")]
+Modules = Annotated[str, Field(pattern=r"^[\w./+:=@~-]+( +[\w./+:=@~-]+)*$")]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Duration = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
 
@@ -100,10 +101,10 @@ class SlurmSection(Section):
     """Most times that a run comes back after a time limit."""
     restarts: NonNegative = 3
     """Most times that a run comes back after a rank died, its node excluded; other errors end it at once."""
-    modules: Line | None = None
+    modules: Modules | None = None
     """Environment modules to load, separated by spaces."""
     setup: Line | None = None
-    """A shell command of your own before the run starts, as in: source /opt/site/env.sh."""
+    """A shell command of your own before the run starts, as in: source /opt/site/env.sh. No other key's text is run."""
     environment: Mapping[Variable, Line] = Field(default_factory=dict)
     """Variables of the job."""
     python: Word | None = None

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from launcher import submit
 from launcher.preflight.checks import preflight
@@ -343,3 +344,36 @@ def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path
     ray = " ".join(engine_node_command(replace(het, engine_nodes=("b1", "b2")), 48, python="p"))
     assert "--het-group=1 --overlap --nodes=2 --ntasks=2 --nodelist=b1,b2 --cpus-per-task=48 --mem=0 " in ray
     assert ray.endswith(f"--output={tmp_path}/ray-engines-%t.txt p -m launcher.ray_node")
+
+
+HOSTILE = ("a\n>PWNED\n#", "a;>PWNED;", "$(>PWNED)", "`>PWNED`", "a' >PWNED '", 'a" >PWNED "', "a|>PWNED", "a >PWNED")
+PLACES = ("folder", "package", "run.dir", "slurm.python", "slurm.modules", "slurm.environment.X", "slurm.account")
+PLACES += ("slurm.exclude", "slurm.memory_per_node", "slurm.partition", "slurm.array", "slurm.dependency")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_that_a_name_contains_is_run(tmp_path: Path, place: str) -> None:
+    """Whatever a user's text gets to: it is refused, or bash runs the script up to the attempt without running it."""
+    taken = []
+    for text in HOSTILE:
+        folder, package, given = tmp_path, tmp_path, config_of().model_dump()
+        if place in ("folder", "package"):
+            (tmp_path / text).mkdir()
+            folder, package = (tmp_path / text, package) if place == "folder" else (folder, tmp_path / text)
+        else:
+            *sections, key = place.split(".")
+            section = given
+            for name in sections:
+                section = section[name]
+            section[key] = text
+        try:
+            config = RunConfig.model_validate(given)
+            made = submit.render(config, folder=folder, python="/venv/bin/python", package=package)
+        except (ConfigError, ValidationError):
+            continue
+        taken.append(text)
+        before, cut, _ = made.partition("# One attempt of a run")
+        assert cut
+        subprocess.run(["bash"], input=before, text=True, cwd=tmp_path, check=True, capture_output=True)
+        assert not [*tmp_path.rglob("PWNED")], text
+    assert bool(taken) == (place in ("package", "slurm.environment.X")), taken
