@@ -31,7 +31,7 @@ def main(host: str, command: list[str]) -> int:
     if (interface := interface_of(host)) is not None:  # by itself gloo asks what the node's name means
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.umask(0o077)
-    with tempfile.TemporaryDirectory(prefix="rlm-", ignore_cleanup_errors=True) as folder:  # short: sockets lie there
+    with tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True) as folder:
         os.environ["TMPDIR"] = folder
         server = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent

@@ -27,6 +27,7 @@ from launcher.placement import Placement, Seat, describe_seats, place, placement
 from launcher.ports import free_port
 from launcher.ray_node import (
     OBJECT_STORE_BYTES,
+    ONE_MACHINE,
     SETTINGS,
     Bundle,
     NodeCall,
@@ -45,6 +46,8 @@ from rl_megatron.errors import EngineError, WorkerDied
 from rl_megatron.interfaces import Launcher, Roles
 
 os.environ.update(SETTINGS)  # Ray reads them when it is imported
+if "SLURM_JOB_ID" not in os.environ:
+    os.environ.update(ONE_MACHINE)
 
 import ray
 from ray.exceptions import RayError
@@ -172,7 +175,7 @@ class RayCluster:
             host=job.address(),
             port=free_port(job.address()),
             token=secrets.token_hex(32),
-            folder=f"/tmp/rlm-{job.id}-{job.restart}",
+            folder=f"/tmp/rlm-{job.id}-{secrets.token_hex(6)}",  # of each node; nobody can have made it before
             resources=on_learner,
             seconds=self._config.learner.timeout_seconds,
         )

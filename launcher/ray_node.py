@@ -28,6 +28,7 @@ from launcher.placement import Placement, Seat
 from launcher.ports import free_port
 from launcher.slurm import Job
 from rl_megatron.config_slurm import SlurmSection
+from rl_megatron.durable import private_folder
 
 OBJECT_STORE_BYTES = 100_000_000  # next to nothing goes through it
 SETTINGS = {
@@ -39,6 +40,7 @@ SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill ranks where another job fills the node
     "RAY_kill_child_processes_on_worker_exit": "0",  # guards end by themselves, and see to it that servers do
 }
+ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # no other joins: it listens on loopback, as on those systems
 Bundle = Mapping[str, float]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
@@ -52,7 +54,7 @@ class NodeCall:
     host: str
     port: int
     token: str
-    folder: str  # Ray's temporary files; short, as sockets lie in it
+    folder: str  # Ray's temporary files, this user's alone; short, as sockets lie in it
     resources: Mapping[str, Bundle]  # what each node has
     seconds: float  # how long to wait for the head
 
@@ -135,10 +137,14 @@ def _program(python: str) -> list[str]:
 
 
 def main() -> None:
-    """Run Ray on this node until the controller is gone; ends with Ray's exit status, where that ends before."""
+    """Run Ray on this node until the controller is gone; ends with Ray's exit status, where that ends before.
+
+    Raises PermissionError where its folder is there and another's.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # Slurm's are passed on by ranks alone
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what Ray leaves behind is still a child of this process
     call = NodeCall(**json.loads(sys.stdin.readline()))
+    private_folder(Path(call.folder))
     own = await_head(call, threading.Event()) if rank.node() != call.head else ""
     ray = subprocess.Popen(
         [*_RAY, *options(call, rank.node(), own)],

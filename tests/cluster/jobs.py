@@ -199,12 +199,21 @@ class Job:
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Its rank processes, on whatever node; this machine sees them all."""
-        found, cluster = {}, self.cluster.environment()["SLURM_CONF"]
+        found = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "launcher.rank" in process.cmdline():
+                    found[int(process.environ()["SLURM_PROCID"])] = process
+        return found
+
+    def processes(self) -> list[psutil.Process]:
+        """All that it runs of Python and Ray, on whatever node; not Slurm's own, nor the script's."""
+        found, cluster = [], self.cluster.environment()["SLURM_CONF"]
         for process in psutil.process_iter():
             try:
-                of = process.environ() if "launcher.rank" in process.cmdline() else {}
+                of = process.environ() if re.search("python|/ray/|ray::", " ".join(process.cmdline()[:1])) else {}
                 if (of.get("SLURM_CONF"), of.get("SLURM_JOB_ID")) == (cluster, self.id):
-                    found[int(of["SLURM_PROCID"])] = process
+                    found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return found

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.cluster.jobs import STEPS, Cluster, Job, Record, read_record
+from tests.exposure import check_secrets, check_sockets
 
 TWO = ("slurm.nodes=2",)
 APPTAINER = """#!/bin/sh
@@ -136,6 +137,9 @@ def test_two_nodes_train_as_one_machine_does_and_two_jobs_share_them(cluster: Cl
     second = cluster.plain(*TWO, "slurm.ntasks_per_node=1", partition="pair11")
     second.until(lambda: len(second.ranks()) == 2, "both ranks of the other")
     assert {job.shown()["NodeList"] for job in (first, second)} == {"node[11-12]"}
+    first.until_step(0)
+    assert set(check_sockets(first.processes(), loopback=False)) == {"A learner rank"}
+    check_secrets(first.processes(), first.run)
     first.go_on(0)
     for job in (first, second):
         assert job.end() == "COMPLETED", job.said()

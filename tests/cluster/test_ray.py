@@ -6,6 +6,7 @@ One comes back after its notice, one because a node of it lost power, without th
 from __future__ import annotations
 
 from tests.cluster.jobs import Cluster
+from tests.exposure import check_secrets, check_sockets
 
 RAY = ("slurm.nodes=2", "run.launcher=ray")
 
@@ -15,6 +16,9 @@ def test_two_jobs_of_ray_share_nodes_and_train_as_one_machine_does(cluster: Clus
     again = cluster.submit("more-actors", *RAY, "slurm.partition=pair13", "checkpoint.every=0", hold="2")
     again.until_step(2)
     first.until_step(1)  # both are up
+    processes = first.processes()
+    assert set(check_sockets(processes, loopback=False)) == {"The controller", "A learner rank", "Ray"}
+    assert check_secrets(processes, first.run)  # the cluster's
     assert {job.shown()["NodeList"] for job in (first, again)} == {"node[13-14]"}
     first.go_on(1)
     cluster.call("scancel", "--batch", "--signal=USR1", again.id)
@@ -33,4 +37,5 @@ def test_two_jobs_of_ray_share_nodes_and_train_as_one_machine_does(cluster: Clus
         assert job.record() == cluster.local()
     assert "COMPLETED on node[13-14]" in cluster.program("status", str(again.run))
     for node in (13, 17):
-        assert list(cluster.folder.glob(f"nodes/node{node}/tmp/rlm-*")) == []
+        for job in (first, again):
+            assert list(cluster.folder.glob(f"nodes/node{node}/tmp/rlm-{job.id}-*")) == []

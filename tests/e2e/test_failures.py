@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.e2e.processes import Place, alive
+from tests.exposure import check_secrets, check_sockets, family
 
 EVEN = "reward.function=my_rewards:even"
 TWO = ("learner.ep=2", EVEN, "train.steps=100000")
@@ -14,6 +15,9 @@ def test_a_dead_learner_process_ends_the_run_and_is_named(place: Place) -> None:
     run.until_row(step=1)
     workers = run.workers()
     assert len(workers) == 2
+    processes = family(run.process.pid)
+    assert set(check_sockets(processes)) == {"A learner rank"}
+    check_secrets(processes, run.folder)
     workers[1].kill()
     assert run.end() == 1
     assert f"error: rank 1 (pid {workers[1].pid}) was killed by signal 9" in run.text()

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.e2e.processes import Place, Run, alive, eventually
+from tests.exposure import check_ray, check_secrets, check_sockets, ports_of
 
 pytest.importorskip("ray")
 
@@ -100,6 +101,13 @@ def test_actors_train_as_processes_do_and_a_dead_one_ends_the_run_by_name(place:
     run = place.start("actors", *KEYS, "run.launcher=ray", "train.steps=100000", resume=True)
     run.until_row(step=7)
     started = psutil.Process(run.process.pid).children(recursive=True)
+    processes = [psutil.Process(run.process.pid), *started]
+    assert set(check_sockets(processes)) == {"The controller", "A learner rank", "Ray"}
+    assert check_secrets(processes, run.folder)  # the cluster's
+    for process in started:
+        if process.name() in ("gcs_server", "raylet"):
+            for port in ports_of(process):
+                check_ray(port)
     victim = ranks(run)[0]
     victim.kill()
     assert run.end() == 1

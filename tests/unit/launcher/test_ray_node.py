@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,3 +64,17 @@ def test_servers_that_share_nodes_with_ranks_have_shares_beside_them(replicas: i
 
 def test_a_node_without_a_server_has_nothing_for_ray() -> None:
     assert {"--num-cpus=0", "--num-gpus=0", "--resources={}"} <= set(options_of({}, "b9"))
+
+
+def test_a_folder_that_is_there_already_and_open_to_others_is_not_taken(tmp_path: Path) -> None:
+    """Whoever made it could put files of their own under Ray's sockets and logs."""
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    folder.chmod(0o777)
+    call = NodeCall(head="a1", host="127.0.0.1", port=1, token="t", folder=str(folder), resources={}, seconds=1.0)
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher.ray_node"], input=call.line(), capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert re.search(rb"no folder of user \d+ alone", done.stderr)
+    assert not [*folder.iterdir()]
