@@ -12,6 +12,7 @@ from typing import Any
 from rl_megatron.errors import DataError
 
 MAX_PROBLEMS_SHOWN = 20
+_MAX_SHOWN = 500  # characters of what a file or a library says
 
 Row = tuple[str, ...]  # the fields asked for
 
@@ -28,10 +29,14 @@ def read_rows(path: Path, fields: tuple[str, ...], *, key: str, limit: int | Non
     }
     reader = readers.get(path.suffix)
     if reader is None:
-        raise DataError(f"{key}={path}: unknown extension {path.suffix!r}; allowed: {', '.join(readers)}")
-    if not path.is_file():
-        raise DataError(f"{key}={path}: no such file")
-    rows = reader(path, fields, limit)
+        shown = _cut(repr(path.suffix))
+        raise DataError(f"{key}={_cut(str(path))}: unknown extension {shown}; allowed: {', '.join(readers)}")
+    try:
+        if not path.is_file():
+            raise DataError(f"{key}={_cut(str(path))}: no such file")
+        rows = reader(path, fields, limit)
+    except OSError as error:  # as of a name of more than 255 characters
+        raise DataError(f"{key}={_cut(str(path))}: cannot be read: {error.strerror or error}") from error
     if not rows:
         raise DataError(f"{key}={path}: the file is empty; give at least one row")
     problems = [f"{path}:{number}: {row}" for number, row in enumerate(rows, 1) if isinstance(row, str)]
@@ -87,10 +92,10 @@ def _read_parquet(path: Path, fields: tuple[str, ...], limit: int | None) -> lis
 
     try:
         table = pq.ParquetFile(path)
-        columns = [_parquet_column(table, name, path, limit) for name in fields]
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path}: not a readable parquet file: {error}") from error
-    return [_pick_bytes(row, fields) for row in zip(*columns, strict=True)]
+        rows = list(zip(*(_parquet_column(table, name, path, limit) for name in fields), strict=True))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path}: not a readable parquet file: {_cut(str(error))}") from error
+    return [_pick_bytes(row, fields) for row in rows]
 
 
 def _parquet_column(table: Any, name: str, path: Path, limit: int | None) -> list[bytes | None]:
@@ -100,6 +105,8 @@ def _parquet_column(table: Any, name: str, path: Path, limit: int | None) -> lis
     schema = table.schema_arrow
     if name not in schema.names:
         raise DataError(f"{path}: {_missing(name, schema.names)}")
+    if schema.names.count(name) > 1:
+        raise DataError(f"{path}: {schema.names.count(name)} columns are called {name!r}; leave one")
     kind = schema.field(name).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise DataError(f"{path}: column {name!r} holds {kind}; text is wanted")
@@ -123,4 +130,8 @@ def _missing(name: str, present: Iterable[str]) -> str:
     names = sorted(present)
     near = difflib.get_close_matches(name, names, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"no field {name!r}; it has {', '.join(names) or 'none'}{hint}"
+    return f"no field {name!r}; it has {_cut(', '.join(names)) or 'none'}{hint}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
