@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from launcher import resuming
 from launcher.engines import ServedLauncher
 from launcher.local import LocalLauncher
+from launcher.own_thread import OwnThread
 from launcher.run_name import claim
 from launcher.seats import HERE, places
 from launcher.slurm import Job, SlurmLauncher
@@ -28,7 +29,7 @@ from rl_megatron.config_resume import fixed
 from rl_megatron.data.packing import causal_attention_cost
 from rl_megatron.data.prompts import PromptStream, load_prompts
 from rl_megatron.durable import remove_folder
-from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.errors import ConfigError, RLMegatronError, Stopped
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles
 from rl_megatron.models.configs.fields import GenerationFields
 from rl_megatron.models.json_files import read_json
@@ -39,6 +40,7 @@ from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.report import write_report
 from rl_megatron.rollout.pairs import OfflinePairs
 from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.stopping import unless_stopped
 from rl_megatron.trainer import Trainer
 from rl_megatron.types import Prompt
 from rl_megatron.update import Update
@@ -72,18 +74,23 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
         progress = Progress(config.train.steps, config.log.progress, config.run.name, run_folder=folder)
         with run_log(folder, role="controller"), progress, stop_signals(progress) as stop:
             loop_watch = LoopWatch(config, folder / "stacks")
+            goes_on = f"rl-megatron train --config {folder}/config.yaml --resume goes on"
+            finished: bool | None = None  # not begun
             try:
                 finished = await _train(parts, progress, stop, start)
-            except RLMegatronError as error:
-                logger.info("the run ends: %s", error)  # main shows it
+            except Stopped as early:
+                progress.note(f"{early}; nothing is lost, and {goes_on}")
+            except (RLMegatronError, OSError) as error:
+                logger.info("the run ends: %s", error, exc_info=isinstance(error, OSError))  # main shows it
                 raise
             finally:
                 loop_watch.stop()
-            progress.note(f"report: {write_report([folder], folder / 'report.html')}")
+            if finished is not None:
+                progress.note(f"report: {write_report([folder], folder / 'report.html')}")
             if stop.comes_back and not finished and parts.job is not None:
                 parts.job.ask_requeue()
-            if not finished:
-                progress.note(f"stopped and saved; rl-megatron train --config {folder}/config.yaml --resume goes on")
+            if finished is False:
+                progress.note(f"stopped and saved; {goes_on}")
     return folder
 
 
@@ -107,24 +114,35 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
 
 @contextlib.asynccontextmanager
 async def started(parts: Parts, progress: Progress, stop: Stop) -> AsyncIterator[tuple[Roles, Data, ModelShape]]:
-    """Learner and engine, the data and the model's shape; the processes are gone at the end of the context."""
-    config = parts.config
+    """Learner and engine, the data and the model's shape; the processes are gone at the end of the context.
+
+    Raises Stopped where a stop is asked first.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        yield await unless_stopped(stop, _start(stack, parts, progress, stop))
+
+
+async def _start(
+    stack: contextlib.AsyncExitStack, parts: Parts, progress: Progress, stop: Stop
+) -> tuple[Roles, Data, ModelShape]:
+    """What ends the processes is on ``stack``."""
+    config, thread = parts.config, OwnThread("start")  # a stop does not wait for what it reads
+    stack.callback(thread.close)
     progress.note("preparing the model")
-    model_folder = await asyncio.to_thread(starting_folder, config)
+    model_folder = await thread(starting_folder, config)
     shape = ModelShape.from_folder(model_folder, families=FAMILIES)
     count = config.learner.dims.world_size
     others = "".join(f", {count} {role} processes" for role in config.roles.separate)
     progress.note(f"starting {count} learner processes{others} and loading data")
     launcher = _launcher(parts, model_folder, shape, stop)
-    async with contextlib.AsyncExitStack() as stack:
-        starting = asyncio.create_task(stack.enter_async_context(launcher.start(config)))
-        try:
-            data = await asyncio.to_thread(_load, config, model_folder)
-        except BaseException:  # what is wrong with the data is told before all processes are up
-            starting.cancel()
-            await asyncio.wait([starting])
-            raise
-        yield await starting, data, shape
+    starting = asyncio.create_task(stack.enter_async_context(launcher.start(config)))
+    try:
+        data = await thread(_load, config, model_folder)
+    except BaseException:  # what is wrong with the data is told before all processes are up
+        starting.cancel()
+        await asyncio.wait([starting])
+        raise
+    return await starting, data, shape
 
 
 def job_of(config: RunConfig, folder: Path) -> Job | None:
@@ -261,9 +279,9 @@ async def _begin(trainer: Trainer, data: Data, start: Checkpoint | None) -> bool
         done = start.state.warm_start_step
         trainer.recorder.truncate_after(start.state.step, warm_start_step=done)
         if done is None:
-            await trainer.restore(start)
+            await unless_stopped(trainer.stop, trainer.restore(start))
             return True
-        await warm_start.restore(start)
+        await unless_stopped(trainer.stop, warm_start.restore(start))
     if section.steps:
         progress.phase("warm start", total=section.steps)
     return await warm_start.run(done)

@@ -14,7 +14,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop(asyncio.Event):
-    """Set: the step in hand is the last. ``comes_back``: only for now, as the time of this job is up."""
+    """Set: the step in hand is the last; before the first, none begins.
+
+    ``comes_back``: only for now, as the time of this job is up.
+    """
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
@@ -24,7 +27,7 @@ class Stop(asyncio.Event):
     def ask(self, by: str) -> None:
         """Stop after this step, at the wish of a signal's sender."""
         if not self.is_set():
-            self._progress.note(f"{by}: finishing this step and saving; press Ctrl-C again to stop at once")
+            self._progress.note(f"{by}: a step in hand is finished and saved; press Ctrl-C again to stop at once")
         self.comes_back |= by == _COME_BACK.name
         self.set()
 
@@ -32,12 +35,20 @@ class Stop(asyncio.Event):
 @contextlib.contextmanager
 def stop_signals(progress: Progress) -> Iterator[Stop]:
     """What Ctrl-C, SIGTERM and SIGUSR1 set. The next Ctrl-C interrupts at once; at the end SIGUSR1 is ignored."""
-    stop, loop = Stop(progress), asyncio.get_running_loop()
+    stop, loop, interrupted = Stop(progress), asyncio.get_running_loop(), asyncio.Event()
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
 
     def ask(name: str) -> Callable[[], None]:
         def handle() -> None:
+            if interrupted.is_set():  # this one, while the loop was held up
+                return
+            if stop.is_set() and name == signal.SIGINT.name:  # both came while it was
+                interrupt()
             stop.ask(name)
-            loop.remove_signal_handler(signal.SIGINT)
+            signal.signal(signal.SIGINT, interrupt)  # the next one does not wait for the loop
 
         return handle
 

@@ -7,6 +7,10 @@ class RLMegatronError(Exception):
     """Base of every error that is the user's to read; the command line prints it without a traceback."""
 
 
+class Stopped(RLMegatronError):
+    """A stop was asked before the first step, so there is nothing to save."""
+
+
 class ConfigError(RLMegatronError, ValueError):
     """A config that cannot run; names every bad key, its value and what is allowed."""
 

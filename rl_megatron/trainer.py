@@ -21,10 +21,11 @@ from rl_megatron.config import RunConfig
 from rl_megatron.credit import groups_that_differ
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.durable import remove_folder
-from rl_megatron.errors import DataError
+from rl_megatron.errors import DataError, Stopped
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout.sampler import RolloutBatch, RolloutSampler, RolloutSource
+from rl_megatron.stopping import unless_stopped
 from rl_megatron.types import Prompt, RolloutGroup
 from rl_megatron.update import Update
 
@@ -52,13 +53,14 @@ class Trainer:
     saved: int | None = None  # the step that a resume goes on from; None before the first
 
     async def run(self) -> None:
-        """Train from ``self.step`` to ``train.steps``, or to a stop; the last step is saved, the end is evaluated."""
-        await self._start_models()
-        if self.saved is None:
-            self.recorder.write({"step": 0, "phase": "rl", **await self.evaluate()})
-            if self.config.warm_start.steps:
-                await self.save()
-            self.saved = self.step  # without a warm start, a resume makes the start again: there is nothing to keep
+        """Train from ``self.step`` to ``train.steps``, or to a stop; the last step is saved, the end is evaluated.
+
+        Raises Stopped where a stop is asked before the first step.
+        """
+        warm = self.saved is None and self.config.warm_start.steps > 0  # its weights are in no checkpoint yet
+        await (self._start() if warm else unless_stopped(self.stop, self._start()))
+        if self.stop.is_set():
+            raise Stopped("stopped before the first step of reinforcement")
         watch = Stopwatch()
         while self.step < self.config.train.steps and not self.stop.is_set():
             row = await self.train_once(watch)
@@ -72,6 +74,14 @@ class Trainer:
                     await self.save()
         if self.saved != self.step:  # stopped between checkpoints
             await self.save()
+
+    async def _start(self) -> None:
+        await self._start_models()
+        if self.saved is None:
+            self.recorder.write({"step": 0, "phase": "rl", **await self.evaluate()})
+            if self.config.warm_start.steps:
+                await self.save()
+            self.saved = self.step  # without a warm start, a resume makes the start again: there is nothing to keep
 
     async def _start_models(self) -> None:
         """The reference takes its weights; so does the critic, unless a checkpoint gave it its own."""

@@ -10,7 +10,9 @@ from rl_megatron.checkpoints import Checkpoint, TrainerState
 from rl_megatron.data.packing import pack
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.data.samples import supervised_samples
+from rl_megatron.errors import Stopped
 from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.stopping import unless_stopped
 from rl_megatron.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -33,12 +35,12 @@ class WarmStart:
         """
         t, section = self.trainer, self.trainer.config.warm_start
         if done is None:
-            await t.roles.weights.push(0)
-            if section.steps:
-                t.recorder.write({"step": 0, "phase": "warm_start", "warm_start/step": 0, **await t.evaluate()})
+            await unless_stopped(t.stop, self._start())
         watch = Stopwatch()
         for step in range((done or 0) + 1, section.steps + 1):
             if t.stop.is_set():
+                if step == 1:
+                    raise Stopped("stopped before the first step")
                 await self._save(step - 1)
                 return False
             loss = await self._step()
@@ -52,6 +54,12 @@ class WarmStart:
             if float(measured["eval/accuracy"] or 0) >= section.stop_at_accuracy:
                 break
         return True
+
+    async def _start(self) -> None:
+        t = self.trainer
+        await t.roles.weights.push(0)
+        if t.config.warm_start.steps:
+            t.recorder.write({"step": 0, "phase": "warm_start", "warm_start/step": 0, **await t.evaluate()})
 
     async def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from the checkpoint of a warm start that was stopped."""

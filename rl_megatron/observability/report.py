@@ -64,6 +64,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Truncated responses", metric="response/truncated_fraction"),
             Curve(title="Ratios beyond float32's range", metric="ratio/clamped_fraction", hide_constant=True),
             Curve(title="Reward of all that was sampled", metric="reward/sampled_mean"),
+            Curve(title="Groups trained on", metric="groups/trained", hide_constant=True),
             Curve(title="Groups dropped", metric="groups/dropped", hide_constant=True),
             Curve(title="Groups of equal rewards left out", metric="groups/filtered", hide_constant=True),
             Curve(title="Rewards that failed", metric="reward/errors", hide_constant=True),

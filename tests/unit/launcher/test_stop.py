@@ -21,17 +21,36 @@ async def main():
         assert stop.comes_back
     os.kill(os.getpid(), signal.SIGUSR1)
 
+async def held_up():
+    with Progress(1, "plain", "run", run_folder=Path("run")) as progress, stop_signals(progress):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(60)
+
+async def later():
+    with Progress(1, "plain", "run", run_folder=Path("run")) as progress, stop_signals(progress) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        await stop.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second one waits for the loop")
+
 asyncio.run(main())
+for twice in held_up, later:
+    try:
+        asyncio.run(twice())
+    except KeyboardInterrupt:
+        print("interrupted")
 os.kill(os.getpid(), signal.SIGUSR1)
 print("at its end")
 """
 
 
-def test_the_signal_before_the_time_limit_stops_a_run_and_never_kills_it(tmp_path: Path) -> None:
+def test_signals_stop_a_run_and_the_second_ctrl_c_interrupts_it(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
     done = subprocess.run(
         [sys.executable, "-c", CODE], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert "SIGUSR1: finishing this step and saving" in done.stdout
+    assert "SIGUSR1: a step in hand is finished and saved" in done.stdout
     assert done.stdout.endswith("at its end\n")
+    assert done.stdout.count("interrupted\n") == 2  # by the second Ctrl-C, however soon it comes

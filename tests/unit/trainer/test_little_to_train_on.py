@@ -1,4 +1,4 @@
-"""Steps with fewer groups than asked for, without any, or without a token in the loss."""
+"""Steps with fewer groups than asked for, without any, or without a token in the loss; and a stop before any."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from rl_megatron.config import RunConfig
 from rl_megatron.data.prompts import PromptStream
-from rl_megatron.errors import DataError
+from rl_megatron.errors import DataError, Stopped
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
@@ -135,3 +135,23 @@ def test_a_minibatch_whose_every_completion_is_left_out_takes_no_step(tmp_path: 
     algorithm = {"drop_truncated": True}
     _, taken = step(tmp_path, [batch(cut)], algorithm=algorithm, train={"minibatches": 4})
     assert taken == 2
+
+
+def test_a_stop_before_the_first_step_waits_for_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+    """It is asked while the run evaluates, which may take long."""
+
+    class Sampler:
+        async def evaluate(self, *_: object, **__: object) -> float:
+            it.stop.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def run() -> None:
+        with pytest.raises(Stopped, match="before the first step"):
+            await it.run()
+
+    it = trainer(tmp_path, [], Steps(), warm_start={"steps": 0})
+    it.sampler = cast(Any, Sampler())
+    asyncio.run(run())
+    assert not list(tmp_path.iterdir())
+    assert it.saved is None
