@@ -1,4 +1,4 @@
-"""The console command ``rl-megatron`` (also ``python -m launcher``)."""
+"""The console command ``rl-megatron`` (also ``python -m launcher``); its entry is launcher/command.py."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from launcher import doctor as doctor_room
+from launcher import limits
 from rl_megatron import config_io
 from rl_megatron.errors import ConfigError, RLMegatronError
 
@@ -285,11 +286,18 @@ def mismatch(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point. An error that is the user's to read is printed without a traceback; exit status 1."""
+    """Entry point. An error that is the user's to read, or the system's, is printed without a traceback; status 1."""
     try:
+        limits.raise_open_files()
         app(args=arguments, standalone_mode=True)
     except RLMegatronError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except (OSError, RuntimeError) as error:
+        said = limits.told(error)
+        if said is None:
+            raise
+        print(f"error: {said}", file=sys.stderr)
         sys.exit(1)
 
 

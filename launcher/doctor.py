@@ -12,6 +12,8 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from launcher import limits
+
 _PACKAGES = (
     ("torch", "torch", "required"),
     ("megatron-core", "megatron", "required: the learner"),
@@ -36,6 +38,7 @@ def show() -> None:
     console.print(table)
     cores = len(os.sched_getaffinity(0))
     console.print(f"machine: {platform.platform()}, Python {platform.python_version()}, {cores} cores")
+    console.print(limits.describe_open_files())
     console.print(_learner())
     if not torch.cuda.is_available():
         console.print("CUDA: none; learner.device=cpu over gloo")

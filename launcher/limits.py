@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 
 _MOST_FILES = 1 << 20  # a hard limit may be none at all, and some programs look at every number below the soft one
+_FILES_OF_A_RANK, _FILES_OF_A_PEER = 85, 11  # on CPUs, measured with worlds of 2 and 4 whose ranks share all groups
 _THREADS = "no thread could be started: raise the limit of processes (ulimit -u) or of memory (ulimit -v)"
 _SIGNS = {
     "Too many open files": "the limit of open files is reached; raise the hard one (ulimit -Hn), or have fewer ranks a "
@@ -23,9 +24,30 @@ def raise_open_files() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return soft
+        return wanted if soft == resource.RLIM_INFINITY else soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted
+
+
+def describe_open_files() -> str:
+    """The limit, and how many ranks a run on CPUs may have under it."""
+    limit = raise_open_files()
+    ranks = max(0, (limit - _FILES_OF_A_RANK) // _FILES_OF_A_PEER)
+    return (
+        f"open files: {limit} a process; each rank of a run on CPUs opens about {_FILES_OF_A_RANK}, and "
+        f"{_FILES_OF_A_PEER} for each rank of the run, so up to {ranks} ranks"
+    )
+
+
+def told(error: OSError | RuntimeError) -> str | None:
+    """What the system refused to this process, and how to have it; None where it was not the system."""
+    if isinstance(error, OSError):
+        if error.errno is None:
+            return None
+        paths = [str(p) for p in (error.filename, error.filename2) if p is not None]
+        return explained(": ".join([*paths, str(error.strerror)]))
+    text = explained(str(error))
+    return text if text != str(error) else None
 
 
 def explained(text: str) -> str:

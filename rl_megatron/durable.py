@@ -10,8 +10,20 @@ import errno
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What the system refuses to an open file, as a full disk does, names it: an OSError says the path."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def append_private(path: Path) -> BinaryIO:
@@ -63,7 +75,7 @@ def sync_tree(folder: Path) -> None:
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace the file ``path``: a reader, or a resume after a kill, sees the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
+    with naming(path), temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

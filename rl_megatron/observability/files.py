@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
-from rl_megatron.durable import write_atomically
+from rl_megatron.durable import naming, write_atomically
 from rl_megatron.errors import DataError
 
 JsonValue = str | int | float | None
@@ -27,15 +27,19 @@ class JsonlFile:
         self._file: IO[bytes] | None = None
 
     def append(self, rows: Iterable[JsonRow]) -> None:
-        """Rows are on disk (fsync) when this returns. Raises ValueError for NaN and infinity, which JSON lacks."""
+        """Rows are on disk (fsync) when this returns. Raises ValueError for NaN and infinity, which JSON lacks.
+
+        Raises OSError that names the file.
+        """
         # Escaped to ASCII, so that a lone surrogate in a completion cannot fail the run.
         data = b"".join(json.dumps(dict(row), allow_nan=False).encode("ascii") + b"\n" for row in rows)
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab")
-        self._file.write(data)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            self._file.write(data)
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def truncate_after(self, last: int, field: str = "step") -> int:
         """Remove rows whose ``field`` is above ``last`` or missing, and a torn last line; how many full rows went.
@@ -53,9 +57,10 @@ class JsonlFile:
 
     def close(self) -> None:
         """Release the file handle; a later append opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with naming(self.path):
+                file.close()
 
 
 def read_jsonl(path: Path) -> list[dict[str, JsonValue]]:

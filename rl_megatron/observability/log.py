@@ -20,7 +20,7 @@ def run_log(folder: Path, *, role: str, rank: int | None = None) -> Iterator[Non
     """
     folder.mkdir(parents=True, exist_ok=True)
     who = role if rank is None else f"{role} {rank}"
-    file = logging.FileHandler(folder / "log.txt", mode="a", encoding="utf-8", errors="backslashreplace")
+    file = _File(folder / "log.txt", mode="a", encoding="utf-8", errors="backslashreplace")
     file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)-7s [{who}] %(name)s: %(message)s"))
     console = _Stderr(logging.WARNING)
     console.setFormatter(logging.Formatter(f"%(levelname)s [{who}] %(message)s"))
@@ -40,6 +40,23 @@ def run_log(folder: Path, *, role: str, rank: int | None = None) -> Iterator[Non
             logger.removeHandler(console)
         root.removeHandler(file)
         file.close()
+
+
+class _File(logging.FileHandler):
+    """Where it cannot be written, as on a full disk, that is said once, and ends nothing."""
+
+    said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
+        if not self.said:
+            self.said = True
+            print(f"{self.baseFilename} lacks what could not be written: {sys.exc_info()[1]}", file=sys.stderr)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError:
+            self.handleError(logging.makeLogRecord({}))
 
 
 class _Stderr(logging.Handler):

@@ -1,0 +1,90 @@
+"""What the system refuses, and Ctrl-C before anything runs: a line, no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher import limits
+from launcher.__main__ import main
+from rl_megatron.durable import write_atomically
+from rl_megatron.observability.files import JsonlFile
+from rl_megatron.observability.log import run_log
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("/dev/null", "error: /dev/null: "),
+        ("/proc/nowhere", "error: /proc/nowhere"),
+        ("{tmp}/itself", "error: {tmp}/itself"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_one_line_with_its_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, said: str
+) -> None:
+    (tmp_path / "itself").symlink_to("itself")
+    with pytest.raises(SystemExit) as end:
+        main(["train", f"run.dir={folder.format(tmp=tmp_path)}", f"model.cache_dir={tmp_path}"])
+    assert end.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(said.format(tmp=tmp_path))
+
+
+def test_a_full_disk_names_the_file_each_time() -> None:
+    """When a row is written, and when what is left of it is at the end."""
+    full = JsonlFile(Path("/dev/full"))
+    for act in (lambda: full.append([{"step": 1}]), full.close):
+        with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+            act()
+    full.close()
+
+
+def test_a_file_that_is_replaced_is_named_where_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f".x.{os.getpid()}.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*/x'"):
+        write_atomically(tmp_path / "x", b"1" * 10)
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    import logging
+
+    with run_log(tmp_path, role="controller"):
+        for _ in range(3):
+            logging.getLogger("rl_megatron").info("said")
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(24, "Too many open files", "/a"), "/a: Too many open files\nthe limit of open files"),
+        (OSError(13, "Permission denied", "/a", None, "/b"), "/a: /b: Permission denied"),
+        (RuntimeError("can't start new thread"), "can't start new thread\nno thread could be started"),
+        (RuntimeError("a fault of ours"), None),
+        (TimeoutError(), None),
+    ],
+)
+def test_what_the_system_refuses_is_told_from_faults_of_ours(error: OSError | RuntimeError, said: str | None) -> None:
+    told = limits.told(error)
+    assert told is None if said is None else told is not None and told.startswith(said)
+
+
+def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[3])])
+    done = subprocess.run(
+        [sys.executable, "-c", "from launcher.command import main; main()"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (130, "")
