@@ -123,7 +123,7 @@ class AlgorithmSection(Section):
     lam_length_factor: PositiveFloat | None = None
     """credit=gae: lambda is 1 - 1 / (this * length) in place of ``lam``, when given (VAPO)."""
     whiten: bool = False
-    """Whether advantages of tokens are whitened over the whole batch."""
+    """Whether advantages of tokens are whitened over the whole batch, completions among them that are left out."""
     ratio_level: Literal["token", "sequence", "sequence_sum"] = "token"
     """Importance ratio of each token, one of the whole sequence (length-normalised), or the product over it."""
     objective: Literal["clip", "cispo", "reinforce", "importance", "sapo", "topr"] = "clip"

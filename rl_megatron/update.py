@@ -165,8 +165,9 @@ class Update:
     def _with_second_moment_limited(self, samples: Samples, current: Tensor | None, row: Row) -> Samples:
         """M2PO: tokens far off the policy that sampled them get no advantage; denominators stay those of all tokens."""
         limit = self.config.algorithm.second_moment_limit
-        if limit is None or current is None:
+        if limit is None:
             return samples
+        assert current is not None
         kept = second_moment_mask(current - samples.rollout_logprobs, samples.mask, threshold=limit)
         row["correction/dropped_fraction"] = 1 - float(kept.sum() / samples.mask.sum())
         return replace(samples, advantages=torch.where(kept, samples.advantages, 0.0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -38,13 +38,13 @@ def table(*sizes: int, seed: int) -> Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
-def logprobs_of(weights: Tensor, samples: Samples) -> Tensor:
-    """[N] of the targets: the next token depends on the last one alone, and on routes where they are given."""
-    logits = weights[samples.input_ids]
-    if samples.routes is not None:
-        logits = logits * (1 + samples.routes[:, 0, 0].float()[:, None])
-    chosen: Tensor = logits.log_softmax(-1).gather(1, samples.targets[:, None]).squeeze(1)
-    return chosen
+def looked_up(weights: Tensor, samples: Samples) -> Tensor:
+    """[N, ...]: logits or a value depend on the input token alone, and are twice as large by expert 1."""
+    found = weights[samples.input_ids]
+    if samples.routes is None:
+        return found
+    larger = 1 + samples.routes[:, 0, 0].float()
+    return found * larger.view(-1, *[1] * (found.dim() - 1))
 
 
 @dataclass
@@ -59,7 +59,8 @@ class Toy:
         return self.weights.dim() == 1
 
     def _of(self, samples: Samples, weights: Tensor) -> Tensor:
-        return weights[samples.input_ids] if self.is_critic else logprobs_of(weights, samples)
+        found = looked_up(weights, samples)
+        return found if self.is_critic else found.log_softmax(-1).gather(1, samples.targets[:, None]).squeeze(1)
 
     def _scores(self, batch: Batch, what: str) -> Scores:
         self.heard.append((what, columns_of(batch)))
@@ -69,8 +70,11 @@ class Toy:
         return self._scores(batch, "score")
 
     async def score_with_routes(self, batch: Batch) -> tuple[Scores, Scores]:
-        routes = [[(m.input_ids % 2).to(torch.uint8).reshape(-1, 1, 1) for m in row] for row in batch.micro_batches]
-        return self._scores(batch, "score with routes"), routes
+        """Its routers would take expert 1 for odd tokens."""
+        chosen = [[(m.input_ids % 2).to(torch.uint8).reshape(-1, 1, 1) for m in row] for row in batch.micro_batches]
+        pairs = [list(zip(*both, strict=True)) for both in zip(batch.micro_batches, chosen, strict=True)]
+        routed = tuple(tuple(replace(m, routes=routes) for m, routes in row) for row in pairs)
+        return self._scores(replace(batch, micro_batches=routed), "score with routes"), chosen
 
     async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult:
         weights = self.weights.clone().requires_grad_()
@@ -90,7 +94,7 @@ class Toy:
     def _inputs(self, samples: Samples, batch: Batch, weights: Tensor) -> LossInputs:
         ids, of = sequence_ids(samples.cu_seqlens), self._of(samples, weights)
         zeros = torch.zeros(len(ids))
-        logits = None if self.is_critic else weights[samples.input_ids].log_softmax(-1)
+        logits = None if self.is_critic else looked_up(weights, samples).log_softmax(-1)
         return LossInputs(
             **{name: column for name, column in samples.columns.items() if name not in NOT_OF_A_LOSS},
             logprobs=zeros if self.is_critic else of,

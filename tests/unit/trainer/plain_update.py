@@ -1,0 +1,222 @@
+"""A whole update in plain loops, in float64, as docs/algorithms.md says it: what Update is compared with.
+
+Models are the tables of tests/toy_roles.py. One minibatch an epoch, so that no order matters. Of an algorithm it knows
+what test_update_oracle.py asks; gradients are torch's, of a loss that is a sum over tokens written out.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rl_megatron.config import RunConfig
+from rl_megatron.types import RolloutGroup
+
+
+@dataclass(eq=False)
+class Said:
+    """One completion, and what is found out about it, a number for each of its tokens."""
+
+    inputs: list[int]
+    targets: list[int]
+    engine: list[float]
+    oldest: int
+    cut: bool
+    raw: float
+    group: int
+    reward: float = 0.0
+    old: list[float] = field(default_factory=list)
+    now: list[float] = field(default_factory=list)  # of the policy before this update
+    ref: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    after: float = 0.0  # the critic's value behind the last token
+    advantages: list[float] = field(default_factory=list)
+    returns: list[float] = field(default_factory=list)
+    trained: bool = True
+
+
+class PlainUpdate:
+    """Tables of policy, reference [V, V] and critic [V], trained in place by ``step``."""
+
+    def __init__(self, config: RunConfig, policy: Tensor, reference: Tensor, critic: Tensor) -> None:
+        self.config, self.a = config, config.algorithm
+        self.policy, self.reference, self.critic = policy.double(), reference.double(), critic.double()
+        self.beta, self.rewards_seen, self.baseline = self.a.kl.coefficient, list[float](), None
+
+    @property
+    def routed(self) -> bool:
+        """Whether the policy takes experts that it is told; engine and learner chose the same here."""
+        return self.a.routing_replay != "off"
+
+    def step(self, groups: Sequence[RolloutGroup], step: int) -> None:
+        said = [
+            Said(
+                inputs=[group.prompt.token_ids[-1], *c.token_ids[:-1]],
+                targets=list(c.token_ids),
+                engine=list(c.logprobs),
+                oldest=c.versions[0],
+                cut=c.finish_reason != "stop",
+                raw=reward,
+                group=number,
+            )
+            for number, group in enumerate(groups)
+            for c, reward in zip(group.completions, group.rewards, strict=True)
+        ]
+        self._reward(said)
+        if self.a.preference_beta is not None:
+            said = self._pairs(said)
+        self._measure(said)
+        self._credit(said)
+        self._limit(said)
+        for _ in range(self.config.train.epochs):
+            policy, critic = self.policy.clone().requires_grad_(), self.critic.clone().requires_grad_()
+            if not self.a.needs_critic or step > self.a.critic.only_steps:
+                loss = self._preference(said, policy) if self.a.preference_beta else self._loss(said, policy, step)
+                (gradient,) = torch.autograd.grad(loss, policy)
+                self.policy = self.policy - self.config.train.learning_rate * gradient
+            if self.a.needs_critic:
+                (gradient,) = torch.autograd.grad(self._value_loss(said, critic), critic)
+                self.critic = self.critic - self.config.train.learning_rate * gradient
+        self._control(said)
+
+    def _reward(self, said: list[Said]) -> None:
+        a = self.a
+        for s in said:
+            s.reward = a.unfinished_reward if s.cut and a.unfinished_reward is not None else s.raw
+            s.reward *= a.reward_scale
+        if a.whiten_rewards:
+            self.rewards_seen += [s.reward for s in said]
+            mean, std = statistics.fmean(self.rewards_seen), statistics.stdev(self.rewards_seen)
+            for s in said:
+                s.reward = (s.reward - mean) / (std + 1e-8)
+        if a.reward_clip is not None:
+            for s in said:
+                s.reward = min(max(s.reward, -a.reward_clip), a.reward_clip)
+
+    def _pairs(self, said: list[Said]) -> list[Said]:
+        out = []
+        for number in sorted({s.group for s in said}):
+            members = [s for s in said if s.group == number]
+            best, worst = max(members, key=lambda s: s.reward), min(members, key=lambda s: s.reward)
+            out += [best, worst] if best.reward > worst.reward else []
+        return out
+
+    def _measure(self, said: list[Said]) -> None:
+        for s in said:
+            s.now = [float(x) for x in logprobs(self.policy, s, routed=self.routed)]
+            s.old = s.now if self.a.old_logprobs == "learner" else s.engine
+            s.ref = [float(x) for x in logprobs(self.reference, s, routed=False)]
+            s.values, s.after = [float(self.critic[x]) for x in s.inputs], float(self.critic[s.targets[-1]])
+
+    def _credit(self, said: list[Said]) -> None:
+        a = self.a
+        level = self.baseline
+        for s in said:
+            members = [o.reward for o in said if o.group == s.group]
+            if a.advantage_mean == "moving" and level is None:
+                level = statistics.fmean(o.reward for o in said)
+            mean = {"group": statistics.fmean(members), "none": 0.0, "moving": level}[a.advantage_mean]
+            equal = len(set(members)) == 1 and (a.advantage_mean == "group" or a.advantage_std == "group")
+            std = statistics.stdev(members) + 1e-6 if a.advantage_std == "group" and not equal else 1.0
+            of_completion = 0.0 if equal else (s.reward - (mean or 0.0)) / std
+            if a.credit == "completion":
+                s.advantages = [of_completion] * len(s.targets)
+            else:
+                rewards = [
+                    -self.beta * (old - ref) * (a.kl.placement == "token_reward")
+                    for old, ref in zip(s.old, s.ref, strict=True)
+                ]
+                rewards[-1] += of_completion
+                s.advantages = self._gae(s, rewards, a.lam)
+                of_critic = s.advantages if a.critic.lam is None else self._gae(s, rewards, a.critic.lam)
+                s.returns = [adv + value for adv, value in zip(of_critic, s.values, strict=True)]
+        if a.advantage_mean == "moving":
+            mean = statistics.fmean(s.reward for s in said)
+            before = mean if self.baseline is None else self.baseline
+            self.baseline = a.baseline_decay * before + (1 - a.baseline_decay) * mean
+        if a.whiten:
+            every = [x for s in said for x in s.advantages]
+            mean, std = statistics.fmean(every), statistics.stdev(every)
+            for s in said:
+                s.advantages = [(x - mean) / (std + 1e-8) for x in s.advantages]
+        for s in said:
+            s.trained = not (a.drop_truncated and s.cut)
+
+    def _gae(self, s: Said, rewards: list[float], lam: float) -> list[float]:
+        goes_on = s.cut and self.a.unfinished_reward is None
+        running, following, out = 0.0, s.after if goes_on else 0.0, list[float]()
+        for reward, value in zip(reversed(rewards), reversed(s.values), strict=True):
+            running = reward + self.a.gamma * following - value + self.a.gamma * lam * running
+            following = value
+            out.insert(0, running)
+        return out
+
+    def _limit(self, said: list[Said]) -> None:
+        """M2PO: the tokens of largest squared gap to the engine get no advantage until the mean square is small."""
+        if self.a.second_moment_limit is None:
+            return
+        gaps = {(id(s), t): (s.now[t] - s.engine[t]) ** 2 for s in said for t in range(len(s.targets))}
+        kept = sorted(gaps, key=lambda key: gaps[key])
+        while statistics.fmean(gaps[key] for key in kept) > self.a.second_moment_limit:
+            kept.pop()
+        for s in said:
+            s.advantages = [x if (id(s), t) in kept else 0.0 for t, x in enumerate(s.advantages)]
+
+    def _loss(self, said: list[Said], policy: Tensor, step: int) -> Tensor:
+        a, total = self.a, torch.zeros((), dtype=torch.float64)
+        trained = [s for s in said if s.trained]
+        tokens = sum(len(s.targets) for s in trained)
+        right = sum(len(s.targets) for s in trained if s.raw >= self.config.eval.success_reward)
+        for s in trained:
+            share = (step - 1 - s.oldest) / (step - s.oldest)
+            for t, logp in enumerate(logprobs(policy, s, routed=self.routed)):
+                old, now = s.old[t], float(logp.detach())
+                if a.old_logprobs == "interpolated":
+                    old = s.engine[t] + share * (now - s.engine[t])
+                ratio, advantage = (logp - old).exp(), s.advantages[t]
+                term = -ratio * advantage
+                if a.objective == "clip":
+                    term = torch.maximum(term, -ratio.clamp(1 - a.clip_low, 1 + a.clip_high) * advantage)
+                if a.correction.mode == "truncate":
+                    term = term * min(math.exp(old - s.engine[t]), a.correction.high)
+                total = total + term / tokens
+                if a.kl.placement == "loss" and self.beta:  # k1, weighted by who sampled
+                    total = total + self.beta * (logp - s.engine[t]).exp() * (logp - s.ref[t]) / tokens
+                if s.raw >= self.config.eval.success_reward:
+                    total = total - a.nll_coefficient * logp / right
+        return total
+
+    def _preference(self, said: list[Said], policy: Tensor) -> Tensor:
+        assert self.a.preference_beta is not None
+        sums = [logprobs(policy, s, routed=False).sum() - sum(s.ref) for s in said]
+        margins = [self.a.preference_beta * (best - worst) for best, worst in zip(sums[::2], sums[1::2], strict=True)]
+        return -torch.stack([margin.sigmoid().log() for margin in margins]).mean()
+
+    def _value_loss(self, said: list[Said], critic: Tensor) -> Tensor:
+        terms, clip = [], self.a.critic.clip or math.inf
+        for s in (s for s in said if s.trained):
+            for x, old, wanted in zip(s.inputs, s.values, s.returns, strict=True):
+                near = critic[x].clamp(old - clip, old + clip)
+                terms.append(torch.maximum((critic[x] - wanted) ** 2, (near - wanted) ** 2) / 2)
+        return torch.stack(terms).mean()
+
+    def _control(self, said: list[Said]) -> None:
+        kl = self.a.kl
+        if kl.target is None:
+            return
+        means = [statistics.fmean(o - r for o, r in zip(s.old, s.ref, strict=True)) for s in said if s.trained]
+        error = min(max(statistics.fmean(means) / kl.target - 1, -0.2), 0.2)
+        self.beta *= 1 + error * len(said) / kl.horizon
+
+
+def logprobs(weights: Tensor, s: Said, *, routed: bool) -> Tensor:
+    """[tokens]; a policy whose routers are told the experts of odd inputs has other logits there."""
+    scale = torch.tensor([1.0 + (x % 2 if routed else 0) for x in s.inputs], dtype=torch.float64)
+    logits = weights[s.inputs] * scale[:, None]
+    out: Tensor = logits.log_softmax(-1)[torch.arange(len(s.targets)), s.targets]
+    return out

@@ -1,0 +1,105 @@
+"""The whole update beside plain loops: what policy and critic are after some steps, for rows that use every part."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from rl_megatron.config import RunConfig
+from rl_megatron.interfaces import Roles
+from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.types import Completion, Prompt, RolloutGroup, Routes
+from rl_megatron.update import Update
+from tests.toy_roles import VOCABULARY, Toy, table
+from tests.unit.trainer.plain_update import PlainUpdate
+
+CRITIC = {"credit": "gae", "advantage_mean": "none", "advantage_std": "none"}
+ALIKE = {"advantage_mean": "none", "advantage_std": "none"}
+REWARDED_KL = {"kl": {"coefficient": 0.3, "placement": "token_reward", "estimator": "k1"}}
+PATHS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "ppo, a cut goes on, its critic clipped": CRITIC
+    | {"gamma": 0.9, "lam": 0.8, "critic": {"clip": 0.05, "lam": 0.95}},
+    "ppo, KL in the reward of a token": CRITIC | REWARDED_KL | {"whiten": True},
+    "the critic alone at first": CRITIC | {"unfinished_reward": 0.0, "critic": {"only_steps": 3}},
+    "m2po": ALIKE | {"objective": "importance", "second_moment_limit": 0.1, "old_logprobs": "rollout"},
+    "m2po by the learner's old policy": {"objective": "importance", "second_moment_limit": 0.1},
+    "decoupled ppo": {"correction": {"mode": "truncate", "high": 1.5}},
+    "decoupled ppo, interpolated": {
+        "correction": {"mode": "truncate", "high": 1.5},
+        "old_logprobs": "interpolated",
+    },
+    "KL in the loss beside a correction, adaptive": {
+        "correction": {"mode": "truncate", "high": 1.1},
+        "kl": {"coefficient": 0.5, "estimator": "k1", "target": 0.01, "horizon": 30},
+    },
+    "whitened over the cut ones, which are left out": ALIKE | {"whiten": True, "drop_truncated": True},
+    "NLL of right completions under scaled rewards": CRITIC | {"reward_scale": 0.5, "nll_coefficient": 0.7},
+    "running moments and a clip": ALIKE | {"whiten_rewards": True, "reward_clip": 0.8, "reward_scale": 1.0},
+    "a moving baseline": {"advantage_mean": "moving", "advantage_std": "none", "baseline_decay": 0.5},
+    "the learner's routes are the policy's alone": CRITIC | REWARDED_KL | {"routing_replay": "r2"},
+    "the engine's routes are the policy's alone": CRITIC | REWARDED_KL | {"routing_replay": "r3"},
+    "dpo": {"preference_beta": 0.4, "old_logprobs": "rollout", "unfinished_reward": -1.0},
+}
+STEPS = (3, 4, 5)
+
+
+def groups(step: int, engine: torch.Tensor) -> list[RolloutGroup]:
+    """Four prompts, four completions each, of several versions; the engine's log-probs are of another table."""
+    rng = random.Random(step)
+
+    def completion(before: int) -> Completion:
+        tokens = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))]
+        inputs, oldest = [before, *tokens[:-1]], rng.choice([0, 1, 2])
+        return Completion(
+            token_ids=tuple(tokens),
+            logprobs=tuple(float(engine[x].log_softmax(-1)[y]) for x, y in zip(inputs, tokens, strict=True)),
+            finish_reason=rng.choice(["stop", "stop", "length"]),
+            versions=(oldest, rng.choice([oldest, 2])),
+            routes=Routes(data=bytes(x % 2 for x in (1, *inputs)), shape=(1 + len(inputs), 1, 1)),
+        )
+
+    return [
+        RolloutGroup(
+            prompt=Prompt(id=f"p{p}", text="", token_ids=(1, p), answer=""),
+            completions=tuple(completion(p) for _ in range(4)),
+            texts=("",) * 4,
+            rewards=tuple(rng.choice([0.0, 0.5, 1.0]) for _ in range(4)),
+        )
+        for p in range(4)
+    ]
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_models_after_three_steps_are_those_of_plain_loops(name: str) -> None:
+    config = RunConfig.model_validate(
+        {
+            "algorithm": PATHS[name],
+            "train": {"minibatches": 1, "epochs": 2, "learning_rate": 2.0},
+            "rollout": {"max_prompt_tokens": 2, "max_new_tokens": 6},
+            "learner": {"max_tokens_per_micro_batch": 16},
+        }
+    )
+    tables = [table(VOCABULARY, VOCABULARY, seed=1), table(VOCABULARY, VOCABULARY, seed=3), table(VOCABULARY, seed=2)]
+    policy, reference, critic = (Toy(weights) for weights in tables)
+    needs, unused = config.algorithm, Toy(torch.zeros(1))
+    roles: Any = Roles(
+        learner=policy,
+        critic=critic if needs.needs_critic else None,
+        reference=reference if needs.needs_reference else None,
+        engine=unused,
+        weights=unused,
+    )
+    update, plain = Update(config=config, roles=roles, attention_cost=0.0), PlainUpdate(config, *tables)
+    engine = tables[0] + 0.5 * table(VOCABULARY, VOCABULARY, seed=4)
+    for step in STEPS:
+        sampled = groups(step, engine)
+        asyncio.run(update(sampled, step, Stopwatch()))
+        plain.step(sampled, step)
+        torch.testing.assert_close(policy.weights.double(), plain.policy, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(critic.weights.double(), plain.critic, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(policy.weights, tables[0])
