@@ -118,9 +118,12 @@ def grouped_experts(
     token_of_pair = torch.arange(num, device=x.device)[:, None].expand(num, k).reshape(-1)
     token_of_slot = slot.new_zeros(grouped + sum(overflow)).scatter_(0, slot, token_of_pair)
     gathered = x.index_select(0, token_of_slot)
-    out = _grouped_products(gathered[:grouped].view(capacity, experts, -1), w13, w2, packed).view(grouped, -1)
+    parts = []
+    if capacity:  # 0 where few experts have all the tokens
+        parts.append(_grouped_products(gathered[:grouped].view(capacity, experts, -1), w13, w2, packed).flatten(0, 1))
     if any(overflow):
-        out = torch.cat((out, *_looped_products(gathered[grouped:].split(overflow), w13, w2)))
+        parts += _looped_products(gathered[grouped:].split(overflow), w13, w2)
+    out = torch.cat(parts) if len(parts) > 1 else parts[0]
     # Each token's sum of its k rows of `out`, weighted.
     starts = torch.arange(0, num * k, k, device=x.device)
     mixed: Tensor = torch.embedding_bag(out, slot, starts, False, 0, False, weights.view(-1))[0]

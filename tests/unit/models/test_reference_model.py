@@ -107,6 +107,26 @@ def test_every_expert_path_equals_a_loop_over_tokens(
     assert (chosen.flatten().bincount(minlength=6).max() > 30) == uneven
 
 
+@pytest.mark.parametrize(("num_experts", "k", "rows"), [(64, 8, 64), (64, 4, 512), (8, 2, 2048)])
+def test_experts_that_have_all_the_tokens_give_what_dense_products_give(num_experts: int, k: int, rows: int) -> None:
+    """As when a group of equal prompts is decoded: every row chooses the same experts, and a loop over them alone is
+    cheapest. The dense products are compared with a loop over tokens above."""
+    generator = torch.Generator().manual_seed(4)
+    residual, x = torch.randn(2, rows, 12, generator=generator)
+    w13 = torch.randn(num_experts, 2 * 5, 12, generator=generator) / 4
+    w2 = torch.randn(12, num_experts, 5, generator=generator).transpose(0, 1)
+    chosen = torch.arange(1, k + 1).expand(rows, k).contiguous()
+    weights = torch.rand(rows, k, generator=generator)
+    routed = (residual, x, chosen, weights, w13, w2)
+    cost = 2 * (w13[0].numel() + w2[0].numel())
+    experts_few = [rows if 1 <= e <= k else 0 for e in range(num_experts)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "OVERFLOW_FLOPS", 0.0)  # as of experts much wider than these
+        assert experts._capacity(experts_few, cost) == 0
+        for packed in (None, PackedExperts(w13, w2)):
+            torch.testing.assert_close(grouped_experts(*routed, packed), all_experts(*routed), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("block", [2, 4, 48])
 def test_ring_cache_equals_full_attention_across_wraps_moves_and_late_rows(
     block: int, monkeypatch: pytest.MonkeyPatch
