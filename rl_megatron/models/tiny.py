@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-FORMAT = 2  # raise it when the same sizes and seed come to make another folder
+FORMAT = 3  # raise it when the same sizes and seed come to make another folder
 
 
 def make_tiny_model(spec: TinyModelSection, folder: Path, seed: int, *, vocab_size: int = TOKENIZER_SIZE) -> Path:
@@ -126,6 +126,8 @@ def _save_model(spec: TinyModelSection, folder: Path, seed: int, vocab_size: int
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3MoeForCausalLM(config).to(torch.float32)
+        with torch.no_grad():  # transformers zeroes this row: a norm makes 1 / sqrt(eps) of its first gradient
+            model.model.embed_tokens.weight[config.pad_token_id].normal_(std=config.initializer_range)
     model.generation_config = GenerationConfig(**special_ids)
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would run into the run's own display

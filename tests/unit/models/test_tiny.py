@@ -43,6 +43,12 @@ def test_it_loads_with_transformers_and_has_the_sizes_asked_for(folder: Path) ->
     assert model.generation_config.eos_token_id == 257
 
 
+def test_no_token_starts_at_zero(folder: Path) -> None:
+    """The norm behind it would make 1 / sqrt(eps) = 1,000 of the gradient of the first that is sampled."""
+    sizes = weights(folder)["model.embed_tokens.weight"].norm(dim=1)
+    assert sizes.min() > 0.3 * sizes.mean()
+
+
 def test_it_is_made_once_and_its_name_tells_seed_sizes_and_vocabulary_apart(folder: Path) -> None:
     cache = folder.parent
     written = (folder / "model.safetensors").stat().st_mtime_ns
