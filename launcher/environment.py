@@ -6,11 +6,20 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
+# oneDNN and torch's layer over it each keep so many of the kernels that they made, one a shape: 1,024 by default,
+# of some 0.4 MB, which ragged micro-batches fill within a thousand steps. A step wants fewer than these.
+_KEPT_KERNELS = "128"
+
 
 def variables(*, threads: int, device: str) -> Mapping[str, str]:
-    """For a rank of ``learner.device`` with so many CPU threads. One of the CPU sees no GPU, where there are some."""
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    return {"OMP_NUM_THREADS": str(threads), **hidden}
+    """For a rank of ``learner.device`` with so many CPU threads. One of the CPU sees no GPU, where there are some, and
+    keeps few kernels, where nobody says how many."""
+    out = {"OMP_NUM_THREADS": str(threads)}
+    if device == "cpu":
+        out["CUDA_VISIBLE_DEVICES"] = ""
+        for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+            out[name] = os.environ.get(name, _KEPT_KERNELS)
+    return out
 
 
 @contextlib.contextmanager

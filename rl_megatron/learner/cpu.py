@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 CPU = torch.device("cpu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h; the largest values it takes are set below
 _WANT_CUDA = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")  # packages that megatron tries
+_TRIM_STEPS = 25
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn")
 
 
@@ -130,6 +131,20 @@ def _keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+class Heap:
+    """The memory that glibc keeps as `_keep_freed_memory` tells it to: steps of unlike sizes leave ever more holes."""
+
+    def __init__(self) -> None:
+        self._trim = None if torch.cuda.is_available() else getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._steps = 0
+
+    def step(self) -> None:
+        """Give all holes back at each `_TRIM_STEPS`-th call: then they are faulted in once more."""
+        self._steps += 1
+        if self._trim is not None and self._steps % _TRIM_STEPS == 0:
+            self._trim(0)
 
 
 def _fuse_nothing() -> None:

@@ -239,6 +239,7 @@ class MegatronLearner(MegatronScorer):
             for i, m in enumerate(_modules(config, models))
         ]
         self._config, self._optimizer = config, make_optimizer(self._trained, learner)
+        self._heap = cpu.Heap()
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self._optimizer.scale_loss
         super().__init__(shape, learner, device, models, head, self._trained)
@@ -260,6 +261,7 @@ class MegatronLearner(MegatronScorer):
 
         Where the gradient is not finite, all ranks skip the step and say so.
         """
+        self._heap.step()
         run = partial(self._gradients, loss=loss, num_tokens=num_tokens, num_sequences=num_sequences)
         packed = self._pack(micro_batches)
         outputs = run(packed)
