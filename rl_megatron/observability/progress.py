@@ -65,8 +65,6 @@ class Progress:
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start(refresh=True)
-        else:
-            self._print(" ".join(filter(None, ("run", self._title, str(self._folder or "")))))
         return self
 
     def __exit__(
@@ -162,7 +160,9 @@ class Progress:
                 facts.append((label, Text(_show(self._row[name]))))
         if self._rewards:
             reward = Text(f"{self._rewards[-1]:.3f}  ", style="bold")
-            facts.append(("reward", reward.append(_sparkline(list(self._rewards)), style="green")))
+            reward.append(_sparkline(list(self._rewards)), style="green")
+            reward.append(f"  {min(self._rewards):.3g} to {max(self._rewards):.3g}", style="not bold dim")
+            facts.append(("reward", reward))
         if (share := _teaching(self._row)) is not None:
             text = f"{share:.0%} of the groups teach" + ("" if share else ": all rewards of each are equal")
             facts.append(("learn", Text(text, style="" if share else "bold red")))
