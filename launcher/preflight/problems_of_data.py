@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config_data import FileData
 from rl_megatron.data.files import read_rows
-from rl_megatron.data.prompts import fields_of
-from rl_megatron.errors import RLMegatronError
+from rl_megatron.data.prompts import check_template, fields_of
+from rl_megatron.errors import ConfigError, RLMegatronError
 
 ROWS = 1000
 
@@ -28,4 +28,8 @@ def check(subject: Subject) -> Iterator[Found]:
             longer += [str(path)] if len(rows) == ROWS else []
     if longer:
         yield unchecked(f"rows of {' and '.join(longer)} after the first {ROWS}")
+    try:
+        check_template(data)
+    except ConfigError as error:
+        yield problem(str(error))
     yield unchecked("whether prompts fit in rollout.max_prompt_tokens")

@@ -61,6 +61,14 @@ def fields_of(data: FileData, path: Path) -> tuple[str, ...]:
     return data.prompt_field, data.answer_field, *pairs
 
 
+def check_template(data: FileData) -> None:
+    """Raises ConfigError where the template has no place for the problem."""
+    if "{prompt}" not in data.prompt_template:
+        raise ConfigError(
+            f"data.prompt_template={data.prompt_template!r} has no '{{prompt}}'; write it where the problem goes"
+        )
+
+
 def first_problem(data: ArithmeticData | FileData) -> tuple[str, str]:
     """Text, without a chat template, and answer of the first training problem. Raises DataError."""
     if isinstance(data, ArithmeticData):
@@ -81,10 +89,7 @@ def _arithmetic_problems(data: ArithmeticData, seed: int) -> tuple[list[_Problem
 
 
 def _file_problems(data: FileData, tokenizer: PreTrainedTokenizerBase) -> tuple[list[_Problem], list[_Problem]]:
-    if "{prompt}" not in data.prompt_template:
-        raise ConfigError(
-            f"data.prompt_template={data.prompt_template!r} has no '{{prompt}}'; write it where the problem goes"
-        )
+    check_template(data)
     if data.chat_template and not tokenizer.chat_template:
         raise ConfigError("data.chat_template=true, but the model's tokenizer has no chat template; set it to false")
     train = _rows_to_problems(data.train, "data.train", data, tokenizer)

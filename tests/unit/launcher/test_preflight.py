@@ -83,6 +83,7 @@ def cut(folder: Path) -> None:
         (remove("model/config.json"), (), "model: no config.json there"),
         (remove("data/eval.jsonl"), (), "eval.jsonl: no such file"),
         (None, ("data.prompt_field=text",), "train.jsonl:1: no field 'text'; it has answer, question"),
+        (None, ("data.prompt_template=Q:",), "data.prompt_template='Q:' has no '{prompt}'"),
         (remove("vllm/bin/python"), (), "vllm/bin/python: no such file; give the interpreter that vllm is installed"),
         (None, ("rollout=sglang",), "sglang is not installed in "),
         (None, ("reward.function=preflight_rewards:nope",), "'nope' of preflight_rewards is not there"),
