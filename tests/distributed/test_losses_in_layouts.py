@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.build import policy_loss
 from rl_megatron import config_io
 from rl_megatron.algorithms.auxiliary import ValueLoss
-from rl_megatron.config import TinyModelSection
+from rl_megatron.algorithms.losses import loss_of
+from rl_megatron.config import RunConfig, TinyModelSection
 from rl_megatron.config_learner import LearnerSection
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.models.shape import ModelShape
@@ -67,11 +67,16 @@ def jobs() -> dict[str, tuple[Loss, int, Samples]]:
     for name in NAMES:
         config = config_io.load("tiny_cpu", [f"algorithm={name}"])
         unit = 1 if config.algorithm.preference_beta is None else 2
-        out[name] = policy_loss(config, 0.0), unit, replace(plain, nll_weights=samples.nll_weights)
+        out[name] = of(config), unit, replace(plain, nll_weights=samples.nll_weights)
     config = config_io.load("tiny_cpu", ["algorithm=grpo", "algorithm.entropy_coefficient=0.1"])
-    out["kl and entropy"] = policy_loss(config, 0.3), 1, plain
-    out["interpolated"] = policy_loss(config_io.load("tiny_cpu", ["algorithm=decoupled_ppo"]), 0.0), 1, samples
+    out["kl and entropy"] = of(config, 0.3), 1, plain
+    out["interpolated"] = of(config_io.load("tiny_cpu", ["algorithm=decoupled_ppo"])), 1, samples
     return out
+
+
+def of(config: RunConfig, kl_coefficient: float = 0.0) -> Loss:
+    longest = config.rollout.max_new_tokens
+    return loss_of(config.algorithm, kl_coefficient=kl_coefficient, max_new_tokens=longest)
 
 
 def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max_tokens: int) -> None:
