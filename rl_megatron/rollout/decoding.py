@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.data.routes import encode_routes, routes_dtype
+from rl_megatron.errors import EngineError
 from rl_megatron.models.kv_cache import KVCache
 from rl_megatron.models.reference import CausalAttention, ReferenceModel
 from rl_megatron.rollout.sampling import RowSampling, choose_tokens, stream_keys, uniforms
@@ -104,9 +105,19 @@ class Decoding:
             self._admit()
 
     def completions(self, version: int) -> list[Completion]:
-        """Every sequence's completion, in request order, as sampled by weights ``version``."""
+        """Every sequence's completion, in request order, as sampled by weights ``version``.
+
+        Raises EngineError where a log-prob is not finite.
+        """
         lengths, stopped = self._lengths.tolist(), self._stopped.tolist()
         inside = (torch.arange(self._width, device=self._lengths.device) < self._lengths[:, None]).view(-1)
+        bad = (inside & ~self._out_logprobs.isfinite()).nonzero()
+        if len(bad):
+            request = self._requests[int(self._prompt_of[int(bad[0]) // self._width])]
+            raise EngineError(
+                f"request {request.id!r}: log-probs by weight version {version} are not finite: its weights are not, "
+                "or too large; resume from the last checkpoint with a lower learning rate"
+            )
         tokens, logprobs = self._out_tokens[inside].tolist(), self._out_logprobs[inside].tolist()
         routes = self._routes(inside, lengths)
         return [

@@ -76,8 +76,8 @@ def _draw_top_p(probabilities: Tensor, uniform: Tensor, top_p: Tensor) -> tuple[
 
 
 def _invert(cumulative: Tensor, target: Tensor) -> Tensor:
-    """The first column whose cumulative mass exceeds ``target``: never one of zero probability."""
-    return torch.searchsorted(cumulative, target, right=True)
+    """The first column whose cumulative mass exceeds ``target``: never one of zero probability; the last one of NaN."""
+    return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
 
 
 def _mix(z: Tensor) -> Tensor:

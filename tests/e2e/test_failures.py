@@ -29,7 +29,7 @@ def test_a_dead_learner_process_ends_the_run_and_is_named(place: Place) -> None:
 def test_an_update_that_is_not_finite_ends_the_run_with_what_to_do(place: Place) -> None:
     run = place.start("nan", ONE, EVEN, "train.learning_rate=1e30", "train.steps=20")
     assert run.end() == 1
-    assert "error: gradient norm is nan at learning rate 1e+30" in run.text()
+    assert "log-probs by weight version" in run.text()
     assert "resume from the last checkpoint with a lower learning rate" in run.text()
     assert "Traceback" not in run.text()
     run = place.start("nan", ONE, EVEN, "train.learning_rate=1e-3", "train.steps=4", resume=True)

@@ -183,3 +183,11 @@ def test_requests_that_cannot_be_served_are_refused(
 ) -> None:
     with pytest.raises(EngineError, match=message):
         make_engine(2).generate([request("fine", (3,)), bad])
+
+
+def test_weights_that_give_no_finite_log_probs_are_named_with_the_request(make_engine: MakeEngine) -> None:
+    engine = make_engine(4)
+    next(iter(engine.tensors.values())).fill_(float("nan"))
+    engine.serve(5)
+    with pytest.raises(EngineError, match="request 'a': log-probs by weight version 5 are not finite"):
+        engine.generate([request("a", (1, 2), max_new_tokens=4)])
