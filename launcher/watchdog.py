@@ -106,7 +106,7 @@ class Watchdog:
 
 
 class LoopWatch:
-    """Watches the controller's own event loop, from a thread: a reward that blocks it holds up everything.
+    """Watches the controller's own event loop, from a thread: what blocks it holds up everything.
 
     What blocks it may never return, so the process ends here; its children end with it.
     """
@@ -139,7 +139,7 @@ class LoopWatch:
         where = "" if stack is None else f": it is at {stack.place}"
         text = (
             f"the controller stands still for {self._limit:g} s (run.watchdog_seconds){where}\n"
-            f"  an `async` reward function must not block; a plain one may, in its thread\n  stacks: {path}"
+            f"  nothing that runs on its event loop may block\n  stacks: {path}"
         )
         logger.error("the run ends: %s", text)
         print(f"error: {text}", file=sys.stderr, flush=True)

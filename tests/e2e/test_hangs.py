@@ -30,12 +30,6 @@ def plant():
 if "launcher.nursery" in sys.orig_argv:
     os.register_at_fork(after_in_child=threading.Thread(target=plant, daemon=True).start)
 """
-BLOCKING = """
-import time
-
-async def blocking(prompt, completions, texts):
-    time.sleep(10000)
-"""
 
 
 def stacks(run: Run) -> dict[str, str]:
@@ -85,13 +79,3 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named(place: Place, monkey
     assert all("_serve" in written[f"rank-{rank}.txt"] for rank in (0, 1))
     assert "train_once" in written["controller.txt"]
     assert not any(map(alive, workers))
-
-
-def test_a_reward_that_blocks_the_controller_is_named(place: Place) -> None:
-    (place.folder / "my_blocking.py").write_text(BLOCKING)
-    keys = ("learner.ep=1", "warm_start.steps=0", "run.watchdog_seconds=10", "reward.function=my_blocking:blocking")
-    run = place.start("blocking", *keys)
-    assert run.end() == 1
-    assert "error: the controller stands still for 10 s (run.watchdog_seconds): it is at" in run.text()
-    assert "in blocking" in run.text()
-    assert "in blocking" in stacks(run)["controller.txt"]
