@@ -17,7 +17,7 @@ train: $(ENVIRONMENT)
 	$(BIN)/rl-megatron train $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/cluster
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-cluster: $(ENVIRONMENT)
 	tests/cluster/install.sh
