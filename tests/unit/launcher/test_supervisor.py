@@ -221,7 +221,7 @@ def test_without_restarts_the_run_ends_with_the_end_of_the_log(fakes: list[Fake]
 @pytest.mark.parametrize("path", ["/health", "/generate"])
 def test_a_server_that_hangs_is_ended_and_its_requests_go_elsewhere(fakes: list[Fake], path: str) -> None:
     """It is not well when asked, or is, but makes no token of the request that it has."""
-    limits = {"health_seconds": 0.6} if path == "/health" else {"timeout_seconds": 0.5}
+    limits = {"health_seconds": 1.5} if path == "/health" else {"timeout_seconds": 1.5}
 
     async def test() -> None:
         async with bed(fakes[:1], fakes[2:], **limits) as it:
@@ -239,7 +239,7 @@ def test_a_server_that_hangs_is_ended_and_its_requests_go_elsewhere(fakes: list[
     run(test)
 
 
-@pytest.mark.parametrize("limits", [{"timeout_seconds": 0.3}, {"health_seconds": 0.3}], ids=["a queue", "no health"])
+@pytest.mark.parametrize("limits", [{"timeout_seconds": 0.9}, {"health_seconds": 0.9}], ids=["a queue", "no health"])
 def test_a_server_that_makes_tokens_is_healthy_however_long_a_request_takes(
     fakes: list[Fake], limits: dict[str, float]
 ) -> None:

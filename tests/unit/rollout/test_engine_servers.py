@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from pydantic import TypeAdapter
 
 from rl_megatron.config_rollout import ServerSection
 from rl_megatron.errors import EngineError, SyncError
@@ -28,6 +29,7 @@ from rl_megatron.weights.held import Report
 Answer = Callable[[str, dict[str, Any], int], tuple[int, object]]
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token_ids=(), seed=0)
 REQUEST = GenerationRequest(id="step 1: 2+2=", token_ids=(1, 2), num_completions=1, params=PARAMS)
+ANSWER = TypeAdapter(dict[str, Any])
 SECTION = ServerSection(retries=2, backoff_seconds=0.01, timeout_seconds=60.0, concurrency=3)
 
 
@@ -44,7 +46,7 @@ class Words:
 
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
         body = {"id": request_id, "prompt": request.token_ids, "new": request.params.max_new_tokens}
-        answer = {"tokens": [7], "finish": "stop", **await server.post("/generate", body)}
+        answer = {"tokens": [7], "finish": "stop", **await server.sampled("/generate", body, ANSWER)}
         version, tokens = version_of(answer["label"]), tuple(answer["tokens"])
         done = Completion(
             token_ids=tokens,
