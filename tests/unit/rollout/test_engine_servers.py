@@ -29,7 +29,6 @@ from rl_megatron.weights.held import Report
 Answer = Callable[[str, dict[str, Any], int], tuple[int, object]]
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token_ids=(), seed=0)
 REQUEST = GenerationRequest(id="step 1: 2+2=", token_ids=(1, 2), num_completions=1, params=PARAMS)
-ANSWER = TypeAdapter(dict[str, Any])
 SECTION = ServerSection(retries=2, backoff_seconds=0.01, timeout_seconds=60.0, concurrency=3)
 
 
@@ -46,7 +45,7 @@ class Words:
 
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
         body = {"id": request_id, "prompt": request.token_ids, "new": request.params.max_new_tokens}
-        answer = {"tokens": [7], "finish": "stop", **await server.sampled("/generate", body, ANSWER)}
+        answer = {"tokens": [7], "finish": "stop", **await server.sampled("/generate", body, TypeAdapter(dict))}
         version, tokens = version_of(answer["label"]), tuple(answer["tokens"])
         done = Completion(
             token_ids=tokens,
