@@ -33,7 +33,7 @@ class FileData(Section):
     prompt_field: str = "question"
     """Field that holds the problem, as text."""
     answer_field: str = "answer"
-    """Field that holds the correct answer, as text."""
+    """Field that holds the correct answer."""
     rejected_field: str | None = None
     """Field of the training file that holds a worse answer, when given: algorithm=dpo then trains on these pairs alone,
     and nothing is sampled but evaluations."""

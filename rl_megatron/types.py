@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: str
     rejected: tuple[str, ...] = ()  # worse answers, in data of pairs
-    meta: Mapping[str, str] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)  # all other fields of its row, as JSON has them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

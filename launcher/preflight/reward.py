@@ -80,7 +80,7 @@ def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> Scores | Non
 def _prompt(subject: Subject) -> Prompt:
     """The first problem of the training data; its token ids are made up."""
     try:
-        text, answer = first_problem(subject.config.data)
+        text, answer, meta = first_problem(subject.config.data)
     except RLMegatronError:  # told of the data
-        text, answer = "1+1=", "2"
-    return Prompt(id="made-up", text=text, token_ids=(0, 1), answer=answer)
+        text, answer, meta = "1+1=", "2", {}
+    return Prompt(id="made-up", text=text, token_ids=(0, 1), answer=answer, meta=meta)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,17 +17,25 @@ from rl_megatron.errors import DataError
 
 MAX_PROBLEMS_SHOWN = 20
 _MAX_SHOWN = 500  # characters of what a file or a library says
+_ROWS_AT_ONCE = 4096
 
-Row = tuple[str, ...]  # the fields asked for
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The fields that were asked for, as text, and all others as JSON has them: texts, numbers, lists ..."""
+
+    texts: tuple[str, ...]
+    others: Mapping[str, Any]
 
 
 def read_rows(path: Path, fields: tuple[str, ...], *, key: str, limit: int | None = None) -> list[Row]:
-    """These text fields of every row, in file order: row i of the result is line (or parquet row) i + 1.
+    """Every row, in file order: row i of the result is line (or parquet row) i + 1.
 
-    ``key`` is the config key that gave ``path``; only the first ``limit`` rows are read where it is given. Raises
-    DataError with all bad rows at once.
+    The first of ``fields`` must be text; another may be a number, a list or the like: it is given as the text that JSON
+    has for it, and as it is among the others. ``key`` is the config key that gave ``path``; only the first ``limit``
+    rows are read where it is given. Raises DataError with all bad rows at once.
     """
-    readers: dict[str, Callable[[Path, tuple[str, ...], int | None], list[Row | str]]] = {
+    readers: dict[str, Callable[[Path, tuple[str, ...]], Iterator[Mapping[str, object] | str]]] = {
         ".jsonl": _read_jsonl,
         ".parquet": _read_parquet,
     }
@@ -34,7 +46,7 @@ def read_rows(path: Path, fields: tuple[str, ...], *, key: str, limit: int | Non
     try:
         if not path.is_file():
             raise DataError(f"{key}={_cut(str(path))}: no such file")
-        rows = reader(path, fields, limit)
+        rows = [row if isinstance(row, str) else _pick(row, fields) for row in islice(reader(path, fields), limit)]
     except OSError as error:  # as of a name of more than 255 characters
         raise DataError(f"{key}={_cut(str(path))}: cannot be read: {error.strerror or error}") from error
     if not rows:
@@ -48,34 +60,44 @@ def read_rows(path: Path, fields: tuple[str, ...], *, key: str, limit: int | Non
     return [row for row in rows if not isinstance(row, str)]
 
 
-def _read_jsonl(path: Path, fields: tuple[str, ...], limit: int | None) -> list[Row | str]:
+def _read_jsonl(path: Path, _: tuple[str, ...]) -> Iterator[Mapping[str, object] | str]:
     with path.open("rb") as file:
-        return [_parse_line(line.removesuffix(b"\n"), fields) for line in islice(file, limit)]
+        for line in file:
+            yield _parse_line(line.removesuffix(b"\n"))
 
 
-def _parse_line(line: bytes, fields: tuple[str, ...]) -> Row | str:
+def _parse_line(line: bytes) -> Mapping[str, object] | str:
     if not line.strip():
         return "blank line; remove it"
     try:
-        value = json.loads(line.decode())
+        value = json.loads(line.decode(), parse_constant=_finite, parse_float=_finite)
     except UnicodeDecodeError as error:
         return f"not UTF-8 at byte {error.start + 1} of the line"
     except (ValueError, RecursionError) as error:
         return f"not JSON: {error}"
     if not isinstance(value, dict):
         return f"a JSON object is wanted, got {type(value).__name__}"
-    return _pick(value, fields)
+    return value
+
+
+def _finite(text: str) -> float | None:
+    """None for NaN and infinity, which JSON has not."""
+    return value if math.isfinite(value := float(text)) else None
 
 
 def _pick(row: Mapping[str, object], fields: tuple[str, ...]) -> Row | str:
     """The fields of a row, or what is wrong with it."""
     texts = []
+    others = {name: value for name, value in row.items() if name not in fields}
     for name in fields:
-        value = row.get(name)
         if name not in row:
             return _missing(name, row)
+        value = row[name]
         if not isinstance(value, str):
-            return f"field {name!r} is {value!r:.40} ({type(value).__name__}); text is wanted, so quote it"
+            if value is None or name == fields[0]:
+                return f"field {name!r} is {value!r:.40} ({type(value).__name__}); text is wanted, so quote it"
+            others[name] = value
+            value = json.dumps(value, ensure_ascii=False)
         if not value.strip():
             return f"field {name!r} is empty"
         try:
@@ -83,47 +105,65 @@ def _pick(row: Mapping[str, object], fields: tuple[str, ...]) -> Row | str:
         except UnicodeEncodeError:
             return f"field {name!r} holds half a surrogate pair, which is no text"
         texts.append(value)
-    return tuple(texts)
+    return Row(tuple(texts), others)
 
 
-def _read_parquet(path: Path, fields: tuple[str, ...], limit: int | None) -> list[Row | str]:
+def _read_parquet(path: Path, fields: tuple[str, ...]) -> Iterator[Mapping[str, object] | str]:
     import pyarrow as pa  # heavy, and only parquet needs it
     import pyarrow.parquet as pq
 
     try:
         table = pq.ParquetFile(path)
-        rows = list(zip(*(_parquet_column(table, name, path, limit) for name in fields), strict=True))
-    except (pa.ArrowException, OSError, ValueError) as error:
+        names = table.schema_arrow.names
+        if len(set(names)) < len(names):
+            name, count = Counter(names).most_common(1)[0]
+            raise DataError(f"{path}: {count} columns are called {_cut(repr(name))}; leave one")
+        if missing := [name for name in fields if name not in names]:
+            raise DataError(f"{path}: {_missing(missing[0], names)}")
+        for batch in table.iter_batches(_ROWS_AT_ONCE):
+            columns = [_values(batch.column(i)) for i in range(len(names))]
+            for values in zip(*columns, strict=True):
+                yield _decoded(dict(zip(names, values, strict=True)))
+    except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:  # dates beyond Python's
+        if isinstance(error, DataError):
+            raise
         raise DataError(f"{path}: not a readable parquet file: {_cut(str(error))}") from error
-    return [_pick_bytes(row, fields) for row in rows]
 
 
-def _parquet_column(table: Any, name: str, path: Path, limit: int | None) -> list[bytes | None]:
-    """A text column as bytes, so that bad UTF-8 is found row by row."""
+def _values(column: Any) -> list[Any]:
+    """Of one column; text as bytes, so that bad UTF-8 is found row by row."""
     import pyarrow as pa
 
-    schema = table.schema_arrow
-    if name not in schema.names:
-        raise DataError(f"{path}: {_missing(name, schema.names)}")
-    if schema.names.count(name) > 1:
-        raise DataError(f"{path}: {schema.names.count(name)} columns are called {name!r}; leave one")
-    kind = schema.field(name).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise DataError(f"{path}: column {name!r} holds {kind}; text is wanted")
-    parts = table.iter_batches(limit, columns=[name]) if limit else [table.read(columns=[name])]
-    part = next(iter(parts), None)
-    column: list[bytes | None] = [] if part is None else part.column(0).cast(pa.large_binary()).to_pylist()
-    return column
+    is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+    values: list[Any] = (column.cast(pa.large_binary()) if is_text else column).to_pylist()
+    return values if is_text else [_as_json(value) for value in values]
 
 
-def _pick_bytes(row: tuple[bytes | None, ...], fields: tuple[str, ...]) -> Row | str:
-    decoded: dict[str, object] = {}
-    for name, value in zip(fields, row, strict=True):
-        try:
-            decoded[name] = None if value is None else value.decode()
-        except UnicodeDecodeError as error:
-            return f"field {name!r} is not UTF-8 at byte {error.start + 1}"
-    return _pick(decoded, fields)
+def _decoded(row: dict[str, Any]) -> Mapping[str, object] | str:
+    """The row with its texts as such."""
+    for name, value in row.items():
+        if isinstance(value, bytes):
+            try:
+                row[name] = value.decode()
+            except UnicodeDecodeError as error:
+                return f"field {name!r} is not UTF-8 at byte {error.start + 1}"
+    return row
+
+
+def _as_json(value: object) -> object:
+    """What JSON has for a value of a parquet column: bytes in base64, dates and decimals as text, NaN as null."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case bytes():
+            return base64.b64encode(value).decode()
+        case dict():
+            return {str(key): _as_json(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_as_json(inner) for inner in value]
+    return str(value)
 
 
 def _missing(name: str, present: Iterable[str]) -> str:

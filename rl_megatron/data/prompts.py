@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE = 1000  # prompts given to a tokenizer
+_MOST_CHARACTERS = 100  # a token, on average over a prompt
+
 OnLongPrompt = Literal["fail", "drop"]
 
 
@@ -33,6 +36,7 @@ class _Problem:
     text: str
     answer: str
     rejected: Sequence[str] = ()  # a worse answer, in data of pairs
+    meta: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_prompts(
@@ -65,17 +69,18 @@ def check_template(data: FileData) -> None:
     """Raises ConfigError where the template has no place for the problem."""
     if "{prompt}" not in data.prompt_template:
         raise ConfigError(
-            f"data.prompt_template={data.prompt_template!r} has no '{{prompt}}'; write it where the problem goes"
+            f"data.prompt_template={data.prompt_template!r:.200} has no '{{prompt}}'; write it where the problem goes"
         )
 
 
-def first_problem(data: ArithmeticData | FileData) -> tuple[str, str]:
-    """Text, without a chat template, and answer of the first training problem. Raises DataError."""
+def first_problem(data: ArithmeticData | FileData) -> tuple[str, str, Mapping[str, Any]]:
+    """Text, without a chat template, answer and other fields of the first training problem. Raises DataError."""
     if isinstance(data, ArithmeticData):
         made = _sum(1, 1, data.digits)
-        return made.text, made.answer
-    question, answer, *_ = read_rows(data.train, fields_of(data, data.train), key="data.train", limit=1)[0]
-    return data.prompt_template.replace("{prompt}", question), answer
+        return made.text, made.answer, {}
+    (row,) = read_rows(data.train, fields_of(data, data.train), key="data.train", limit=1)
+    question, answer, *_ = row.texts
+    return data.prompt_template.replace("{prompt}", question), answer, row.others
 
 
 def _sum(a: int, b: int, digits: int) -> _Problem:
@@ -99,14 +104,21 @@ def _file_problems(data: FileData, tokenizer: PreTrainedTokenizerBase) -> tuple[
 def _rows_to_problems(path: Path, key: str, data: FileData, tokenizer: PreTrainedTokenizerBase) -> list[_Problem]:
     rows = read_rows(path, fields_of(data, path), key=key)
     problems = []
-    for line, (question, answer, *rejected) in enumerate(rows, 1):
+    for line, row in enumerate(rows, 1):
+        question, answer, *rejected = row.texts
         text = data.prompt_template.replace("{prompt}", question)
         if data.chat_template:
             chat = [{"role": "user", "content": text}]
             text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-        problems.append(
-            _Problem(id=f"{path.stem}:{line}", place=f"{path}:{line}", text=text, answer=answer, rejected=rejected)
+        problem = _Problem(
+            id=f"{path.stem}:{line}",
+            place=f"{path}:{line}",
+            text=text,
+            answer=answer,
+            rejected=rejected,
+            meta=row.others,
         )
+        problems.append(problem)
     return problems
 
 
@@ -117,25 +129,49 @@ def _tokenize(
     max_prompt_tokens: int,
     on_long_prompt: OnLongPrompt,
 ) -> list[Prompt]:
-    encoded = tokenizer([p.text for p in problems], add_special_tokens=add_special_tokens)["input_ids"]
-    long = [(p, len(ids)) for p, ids in zip(problems, encoded, strict=True) if len(ids) > max_prompt_tokens]
-    if long and (on_long_prompt == "fail" or len(long) == len(problems)):
+    prompts: list[Prompt] = []
+    long: list[tuple[_Problem, str]] = []
+    for problem, ids in _encoded(problems, tokenizer, add_special_tokens, max_prompt_tokens * _MOST_CHARACTERS):
+        if ids is None or len(ids) > max_prompt_tokens:
+            long.append((problem, f"{len(problem.text)} characters" if ids is None else f"{len(ids)} tokens"))
+            continue
+        rejected = tuple(problem.rejected)
+        prompts.append(
+            Prompt(
+                id=problem.id,
+                text=problem.text,
+                token_ids=tuple(ids),
+                answer=problem.answer,
+                rejected=rejected,
+                meta=problem.meta,
+            )
+        )
+    if long and (on_long_prompt == "fail" or not prompts):
         problem, length = long[0]
         raise DataError(
-            f"{problem.place}: the prompt has {length} tokens, rollout.max_prompt_tokens={max_prompt_tokens} "
+            f"{problem.place}: the prompt has {length}, rollout.max_prompt_tokens={max_prompt_tokens} "
             f"({len(long)} of {len(problems)} prompts are too long); raise it"
-            + (" or set rollout.on_long_prompt=drop" if len(long) < len(problems) else "")
+            + (" or set rollout.on_long_prompt=drop" if prompts else "")
         )
     if long:
         logger.warning(
-            "dropped %d of %d prompts with more than rollout.max_prompt_tokens=%d tokens; the first is %s with %d",
+            "dropped %d of %d prompts with more than rollout.max_prompt_tokens=%d tokens; the first is %s with %s",
             *(len(long), len(problems), max_prompt_tokens, long[0][0].place, long[0][1]),
         )
-    return [
-        Prompt(id=p.id, text=p.text, token_ids=tuple(ids), answer=p.answer, rejected=tuple(p.rejected))
-        for p, ids in zip(problems, encoded, strict=True)
-        if len(ids) <= max_prompt_tokens
-    ]
+    return prompts
+
+
+def _encoded(
+    problems: Sequence[_Problem], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool, most_characters: int
+) -> Iterator[tuple[_Problem, list[int] | None]]:
+    """Each problem with its tokens, or None where it has more characters than any that fits; few at a time, because
+    a tokenizer's own records take 100 bytes a token while they last."""
+    for start in range(0, len(problems), _AT_ONCE):
+        part = problems[start : start + _AT_ONCE]
+        texts = [p.text for p in part if len(p.text) <= most_characters]
+        encoded = iter(tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"] if texts else [])
+        for problem in part:
+            yield problem, next(encoded) if len(problem.text) <= most_characters else None
 
 
 class PromptStream:

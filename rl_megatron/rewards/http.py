@@ -95,11 +95,11 @@ def _check(url: str, key: str) -> None:
         parts = urlsplit(url)
         parts.port  # noqa: B018  # raises where it is no port
     except ValueError as error:
-        raise ConfigError(f"{key}={url!r}: {error}; write it as http://host:port/path") from error
+        raise ConfigError(f"{key}={url!r:.200}: {error}; write it as http://host:port/path") from error
     if re.search(r"[^!-~]", url):
-        raise ConfigError(f"{key}={url!r}: it holds white space or letters outside ASCII; write those as %XX")
+        raise ConfigError(f"{key}={url!r:.200}: it holds white space or letters outside ASCII; write those as %XX")
     if not parts.hostname:
-        raise ConfigError(f"{key}={url!r}: it names no host; write it as http://host:port/path")
+        raise ConfigError(f"{key}={url!r:.200}: it names no host; write it as http://host:port/path")
     if parts.username is not None:
         raise ConfigError(f"{key}: a URL with a user name or password in it is written to logs; leave them out")
 

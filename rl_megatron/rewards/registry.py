@@ -66,7 +66,7 @@ def _function(name: str, section: RewardSection, key: str) -> RewardFunction:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"{key}={name!r} is unknown; {hint}allowed: {', '.join(known)}, package.module:function of your own, "
+            f"{key}={name!r:.200} is unknown; {hint}allowed: {', '.join(known)}, package.module:function of your own, "
             "an http:// or https:// URL, or hf:<folder of a sequence classifier>"
         )
     return REWARDS[name]
@@ -75,25 +75,25 @@ def _function(name: str, section: RewardSection, key: str) -> RewardFunction:
 def _load(path: str, key: str) -> RewardFunction:
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute.isidentifier():
-        raise ConfigError(f"{key}={path!r}: write it as package.module:function")
+        raise ConfigError(f"{key}={path!r:.200}: write it as package.module:function")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{key}={path!r}: importing {module_name} failed: {error!s:.500}") from error
+            raise ConfigError(f"{key}={path!r:.200}: importing {module_name} failed: {error!s:.500}") from error
         raise ConfigError(
-            f"{key}={path!r}: no module {error.name!r}; install it or put its folder on PYTHONPATH"
+            f"{key}={path!r:.200}: no module {error.name!r}; install it or put its folder on PYTHONPATH"
         ) from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's module may raise anything, and exit
-        raise ConfigError(f"{key}={path!r}: importing {module_name} {said(error)}") from error
+        raise ConfigError(f"{key}={path!r:.200}: importing {module_name} {said(error)}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         what = "is not a function" if hasattr(module, attribute) else "is not there"
         near = difflib.get_close_matches(attribute, [n for n, v in vars(module).items() if callable(v)], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{key}={path!r}: {attribute!r} of {module_name} {what}{hint}")
+        raise ConfigError(f"{key}={path!r:.200}: {attribute!r} of {module_name} {what}{hint}")
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return Async(function)
     return Plain(function)

@@ -15,7 +15,7 @@ from rl_megatron.config_rollout import RolloutSection
 from rl_megatron.errors import RewardError
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.rewards.scoring import score
-from rl_megatron.types import GenerationRequest, Prompt, RolloutGroup, SamplingParams
+from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -153,9 +153,12 @@ class RolloutSampler:
             routes=routes,
         )
 
+    def _texts(self, completions: Sequence[Completion]) -> tuple[str, ...]:
+        return tuple(self.decode(completion.token_ids) for completion in completions)
+
     async def _group(self, prompt: Prompt, request: GenerationRequest) -> _Scored:
         completions = tuple(await self.engine.generate(request))
-        texts = tuple(self.decode(c.token_ids) for c in completions)
+        texts = await asyncio.to_thread(self._texts, completions)  # long ones would hold up the event loop
         scores = await score(self.reward_function, prompt, completions, texts, limit=self.reward.timeout_seconds)
         rewards, parts, errors = scores.rewards, scores.parts, scores.errors
         if errors:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
+import math
 from pathlib import Path
 
 import pyarrow as pa
@@ -107,7 +109,7 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
         b"",
         b'{"question": "\xff", "answer": "1"}',
         b'{"questoin": "x", "answer": "1"}',
-        b'{"question": "x", "answer": 72}',
+        b'{"question": 72, "answer": "x"}',
         b'{"question": "x", "answer": " "}',
         b'{"question": "\\ud800", "answer": "1"}',
         b"[" * 100_000,
@@ -122,7 +124,7 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
         4: "blank line",
         5: "not UTF-8 at byte 15",
         6: "did you mean 'questoin'",
-        7: "'answer' is 72 (int)",
+        7: "'question' is 72 (int)",
         8: "'answer' is empty",
         9: "surrogate",
         10: "not JSON",
@@ -157,8 +159,8 @@ def test_a_parquet_file_with_other_columns_or_types_or_bytes_is_refused(tmp_path
     pq.write_table(pa.table({"questions": ["a"], "answer": ["1"]}), path)
     with pytest.raises(DataError, match=r"no field 'question'.*did you mean 'questions'"):
         load(files(path))
-    pq.write_table(pa.table({"question": ["a"], "answer": [1]}), path)
-    with pytest.raises(DataError, match="column 'answer' holds int64"):
+    pq.write_table(pa.table({"question": [1], "answer": ["a"]}), path)
+    with pytest.raises(DataError, match=r"x.parquet:1: field 'question' is 1 \(int\); text is wanted"):
         load(files(path))
     path.write_bytes(b"PAR1 torn")
     with pytest.raises(DataError, match="not a readable parquet file"):
@@ -198,6 +200,79 @@ def test_long_prompts_fail_or_are_dropped_and_counted(jsonl: Path, caplog: pytes
     assert "dropped 1 of 3 prompts" in caplog.text
     with pytest.raises(DataError, match="3 of 3 prompts are too long"):
         load(files(jsonl), limit=1, long="drop")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_all_other_fields_of_a_row_are_the_prompts_meta(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"rows{suffix}"
+    other = {"source": "é", "level": 3, "share": 0.5, "tests": [{"in": "1", "out": [2]}], "none": None, "right": True}
+    rows = [{"question": "q", "answer": 72, **other}, {"question": "r", "answer": 73, **other}]
+    if suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    train, _ = load(files(path))
+    assert [(p.text, p.answer) for p in train] == [("q", "72"), ("r", "73")]
+    assert train[0].meta == {**other, "answer": 72}
+    assert json.loads(json.dumps(train[0].meta)) == train[0].meta
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"), [(0.5, "0.5"), (["a", "é"], '["a", "é"]'), ({"x": 1}, '{"x": 1}'), (True, "true"), ("7", "7")]
+)
+def test_an_answer_that_is_no_text_is_the_text_that_json_has_for_it(tmp_path: Path, answer: object, text: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "q", "answer": answer}))
+    ((prompt,), _) = load(files(path))
+    assert prompt.answer == text
+    assert prompt.meta == ({} if answer == "7" else {"answer": answer})
+
+
+def test_what_json_has_not_is_null_or_text_in_meta(tmp_path: Path) -> None:
+    line = tmp_path / "rows.jsonl"
+    line.write_text('{"question": "q", "answer": "a", "x": NaN, "y": [-Infinity, 1e400, 1.5]}')
+    assert load(files(line))[0][0].meta == {"x": None, "y": [None, None, 1.5]}
+    table = tmp_path / "rows.parquet"
+    days = pa.array([datetime.date(2026, 1, 2)])
+    named = {"question": ["q"], "answer": ["a"], "x": [math.nan], "day": days, "raw": [b"\xff"], "deep": [{"z": b"0"}]}
+    pq.write_table(pa.table(named), table)
+    meta = {"x": None, "day": "2026-01-02", "raw": "/w==", "deep": {"z": "MA=="}}
+    assert load(files(table))[0][0].meta == meta
+
+
+def test_a_prompt_too_long_by_its_characters_is_never_tokenized(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """20 MB would take half a minute; a tokenizer that raises shows that it is not asked."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": q, "answer": "a"}) + "\n" for q in ("fits", "x" * 1001)))
+
+    class Picky:
+        def __call__(self, texts: list[str], **options: object) -> object:
+            assert texts == ["fits"]
+            return byte_tokenizer()(texts, **options)
+
+    options = {"max_prompt_tokens": 10, "seed": 0}
+    train, _ = load_prompts(files(path, max_eval=1), Picky(), on_long_prompt="drop", **options)
+    assert [p.text for p in train] == ["fits"]
+    assert caplog.text.endswith(f"the first is {path}:2 with 1001 characters\n")
+    with pytest.raises(DataError, match=r"rows.jsonl:2: the prompt has 1001 characters, rollout.max_prompt_tokens=10"):
+        load_prompts(files(path), Picky(), on_long_prompt="fail", **options)
+
+
+def test_prompts_are_tokenized_few_at_a_time_and_stay_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"q{i}", "answer": "a"}) + "\n" for i in range(2500)))
+    sizes = []
+
+    class Counting:
+        def __call__(self, texts: list[str], **options: object) -> object:
+            sizes.append(len(texts))
+            return byte_tokenizer()(texts, **options)
+
+    train, _ = load_prompts(files(path, max_eval=1), Counting(), max_prompt_tokens=99, on_long_prompt="fail", seed=0)
+    assert sizes == [1000, 1000, 500, 1]
+    assert [bytes(p.token_ids).decode() for p in train] == [f"q{i}" for i in range(2500)]
 
 
 def prompts(n: int) -> list[Prompt]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -75,6 +77,18 @@ def test_groups_come_in_order_with_texts_and_rewards(make_engine: MakeEngine) ->
         assert len(group.completions) == 4
         assert group.texts == tuple(text(c.token_ids) for c in group.completions)
         assert group.rewards == tuple(len(c.token_ids) for c in group.completions)
+
+
+def test_texts_are_decoded_off_the_event_loop(make_engine: MakeEngine) -> None:
+    threads = set()
+
+    def decode(tokens: Sequence[int]) -> str:
+        threads.add(threading.current_thread())
+        return text(tokens)
+
+    batch = asyncio.run(replace(sampler(make_engine, length_reward), decode=decode).sample(PROMPTS, step=3))
+    assert len(batch.groups) == 5
+    assert threading.main_thread() not in threads
 
 
 def test_a_step_repeats_exactly_and_no_two_steps_seeds_or_prompts_share_numbers(make_engine: MakeEngine) -> None:
