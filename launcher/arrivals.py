@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from launcher import channel
+from launcher.last_words import end_of
 from launcher.naming import called, file_stem
 from launcher.placement import Placement
 from launcher.proxies import roles_of
@@ -41,13 +42,16 @@ class ConnectedRank:
         self.where = f"pid {hello.pid} on {hello.node}"
         self._stream = socket.socket(fileno=os.dup(connection.fileno()))
         self._gone = threading.Event()
+        self.folder: Path | None = None  # where what it says is written
 
     def ending(self, hung_up: threading.Event) -> Ending:
         """See RankProcess; that a stream ended is all that another node says."""
         hung_up.wait()
         self._gone.set()
         file = file_stem(self.role, self.rank)
-        how = f"hung up: it was killed, crashed or lost its node; {file}.txt has what it said"
+        told = end_of(self.folder / f"{file}.txt") if self.folder is not None else ""
+        said = f"ends with:{told}" if told else "has what it said"
+        how = f"hung up: it was killed, crashed or lost its node; {file}.txt {said}"
         return Ending(how=how, expected=True, killed=True)
 
     def wake(self) -> None:
@@ -73,7 +77,8 @@ class Awaited:
     token: bytes
     started: Awaitable[str]  # done, with how it ended, once what starts the ranks is at its end
     seconds: float
-    files: str  # where a person reads more
+    folder: Path  # where what ranks say is written
+    files: str  # there, where a person reads more
     blame: Callable[[str], None]  # hears the node from which alone ranks did not come
     separate: Sequence[Placement] = ()  # of other roles with ranks of their own
 
@@ -109,6 +114,8 @@ async def learner(
     taken: Counter[str] = Counter()  # of each node's accelerators
     for role, placement in awaited.placements.items():
         team = [rank for rank in ranks if rank.role == role]
+        for rank in team:
+            rank.folder = awaited.folder
         setup = Setup(
             config=config,
             model_folder=model_folder.resolve(),
@@ -146,7 +153,7 @@ async def arrivals(listener: socket.socket, awaited: Awaited) -> list[ConnectedR
         why = ended.result() if ended.done() else f"{awaited.seconds:g} s passed"
         lists = {role: ", ".join(str(rank) for of, rank in missing if of == role) for role, _ in missing}
         ranks = f"{' and '.join(called(role, text) for role, text in lists.items())} on {', '.join(nodes)}"
-        raise WorkerDied(f"{why} before {ranks} connected; {awaited.files} have what they said")
+        raise WorkerDied(f"{why} before {ranks} connected; {awaited.files} in {awaited.folder} have what they said")
     finally:
         for task in (waiting, ended):
             task.cancel()

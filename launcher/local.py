@@ -21,6 +21,7 @@ from pathlib import Path
 
 from launcher import nursery
 from launcher.environment import inherited
+from launcher.last_words import LastWords
 from launcher.naming import LEARNER, called
 from launcher.proxies import roles_of
 from launcher.rank_models import Setup
@@ -36,16 +37,20 @@ LEARNERS_IMPORTS = ("rl_megatron.learner.megatron", "torch._dynamo")  # the seco
 class ForkedRank:
     """A worker that the nursery forked (see RankProcess)."""
 
-    def __init__(self, role: str, rank: int, connection: Connection, pid: int, code: Future[int]) -> None:
+    def __init__(
+        self, role: str, rank: int, connection: Connection, last_words: LastWords, pid: int, code: Future[int]
+    ) -> None:
         self.role, self.rank, self.connection = role, rank, connection
         self.where = f"pid {pid}"
-        self._pid, self._code = pid, code
+        self._last_words, self._pid, self._code = last_words, pid, code
 
     def ending(self, hung_up: threading.Event) -> Ending:
         """See RankProcess; a child's exit says more than the end of its pipe."""
         code = self._code.result()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return Ending(how=f"{how}; log.txt has what it said", expected=code == 0, killed=code < 0)
+        told = self._last_words.told()
+        said = f"it said last:{told}" if told else "log.txt has what it said"
+        return Ending(how=f"{how}; {said}", expected=code == 0, killed=code < 0)
 
     def wake(self) -> None:
         """See RankProcess."""
@@ -87,17 +92,19 @@ class Nursery:
 
     async def fork(self, role: str, rank: int) -> ForkedRank:
         """A new rank. Raises WorkerDied where the nursery is gone."""
-        connection, theirs = multiprocessing.Pipe()
+        (connection, theirs), last_words = multiprocessing.Pipe(), LastWords(called(role, rank))
         asked: Future[tuple[int, Future[int]]] = Future()
         self._asked.append(asked)
         with theirs:
             message = json.dumps([called(role, rank), rank]).encode()
             try:
-                socket.send_fds(self._socket, [message], [theirs.fileno()])
+                socket.send_fds(self._socket, [message], [theirs.fileno(), last_words.theirs.fileno()])
             except OSError as error:
                 raise self._gone() from error
+            finally:
+                last_words.listen()
         pid, code = await asyncio.wrap_future(asked)
-        return ForkedRank(role, rank, connection, pid, code)
+        return ForkedRank(role, rank, connection, last_words, pid, code)
 
     def _hear(self) -> None:
         """Pids in the order of forks, and exit codes. Once the nursery is gone its ranks are."""

@@ -1,8 +1,9 @@
 """The process that this machine's ranks are forked from: what they all import, it imports once.
 
 ``python -m launcher.nursery <module>...``, whose standard input is a socket to the controller (local.py). A message of
-the controller's is a rank's name and number, with the descriptor of that rank's stream; the answer is ``[pid, null]``,
-and ``[pid, exit code]`` once that rank has ended. It ends with the controller, however that ends, and ranks with it.
+the controller's is a rank's name and number, with the descriptors of that rank's stream and of its stderr; the answer
+is ``[pid, null]``, and ``[pid, exit code]`` once that rank has ended. It ends with the controller, however that ends,
+and ranks with it.
 
 So that its forks are sound it imports and does nothing else: no thread, no kernel, no look at a GPU.
 """
@@ -26,6 +27,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from launcher import worker
+from launcher.last_words import speak_into
 
 MESSAGE_BYTES = 4096  # no message is longer
 _PR_SET_PDEATHSIG = 1
@@ -53,7 +55,7 @@ def main(modules: Sequence[str]) -> None:
                     os.close(key.fd)
                     _tell(controller, key.data, os.waitstatus_to_exitcode(status))
                     continue
-                message, descriptors, _, _ = socket.recv_fds(controller, MESSAGE_BYTES, 1)
+                message, descriptors, _, _ = socket.recv_fds(controller, MESSAGE_BYTES, 2)
                 if not message:
                     return
                 pid = os.fork()
@@ -61,8 +63,10 @@ def main(modules: Sequence[str]) -> None:
                     inherited = [k.fd for k in waiting.get_map().values()]
                     waiting.close()
                     name, rank = json.loads(message)
-                    _be(name, rank, descriptors[0], nursery, inherited)
-                os.close(descriptors[0])
+                    stream, stderr = descriptors
+                    _be(name, rank, stream, stderr, nursery, inherited)
+                for descriptor in descriptors:
+                    os.close(descriptor)
                 waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
                 _tell(controller, pid, None)
 
@@ -72,11 +76,12 @@ def _tell(controller: socket.socket, pid: int, code: int | None) -> None:
         controller.send(json.dumps([pid, code]).encode())
 
 
-def _be(name: str, rank: int, stream: int, nursery: int, inherited: Sequence[int]) -> NoReturn:
+def _be(name: str, rank: int, stream: int, stderr: int, nursery: int, inherited: Sequence[int]) -> NoReturn:
     """Be that rank to the end."""
     code = 1
     try:
         _die_with_parent()
+        speak_into(stderr)
         if os.getppid() == nursery:  # else it was killed before that call
             for descriptor in inherited:
                 os.close(descriptor)

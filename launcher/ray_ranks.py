@@ -85,7 +85,8 @@ class RayLauncher:
                 token=token,
                 started=_first_end(ends),
                 seconds=config.learner.timeout_seconds,
-                files=f"{', '.join(file_stem(role, '*') for role in cluster.shares.ranks)}.txt in {folder}",
+                folder=folder,
+                files=f"{', '.join(file_stem(role, '*') for role in cluster.shares.ranks)}.txt",
                 blame=job.blame if job else lambda _: None,
             )
             try:

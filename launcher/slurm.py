@@ -167,8 +167,8 @@ class SlurmLauncher:
                 token=token,
                 started=_first_end(steps),
                 seconds=config.learner.timeout_seconds,
-                files=f"step.txt and {', '.join(file_stem(p.role, '*') for p in (placement, *separate))}.txt in "
-                f"{job.folder}",
+                folder=job.folder,
+                files=f"step.txt and {', '.join(file_stem(p.role, '*') for p in (placement, *separate))}.txt",
                 blame=job.blame,
             )
             yield await stack.enter_async_context(

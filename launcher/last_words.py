@@ -1,0 +1,64 @@
+"""What a child process writes to its stderr: passed on as it comes; its end is kept, for who must say why it died."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+_LINES = 8
+_LONGEST = 4096  # characters of a line
+_TAIL_BYTES = 16 << 10
+_DRAIN_SECONDS = 1.0  # its own children may hold the pipe open
+
+
+class LastWords:
+    """The controller's end. The child gets ``theirs``, and makes it its stderr by `speak_into`."""
+
+    def __init__(self, who: str) -> None:
+        self._ours, self.theirs = multiprocessing.Pipe(duplex=False)
+        self._lines: deque[str] = deque(maxlen=_LINES)
+        self._hearing = threading.Thread(target=self._hear, name=f"stderr of {who}", daemon=True)
+
+    def listen(self) -> None:
+        """The child has its end."""
+        self.theirs.close()
+        self._hearing.start()
+
+    def _hear(self) -> None:
+        with os.fdopen(os.dup(self._ours.fileno()), errors="replace") as stream:
+            while line := stream.readline(_LONGEST):
+                self._lines.append(line)
+                with contextlib.suppress(OSError, ValueError):  # nobody sees ours any more
+                    print(line, end="", file=sys.stderr, flush=True)
+        self._ours.close()
+
+    def told(self) -> str:
+        """The last lines of a child that ended; empty where it wrote none."""
+        self._hearing.join(_DRAIN_SECONDS)
+        return _indented(tuple(self._lines))
+
+
+def speak_into(pipe: int) -> None:
+    """Make the controller's pipe this process's stderr, of its libraries too."""
+    os.dup2(pipe, 2)
+    os.close(pipe)
+
+
+def end_of(log: Path) -> str:
+    """The last lines of what a process wrote into a file; empty where it is not at hand."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return _indented(file.read().decode(errors="replace").splitlines()[-_LINES:])
+    except OSError:
+        return ""
+
+
+def _indented(lines: Iterable[str]) -> str:
+    return "".join(f"\n  {line.rstrip()[:_LONGEST]}" for line in lines if line.strip())
