@@ -142,7 +142,7 @@ class RayCluster:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """It is up while the context is open. Raises WorkerDied where it does not come up."""
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
         seats = [describe_seats(self.seats)] if self.seats else []
         described = [*(placement.describe() for placement in self.placements), *seats]
         logger.info("Ray %s: %s", ray.__version__, "\n".join(described))

@@ -63,7 +63,7 @@ class Job:
         else:
             found = cut(_hosts("SLURM_JOB_NODELIST"), others)
         folder = run_folder / "jobs" / f"{job}-{restart}"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return cls(
             id=job,
             restart=restart,

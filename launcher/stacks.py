@@ -31,7 +31,7 @@ _silence = 0.0
 def register(path: Path, *, silence: float) -> None:
     """Have this process write its stacks into a file at the signal, or ``silence`` seconds after `living`."""
     global _file, _silence
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _silence = silence
     _file = path.open("a")
     faulthandler.register(SIGNAL, file=_file, all_threads=True, chain=False)

@@ -156,7 +156,7 @@ def prepare(config: RunConfig) -> Prepared:
     script = render(config, folder=Path.cwd(), python=sys.executable, package=_PACKAGE)
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
     config_io.save_resolved(config, folder / "config.yaml")
-    write_atomically(folder / "job.sbatch", script.encode())
+    write_atomically(folder / "job.sbatch", script.encode(), private=bool(config.slurm.environment))
     write_atomically(folder / "placement.txt", f"{found.describe()}\n".encode())
     return Prepared(folder=folder, script=folder / "job.sbatch", checked=found, findings=findings)
 

@@ -100,7 +100,7 @@ class Watchdog:
         return {worker: stacks.read(_text(file)) for worker, file in files.items()}
 
     def _write_tasks(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (self._folder / "controller.txt").open("a") as file:
             file.writelines(f"{text}\n\n" for text in map(stacks.of_task, asyncio.all_tasks()))
 
@@ -131,7 +131,7 @@ class LoopWatch:
             self._end()
 
     def _end(self) -> NoReturn:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._folder / "controller.txt"
         with path.open("a") as file:
             faulthandler.dump_traceback(file, all_threads=True)

@@ -63,8 +63,12 @@ def load(name: str, overrides: Sequence[str], root: Path | None = None) -> RunCo
 
 
 def save_resolved(config: RunConfig, path: Path) -> None:
-    """Write every key, defaults too, so that ``load(str(path), [])`` gives an equal config. Atomic."""
-    write_atomically(path, config_yaml.write(config.model_dump(mode="json")).encode())
+    """Write every key, defaults too, so that ``load(str(path), [])`` gives an equal config. Atomic.
+
+    Other users cannot read it where it has variables of a job, which may be keys of services.
+    """
+    text = config_yaml.write(config.model_dump(mode="json"))
+    write_atomically(path, text.encode(), private=bool(config.slurm.environment))
 
 
 class _Composer:

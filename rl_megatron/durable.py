@@ -72,10 +72,14 @@ def sync_tree(folder: Path) -> None:
         sync(path)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace the file ``path``: a reader, or a resume after a kill, sees the old content or the new, never a part."""
+def write_atomically(path: Path, data: bytes, *, private: bool = False) -> None:
+    """Replace the file ``path``: a reader, or a resume after a kill, sees the old content or the new, never a part.
+
+    Other users can read it as the umask says; a ``private`` one they cannot.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with naming(path), temporary.open("wb") as file:
+    mode = 0o600 if private else 0o666
+    with naming(path), open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -2,7 +2,7 @@
 # Before it stand PYTHON, RUN (the run's folder), TRAIN (what `train` is given), REQUEUES, RESTARTS, EXCLUDE.
 restart=${SLURM_RESTART_COUNT:-0}
 attempt=$RUN/jobs/$SLURM_JOB_ID-$restart
-mkdir -p "$attempt"
+mkdir -p -m 700 "$attempt"
 echo "$SLURM_JOB_ID" >"$RUN/jobs/id"
 say() { echo "[$(date +%FT%T)] job $SLURM_JOB_ID, restart $restart: $*"; }
 newest() { ls -1td "$RUN"/checkpoints/{step,warm_start}_[0-9]* 2>/dev/null | head -n 1; }

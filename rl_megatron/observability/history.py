@@ -71,6 +71,9 @@ def _load(folder: Path, label: str) -> Run:
     )
 
 
+_UNSHOWN = "slurm.environment."  # variables of a job may be keys of services, and reports are made to be shown
+
+
 def _labels(folders: Sequence[Path]) -> list[str]:
     parts = [folder.resolve().parts for folder in folders]
     depth = next(d for d in range(1, max(map(len, parts)) + 1) if len({p[-d:] for p in parts}) == len(parts))
@@ -90,4 +93,6 @@ def _config(path: Path) -> dict[str, str]:
 def _flat(value: Any, name: str) -> list[tuple[str, str]]:
     if isinstance(value, dict) and value:
         return [pair for key, inner in value.items() for pair in _flat(inner, f"{name}.{key}" if name else str(key))]
+    if name.startswith(_UNSHOWN):
+        return [(name, "(not shown)")]
     return [(name, value if isinstance(value, str) else json.dumps(value, default=str))]

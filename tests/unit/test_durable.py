@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rl_megatron.durable import publish_folder, remove_folder, write_atomically
+from rl_megatron.durable import append_private, publish_folder, remove_folder, write_atomically
 
 
 def folder_with(path: Path, *names: str) -> Path:
@@ -27,6 +28,22 @@ def test_a_replaced_file_is_whole_and_leaves_nothing_beside_it(tmp_path: Path) -
         write_atomically(path, content)
         assert path.read_bytes() == content
     assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_private_file_is_nobody_elses_whoever_had_it_before(tmp_path: Path) -> None:
+    path, log = tmp_path / "x", tmp_path / "log"
+    write_atomically(path, b"open")
+    assert stat.S_IMODE(path.stat().st_mode) & 0o044
+    write_atomically(path, b"mine", private=True)
+    log.write_text("before\n")
+    with append_private(log) as file:
+        file.write(b"behind\n")
+    assert log.read_text() == "before\nbehind\n"
+    for file_ in (path, log):
+        assert stat.S_IMODE(file_.stat().st_mode) == 0o600
+    (tmp_path / "link").symlink_to(log)
+    with pytest.raises(OSError, match="link"):
+        append_private(tmp_path / "link")
 
 
 def test_a_published_folder_is_all_there_and_never_mixes_with_another(tmp_path: Path) -> None:

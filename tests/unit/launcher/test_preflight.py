@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -238,6 +239,13 @@ def test_a_folder_of_a_dry_run_alone_is_taken_again(tmp_path: Path, keys: tuple[
     assert choose(config, "any", resume=False, taken=taken).run.name == "x"
     (folder / "jobs" / "id").write_text("12")
     assert taken(folder)
+
+
+@pytest.mark.parametrize("given", [(), ("slurm.environment.WANDB_API_KEY=mine",)])
+def test_what_holds_a_jobs_variables_is_nobody_elses(keys: tuple[str, ...], given: tuple[str, ...]) -> None:
+    folder = prepare(job(keys, *given)).folder
+    modes = {stat.S_IMODE((folder / name).stat().st_mode) & 0o077 for name in ("config.yaml", "job.sbatch")}
+    assert (modes == {0}) == bool(given)
 
 
 def test_an_engine_is_found_by_its_files(tmp_path: Path) -> None:

@@ -118,6 +118,14 @@ def test_samples_are_of_the_first_middle_and_last_step_and_marked(tmp_path: Path
     assert (text.count("✓ right"), text.count("✗ wrong")) == (1, 1)
 
 
+def test_variables_of_a_job_are_not_shown(tmp_path: Path) -> None:
+    runs = [_run(tmp_path / n, slurm={"environment": {"WANDB_API_KEY": f"secret-{n}"}}) for n in ("a", "b")]
+    for shown in (runs[:1], runs):
+        page = write_report(shown, tmp_path / "r.html").read_text()
+        assert "secret-" not in page
+    assert "WANDB_API_KEY" in write_report(runs[:1], tmp_path / "r.html").read_text()
+
+
 def test_nothing_from_a_run_is_markup_and_nothing_is_fetched(tmp_path: Path) -> None:
     def tags(sample: str, name: str) -> list[str]:
         folder = _run(tmp_path / name, data={"type": "files", "train": sample, "eval": "e"})
