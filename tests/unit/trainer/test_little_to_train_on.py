@@ -53,7 +53,9 @@ class Steps(Learner):
 
 
 def trainer(folder: Path, batches: Sequence[RolloutBatch], learner: Any, **sections: dict[str, Any]) -> Trainer:
-    rollout = {"prompts_per_step": WANTED, "max_refills": 2, **sections.pop("rollout", {})}
+    rollout = {"prompts_per_step": WANTED, **sections.pop("rollout", {})}
+    if rollout.get("dynamic_sampling", "off") != "off":
+        rollout["max_refills"] = 2
     given = {"train": {"minibatches": 1}, "log": {"tensorboard": False}, "rollout": rollout, **sections}
     config = RunConfig.model_validate(given)
     roles = Roles(learner=learner, critic=None, reference=None, engine=learner, weights=learner)
