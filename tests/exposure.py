@@ -21,7 +21,7 @@ NAMED = {
     r"launcher train|rl-megatron train|pytest": "The controller",
     r"launcher\.nursery|launcher\.rank\b|ray::RankActor": "A learner rank",
     r"sglang::scheduler|VLLM::": "A rank of an engine server",
-    r"/ray/core/|/ray/_private/|/ray/dashboard/|/ray/autoscaler/|ray::|ray\.scripts": "Ray",
+    r"/ray/core/|/ray/_private/|/ray/dashboard/|/ray/autoscaler/|ray::|ray\.scripts|ray[./]util[./]client": "Ray",
 }
 """Who may listen without a token of ours, as docs/security.md calls them, by patterns of command lines."""
 _SERVER = "An engine server"
