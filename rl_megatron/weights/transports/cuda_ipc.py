@@ -2,7 +2,8 @@
 
 As shared memory in all else: the rings are device memory, and what passes through the socket is their IPC handle. A
 GPU's copies are waited for before the other end is told of a slot. Upstream: torch ``multiprocessing/reductions.py``,
-whose handles these are, without its pickles.
+whose handles these are, without its pickles. A handle holds the sender's number of its GPU, which may be another one's
+where the receiver has a CUDA_VISIBLE_DEVICES of its own: the GPU's UUID goes with it, and the receiver puts in its own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import torch
 from torch import Tensor
 
+from rl_megatron.errors import WeightError
 from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
 
 
@@ -23,10 +25,27 @@ class CudaIpcTransport(SharedMemoryTransport):
     def _new_ring(self, num_bytes: int) -> tuple[Tensor, bytes, list[int]]:
         ring = torch.empty(num_bytes, dtype=torch.uint8, device=self.ends.device)
         handle = ring.untyped_storage()._share_cuda_()
-        told = [part.hex() if isinstance(part, bytes) else part for part in handle]
-        return ring, json.dumps(told).encode(), []
+        told = [part.hex() if isinstance(part, bytes) else part for part in handle[1:]]
+        return ring, json.dumps([_uuid(handle[0]), *told]).encode(), []
 
     def _open_ring(self, num_bytes: int, told: bytes, handles: list[int]) -> Tensor:
-        parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in json.loads(told)]
-        storage = torch.UntypedStorage._new_shared_cuda(*parts)
+        uuid, *parts = json.loads(told)
+        raw = [bytes.fromhex(part) if isinstance(part, str) else part for part in parts]
+        storage = torch.UntypedStorage._new_shared_cuda(_number(uuid), *raw)
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:num_bytes]
+
+
+def _uuid(number: int) -> str:
+    return str(torch.cuda.get_device_properties(number).uuid)
+
+
+def _number(uuid: str) -> int:
+    """What this process calls the GPU. Raises WeightError where it does not see it."""
+    seen = [_uuid(number) for number in range(torch.cuda.device_count())]
+    if uuid not in seen:
+        raise WeightError(
+            f"transport=cuda_ipc maps memory of GPU {uuid}, and this process sees {', '.join(seen) or 'none'} "
+            "(CUDA_VISIBLE_DEVICES); give both ends the same GPU (rollout.server.colocated=true), or set "
+            "transport=process_group"
+        )
+    return seen.index(uuid)
