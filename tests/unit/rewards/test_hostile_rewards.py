@@ -30,20 +30,28 @@ class Untold(Exception):
 class Slow:
     """A number that is long in coming."""
 
+    def __init__(self) -> None:
+        self.test_is_over = TESTS_OVER[-1]
+
     def __float__(self) -> float:
-        RELEASE.wait()
+        self.test_is_over.wait()
         return 1.0
 
 
-RELEASE = threading.Event()
+TESTS_OVER: list[threading.Event] = []  # one a test, the last is this one's
 
 
 @pytest.fixture(autouse=True)
-def release() -> Iterator[None]:
-    """Whatever still waits goes on behind a test."""
-    RELEASE.clear()
+def end_of_a_test() -> Iterator[None]:
+    """Whatever a test left waiting, also more than once, goes on behind it, and holds up no other."""
+    TESTS_OVER.append(threading.Event())
     yield
-    RELEASE.set()
+    TESTS_OVER[-1].set()
+
+
+def waits_twice() -> Iterator[bool]:
+    over = TESTS_OVER[-1]
+    return (over.wait() for _ in "ab")
 
 
 def run(
@@ -114,7 +122,7 @@ def test_numbers_of_any_kind_are_rewards(monkeypatch: pytest.MonkeyPatch, kind: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("given", [RELEASE.wait, lambda: [Slow(), Slow()], lambda: (RELEASE.wait() for _ in "ab")])
+@pytest.mark.parametrize("given", [lambda: TESTS_OVER[-1].wait(), lambda: [Slow(), Slow()], waits_twice])
 def test_what_blocks_is_left_in_time_and_the_loop_turns_on(
     monkeypatch: pytest.MonkeyPatch, kind: str, given: Callable[[], object]
 ) -> None:
@@ -123,10 +131,10 @@ def test_what_blocks_is_left_in_time_and_the_loop_turns_on(
 
 def test_an_async_reward_that_will_not_be_cancelled_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = types.ModuleType("stubborn_for_test")
-    asked = threading.Event()
+    asked, over = threading.Event(), TESTS_OVER[-1]
 
     async def stubborn(*_: object) -> list[float]:
-        while not RELEASE.is_set():
+        while not over.is_set():
             try:
                 await asyncio.sleep(0.05)
             except asyncio.CancelledError:
