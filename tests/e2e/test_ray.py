@@ -113,7 +113,7 @@ def test_actors_train_as_processes_do_and_a_dead_one_ends_the_run_by_name(place:
     assert run.end() == 1
     assert f"(pid {victim.pid} on " in run.text()
     assert "hung up: it was killed, crashed or lost its node; rank-" in run.text()
-    assert re.search(r"rank-\d\.txt .*Ray: \S", run.text())
+    assert re.search(r"rank-\d\.txt .*^Ray: \S", run.text(), re.DOTALL | re.MULTILINE)
     assert "Traceback" not in run.text()
     eventually(lambda: not any(map(alive, started)), "Ray's processes to end", 60)
 
