@@ -117,15 +117,15 @@ def test_each_plant_is_named_and_nothing_else(
     assert guilty(found) == [], found
     assert found["dtype or kernels"].verdict == "noise"
 
-    post = Server.post
+    sampled = Server.sampled
 
-    async def penalising(self: Server, path: str, body: Any = None, **rest: Any) -> Any:
+    async def penalising(self: Server, path: str, body: Any, form: Any) -> Any:
         if isinstance(body, dict) and "sampling_params" in body:
             body = {**body, "sampling_params": {**body["sampling_params"], "repetition_penalty": 1.4}}
-        return await post(self, path, body, **rest)
+        return await sampled(self, path, body, form)
 
     with monkeypatch.context() as planted:
-        planted.setattr(Server, "post", penalising)
+        planted.setattr(Server, "sampled", penalising)
         found = diagnose(server, learner)
     assert guilty(found) == ["sampling parameters"], found
     name = {"vllm": "repetition_penalty", "sglang": "sampled_repetition_penalty"}[server.name]
