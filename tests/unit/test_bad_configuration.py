@@ -176,3 +176,9 @@ def test_a_run_named_after_a_file_can_be_configured_by_its_own_configuration(tmp
     assert run_name.choose(config, stem, resume=False).run.name == f"{named.run.name}-2"
     if stem == "ok-1.2":
         assert named.run.name == stem
+
+
+def test_a_folder_that_has_every_number_of_a_name_is_told_in_words(tmp_path: Path) -> None:
+    config = load("tiny_cpu", [f"run.dir={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"has all of tiny_cpu-2 to tiny_cpu-9999; set run\.name, or another"):
+        run_name.choose(config, "tiny_cpu", resume=False, taken=lambda _: True)
