@@ -171,6 +171,22 @@ class RunConfig(Section):
         """``run.watchdog_seconds``, or its default: before a collective's limit, whose errors name those that wait."""
         return self.run.watchdog_seconds or 0.8 * self.learner.timeout_seconds
 
+    @property
+    def offline(self) -> bool:
+        """Whether the data brings the pairs that are trained on, so that nothing is sampled for training."""
+        return isinstance(self.data, FileData) and self.data.rejected_field is not None
+
+    @property
+    def completions_per_step(self) -> int:
+        """Completions that one batch has: sampled ones, or two of each of a file's pairs."""
+        return self.rollout.prompts_per_step * (2 if self.offline else self.rollout.group_size)
+
+    @property
+    def named_completions(self) -> str:
+        """``completions_per_step`` by the keys that give it, for messages."""
+        each = "2 of a pair (data.rejected_field)" if self.offline else f"rollout.group_size={self.rollout.group_size}"
+        return f"rollout.prompts_per_step={self.rollout.prompts_per_step} * {each}"
+
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
         problems = problems_of(self)

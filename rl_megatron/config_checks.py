@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_megatron.config_data import FileData
 from rl_megatron.config_learner import LearnerSection
 from rl_megatron.config_reads import problems_of_unread_keys
 from rl_megatron.config_rollout import RolloutSection
@@ -101,11 +100,10 @@ def _transport_problems(c: RunConfig) -> list[str]:
 
 def _batch_problems(c: RunConfig) -> list[str]:
     out = []
-    completions = c.rollout.prompts_per_step * c.rollout.group_size
-    if completions < c.train.minibatches:
+    if c.completions_per_step < c.train.minibatches:
         out.append(
-            f"train.minibatches={c.train.minibatches} is more than the {completions} completions of a step "
-            f"(rollout.prompts_per_step={c.rollout.prompts_per_step} * rollout.group_size={c.rollout.group_size})"
+            f"train.minibatches={c.train.minibatches} is more than the {c.completions_per_step} completions of a step "
+            f"({c.named_completions})"
         )
     longest, pairs = c.rollout.max_prompt_tokens + c.rollout.max_new_tokens, c.algorithm.preference_beta is not None
     wanted = 2 * longest if pairs else longest
@@ -115,9 +113,9 @@ def _batch_problems(c: RunConfig) -> list[str]:
             f"learner.max_tokens_per_micro_batch={c.learner.max_tokens_per_micro_batch} is less than the {what}"
             f"rollout.max_prompt_tokens + rollout.max_new_tokens) = {wanted}; raise the first or lower the others"
         )
-    if pairs and c.rollout.group_size < 2 and not _offline(c):
+    if pairs and c.rollout.group_size < 2 and not c.offline:
         out.append("algorithm.preference_beta wants pairs of a group's completions; set rollout.group_size=2 or more")
-    if _offline(c) and not pairs:
+    if c.offline and not pairs:
         out.append("data.rejected_field makes pairs, which algorithm=dpo trains on; set it, or leave the field out")
     return out
 
@@ -199,7 +197,7 @@ def _quantization_problems(c: RunConfig) -> list[str]:
 
 
 def _replay_problems(c: RunConfig) -> list[str]:
-    if c.algorithm.routing_replay == "r3" and _offline(c):
+    if c.algorithm.routing_replay == "r3" and c.offline:
         return [
             "algorithm.routing_replay=r3 replays what an engine routed by, but data.rejected_field brings completions "
             "that no engine sampled; set routing_replay=r2 or off"
@@ -269,7 +267,3 @@ def _colocation_problems(c: RunConfig) -> list[str]:
             f"{'shared_memory' if c.learner.device == 'cpu' else 'cuda_ipc'}"
         )
     return out
-
-
-def _offline(c: RunConfig) -> bool:
-    return isinstance(c.data, FileData) and c.data.rejected_field is not None

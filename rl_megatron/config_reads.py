@@ -73,6 +73,8 @@ PREFERENCE_READS = (
     "routing_replay",
 )
 """What is read where ``preference_beta`` is given; without it, everything is."""
+OFFLINE_UNREAD = ("rollout.top_p", "rollout.dynamic_sampling", "algorithm.unfinished_reward")
+"""What nothing reads where pairs come from a file: evaluations sample from all tokens, and every answer has its end."""
 
 
 def problems_of_unread_keys(config: RunConfig) -> list[str]:
@@ -92,6 +94,9 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
             if leaf not in read:
                 out[leaf] = f"algorithm.preference_beta={config.algorithm.preference_beta} trains on pairs without it"
     rollout, reward = dict(_leaves("rollout", config.rollout)), dict(_leaves("reward", config.reward))
+    if config.offline:
+        reason = "with data.rejected_field the pairs of a file are trained on, and nothing is sampled for that"
+        out |= {leaf: reason for key in OFFLINE_UNREAD for leaf in _set(algorithm | rollout, key)}
     if config.rollout.dynamic_sampling == OFF:
         reason = "rollout.dynamic_sampling=off samples one batch a step"
         out |= dict.fromkeys(_set(rollout, "rollout.max_refills"), reason)

@@ -53,13 +53,16 @@ def shape_rewards(
     Greedy completions are taken as the others are, but running moments are of the sampled ones.
     """
     judged = _judged(groups, section, max_new_tokens)
+    greedy = [g.greedy for g in groups if g.greedy is not None]
+    baseline = _judged(greedy, section, max_new_tokens) if greedy else None
     if section.whiten_rewards:
         memory = replace(memory, reward_moments=memory.reward_moments.update(judged))
-    greedy = [g.greedy for g in groups if g.greedy is not None]
+        judged = memory.reward_moments.whiten(judged)
+        baseline = None if baseline is None else memory.reward_moments.whiten(baseline)
     return Rewards(
-        values=_bounded(judged, section, memory),
+        values=_clipped(judged, section),
         memory=memory,
-        greedy=_bounded(_judged(greedy, section, max_new_tokens), section, memory) if greedy else None,
+        greedy=None if baseline is None else _clipped(baseline, section),
     )
 
 
@@ -76,9 +79,7 @@ def _judged(groups: Sequence[RolloutGroup], section: AlgorithmSection, max_new_t
     return rewards * section.reward_scale
 
 
-def _bounded(rewards: Tensor, section: AlgorithmSection, memory: Memory) -> Tensor:
-    if section.whiten_rewards:
-        rewards = memory.reward_moments.whiten(rewards)
+def _clipped(rewards: Tensor, section: AlgorithmSection) -> Tensor:
     bound = section.reward_clip
     return rewards if bound is None else rewards.clamp(-bound, bound)
 
@@ -92,7 +93,7 @@ def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection
         return []
     judged = _judged(groups, section, max_new_tokens)
     if not section.whiten_rewards:
-        judged = _bounded(judged, section, Memory(kl_coefficient=0.0))
+        judged = _clipped(judged, section)
     return differ(judged, _group_ids(groups)).tolist()
 
 

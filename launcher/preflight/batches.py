@@ -9,12 +9,11 @@ from launcher.preflight.subject import Found, Subject, note
 
 def check(subject: Subject) -> Iterator[Found]:
     """See `preflight.subject.Check`."""
-    rollout, train, ranks = subject.config.rollout, subject.config.train, subject.config.learner.dims.dp
-    sequences = rollout.prompts_per_step * rollout.group_size // train.minibatches
+    config, ranks = subject.config, subject.config.learner.dims.dp
+    sequences = config.completions_per_step // config.train.minibatches
     if sequences < ranks:
         yield note(
-            f"an optimizer step has rollout.prompts_per_step={rollout.prompts_per_step} * rollout.group_size="
-            f"{rollout.group_size} / train.minibatches={train.minibatches} = {sequences} sequences for "
-            f"{ranks} data-parallel ranks (learner.dp), so {ranks - sequences} of them have nothing to do; raise "
-            "rollout.prompts_per_step, or lower train.minibatches"
+            f"an optimizer step has {sequences} sequences ({config.named_completions} / train.minibatches="
+            f"{config.train.minibatches}) for {ranks} data-parallel ranks (learner.dp), so {ranks - sequences} of them "
+            "have nothing to do; raise rollout.prompts_per_step, or lower train.minibatches"
         )

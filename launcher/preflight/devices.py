@@ -1,4 +1,5 @@
-"""Whether a learner on GPUs finds some here, and a torch that can use them; asked without loading torch."""
+"""Whether the learner's ranks find room here: GPUs and a torch that can use them, asked without loading torch, or
+memory."""
 
 from __future__ import annotations
 
@@ -9,9 +10,13 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from launcher.preflight.subject import Found, Subject, problem, unchecked
+from rl_megatron.config import RunConfig
 
 _SECONDS = 4.0  # for the driver's answer
+_RANK_BYTES = 2**26  # no model is too small for it: 117 MiB of its own were seen with that of tiny_cpu
 
 
 def check(subject: Subject) -> Iterator[Found]:
@@ -19,6 +24,8 @@ def check(subject: Subject) -> Iterator[Found]:
     config = subject.config
     given = f"learner.device={config.learner.device}"
     if config.learner.device == "cpu":
+        if not subject.for_job and config.run.launcher == "local":
+            yield from _processes(config)
         return
     if subject.for_job or config.run.launcher != "local":
         yield unchecked("the GPUs of the job's nodes")
@@ -44,6 +51,16 @@ def check(subject: Subject) -> Iterator[Found]:
         yield problem(
             f"{given} with {ranks} learner ranks (tp*cp*dp*pp), but {count} GPUs are visible here "
             f"(CUDA_VISIBLE_DEVICES {said}): NCCL takes one rank a GPU; lower learner.tp, cp, dp, pp or ep"
+        )
+
+
+def _processes(config: RunConfig) -> Iterator[Found]:
+    """Ranks of a learner on CPUs against this machine's memory."""
+    ranks, memory = config.learner.dims.world_size, psutil.virtual_memory().total
+    if ranks * _RANK_BYTES > memory:
+        yield problem(
+            f"{ranks} learner ranks (tp*cp*dp*pp) are {ranks} processes on this machine of {memory / 2**30:.0f} GiB, "
+            f"each {_RANK_BYTES >> 20} MiB at the very least; lower learner.tp, cp, dp, pp or ep"
         )
 
 

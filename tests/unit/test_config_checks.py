@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rl_megatron import config_io
+from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError
 
 ONE = "rollout.group_size=1"
@@ -58,3 +59,30 @@ def test_groups_that_teach_nothing_and_those_that_do_are_not_mistaken(keys: list
 )
 def test_groups_of_one_and_filters_are_taken_where_they_mean_something(keys: list[str]) -> None:
     assert problem(*keys) is None
+
+
+PAIRS = {"type": "files", "train": "a.jsonl", "eval": "b.jsonl", "rejected_field": "bad"}
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("rollout", "top_p", 0.9), ("rollout", "dynamic_sampling", "refill"), ("algorithm", "unfinished_reward", -1.0)],
+)
+def test_what_only_sampled_completions_read_is_refused_with_pairs_of_a_file(
+    pairs: bool, section: str, key: str, value: object
+) -> None:
+    tree: dict[str, dict[str, object]] = {"algorithm": {"preference_beta": 0.1}, "rollout": {}}
+    tree[section][key] = value
+    if not pairs:
+        RunConfig.model_validate(tree)
+        return
+    with pytest.raises(ValueError, match=rf"{section}\.{key}={value} does nothing: with data\.rejected_field"):
+        RunConfig.model_validate(tree | {"data": PAIRS})
+
+
+def test_a_step_of_pairs_from_a_file_has_two_completions_of_each() -> None:
+    tree = {"algorithm": {"preference_beta": 0.1}, "data": PAIRS, "rollout": {"prompts_per_step": 2}}
+    RunConfig.model_validate(tree | {"train": {"minibatches": 4}})
+    with pytest.raises(ValueError, match=r"minibatches=5 is more than the 4 completions of a step .* \* 2 of a pair"):
+        RunConfig.model_validate(tree | {"train": {"minibatches": 5}})

@@ -136,7 +136,8 @@ def test_all_that_is_wrong_is_told_together_and_nothing_is_made(tmp_path: Path, 
         ),
         (
             ("rollout.prompts_per_step=1", "rollout.group_size=4"),
-            "* rollout.group_size=4 / train.minibatches=4 = 1 sequences for 2 data-parallel ranks (learner.dp), so 1",
+            "1 sequences (rollout.prompts_per_step=1 * rollout.group_size=4 / train.minibatches=4) for 2 data-parallel "
+            "ranks (learner.dp), so 1",
         ),
     ],
 )
@@ -206,6 +207,12 @@ def test_gpus_are_counted_as_cuda_counts_them(
         driver.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert devices.visible_gpus(visible) == count
+
+
+def test_more_ranks_than_a_machine_has_memory_for_are_told_before_one_starts() -> None:
+    said = preflight(load("tiny_cpu", ["learner.dp=1000000000"]), for_job=False).texts("problem")
+    assert "1000000000 learner ranks (tp*cp*dp*pp) are 1000000000 processes on this machine of " in said[0]
+    assert not preflight(load("tiny_cpu", ["learner.dp=8"]), for_job=False).texts("problem")
 
 
 def test_a_learner_on_gpus_where_none_can_be_used_is_told_so() -> None:
