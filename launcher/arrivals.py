@@ -106,6 +106,7 @@ async def learner(
     model_folder: Path,
     run_folder: Path,
     on_signal: Callable[[str], None],
+    tell: Callable[[str], None],
 ) -> AsyncIterator[Roles]:
     """The roles of all ranks, once they are here, while the context is open. Raises WorkerDied; its node is blamed."""
     ranks = await arrivals(listener, awaited)
@@ -127,7 +128,7 @@ async def learner(
         teams.append((setup, team))
         taken.update(dict.fromkeys(placement.nodes, placement.ranks_per_node))
     try:
-        async with serving(teams, failure, on_signal) as groups:
+        async with serving(teams, failure, on_signal, tell) as groups:
             yield roles_of(groups, config)
     except WorkerDied:
         if failure.rank is not None:

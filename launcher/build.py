@@ -135,7 +135,7 @@ async def _start(
     others = "".join(f", {count} {role} processes" for role in config.roles.separate)
     progress.note(f"starting {count} learner processes{others} and loading data")
     launcher = _launcher(parts, model_folder, shape, stop)
-    starting = asyncio.create_task(stack.enter_async_context(launcher.start(config)))
+    starting = asyncio.create_task(stack.enter_async_context(launcher.start(config, progress.note)))
     try:
         data = await thread(_load, config, model_folder)
     except BaseException:  # what is wrong with the data is told before all processes are up

@@ -28,7 +28,7 @@ from launcher.scratch import scratch
 from launcher.seats import HERE, Place, elsewhere
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.interfaces import Launcher, Roles
+from rl_megatron.interfaces import Launcher, Roles, unheard
 from rl_megatron.models.configs.fields import ConfigFields
 from rl_megatron.models.json_files import read_json
 from rl_megatron.models.shape import ModelShape
@@ -88,7 +88,7 @@ class ServedLauncher:
         self._places, self._host = places, host
 
     @contextlib.asynccontextmanager
-    async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
+    async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
         """See interfaces.Launcher. Raises ConfigError where a server does not fit, EngineError where none comes up."""
         if config.rollout.server.colocated and config.learner.device == "cpu":
             logger.warning("rollout.server.colocated: on CPUs servers are asked for their memory, but give none back")
@@ -98,7 +98,7 @@ class ServedLauncher:
             servers = ServedEngines(config, adapter, self._model_folder, self._run_folder, self._shape, self._places)
             starting = asyncio.create_task(stack.enter_async_context(servers.running(path)))
             try:
-                roles = await stack.enter_async_context(self._inner.start(config))
+                roles = await stack.enter_async_context(self._inner.start(config, tell))
             except BaseException:
                 starting.cancel()
                 await asyncio.wait([starting])

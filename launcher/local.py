@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +29,7 @@ from launcher.scratch import scratch
 from launcher.workers import Ending, Failure, serving
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import WorkerDied
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import Roles, unheard
 
 LEARNERS_IMPORTS = ("rl_megatron.learner.megatron", "torch._dynamo")  # the second by an optimizer's first step
 
@@ -148,7 +148,7 @@ class LocalLauncher:
         self._model_folder, self._run_folder = model_folder, run_folder
 
     @contextlib.asynccontextmanager
-    async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
+    async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
         """See interfaces.Launcher."""
         failure = Failure()
         own = inherited(threads=threads_per_worker(config), device=config.learner.device)
@@ -170,7 +170,7 @@ class LocalLauncher:
             with Nursery(imports) as forks:
                 processes = await _forked(forks, config, [(s.role, rank) for s in setups for rank in range(count)])
                 teams = [(setup, [p for p in processes if p.role == setup.role]) for setup in setups]
-                async with serving(teams, failure) as groups:
+                async with serving(teams, failure, tell=tell) as groups:
                     yield roles_of(groups, config)
 
 

@@ -14,7 +14,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from launcher.seats import HERE, cpus_of_engine_node, visible_gpus
 from launcher.slurm import Job, ended, running_step
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import EngineError, WorkerDied
-from rl_megatron.interfaces import Launcher, Roles
+from rl_megatron.interfaces import Launcher, Roles, unheard
 
 os.environ.update(SETTINGS)  # Ray reads them when it is imported
 if "SLURM_JOB_ID" not in os.environ:
@@ -256,9 +256,9 @@ class InCluster:
     inner: Launcher
 
     @contextlib.asynccontextmanager
-    async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
+    async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
         """See interfaces.Launcher."""
-        async with self.cluster.running(), self.inner.start(config) as roles:
+        async with self.cluster.running(), self.inner.start(config, tell) as roles:
             yield roles
 
 

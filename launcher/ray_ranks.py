@@ -27,7 +27,7 @@ from launcher.slurm import threads_per_rank
 from launcher.workers import Failure
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import WorkerDied
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import Roles, unheard
 
 # isort: split
 import ray  # after ray_cluster, which sets what it reads
@@ -61,7 +61,7 @@ class RayLauncher:
         self._on_signal = on_signal
 
     @contextlib.asynccontextmanager
-    async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
+    async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
         """See interfaces.Launcher."""
         cluster, job = self._cluster, self._cluster.job
         (placement, *separate), folder = cluster.placements, cluster.folder
@@ -98,6 +98,7 @@ class RayLauncher:
                     model_folder=self._model_folder,
                     run_folder=self._run_folder,
                     on_signal=self._on_signal,
+                    tell=tell,
                 ) as roles:
                     yield roles
             except WorkerDied as error:

@@ -28,7 +28,7 @@ from launcher.rank import Call
 from launcher.workers import STOP_SECONDS, Failure
 from rl_megatron.config import RunConfig
 from rl_megatron.config_slurm import SlurmSection
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import Roles, unheard
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class SlurmLauncher:
         self._model_folder, self._run_folder, self._job, self._on_signal = model_folder, run_folder, job, on_signal
 
     @contextlib.asynccontextmanager
-    async def start(self, config: RunConfig) -> AsyncIterator[Roles]:
+    async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
         """See interfaces.Launcher. Raises ConfigError where the allocation has not the tasks that the learner needs."""
         job = self._job
         placement = placement_of(config, job.nodes)
@@ -180,6 +180,7 @@ class SlurmLauncher:
                     model_folder=self._model_folder,
                     run_folder=self._run_folder,
                     on_signal=self._on_signal,
+                    tell=tell,
                 )
             )
 

@@ -20,6 +20,7 @@ from launcher.rank_models import Setup
 from launcher.watchdog import Watchdog
 from launcher.worker import STACKS
 from rl_megatron.errors import RLMegatronError, WorkerDied
+from rl_megatron.interfaces import unheard
 
 logger = logging.getLogger(__name__)
 
@@ -236,9 +237,10 @@ class WorkerGroup:
             self._failure.known.result()
         return await everything
 
-    async def prepare(self, setup: Setup) -> None:
+    async def prepare(self, setup: Setup, tell: Callable[[str], None]) -> None:
         """Wait until every rank is ready to serve. Raises WorkerDied, or what a rank refused."""
         answers = [w.prepare(setup) for w in self.workers]
+        _counted(answers, setup.role, tell)
         limit = setup.config.learner.timeout_seconds
         try:
             async with asyncio.timeout(limit):
@@ -266,10 +268,11 @@ async def serving(
     teams: Sequence[tuple[Setup, Sequence[RankProcess]]],
     failure: Failure,
     on_signal: Callable[[str], None] | None = None,
+    tell: Callable[[str], None] = unheard,
 ) -> AsyncIterator[Mapping[str, WorkerGroup]]:
     """The ranks of each role, ready, while the context is open; at its end they are gone.
 
-    ``on_signal`` hears the name of a signal that a rank got and passed on.
+    ``on_signal`` hears the name of a signal that a rank got and passed on, ``tell`` how many ranks are ready.
     """
     groups = {
         setup.role: WorkerGroup([WorkerHandle(process, failure, on_signal) for process in processes], failure)
@@ -280,7 +283,7 @@ async def serving(
     folder = first.run_folder / "stacks" / time.strftime("%Y%m%d-%H%M%S")
     watching = asyncio.create_task(Watchdog(workers, failure, first.config, folder).watch())
     try:
-        await asyncio.gather(*(groups[setup.role].prepare(replace(setup, stacks=folder)) for setup, _ in teams))
+        await asyncio.gather(*(groups[setup.role].prepare(replace(setup, stacks=folder), tell) for setup, _ in teams))
         yield groups
         await asyncio.gather(*(group.close() for group in groups.values()))
     except BaseException:
@@ -292,6 +295,22 @@ async def serving(
         for handle in workers:
             handle.stop()
         stacks.tidy(folder.parent)
+
+
+def _counted(answers: Sequence[asyncio.Future[Any]], role: str, tell: Callable[[str], None]) -> None:
+    """``tell`` hears of each of a few ranks that is ready, of many of each eighth part."""
+    ready, part = 0, max(1, len(answers) // 8)
+
+    def one_more(answer: asyncio.Future[Any]) -> None:
+        nonlocal ready
+        if answer.cancelled() or answer.exception() is not None:
+            return
+        ready += 1
+        if ready % part == 0 or ready == len(answers):
+            tell(f"{ready} of {len(answers)} {role} ranks are ready")
+
+    for answer in answers:
+        answer.add_done_callback(one_more)
 
 
 def _seen(future: asyncio.Future[Any]) -> None:

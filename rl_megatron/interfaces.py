@@ -125,9 +125,16 @@ class Roles:
     """What a row of metrics says of the engine's servers."""
 
 
+def unheard(text: str) -> None:
+    """Where nobody wants to be told how far a start is."""
+
+
 class Launcher(Protocol):
     """Starts the processes of a run and ends them."""
 
-    def start(self, config: RunConfig) -> AbstractAsyncContextManager[Roles]:
-        """Enter: processes are up, weights loaded. Exit: all are gone. Raises WorkerDied with rank and traceback."""
+    def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AbstractAsyncContextManager[Roles]:
+        """Enter: processes are up, weights loaded. Exit: all are gone. Raises WorkerDied with rank and traceback.
+
+        ``tell`` hears how many ranks are ready; the default ignores it.
+        """
         ...

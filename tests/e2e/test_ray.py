@@ -97,6 +97,8 @@ def test_actors_train_as_processes_do_and_a_dead_one_ends_the_run_by_name(place:
     run = place.start("actors", *KEYS, "run.launcher=ray")
     run.finish()
     assert run.record() == local.record()
+    for each in (local, run):
+        assert re.findall(r"(\d) of 2 learner ranks are ready", each.text()) == ["1", "2"]
 
     run = place.start("actors", *KEYS, "run.launcher=ray", "train.steps=100000", resume=True)
     run.until_row(step=7)
