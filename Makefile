@@ -2,6 +2,7 @@
 # make test                                    linters, then every test
 # make test-engines                            the tests that want vLLM and SGLang, which it installs under .engines/
 # make test-cluster                            jobs on a real Slurm of seventeen nodes on this machine (root, Debian)
+# make mutants [ARGS="--sample 40 --seed 1"]   are 400 faults put into the arithmetic seen by a test? up to an hour
 # make lint                                    linters alone (what pre-commit runs)
 # make clean                                   remove the environment and caches; runs/ stays
 
@@ -10,7 +11,7 @@ BIN := .venv/bin
 ENVIRONMENT := .venv/.installed
 ARGS ?=
 
-.PHONY: train test test-engines test-cluster lint clean
+.PHONY: train test test-engines test-cluster mutants lint clean
 .DELETE_ON_ERROR:
 
 train: $(ENVIRONMENT)
@@ -25,6 +26,9 @@ test-cluster: $(ENVIRONMENT)
 
 test-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/engines
+
+mutants: .venv/.mutants-installed
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.mutants.run $(ARGS)
 
 lint: $(ENVIRONMENT)
 	$(BIN)/ruff check .
@@ -41,6 +45,10 @@ $(ENVIRONMENT): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
 	$(BIN)/pip install -q -c constraints.txt -e .[dev]
+	touch $@
+
+.venv/.mutants-installed: $(ENVIRONMENT)
+	$(BIN)/pip install -q -c constraints.txt -e .[mutants]
 	touch $@
 
 # Engines want other versions than the learner and than each other. SGLang has no CPU kernels: stand-ins go into its

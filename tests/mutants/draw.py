@@ -1,0 +1,95 @@
+"""Mutants of cosmic-ray's operators, drawn with a seed: each is one file with one place changed.
+
+A place's lot is drawn from the seed, the file's name, the line and the operator, so that a changed line changes its own
+mutants and leaves the others that are drawn as they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.operators.operator import Operator
+from cosmic_ray.plugins import get_operator, operator_names
+
+SAME = ("_Eq_Is", "_NotEq_IsNot")  # for names and small integers, which CPython keeps once, `is` is `==`
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One file's text with one place changed. ``path`` is relative to the repository."""
+
+    path: str
+    source: str
+    mutated: str
+
+    def lines(self) -> tuple[str, str]:
+        """The changed lines before and after, each stripped and joined by spaces."""
+        before, after = self.source.splitlines(), self.mutated.splitlines()
+        changes = [c for c in difflib.SequenceMatcher(None, before, after, False).get_opcodes() if c[0] != "equal"]
+        old = [line.strip() for _, start, end, _, _ in changes for line in before[start:end]]
+        new = [line.strip() for _, _, _, start, end in changes for line in after[start:end]]
+        return " ".join(old), " ".join(new)
+
+    def diff(self) -> str:
+        """A unified diff."""
+        before, after = self.source.splitlines(), self.mutated.splitlines()
+        return "\n".join(difflib.unified_diff(before, after, self.path, self.path, lineterm=""))
+
+
+def behaviour(source: str) -> str:
+    """The syntax tree without annotations, which nothing here evaluates, and without the marks `*` and `/` among
+    parameters, which an operator takes for arithmetic; "" where the text is no Python."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return ""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.arguments):
+            node.args = [*node.posonlyargs, *node.args, *node.kwonlyargs]
+            node.defaults = [*node.defaults, *(x for x in node.kw_defaults if x is not None)]
+            node.posonlyargs, node.kwonlyargs, node.kw_defaults = [], [], []
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(None)
+    return ast.dump(tree)
+
+
+def places(source: str, operators: dict[str, Operator]) -> Iterator[tuple[str, str, int]]:
+    """Every place that an operator changes: what tells it from all others, the operator, its number there."""
+    lines, nodes = source.splitlines(), list(ast_nodes(get_ast(source)))
+    for name, operator in sorted(operators.items()):
+        seen: Counter[str] = Counter()
+        positions = (start for node in nodes for start, _ in operator.mutation_positions(node))
+        for number, (row, column) in enumerate(positions):
+            line = lines[row - 1]
+            place = f"{name} {line.strip()} {column - len(line) + len(line.lstrip())}"
+            yield f"{place} {seen[place]}", name, number
+            seen[place] += 1
+
+
+def drawn(repository: Path, paths: list[str], seed: int) -> Iterator[Mutant]:
+    """Every mutant of ``paths`` once, in the seed's order; none that differs in annotations alone."""
+    sources = {path: (repository / path).read_text(encoding="utf-8") for path in paths}
+    kinds = {name: get_operator(name) for name in operator_names()}
+    plain = {name: kind() for name, kind in kinds.items() if not kind.arguments() and not name.endswith(SAME)}
+    found = []
+    for path, source in sources.items():
+        for place, name, number in places(source, plain):
+            lot = hashlib.sha256(f"{seed} {Path(path).name} {place}".encode()).digest()
+            found.append((lot, path, name, number))
+    before = {path: behaviour(source) for path, source in sources.items()}
+    for _, path, name, number in sorted(found):
+        mutated = mutate_code(sources[path], plain[name], number)
+        if mutated is not None and behaviour(mutated) not in ("", before[path]):
+            yield Mutant(path, sources[path], mutated)
