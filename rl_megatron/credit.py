@@ -236,11 +236,11 @@ def reference_kl(samples: Samples, section: AlgorithmSection) -> Tensor:
 
 
 def mean_over_completions(values: Tensor, samples: Samples) -> float:
-    """Mean over completions of the means over their trained tokens."""
+    """Mean over completions of the means over their trained tokens; NaN where there is none."""
     ids = sequence_ids(samples.cu_seqlens)
     count = segment_sum(samples.mask.double(), ids, samples.num_sequences)
     sums = segment_sum(values.double() * samples.mask, ids, samples.num_sequences)
-    return float((sums / count.clamp(min=1)).sum() / (count > 0).sum().clamp(min=1))
+    return float((sums / count.clamp(min=1)).sum() / (count > 0).sum())
 
 
 def preference_pairs(groups: Sequence[RolloutGroup], rewards: Rewards) -> tuple[list[RolloutGroup], Rewards]:

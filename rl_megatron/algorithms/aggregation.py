@@ -28,7 +28,7 @@ def seq_mean_token_mean(inputs: LossInputs, lengths: Tensor, max_length: int = 0
 
 def seq_mean_token_sum(inputs: LossInputs, lengths: Tensor, max_length: int = 0) -> Tensor:
     """Mean over sequences of the sum over their tokens."""
-    return inputs.mask.to(inputs.logprobs.dtype) / max(inputs.num_sequences, 1)
+    return inputs.mask.to(inputs.logprobs.dtype) / inputs.num_sequences
 
 
 def seq_mean_token_sum_norm(inputs: LossInputs, lengths: Tensor, max_length: int = 0) -> Tensor:

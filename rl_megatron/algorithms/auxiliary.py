@@ -65,8 +65,8 @@ class PreferenceLoss:
         chosen, rejected = sums[:count:2], sums[1:count:2]
         real = (lengths[:count:2] > 0) & (lengths[1:count:2] > 0)
         margin = self.beta * (chosen - rejected)
-        per_pair = real.to(logprobs.dtype) / max(inputs.num_sequences // 2, 1)
-        tokens = lengths[:count].reshape(-1, 2).sum(1).clamp(min=1)
+        per_pair = real.to(logprobs.dtype) / (inputs.num_sequences // 2)
+        tokens = lengths[:count].reshape(-1, 2).sum(1)
 
         def spread(of_pair: Tensor) -> Tensor:
             """[pairs] -> [T]"""
@@ -75,7 +75,7 @@ class PreferenceLoss:
 
         weight = torch.where(inputs.mask, spread(per_pair / tokens), 0.0)
         slope = spread(self.beta * torch.sigmoid(-margin) * per_pair)
-        sign = torch.where(inputs.segment_ids % 2 == 0, -1.0, 1.0).to(logprobs.dtype)
+        sign = inputs.segment_ids % 2 * 2 - 1
         loss = (spread(-logsigmoid(margin)) * weight + slope * sign * (logprobs - logprobs.detach())).sum()
         means = {
             "preference/accuracy": (spread((margin > 0).to(logprobs.dtype)) * weight).sum(),

@@ -72,7 +72,7 @@ def expert_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, rou
     absolute = (logprobs - rollout_logprobs)[mask].abs()
     means, counts = expert_means(absolute, routes[mask])
     means = means.masked_fill(counts < _LEAST_TOKENS, -1.0)
-    worst = float(means.max()) if means.numel() else -1.0
+    worst = float(means.max())
     if worst < 0:
         return {}
     layer, expert = divmod(int(means.argmax()), means.shape[1])

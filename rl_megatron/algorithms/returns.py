@@ -128,7 +128,7 @@ def _part_by_part(
         bounds = cu_seqlens[sequences.start : sequences.stop + 1] - positions.start
         if bool(inside.all()):
             here.copy_(compute(_Part(sequences, positions, None, None, bounds.diff(), room)))
-        elif not _has_gaps(inside, bounds):
+        elif not has_gaps(inside, bounds):
             here.copy_(compute(_Part(sequences, positions, inside, None, bounds.diff(), room)))
             here.masked_fill_(~inside, 0.0)
         else:
@@ -139,11 +139,14 @@ def _part_by_part(
     return out
 
 
-def _has_gaps(inside: Tensor, bounds: Tensor) -> bool:
-    """Whether a masked-out position follows a masked-in one of its sequence: sums from the right would cross it."""
-    falls = inside[:-1] & ~inside[1:]
-    between = bounds[1:-1]
-    falls[between[(between > 0) & (between < len(inside))] - 1] = False
+def has_gaps(inside: Tensor, bounds: Tensor) -> bool:
+    """Whether a masked-out position follows a masked-in one of its sequence: sums from the right would cross it.
+
+    ``inside`` [N] bool; ``bounds`` [S + 1] are where sequences begin and end, 0 and N among them.
+    """
+    falls = inside.new_zeros(len(inside) + 1)  # between positions t - 1 and t
+    falls[1:-1] = inside[:-1] & ~inside[1:]
+    falls[bounds] = False
     return bool(falls.any())
 
 

@@ -77,7 +77,7 @@ def discounted_sum(values: Tensor, lengths: Tensor, discount: Tensor, *, room: T
     total = int(blocks.sum())
     rows, places = _in_blocks(values, lengths, blocks, total)
     sums = _sums_within_rows(rows, _of_blocks(discount, blocks, total), room)
-    if total > int((lengths > 0).sum()):
+    if bool((lengths > _BLOCK).any()):
         firsts = discounted_sum(sums[:, 0].contiguous(), blocks, discount**_BLOCK)
         following = torch.zeros_like(firsts)
         following[:-1] = firsts[1:]

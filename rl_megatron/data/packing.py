@@ -64,7 +64,8 @@ def plan_packing(
     """The sequence numbers of each micro-batch [D][M], for sequences of ``lengths`` [S] positions."""
     if not len(lengths):
         raise DataError("nothing to pack: the batch has no sequences")
-    whole = lengths.reshape(-1, unit).sum(1)
+    units = (len(lengths) // unit, unit)
+    whole = lengths.reshape(units).sum(1)
     if whole.max() > max_tokens:
         number = int(whole.argmax()) * unit
         name = f"sequence {number} has" if unit == 1 else f"sequences {number} to {number + unit - 1} together have"
@@ -72,17 +73,17 @@ def plan_packing(
             f"{name} {int(whole.max())} positions but a micro-batch holds at most {max_tokens}; "
             "raise learner.max_tokens_per_micro_batch or lower rollout.max_new_tokens"
         )
-    sizes = padded_lengths(lengths, dims).reshape(-1, unit).sum(1)
+    sizes = padded_lengths(lengths, dims).reshape(units).sum(1)
     order = np.argsort(-sizes, kind="stable")
-    work = sequence_work(lengths, attention_cost).reshape(-1, unit).sum(1)[order]
+    work = sequence_work(lengths, attention_cost).reshape(units).sum(1)[order]
     budget = _round_up(max_tokens, _sequence_multiple(dims) * dims.tp)
     bins, num_bins = _fill(sizes[order], work, dp=dims.dp, budget=budget)
     totals = np.bincount(bins, work, num_bins).astype(np.float64)
     place = np.empty(num_bins, np.int64)  # of a bin, rank by rank
-    place[_deal(totals, dims.dp).reshape(-1)] = np.arange(num_bins)
+    place[_deal(totals, dims.dp).ravel()] = np.arange(num_bins)
     places = place[bins]
     cuts = np.cumsum(np.bincount(places, minlength=num_bins))[:-1]
-    parts = [members_of(units, unit) for units in np.split(order[np.lexsort((order, places))], cuts)]
+    parts = [members_of(ids, unit) for ids in np.split(order[np.lexsort((order, places))], cuts)]
     num_micro = num_bins // dims.dp
     return [parts[rank * num_micro : (rank + 1) * num_micro] for rank in range(dims.dp)]
 
@@ -156,7 +157,7 @@ def _longest_first(sizes: list[int], costs: list[float], num_bins: int, budget: 
 
 def _deal(totals: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
     """Bins [D, M]: column m holds D bins of neighbouring work; the heaviest goes to the rank with the least so far."""
-    rows = np.argsort(-totals, kind="stable").reshape(-1, dp)
+    rows = np.argsort(-totals, kind="stable").reshape(len(totals) // dp, dp)
     ranks = np.empty_like(rows)
     sums = np.zeros(dp)
     for m, row in enumerate(rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -12,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_megatron.algorithms.advantages import group_advantages, moving_baseline, remax_advantages
-from rl_megatron.algorithms.returns import discounted_returns, gae, last_token_rewards, length_adaptive_lambda, whiten
+from rl_megatron.algorithms.returns import (
+    discounted_returns,
+    gae,
+    has_gaps,
+    last_token_rewards,
+    length_adaptive_lambda,
+    whiten,
+)
 from rl_megatron.algorithms.segments import discounted_sum, parts
 
 seeds = st.integers(0, 2**32)
@@ -156,6 +164,33 @@ def test_a_batch_of_many_parts_is_its_sequences_one_by_one() -> None:
     whole = advantages(0, len(lengths))
     assert torch.isfinite(whole).all()
     torch.testing.assert_close(whole, torch.cat([advantages(s, s + 1) for s in range(len(lengths))]))
+
+
+def test_parts_are_of_half_a_million_positions() -> None:
+    """In sequences of 1024: each part is whole ones, one after the other, and there is none more."""
+    found = list(parts(torch.arange(0, 2**21 + 1, 1024)))
+    assert found == [(slice(512 * i, 512 * (i + 1)), slice(2**19 * i, 2**19 * (i + 1))) for i in range(4)]
+
+
+@pytest.mark.parametrize("num", [3, 32, 33, 64, 96, 1056])
+def test_whole_blocks_are_summed_where_the_caller_has_room(num: int) -> None:
+    """A fresh page costs more than the sums: none is taken where every segment is a number of blocks."""
+    room = torch.zeros(num + 7, dtype=torch.float64)
+    half = torch.tensor([0.5], dtype=torch.float64)
+    summed = discounted_sum(torch.ones(num, dtype=torch.float64), torch.tensor([num]), half, room=room)
+    assert (summed.data_ptr() == room.data_ptr()) == (num % 32 == 0)
+    assert summed.tolist() == pytest.approx([2 - 0.5 ** (num - 1 - t) for t in range(num)])
+
+
+def test_gaps_are_masked_out_positions_behind_masked_in_ones_of_a_sequence() -> None:
+    """All masks and all bounds of up to five positions, two of whose sequences may be empty."""
+    for num in range(1, 6):
+        for mask in itertools.product([False, True], repeat=num):
+            for inner in itertools.combinations_with_replacement(range(num + 1), 2):
+                bounds = (0, *inner, num)
+                sequences = [mask[a:b] for a, b in itertools.pairwise(bounds)]
+                expected = any(list(s) != sorted(s) for s in sequences)
+                assert has_gaps(torch.tensor(mask), torch.tensor(bounds)) == expected, (mask, bounds)
 
 
 def test_a_reward_lands_on_the_last_trained_token() -> None:

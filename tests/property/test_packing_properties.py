@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_megatron.data.packing import causal_attention_cost, pack, plan_packing, unpack
+from rl_megatron.data.packing import causal_attention_cost, pack, packing_metrics, plan_packing, unpack
 from rl_megatron.errors import DataError
 from rl_megatron.types import ParallelDims, Samples
 
@@ -52,6 +54,7 @@ def test_every_sequence_is_packed_once_with_all_its_columns(
     for placeholder in (micro for micro in micro_batches if all(micro is not other for other in real)):
         assert placeholder.input_ids.tolist() == samples.input_ids[:1].tolist()
         assert placeholder.routes.tolist() == [[[0, 1]] * 3]  # of the first position: a token's experts all differ
+        assert placeholder.cu_seqlens.tolist() == [0, 1]
     assert batch.num_sequences == len(lengths)
     assert batch.num_tokens == int(samples.mask.sum())
 
@@ -120,6 +123,17 @@ def test_a_longer_sequence_than_a_micro_batch_is_an_error_with_both_numbers() ->
         plan_packing(np.array([5, 101]), dims=ParallelDims(), max_tokens=100)
 
 
+def test_a_pair_that_is_longer_is_named_by_both_its_sequences() -> None:
+    with pytest.raises(DataError, match=r"sequences 2 to 3 together have 105 positions"):
+        plan_packing(np.array([5, 5, 55, 50]), dims=ParallelDims(), max_tokens=100, unit=2)
+
+
+def test_work_is_compared_to_the_last_position() -> None:
+    """The third goes to the micro-batch with one position less, though 2^53 in float64 has no neighbour above."""
+    plan = plan_packing(np.array([2**53, 2**53 - 1, 1]), dims=ParallelDims(), max_tokens=2**53 + 1)
+    assert [ids.tolist() for ids in plan[0]] == [[0], [1, 2]]
+
+
 def test_an_empty_batch_is_an_error() -> None:
     with pytest.raises(DataError, match="no sequences"):
         plan_packing(np.array([], dtype=np.int64), dims=ParallelDims(), max_tokens=100)
@@ -146,3 +160,38 @@ def test_scores_find_their_way_back(lengths: list[int], dims: ParallelDims, max_
     batch = pack(samples, dims=dims, max_tokens=max_tokens)
     scores = [[micro.old_logprobs for micro in row] for row in batch.micro_batches]
     assert torch.equal(unpack(batch, scores, samples), samples.old_logprobs)
+
+
+def test_scores_of_too_few_micro_batches_are_refused() -> None:
+    samples = ragged([10] * 12)
+    batch = pack(samples, dims=ParallelDims(dp=2), max_tokens=30)
+    scores = [[micro.old_logprobs for micro in row] for row in batch.micro_batches]
+    with pytest.raises(ValueError, match="shorter"):
+        unpack(batch, [scores[0], scores[1][:-1]], samples)
+    with pytest.raises(ValueError, match="shorter"):
+        unpack(batch, scores[:1], samples)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(LENGTHS, min_size=1, max_size=3), DIMS, st.sampled_from([0.0, 0.01, 1.0]))
+def test_metrics_are_those_of_a_loop_over_micro_batches(
+    several: list[list[int]], dims: ParallelDims, cost: float
+) -> None:
+    batches = [pack(ragged(lengths), dims=dims, max_tokens=90, attention_cost=cost) for lengths in several]
+    multiple = 2 * dims.cp if dims.cp > 1 else 1
+    waited = worked = 0.0
+    positions = computed = 0
+    for batch in batches:
+        for micro_batches in zip(*batch.micro_batches, strict=True):  # those that the ranks have at one time
+            lengths = [micro.cu_seqlens.diff().tolist() for micro in micro_batches]
+            work = [sum(n + cost * n**2 for n in of_rank) for of_rank in lengths]
+            waited, worked = waited + max(work), worked + sum(work) / dims.dp
+            positions += sum(map(sum, lengths))
+            chunked = [sum(math.ceil(n / multiple) * multiple for n in of_rank) for of_rank in lengths]
+            computed += sum(math.ceil(n / (multiple * dims.tp)) * multiple * dims.tp for n in chunked)
+    row = packing_metrics(batches, dims=dims, attention_cost=cost)
+    assert row == {
+        "tokens/train": positions,
+        "packing/imbalance": pytest.approx(waited / worked),
+        "packing/padding_fraction": pytest.approx(1 - positions / computed),
+    }

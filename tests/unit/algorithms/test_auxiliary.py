@@ -84,6 +84,20 @@ def test_dpo_of_two_pairs() -> None:
     assert output.means["preference/margin"].item() == pytest.approx(sum(margins) / 2)
 
 
+@pytest.mark.parametrize("without", [0, 1], ids=["chosen", "rejected"])
+def test_a_pair_without_a_trained_token_on_one_side_is_padding(without: int) -> None:
+    sides = [side == without for side in (0, 1)]
+    mask = [not sides[0], not sides[0], not sides[1], True, True]
+    logprobs, ref = torch.tensor([-1.0, -2.0, -3.0, -1.0, -2.0], requires_grad=True), torch.zeros(5)
+    batch = replace(inputs(mask, [2, 1, 1, 1], logprobs=logprobs, ref_logprobs=ref), num_sequences=2)
+    output = PreferenceLoss(beta=1.0)(batch)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(math.log(1 + math.exp(-1)))
+    assert output.means["preference/margin"].item() == pytest.approx(1.0)
+    assert logprobs.grad is not None
+    assert logprobs.grad[:3].tolist() == [0.0] * 3
+
+
 def test_dpo_is_torchs_logsigmoid_of_the_margin() -> None:
     """Value and gradient by autograd through plain sums, in float64."""
     g = torch.Generator().manual_seed(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -51,6 +52,32 @@ def test_buckets_cover_every_length() -> None:
     row = mismatch_metrics(ones, ones * 0, torch.ones(size, dtype=torch.bool), torch.tensor([0, size]))
     assert [name.rpartition("/")[2] for name in row if "position" in name] == list(POSITIONS)
     assert mismatch_metrics(ones, ones, torch.zeros(size, dtype=torch.bool), torch.tensor([0, size])) == {}
+
+
+def test_quantiles_of_five_are_the_middle_and_the_greatest() -> None:
+    d = torch.tensor([0.1, -0.5, 0.2, -0.3, 0.4])
+    row = mismatch_metrics(d, torch.zeros(5), torch.ones(5, dtype=torch.bool), torch.tensor([0, 5]))
+    found = [row[f"mismatch/logprob_abs_{name}"] for name in ("p50", "p90", "p99")]
+    assert found == pytest.approx([0.3, 0.5, 0.5])
+
+
+def test_a_token_counts_for_every_expert_it_takes_in_every_layer() -> None:
+    routes = torch.tensor([[[0, 3], [1, 0]], [[3, 1], [0, 1]], [[0, 1], [0, 1]]])  # 2 and, in layer 1, 3 are unused
+    means, counts = expert_means(torch.tensor([0.1, 0.2, 0.6]), routes)
+    assert counts.tolist() == [[2, 2, 0, 2], [3, 3, 0, 0]]
+    expected = [[0.35, 0.4, math.nan, 0.15], [0.3, 0.3, math.nan, math.nan]]
+    torch.testing.assert_close(means, torch.tensor(expected, dtype=torch.float64), equal_nan=True, rtol=1e-6, atol=0)
+    means, counts = expert_means(torch.zeros(0), routes[:0])
+    assert (means.shape, counts.tolist()) == ((2, 1), [[0], [0]])
+
+
+def test_an_expert_of_thirty_two_tokens_is_judged_and_none_of_fewer() -> None:
+    def worst(tokens_of_expert_1: int) -> float:
+        routes = (torch.arange(100) < tokens_of_expert_1).long()[:, None, None]
+        d = torch.where(routes[:, 0, 0] == 1, 3.0, 1.0)
+        return expert_metrics(d, torch.zeros(100), torch.ones(100, dtype=torch.bool), routes)["mismatch/expert_number"]
+
+    assert (worst(31), worst(32)) == (0, 1)
 
 
 def test_the_expert_whose_tokens_differ_is_named() -> None:

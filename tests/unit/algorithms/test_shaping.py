@@ -44,3 +44,11 @@ def test_running_moments_equal_those_of_all_rewards_at_once() -> None:
     whitened = moments.whiten(torch.tensor([1e6], dtype=torch.float64))
     assert whitened.item() == pytest.approx((1e6 - statistics.fmean(everything)) / std)
     assert RunningMoments().update(torch.tensor([3.0])).whiten(torch.tensor([3.0])).item() == 0.0
+
+
+def test_one_reward_has_no_spread_to_divide_by() -> None:
+    moments = RunningMoments().update(torch.tensor([3.0]))
+    assert moments.whiten(torch.tensor([3.5, 2.0])).tolist() == pytest.approx([0.5, -1.0])
+    for rewards in ([1.0, 2.0], [1.0, 2.0, 4.0], [0.5, 1.0, 2.0, 4.0]):
+        whitened = RunningMoments().update(torch.tensor(rewards)).whiten(torch.tensor([3.0])).item()
+        assert whitened == pytest.approx((3 - statistics.fmean(rewards)) / statistics.stdev(rewards), rel=1e-6)

@@ -215,6 +215,10 @@ def test_the_controlled_kl_is_the_mean_over_completions_of_their_tokens_mean() -
     samples = replace(to_samples(TWO), **REF)
     kl = reference_kl(samples, AlgorithmSection.model_validate({"kl": {"estimator": "k1"}}))
     assert mean_over_completions(kl, samples) == pytest.approx((2.0 / 3 + 1.0 / 2) / 2)
+    without = replace(samples, mask=samples.mask & (torch.arange(len(samples.mask)) < 4))  # the second is left out
+    assert mean_over_completions(kl, without) == pytest.approx(2.0 / 3)
+    one = replace(samples, mask=torch.arange(len(samples.mask)) == 3)
+    assert mean_over_completions(kl, one) == pytest.approx(1.5)
 
 
 def test_right_completions_tokens_share_the_nll_weight_of_a_minibatch() -> None:

@@ -70,8 +70,8 @@ def groups() -> list[RolloutGroup]:
     return [RolloutGroup(prompt=prompt, completions=tuple(completions), texts=("",) * GROUP, rewards=rewards)]
 
 
-def update(correction: dict[str, Any]) -> Row:
-    config = RunConfig.model_validate({"algorithm": {"correction": correction}, "train": {"minibatches": 1}})
+def update(**algorithm: Any) -> Row:
+    config = RunConfig.model_validate({"algorithm": algorithm, "train": {"minibatches": 1}})
     learner: Any = Learner()
     roles = Roles(learner=learner, critic=None, reference=None, engine=learner, weights=learner)
     work = Update(config=config, roles=roles, attention_cost=0.0)
@@ -117,14 +117,23 @@ def expected(correction: dict[str, Any]) -> list[float]:
     ids=["TIS", "sequence", "mask", "band", "veto"],
 )
 def test_weights_are_learner_over_engine(correction: dict[str, Any]) -> None:
-    row, weights = update(correction), expected(correction)
+    row, weights = update(correction=correction), expected(correction)
     assert len(set(weights)) > 1
     assert row["correction/weight_mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-5)
     assert row["correction/dropped_fraction"] == pytest.approx(weights.count(0.0) / len(weights))
 
 
+def test_the_row_tells_how_many_tokens_m2po_leaves_out() -> None:
+    """The largest squares, until the mean of the rest is at most the limit."""
+    squares = sorted(gap**2 for of_sequence in gaps() for gap in of_sequence)
+    row = update(objective="importance", second_moment_limit=0.5)
+    kept = max(n for n in range(len(squares) + 1) if sum(squares[:n]) <= 0.5 * n)
+    assert 1 < kept < len(squares) - 1
+    assert row["correction/dropped_fraction"] == pytest.approx(1 - kept / len(squares))
+
+
 def test_the_row_tells_the_mismatch_of_the_batch() -> None:
-    row, every = update({"mode": "none"}), [gap for of_sequence in gaps() for gap in of_sequence]
+    row, every = update(), [gap for of_sequence in gaps() for gap in of_sequence]
     assert row["mismatch/k1"] == pytest.approx(-sum(every) / len(every), rel=1e-5)
     firsts = [abs(of_sequence[0]) for of_sequence in gaps()]
     assert row["mismatch/position/t0"] == pytest.approx(sum(firsts) / len(firsts), rel=1e-5)

@@ -43,6 +43,12 @@ def test_fewer_sequences_than_minibatches_are_one_each() -> None:
     assert [p.num_sequences for p in minibatches(numbered(5), config, 1, unit=1)] == [1] * 5
 
 
+def test_pairs_stay_together_and_fewer_than_minibatches_are_one_each() -> None:
+    config = RunConfig.model_validate({"train": {"minibatches": 8}})
+    parts = list(minibatches(numbered(6), config, 1, unit=2))
+    assert sorted(part.input_ids.tolist() for part in parts) == [[0, 1], [2, 3], [4, 5]]
+
+
 def test_nll_weights_are_over_the_right_tokens_of_their_minibatch() -> None:
     config = RunConfig.model_validate({"train": {"minibatches": 3}})
     for part in minibatches(numbered(12), config, 1, unit=1):

@@ -28,6 +28,8 @@ def test_linear_decay_ends_one_step_before_zero() -> None:
 
 def test_warm_up_then_decay() -> None:
     assert rates(lr_warmup_steps=4) == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 7)
+    for decay in ("linear", "cosine"):
+        assert rates(lr_warmup_steps=4, lr_decay=decay)[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert rates(lr_warmup_steps=4, lr_decay="linear")[4:] == pytest.approx([1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
 
 

@@ -103,3 +103,29 @@ def test_models_after_three_steps_are_those_of_plain_loops(name: str) -> None:
         torch.testing.assert_close(policy.weights.double(), plain.policy, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(critic.weights.double(), plain.critic, rtol=1e-4, atol=1e-5)
     assert not torch.equal(policy.weights, tables[0])
+
+
+@pytest.mark.parametrize(
+    ("old_logprobs", "routing_replay", "asked"),
+    [
+        ("learner", "off", ["score"]),
+        ("learner", "r2", ["score with routes"]),
+        ("learner", "r3", ["score"]),
+        ("rollout", "off", []),
+        ("rollout", "r2", ["score with routes"]),
+        ("rollout", "r3", []),
+        ("interpolated", "off", []),
+    ],
+)
+def test_the_learner_is_asked_before_it_trains_only_for_what_is_used(
+    old_logprobs: str, routing_replay: str, asked: list[str]
+) -> None:
+    """A pass over the batch costs a third of a step."""
+    algorithm = {"old_logprobs": old_logprobs, "routing_replay": routing_replay}
+    config = RunConfig.model_validate({"algorithm": algorithm, "train": {"minibatches": 1}})
+    policy, unused = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
+    roles: Any = Roles(learner=policy, critic=None, reference=None, engine=unused, weights=unused)
+    sampled = groups(3, table(VOCABULARY, VOCABULARY, seed=4))
+    asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
+    heard: list[Any] = policy.heard
+    assert [what for what, *_ in heard] == [*asked, "train"]
