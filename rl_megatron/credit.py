@@ -240,7 +240,7 @@ def mean_over_completions(values: Tensor, samples: Samples) -> float:
     ids = sequence_ids(samples.cu_seqlens)
     count = segment_sum(samples.mask.double(), ids, samples.num_sequences)
     sums = segment_sum(values.double() * samples.mask, ids, samples.num_sequences)
-    return float((sums / count.clamp(min=1)).sum() / (count > 0).sum())
+    return float((sums / count.clamp(min=1)).sum() / count.count_nonzero())
 
 
 def preference_pairs(groups: Sequence[RolloutGroup], rewards: Rewards) -> tuple[list[RolloutGroup], Rewards]:

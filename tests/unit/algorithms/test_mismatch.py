@@ -48,9 +48,12 @@ def test_every_metric_is_that_of_a_loop_over_tokens() -> None:
 
 def test_buckets_cover_every_length() -> None:
     size = 5000
-    ones = torch.ones(size)
-    row = mismatch_metrics(ones, ones * 0, torch.ones(size, dtype=torch.bool), torch.tensor([0, size]))
-    assert [name.rpartition("/")[2] for name in row if "position" in name] == list(POSITIONS)
+    ones, places = torch.ones(size), torch.arange(size, dtype=torch.float64)
+    row = mismatch_metrics(places, ones * 0, torch.ones(size, dtype=torch.bool), torch.tensor([0, size]))
+    found = {name.rpartition("/")[2]: mean for name, mean in row.items() if "position" in name}
+    middles = {"t0": 0, "t1_7": 4, "t8_63": 35.5, "t64_511": 287.5, "t512_4095": 2303.5, "t4096_up": (4096 + 4999) / 2}
+    assert found == pytest.approx(middles)
+    assert list(found) == list(POSITIONS)
     assert mismatch_metrics(ones, ones, torch.zeros(size, dtype=torch.bool), torch.tensor([0, size])) == {}
 
 
