@@ -144,6 +144,16 @@ def reason(mutant: Mutant, equivalents: list[dict[str, str]]) -> str | None:
     return next(named, None)
 
 
+def named_equivalents() -> list[dict[str, str]]:
+    """What equivalents.yaml says. Raises ValueError for a line that its file does not have."""
+    equivalents: list[dict[str, str]] = yaml.safe_load((REPO / "tests/mutants/equivalents.yaml").read_text("utf-8"))
+    for named in equivalents:
+        lines = (REPO / named["path"]).read_text("utf-8").splitlines()
+        if named["line"] not in " ".join(line.strip() for line in lines):
+            raise ValueError(f"tests/mutants/equivalents.yaml: {named['path']} has no line `{named['line']}`; mend it")
+    return equivalents
+
+
 def main() -> int:
     """Tries the mutants two at a time; 1 where one is alive and not named as equivalent."""
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
@@ -155,7 +165,7 @@ def main() -> int:
         importlib.import_module(name)
     paths = [f"rl_megatron/{n}" for n in ("update.py", "credit.py", "data/packing.py")]
     paths += sorted(str(p.relative_to(REPO)) for p in (REPO / "rl_megatron/algorithms").glob("*.py"))
-    equivalents = yaml.safe_load((REPO / "tests/mutants/equivalents.yaml").read_text(encoding="utf-8"))
+    equivalents = named_equivalents()
     mutants = list(itertools.islice(drawn(REPO, paths, options.seed), options.sample))
     with tempfile.TemporaryDirectory() as folder:
         trees = [copy_tree(Path(folder).resolve() / str(n)) for n in range(options.jobs)]

@@ -128,6 +128,12 @@ def test_a_pair_that_is_longer_is_named_by_both_its_sequences() -> None:
         plan_packing(np.array([5, 5, 55, 50]), dims=ParallelDims(), max_tokens=100, unit=2)
 
 
+def test_a_micro_batch_more_that_is_no_more_even_is_not_taken() -> None:
+    """64 positions: the heaviest of 8 has 9, the heaviest of 9 has 8, both 9/8 of the mean."""
+    plan = plan_packing(np.array([3, 5, 6, 3, 7, 5, 4, 4, 7, 7, 7, 6]), dims=ParallelDims(), max_tokens=9)
+    assert len(plan[0]) == 8
+
+
 def test_work_is_compared_to_the_last_position() -> None:
     """The third goes to the micro-batch with one position less, though 2^53 in float64 has no neighbour above."""
     plan = plan_packing(np.array([2**53, 2**53 - 1, 1]), dims=ParallelDims(), max_tokens=2**53 + 1)
