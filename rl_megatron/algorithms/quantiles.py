@@ -34,7 +34,7 @@ def histogram(log_ratios: Tensor, mask: Tensor) -> Tensor:
 def ratio_quantiles(counts: Sequence[float], shares: Sequence[float]) -> list[float]:
     """The ratios (not their logs) below which each of ``shares`` of the counted lies; NaN where nothing was counted."""
     total = torch.tensor(counts, dtype=torch.float64).cumsum(0)
-    if not total[-1] > 0:
+    if not total[-1]:
         return [math.nan] * len(shares)
     places = torch.searchsorted(total, torch.tensor(shares, dtype=torch.float64) * total[-1])
     return [math.exp(_MIDDLES[place]) for place in places.clamp(max=len(_MIDDLES) - 1).tolist()]

@@ -100,6 +100,14 @@ def test_quantiles_of_the_histogram_are_torchs_within_a_bin(seed: int, num: int,
         assert low - 0.05 * abs(low) - 1e-6 <= math.log(ratio) <= high + 0.05 * abs(high) + 1e-6
 
 
+def test_quantiles_of_one_are_it_and_of_none_are_not_a_number() -> None:
+    one = torch.tensor([0.5])
+    found = ratio_quantiles(histogram(one, torch.tensor([True])).tolist(), [0.01, 0.99])
+    assert found == pytest.approx([math.exp(0.5)] * 2, rel=0.03)
+    none = ratio_quantiles(histogram(one, torch.tensor([False])).tolist(), [0.01, 0.5, 0.99])
+    assert [math.isnan(ratio) for ratio in none] == [True] * 3
+
+
 @quick
 @given(seeds, st.integers(1, 60), st.integers(0, 60))
 def test_histograms_of_a_split_add_up(seed: int, num: int, cut: int) -> None:
