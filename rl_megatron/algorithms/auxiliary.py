@@ -69,9 +69,8 @@ class PreferenceLoss:
         tokens = lengths[:count].reshape(-1, 2).sum(1)
 
         def spread(of_pair: Tensor) -> Tensor:
-            """[pairs] -> [T]"""
-            by_sequence = torch.cat([of_pair.repeat_interleave(2), of_pair.new_zeros(len(sums) - count)])
-            return by_sequence[inputs.segment_ids]
+            """[pairs] -> [T], 0 for the odd sequence"""
+            return torch.cat([of_pair, of_pair.new_zeros(1)])[inputs.segment_ids // 2]
 
         weight = torch.where(inputs.mask, spread(per_pair / tokens), 0.0)
         slope = spread(self.beta * torch.sigmoid(-margin) * per_pair)

@@ -112,10 +112,10 @@ def test_the_heavier_of_a_row_goes_to_the_rank_with_less_so_far() -> None:
 
 
 def test_room_that_was_too_small_for_longer_sequences_is_used_by_shorter_ones() -> None:
-    """60 + 4 * 9 + 4 and 11 * 9 + 1 fill both micro-batches to the last position."""
-    lengths = np.array([60] + [9] * 15 + [1] * 5)
-    plan = plan_packing(lengths, dims=ParallelDims(dp=2), max_tokens=100, attention_cost=1.0)
-    assert [[int(lengths[ids].sum()) for ids in row] for row in plan] == [[100], [100]]
+    """60 + 4 * 10 + 3 and 10 * 10 + 3 fill both micro-batches to the last position."""
+    lengths = np.array([60] + [10] * 14 + [1] * 6)
+    plan = plan_packing(lengths, dims=ParallelDims(dp=2), max_tokens=103, attention_cost=1.0)
+    assert [[int(lengths[ids].sum()) for ids in row] for row in plan] == [[103], [103]]
 
 
 def test_a_longer_sequence_than_a_micro_batch_is_an_error_with_both_numbers() -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rl_megatron.errors import WorkerDied
+from rl_megatron.errors import DataError, WorkerDied
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.update import AtOnce
 
@@ -60,3 +60,28 @@ def test_the_first_that_fails_is_raised_and_the_others_are_left() -> None:
     with pytest.raises(WorkerDied, match="critic rank 1"):
         asyncio.run(ask())
     assert left == ["policy"]
+
+
+def test_an_error_of_the_one_who_asks_is_raised_and_all_are_left() -> None:
+    left = list[str]()
+
+    async def ask() -> None:
+        async def hangs(name: str) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0)  # its end takes a while, and is waited for
+                left.append(name)
+
+        async with asyncio.timeout(LIMIT), AtOnce(Stopwatch()) as at_once:
+            at_once.begin("critic", hangs("critic"))
+            at_once.begin("train", hangs("policy"))
+            await asyncio.sleep(0)
+            raise DataError("these completions came without routes")
+
+    async def after() -> None:
+        with pytest.raises(DataError, match="without routes"):
+            await ask()
+        assert left == ["critic", "policy"]
+
+    asyncio.run(after())
