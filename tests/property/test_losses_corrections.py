@@ -122,6 +122,26 @@ def test_a_sequence_weight_does_not_grow_with_the_length() -> None:
         torch.testing.assert_close(weights, torch.full_like(old, math.exp(0.01)))
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        *(
+            CorrectionSection(mode=mode, low=low, high=high)
+            for mode in ("mask", "band")
+            for low, high in ((1.0, 2.0), (0.5, 1.0))
+        ),
+        CorrectionSection(mode="none", veto=1.0),
+        CorrectionSection(mode="none", off_policy_delta=0.5),
+    ],
+)
+def test_a_token_at_a_limit_is_kept(section: CorrectionSection) -> None:
+    """Of weight 1, whose policy has moved by half a nat."""
+    ones = torch.ones(2, dtype=torch.float64)
+    inputs = replace(draw(0, [2], 0.0), mask=ones.bool(), advantages=-ones, old_logprobs=-ones, rollout_logprobs=-ones)
+    weights = correction_weights(section, replace(inputs, logprobs=-1.5 * ones), 2 * ones[:1])
+    assert weights.tolist() == [1.0, 1.0]
+
+
 def test_decoupled_ppo_is_the_clipped_proximal_ratio_times_the_capped_behaviour_weight() -> None:
     inputs = draw(3, [4, 6], 0.5)
     output = policy_loss(correction={"mode": "truncate", "high": 5.0})(inputs)
