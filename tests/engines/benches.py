@@ -37,8 +37,11 @@ from rl_megatron.weights.probe import Probe
 from rl_megatron.weights.served import ServedWeights
 
 REPO = Path(__file__).resolve().parents[2]
-MAX_LENGTH = 512
-LENGTHS = ("rollout.max_prompt_tokens=100", "rollout.max_new_tokens=412")
+MAX_LENGTH = 2048
+LENGTHS = ("rollout.max_prompt_tokens=100", "rollout.max_new_tokens=1948")
+NEW = (400, 400, 1900, 1900, 1900)
+"""Tokens to sample, an attempt each, of a request that is to be met between its first token and its last: where the
+machine is busy, a server has sampled hundreds before anybody hears of one."""
 RETURN_ROUTES = ("local", "sglang")  # on CPUs
 T = TypeVar("T")
 Probes = Literal["auto", "always"]
@@ -112,7 +115,7 @@ class LocalBench:
     renormalises_top_p = True
 
     def __init__(self, shape: ModelShape) -> None:
-        self._engine = LocalEngine(shape, slots=64, dtype=torch.float32, device="cpu", max_length=MAX_LENGTH)
+        self._engine = LocalEngine(shape, slots=64, dtype=torch.float32, device="cpu", max_length=512)
 
     def push(self, folder: Path, version: int) -> None:
         for name, tensor in weights_of(folder).items():

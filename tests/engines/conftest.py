@@ -18,7 +18,7 @@ from tests.engines.benches import Bench, LocalBench, ServedBench, interpreter, s
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("models")
-    spec = TinyModelSection(head_dim=32)
+    spec = TinyModelSection(head_dim=32, max_position_embeddings=2048)
     return make_tiny_model(spec, folder, seed=1), make_tiny_model(spec, folder, seed=2)
 
 

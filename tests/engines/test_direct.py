@@ -50,8 +50,8 @@ def test_a_lone_server_that_is_killed_comes_back_with_what_went_straight_into_it
             server.run(server.weights.push(version))
             if version == 1:
                 victim = process_of(server, 0)
-                answers = while_sampling(server, partial(os.killpg, victim.pid, signal.SIGKILL))
-                check(server, folder, answers, version)
+                answered = while_sampling(server, partial(os.killpg, victim.pid, signal.SIGKILL))
+                check(server, folder, answered, version, restarts=1)
         assert server.generate(request())[0][0].versions == (2, 2)
 
 

@@ -16,15 +16,14 @@ import torch
 
 from launcher.engines import SERVERS
 from rl_megatron.rollout.replicas import State
-from rl_megatron.types import Completion
+from rl_megatron.types import Completion, GenerationRequest
 from tests.e2e.processes import alive, eventually
-from tests.engines.benches import ServedBench, logprobs_of, request, served
+from tests.engines.benches import NEW, ServedBench, logprobs_of, request, served
 from tests.engines.conftest import needs
 from tests.engines.straight import FolderSender, direct
 from tests.engines.test_faults import start
 
 LIMIT = 900.0
-ASKED = [request(range(20 + i, 40 + i), n=2, new=400) for i in range(6)]
 NOTED = """
 def noted(prompt, completions, texts):
     with open("noted.txt", "a") as file:
@@ -41,39 +40,50 @@ def process_of(server: ServedBench, number: int) -> psutil.Process:
     return found
 
 
-def while_sampling(server: ServedBench, do: Callable[[], None]) -> list[Sequence[Completion]]:
-    """Answers to long requests under which something happens."""
+Answered = list[tuple[GenerationRequest, Sequence[Completion]]]
 
-    async def both() -> list[Sequence[Completion]]:
-        running = [asyncio.create_task(server.engine.generate(r)) for r in ASKED]
+
+def while_sampling(server: ServedBench, do: Callable[[], None]) -> Answered:
+    """Long requests under which something happens, and their answers."""
+
+    async def both(asked: Sequence[GenerationRequest]) -> Answered | None:
+        running = [asyncio.create_task(server.engine.generate(r)) for r in asked]
         await server.sampling(*running)
-        assert not any(task.done() for task in running)
-        do()
-        return list(await asyncio.gather(*running))
+        met = not any(task.done() for task in running)
+        if met:
+            do()
+        answers = await asyncio.gather(*running)
+        return list(zip(asked, answers, strict=True)) if met else None
 
-    return server.run(both())
+    for new in NEW:
+        answered = server.run(both([request(range(20 + i, 40 + i), n=2, new=new) for i in range(6)]))
+        if answered is not None:
+            return answered
+    raise AssertionError("each time a request was over before the server told that it sampled")
 
 
-def until_healthy(server: ServedBench) -> None:
-    """All serve."""
+def until_healthy(server: ServedBench, restarts: int) -> None:
+    """All serve, after so many restarts or more: what was killed is healthy until its death is seen."""
 
     async def wait() -> None:
         async with asyncio.timeout(LIMIT):
-            while any(r.state is not State.HEALTHY for r in server.engine.replicas.all):
+            healthy = len(server.engine.replicas.all)
+            while (now := server.engine.metrics())["engine/healthy"] < healthy or now["engine/restarts"] < restarts:
                 assert not any(r.state is State.GONE for r in server.engine.replicas.all)
                 await asyncio.sleep(0.05)
 
     server.run(wait())
 
 
-def check(server: ServedBench, model: Path, answers: list[Sequence[Completion]], version: int) -> None:
+def check(server: ServedBench, model: Path, answered: Answered, version: int, restarts: int) -> None:
     """Every answer is there, sampled by the weights that are served; so is what each replica samples on its own."""
-    for asked, completions in zip(ASKED, answers, strict=True):
-        assert [(len(c.token_ids), c.versions) for c in completions] == [(400, (version, version))] * 2
+    for asked, completions in answered:
+        wanted = asked.params.max_new_tokens, (version, version)
+        assert [(len(c.token_ids), c.versions) for c in completions] == [wanted] * 2
         for c in completions:
             expected = logprobs_of(model, asked.token_ids, c.token_ids, 1.0)
             torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
-    until_healthy(server)
+    until_healthy(server, restarts)
     for replica in server.engine.replicas.all:
         (c,) = server.run(server.engine.adapter.generate(replica.server, request(), "mine"))
         expected = logprobs_of(model, request().token_ids, c.token_ids, 1.0)
@@ -89,24 +99,21 @@ def test_servers_that_die_come_back_with_what_is_served(models: tuple[Path, Path
     keys = {"replicas": 2, "restarts": 5, "backoff_seconds": 0.1, "health_seconds": 18.0 if name == "vllm" else 60.0}
     with served(name, models[0], tmp_path, **keys) as server:
         server.push(models[1], 1)
-        check(
-            server, models[1], while_sampling(server, lambda: os.killpg(process_of(server, 0).pid, signal.SIGKILL)), 1
-        )
-        assert server.engine.metrics() == {"engine/healthy": 2, "engine/restarts": 1}
+        answered = while_sampling(server, lambda: os.killpg(process_of(server, 0).pid, signal.SIGKILL))
+        check(server, models[1], answered, 1, restarts=1)
         if name != "vllm":
             return  # what follows is the same code, and a minute
         server.sync.after = lambda: os.killpg(process_of(server, 1).pid, signal.SIGSTOP)
         server.push(models[0], 2)
         server.sync.after = lambda: None
         assert server.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 1}
-        until_healthy(server)
+        until_healthy(server, 2)
 
         def kill_all() -> None:
             for process in [process_of(server, number) for number in (0, 1)]:
                 os.killpg(process.pid, signal.SIGKILL)
 
-        check(server, models[0], while_sampling(server, kill_all), 2)
-        assert server.engine.metrics() == {"engine/healthy": 2, "engine/restarts": 4}
+        check(server, models[0], while_sampling(server, kill_all), 2, restarts=4)
         sender = FolderSender(models[1])
         sender.hold(models[1], lambda tensors: None)
 
@@ -120,8 +127,8 @@ def test_servers_that_die_come_back_with_what_is_served(models: tuple[Path, Path
                 setattr(sender, when, kill_once)
                 server.run(server.weights.push(version))
                 assert server.engine.metrics()["engine/healthy"] == 1
-                until_healthy(server)
-            check(server, models[1], while_sampling(server, lambda: None), version)
+                until_healthy(server, version + 2)
+            check(server, models[1], while_sampling(server, lambda: None), version, restarts=version + 2)
 
 
 def test_a_run_whose_only_server_is_killed_loses_and_repeats_nothing(tmp_path: Path) -> None:
