@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,9 @@ from tests.unit.launcher.sites import data_file, environment, site
 from tests.unit.launcher.test_memory import QWEN3
 
 REWARDS = """
-import time
+import threading
 
-asked = []
+asked, over = [], threading.Event()
 
 def good(prompt, completions, texts):
     asked.append((prompt.text, texts, [len(c.token_ids) for c in completions]))
@@ -38,18 +39,20 @@ def raising(prompt, completions, texts):
     raise KeyError("price list")
 
 async def blocking(prompt, completions, texts):
-    time.sleep(10000)
+    over.wait()
 """
 GPUS = ("learner.device=cuda", "slurm.gpus_per_node=8")
 
 
 @pytest.fixture
-def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, ...]]:
     """Of a recipe for one node, all of whose files are here."""
     (tmp_path / "preflight_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return site(tmp_path, QWEN3)
+    yield site(tmp_path, QWEN3)
+    if rewards := sys.modules.pop("preflight_rewards", None):
+        rewards.over.set()  # else the loop of all async rewards of this process stands still
 
 
 def job(keys: tuple[str, ...], *more: str) -> RunConfig:
