@@ -29,11 +29,11 @@ from bench.results import parse, write
 from rl_megatron.config import TinyModelSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.weights import convert
-from rl_megatron.weights.dtypes import DType
-from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.mapped import header_bytes
-from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE
+from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.bytes.mapped import header_bytes
+from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE
 
 LAYER_GB = 0.62
 SHARD_BYTES = 2 * 10**9

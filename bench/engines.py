@@ -40,7 +40,7 @@ from rl_megatron.rollout.http import Server
 from rl_megatron.rollout.local import LocalEngine
 from rl_megatron.rollout.served import ServedEngine
 from rl_megatron.types import GenerationRequest, SamplingParams
-from rl_megatron.weights.mirror import Mirror
+from rl_megatron.weights.servers.mirror import Mirror
 
 REPO = Path(__file__).resolve().parents[1]
 PROMPT_TOKENS, NEW_TOKENS = 16, 32

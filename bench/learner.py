@@ -35,9 +35,9 @@ from rl_megatron.data.packing import pack
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Batch, Samples
-from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
-from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
 VOCABULARY = 512
 # model, tokens of a batch, length of a sequence (for long tail: the limit is four times as much), the bar

@@ -21,7 +21,7 @@ from rl_megatron.config_learner import LearnerSection
 from rl_megatron.learner import checkpoint, world
 from rl_megatron.learner.model import build_chunks, make_config
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.weights.hf_folder import companions
+from rl_megatron.weights.formats.hf_folder import companions
 
 
 def main() -> None:

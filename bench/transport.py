@@ -26,11 +26,11 @@ from bench.results import parse, write
 from launcher.ports import held_ports
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.commit import Transport
-from rl_megatron.weights.hashing import PIECE_BYTES, digest
-from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.plan import plan
-from rl_megatron.weights.tables import qwen3_moe
+from rl_megatron.weights.bytes.hashing import PIECE_BYTES, digest
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables import qwen3_moe
+from rl_megatron.weights.plans.plan import plan
+from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.delta import DeltaTransport
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport

@@ -245,7 +245,7 @@ def plan(
 ) -> None:
     """Print what moving a model's weights between two layouts costs, beside gather-and-broadcast."""
     from launcher import plan_command
-    from rl_megatron.weights.cost import Links
+    from rl_megatron.weights.plans.cost import Links
 
     if config is not None:
         plan_command.show_memory(config, arguments or [])

@@ -45,7 +45,7 @@ from rl_megatron.trainer import Trainer
 from rl_megatron.types import Prompt
 from rl_megatron.update import Update
 from rl_megatron.warm_start import WarmStart
-from rl_megatron.weights.families import FAMILIES
+from rl_megatron.weights.layouts.families import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

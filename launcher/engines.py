@@ -39,13 +39,13 @@ from rl_megatron.rollout.replicas import Replica
 from rl_megatron.rollout.served import ServedEngine
 from rl_megatron.rollout.sglang import SGLangAdapter
 from rl_megatron.rollout.vllm import VLLMAdapter
-from rl_megatron.weights.direct import Direct
-from rl_megatron.weights.dtypes import DType
-from rl_megatron.weights.families import hf_layout
-from rl_megatron.weights.hf_folder import companions, config_text
-from rl_megatron.weights.probe import PROBE_LENGTH, Probe
-from rl_megatron.weights.served import ServedWeights
-from rl_megatron.weights.served_formats import FORMATS, stored
+from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.formats.hf_folder import companions, config_text
+from rl_megatron.weights.formats.served import FORMATS, stored
+from rl_megatron.weights.layouts.families import hf_layout
+from rl_megatron.weights.servers.direct import Direct
+from rl_megatron.weights.servers.probe import PROBE_LENGTH, Probe
+from rl_megatron.weights.servers.sync import ServedWeights
 from rl_megatron.weights.transports.engine_ends import backend_of
 from rl_megatron.weights.transports.joined import Keeper
 

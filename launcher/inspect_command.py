@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_megatron.errors import CheckpointError
-from rl_megatron.weights.contents import Contents, contents
+from rl_megatron.weights.checkpoints.contents import Contents, contents
 
 
 def show(folder: Path) -> None:

@@ -22,8 +22,8 @@ from rl_megatron.config_learner import LearnerSection
 from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, Prompt, RolloutGroup
-from rl_megatron.weights.convert import is_megatron
-from rl_megatron.weights.families import FAMILIES, megatron_layout
+from rl_megatron.weights.checkpoints.convert import is_megatron
+from rl_megatron.weights.layouts.families import FAMILIES, megatron_layout
 
 Texts = Sequence[Sequence[int]]
 LogProbs = Sequence[Sequence[float]]
@@ -120,8 +120,8 @@ def _rank(writer: Connection, folder: Path, shape: ModelShape, texts: Texts) -> 
 
     from rl_megatron.data.samples import to_samples
     from rl_megatron.learner import world
-    from rl_megatron.weights.families import hf_layout
-    from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.layouts.families import hf_layout
 
     learner = LearnerSection()
     with tempfile.TemporaryDirectory() as place:

@@ -16,8 +16,8 @@ from launcher.placement import made_up_nodes, seats_of
 from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.weights.families import hf_layout, megatron_layout
-from rl_megatron.weights.layout import Layout
+from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
+from rl_megatron.weights.layouts.layout import Layout
 
 GB = 1e9
 RESERVED = 0.06  # of a GPU: CUDA and NCCL contexts, what the allocator cannot join

@@ -37,9 +37,9 @@ from rl_megatron.observability.progress import Progress
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rollout.served import ServedEngine
 from rl_megatron.types import Prompt
-from rl_megatron.weights.convert import is_megatron
-from rl_megatron.weights.mirror import dtypes, seal_of, shapes
-from rl_megatron.weights.safetensors_io import Checkpoint, checksums
+from rl_megatron.weights.checkpoints.convert import is_megatron
+from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, checksums
+from rl_megatron.weights.servers.mirror import dtypes, seal_of, shapes
 
 _TOKENIZED_PROMPTS = 8
 _STYLES = {"guilty": "bold red", "noise": "yellow", "not guilty": "green", "not checked": "magenta"}

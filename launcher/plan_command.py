@@ -17,10 +17,10 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.cost import Cost, Links, broadcast_cost, plan_cost
-from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.parsing import model_shape, parse_layout
-from rl_megatron.weights.plan import plan
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
+from rl_megatron.weights.plans.cost import Cost, Links, broadcast_cost, plan_cost
+from rl_megatron.weights.plans.plan import plan
 
 
 def show(

@@ -28,8 +28,8 @@ from rl_megatron.types import (
     StepResult,
     WeightUpdate,
 )
-from rl_megatron.weights.engine_layout import Boxes
-from rl_megatron.weights.held import Report
+from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.transports.joined import Place
 
 if TYPE_CHECKING:

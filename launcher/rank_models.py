@@ -52,7 +52,7 @@ class RankModels:
         """``store``: see ``world.join``."""
         from rl_megatron.learner import world
         from rl_megatron.models.shape import ModelShape
-        from rl_megatron.weights.families import hf_layout, megatron_layout
+        from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
         config = setup.config
         self._rank, self._model_folder, self._leave = rank, setup.model_folder, world.leave
@@ -107,8 +107,8 @@ class RankModels:
         """
         import torch
 
-        from rl_megatron.weights.convert import is_megatron
-        from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
+        from rl_megatron.weights.checkpoints.convert import is_megatron
+        from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
 
         if role in self._learners and is_megatron(folder):
             self._learner(role).load_weights(folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 from rl_megatron.config import RunConfig, TinyModelSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import HEAD_DIM, make_tiny_model, tiny_shape
-from rl_megatron.weights.families import FAMILIES
+from rl_megatron.weights.layouts.families import FAMILIES
 
 _LEAST_HEAD_DIM = 32  # of vLLM's attention kernels on CPUs
 

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_megatron.rollout.local import LocalEngine
-    from rl_megatron.weights.engine_layout import Boxes
-    from rl_megatron.weights.held import Report
-    from rl_megatron.weights.mirror import Mirror
+    from rl_megatron.weights.checks.reports import Report
+    from rl_megatron.weights.layouts.recorded import Boxes
+    from rl_megatron.weights.servers.mirror import Mirror
     from rl_megatron.weights.transports.engine_ends import Sender
     from rl_megatron.weights.transports.joined import Place
 
@@ -169,8 +169,8 @@ class Worker(RankModels):
         """Where pushes go: this rank's engine; where servers sample, the mirror that they read, on rank 0 alone."""
         from launcher.engines import mirror_path
         from rl_megatron.rollout.local import LocalEngine
-        from rl_megatron.weights.mirror import Mirror
-        from rl_megatron.weights.served_formats import FORMATS
+        from rl_megatron.weights.formats.served import FORMATS
+        from rl_megatron.weights.servers.mirror import Mirror
 
         section = config.rollout
         if not section.served:
@@ -191,10 +191,10 @@ class Worker(RankModels):
         would say the same once more. Quantised, or cut inside a word, it is compared with what lies there.
         """
         from rl_megatron.types import ParallelDims
-        from rl_megatron.weights.commit import Replica
-        from rl_megatron.weights.held import add_up, sources_of
-        from rl_megatron.weights.plan import plan
-        from rl_megatron.weights.served_formats import FORMATS
+        from rl_megatron.weights.checks.sources import add_up, sources_of
+        from rl_megatron.weights.formats.served import FORMATS
+        from rl_megatron.weights.plans.plan import plan
+        from rl_megatron.weights.transports.commit import Replica
         from rl_megatron.weights.transports.connect import connect
 
         holders = 1 if config.rollout.served else self._layout.dims.world_size
@@ -245,8 +245,9 @@ class Worker(RankModels):
 
     def sums(self) -> Report:
         """Checksums of what this rank answers for of the weights in the mirror."""
-        from rl_megatron.weights.held import Report, sent_checksums
-        from rl_megatron.weights.mirror import Mirror
+        from rl_megatron.weights.checks.reports import Report
+        from rl_megatron.weights.checks.sources import sent_checksums
+        from rl_megatron.weights.servers.mirror import Mirror
 
         if self._sealed:
             return sent_checksums(self._sources, self._learners["policy"].tensors, lambda _: self._dtype)
@@ -257,8 +258,8 @@ class Worker(RankModels):
 
         Where they do not come, that is an answer, not an end. Raises WeightError where no plan leads there.
         """
-        from rl_megatron.weights.engine_layout import recorded_layout
-        from rl_megatron.weights.plan import plan
+        from rl_megatron.weights.layouts.recorded import recorded_layout
+        from rl_megatron.weights.plans.plan import plan
         from rl_megatron.weights.transports.engine_ends import Sender
 
         first = self._layout.dims.world_size
@@ -284,13 +285,13 @@ class Worker(RankModels):
 
     def export(self, folder: Path) -> None:
         """Write what was pushed last as a Hugging Face folder."""
-        from rl_megatron.weights.safetensors_io import write_folder
+        from rl_megatron.weights.checkpoints.safetensors_io import write_folder
 
         write_folder(self._held, self._model_folder, folder)
 
     def checksums(self) -> dict[str, int]:
         """Of each Hugging Face tensor that a push wrote here, as it is held."""
-        from rl_megatron.weights.checksums import checksum
+        from rl_megatron.weights.checks.checksums import checksum
 
         return {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in self._held.items()}
 

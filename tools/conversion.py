@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError
-from rl_megatron.weights import convert
-from rl_megatron.weights.contents import contents
-from rl_megatron.weights.dtypes import DType
-from rl_megatron.weights.hf_folder import has_tokenizer
+from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.checkpoints.contents import contents
+from rl_megatron.weights.formats.hf_folder import has_tokenizer
 
 DTYPES = (DType.F32, DType.BF16, DType.F16, DType.F8_E4M3)
 

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
-from rl_megatron.weights.layout import Layout, ParamSpec, coordinates, degree
-from rl_megatron.weights.parsing import model_shape, parse_layout
+from rl_megatron.weights.layouts.layout import Layout, ParamSpec, coordinates, degree
+from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from tools import conversion
 
 _CELL, _HEIGHT, _LEFT, _TOP = 64, 26, 330, 74

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from rl_megatron.weights.verify import verify
+from rl_megatron.weights.checkpoints.verify import verify
 from tools import conversion
 
 MAX_LINES = 50

@@ -9,9 +9,9 @@ from pathlib import Path
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config_data import FileData
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.weights.convert import is_megatron
-from rl_megatron.weights.hf_folder import has_tokenizer, weight_files
-from rl_megatron.weights.mapped import MappedFile, read_header
+from rl_megatron.weights.bytes.mapped import MappedFile, read_header
+from rl_megatron.weights.checkpoints.convert import is_megatron
+from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 
 
 def check(subject: Subject) -> Iterator[Found]:

@@ -10,7 +10,7 @@ from rl_megatron.config import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape, Rope
-from rl_megatron.weights.families import FAMILIES
+from rl_megatron.weights.layouts.families import FAMILIES
 
 
 def check(subject: Subject) -> Iterator[Found]:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 from rl_megatron.digests import Digest, digests
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.learner.optimizer import create_state
-from rl_megatron.weights.bits import all_numbers
+from rl_megatron.weights.bytes.bits import all_numbers
 
 # The default sharding of DistributedOptimizer is broken in 0.16.1; this one reshards over TP, PP and EP of equal kind.
 _METADATA = {

@@ -34,15 +34,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule  # no
 
 from rl_megatron.learner import checkpoint  # noqa: E402
 from rl_megatron.learner.decoder_config import DecoderConfig  # noqa: E402
-from rl_megatron.learner.forward import (  # noqa: E402
-    Head,
-    LogitsHead,
-    ValueHead,
-    VocabHead,
-    reduce_outputs,
-    run_loss,
-    run_scores,
-)
+from rl_megatron.learner.forward import Head, LogitsHead, ValueHead, VocabHead, reduce_outputs, run_loss, run_scores  # noqa: E402
 from rl_megatron.learner.load_meter import ExpertLoadMeter  # noqa: E402
 from rl_megatron.learner.model import build_chunks, keep_selection_biases_float32, make_config  # noqa: E402
 from rl_megatron.learner.naming import global_parameters  # noqa: E402

@@ -10,8 +10,8 @@ from typing import Literal, Protocol
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.http import Server
 from rl_megatron.types import Completion, GenerationRequest
-from rl_megatron.weights.engine_layout import Boxes
-from rl_megatron.weights.held import Report
+from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.layouts.recorded import Boxes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,9 @@ from rl_megatron.rollout.answers import as_it_should_end, joined, problem_of, re
 from rl_megatron.rollout.http import AttemptFailed, Server
 from rl_megatron.rollout.replicas import PRESENT, Event, Replica, ReplicaDied, ReplicaSet, State
 from rl_megatron.types import Completion, GenerationRequest
-from rl_megatron.weights.engine_layout import Boxes
-from rl_megatron.weights.held import NO_KINDS, Kinds, Report
-from rl_megatron.weights.mirror import vouched_for
+from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
+from rl_megatron.weights.layouts.recorded import Boxes
+from rl_megatron.weights.servers.mirror import vouched_for
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.weights import held, mirror
-from rl_megatron.weights.recorded import Held, record
+from rl_megatron.weights.checks.places import Held, record
+from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, seen
+from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.transports.engine_ends import Receiver, one_thread
 from rl_megatron.weights.transports.joined import Place
 
@@ -42,7 +43,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
             answer = _receive(model, order["version"], order["private"]).to_json()
         elif order["do"] == "held":
             places = [one for ones in layout_of(model, path, partial=True).values() for one in ones]
-            answer = held.checksums_of(held.seen(places, order["private"]), dict(model.named_parameters())).to_json()
+            answer = checksums_of(seen(places, order["private"]), dict(model.named_parameters())).to_json()
         else:
             answer = _load(model, path, order["version"], order["private"]).to_json()
     except RLMegatronError as error:
@@ -54,11 +55,11 @@ RECEIVERS: dict[Any, Receiver] = {}
 """By model, where the learner's ranks send shards."""
 
 
-def _receive(model: Any, version: int, private: Sequence[str]) -> held.Report:
-    params, beside = dict(model.named_parameters()), held.Beside()
+def _receive(model: Any, version: int, private: Sequence[str]) -> Report:
+    params, beside = dict(model.named_parameters()), Beside()
 
     def whole(one: Held) -> None:
-        if held.seen([one], private):
+        if seen([one], private):
             beside.held([one], params)
         else:
             beside.sent(one, params[one.param])
@@ -68,9 +69,9 @@ def _receive(model: Any, version: int, private: Sequence[str]) -> held.Report:
     return beside.report()
 
 
-def _load(model: Any, path: Path, version: int, private: Sequence[str]) -> held.Report:
-    found, params, beside = mirror.read(path, version), dict(model.named_parameters()), held.Beside()
-    places = {name: held.seen(ones, private) for name, ones in layout_of(model, path, partial=True).items()}
+def _load(model: Any, path: Path, version: int, private: Sequence[str]) -> Report:
+    found, params, beside = mirror.read(path, version), dict(model.named_parameters()), Beside()
+    places = {name: seen(ones, private) for name, ones in layout_of(model, path, partial=True).items()}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         """What the loader did with each is looked at behind it; what nobody can look at then, as it was read."""

@@ -21,8 +21,8 @@ from rl_megatron.rollout.adapter import Command, Description, StartOptions, cand
 from rl_megatron.rollout.answers import checked_routes
 from rl_megatron.rollout.http import AttemptFailed, Server
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
-from rl_megatron.weights.engine_layout import Boxes, boxes_of
-from rl_megatron.weights.held import Report
+from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.layouts.recorded import Boxes, boxes_of
 
 _NEEDED = (
     *("/inference/v1/generate", "/start_weight_update", "/update_weight_version", "/collective_rpc", "/pause"),

@@ -31,8 +31,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
-from rl_megatron.weights import held, mirror
-from rl_megatron.weights.recorded import Held, record
+from rl_megatron.weights.checks.places import Held, record
+from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, seen
+from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.transports.engine_ends import Receiver
 from rl_megatron.weights.transports.joined import Place
 
@@ -76,7 +77,7 @@ class MirrorEngine(WeightTransferEngine):
         if update_info.straight:
             READ[self.model] = STRAIGHT[self.model].receive(update_info.version)
             return
-        found, beside = mirror.read(Path(update_info.path), update_info.version), held.Beside()
+        found, beside = mirror.read(Path(update_info.path), update_info.version), Beside()
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             """Looked at as they were read: most end in layouts of the kernels' own."""
@@ -157,12 +158,12 @@ class WorkerExtension:
         self._weight_update_active = False
 
     def rl_megatron_held(self, path: str, private: list[str]) -> dict[str, object]:
-        """A `held.Report` of this rank's parameters. What lies in a layout of the kernels' own is for the probe."""
+        """A `Report` of this rank's parameters. What lies in a layout of the kernels' own is for the probe."""
         model = self.model_runner.model
-        places = held.seen(layout_of(model, path, partial=True), private)
-        report = held.checksums_of(places, dict(model.named_parameters()))
-        read = READ.pop(model, held.Report(rows=(), seconds=0.0))
-        return held.Report(rows=report.rows, seconds=report.seconds + read.seconds, read=read.read).to_json()
+        places = seen(layout_of(model, path, partial=True), private)
+        report = checksums_of(places, dict(model.named_parameters()))
+        read = READ.pop(model, Report(rows=(), seconds=0.0))
+        return Report(rows=report.rows, seconds=report.seconds + read.seconds, read=read.read).to_json()
 
     def rl_megatron_boxes(self, path: str) -> dict[str, object]:
         """The box of each Hugging Face tensor that this rank holds."""
@@ -196,10 +197,10 @@ class Straight:
         self._receiver = Receiver(place, rank, places, self._made)
         self._free()
 
-    def receive(self, version: int) -> held.Report:
+    def receive(self, version: int) -> Report:
         """Take a version and give it to the kernels, as vLLM does with what its loader has filled; what came in."""
         self._take()
-        beside = held.Beside()
+        beside = Beside()
         self._receiver.receive(version, lambda one: beside.sent(one, self._made[one.param]))
         report = beside.report()  # before kernels may write there
         for layer, tensors in self._layers.items():
@@ -229,7 +230,7 @@ STRAIGHT: dict[Any, Straight] = {}
 """By model, where the learner's ranks send shards."""
 
 
-READ: dict[Any, held.Report] = {}
+READ: dict[Any, Report] = {}
 """By model: what the last load read, until it is asked for."""
 
 

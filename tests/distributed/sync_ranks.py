@@ -18,10 +18,10 @@ from torch import Tensor
 
 from rl_megatron.errors import CorruptionError, SyncError
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.commit import Replica
-from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.plan import plan
-from rl_megatron.weights.tables.qwen3_moe import ENGINE_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.plans.plan import plan
+from rl_megatron.weights.transports.commit import Replica
 from rl_megatron.weights.transports.delta import DeltaTransport
 from rl_megatron.weights.transports.ends import Message
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport

@@ -13,7 +13,7 @@ from rl_megatron.config import TinyModelSection
 from rl_megatron.config_learner import LearnerSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.weights import convert
+from rl_megatron.weights.checkpoints import convert
 from tests.distributed.ranks import run_ranks
 
 LAYOUTS = {"tp2-ep2": {"tp": 2, "ep": 2}, "pp2-ep2": {"pp": 2, "ep": 2}, "tp2-etp2": {"tp": 2}}
@@ -24,9 +24,9 @@ def rank_main(rank: int, learner: LearnerSection, hf: Path, folder: Path) -> Non
     torch.set_num_threads(1)
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_critic, make_policy
-    from rl_megatron.weights.layout import Layout
-    from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
-    from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.layouts.layout import Layout
+    from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
     shape = ModelShape.from_folder(hf)
     device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
@@ -67,8 +67,8 @@ def sequential_main(rank: int, hf: Path, folder: Path) -> None:
     import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here
     from rl_megatron.learner import world
     from rl_megatron.learner.model import make_config
-    from rl_megatron.weights.families import hf_layout, megatron_layout
-    from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
     shape, learner = ModelShape.from_folder(hf), LearnerSection()
     world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)

@@ -18,12 +18,15 @@ from torch import Tensor
 from launcher.ports import held_ports
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.engine_layout import Boxes, EngineLayout, recorded_layout
-from rl_megatron.weights.held import Beside, Report, checksums_of, compare, sealed_by, sources_of
-from rl_megatron.weights.layout import Box, Layout
-from rl_megatron.weights.plan import plan
-from rl_megatron.weights.recorded import Held, record
-from rl_megatron.weights.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.boxes import Box
+from rl_megatron.weights.checks.compare import compare, sealed_by
+from rl_megatron.weights.checks.places import Held, record
+from rl_megatron.weights.checks.reports import Beside, Report, checksums_of
+from rl_megatron.weights.checks.sources import sources_of
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout
+from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.transports import engine_ends
 from rl_megatron.weights.transports.engine_ends import Receiver, Sender
 from rl_megatron.weights.transports.joined import JOINING, Keeper, Member, Place

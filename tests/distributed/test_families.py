@@ -22,7 +22,7 @@ from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config_learner import LearnerSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Samples
-from rl_megatron.weights import convert
+from rl_megatron.weights.checkpoints import convert
 from tests.distributed.ranks import run_ranks
 from tests.family_models import DENSE, MODELS, SPARSE, save_model
 
@@ -76,8 +76,8 @@ class LogitsHead:
 def check(folder: Path, layout: str, learner: LearnerSection, rank: int, device: torch.device) -> dict[str, float]:
     """Largest difference of logits, and the loss and gradient norm; empty off the last stage."""
     from rl_megatron.learner.megatron import make_policy
-    from rl_megatron.weights.families import hf_layout, megatron_layout
-    from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
     shape = ModelShape.from_folder(folder)
     policy = make_policy(shape, learner, device, temperature=1.0)

@@ -50,9 +50,9 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> 
     torch.set_num_threads(1)
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_policy
-    from rl_megatron.weights.layout import Layout
-    from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
-    from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.layouts.layout import Layout
+    from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
     shape = ModelShape.from_folder(model)
     rendezvous = f"file://{folder}/rendezvous"

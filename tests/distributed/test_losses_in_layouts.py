@@ -84,9 +84,9 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     torch.set_num_threads(1)
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import MegatronLearner, make_critic, make_policy
-    from rl_megatron.weights.layout import Layout
-    from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
-    from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.layouts.layout import Layout
+    from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
     shape = ModelShape.from_folder(model)
     device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)

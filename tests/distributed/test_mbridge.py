@@ -46,8 +46,8 @@ def rank_main(rank: int, options: dict[str, int], root: Path) -> None:
     from rl_megatron.learner import world
     from rl_megatron.learner.model import build_chunks, make_config
     from rl_megatron.learner.naming import global_parameters
-    from rl_megatron.weights.families import hf_layout, megatron_layout
-    from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
     sparse = LearnerSection.model_validate({**options, "vocab_multiple": 1})
     dense = LearnerSection.model_validate({**options, "ep": 1, "vocab_multiple": 1})

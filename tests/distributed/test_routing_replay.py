@@ -84,9 +84,9 @@ def one_layout(rank: int, learner: LearnerSection, model: Path, rendezvous: Path
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_policy
     from rl_megatron.learner.naming import global_parameters
-    from rl_megatron.weights.layout import Layout
-    from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
-    from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.layouts.layout import Layout
+    from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
     shape = ModelShape.from_folder(model)
     device = world.join(learner, rank=rank, rendezvous=f"file://{rendezvous}", seed=0)

@@ -16,11 +16,11 @@ from launcher.ports import held_ports
 from rl_megatron.errors import CorruptionError, WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.commit import Transport
-from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.mapped import MappedFile, read_header
-from rl_megatron.weights.plan import Plan, plan
-from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.bytes.mapped import MappedFile, read_header
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.plans.plan import Plan, plan
+from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
 from rl_megatron.weights.transports.delta import DeltaTransport
 from rl_megatron.weights.transports.disk import DiskTransport

@@ -14,9 +14,9 @@ from launcher.proxies import WeightGroup
 from rl_megatron.config import TinyModelSection
 from rl_megatron.config_io import load
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.weights.checksums import checksum
-from rl_megatron.weights.held import sealed_by
-from rl_megatron.weights.mirror import read, shapes
+from rl_megatron.weights.checks.checksums import checksum
+from rl_megatron.weights.checks.compare import sealed_by
+from rl_megatron.weights.servers.mirror import read, shapes
 
 
 @pytest.mark.parametrize("mesh", [("learner.tp=2", "learner.ep=2"), ("learner.pp=2", "learner.ep=2", "learner.dp=2")])

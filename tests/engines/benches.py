@@ -22,19 +22,11 @@ from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.local import LocalEngine
 from rl_megatron.rollout.served import ServedEngine
-from rl_megatron.types import (
-    Batch,
-    Completion,
-    GenerationRequest,
-    ParallelDims,
-    SamplingParams,
-    Scores,
-    WeightUpdate,
-)
-from rl_megatron.weights.held import Report
-from rl_megatron.weights.mirror import Mirror
-from rl_megatron.weights.probe import Probe
-from rl_megatron.weights.served import ServedWeights
+from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, SamplingParams, Scores, WeightUpdate
+from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.servers.mirror import Mirror
+from rl_megatron.weights.servers.probe import Probe
+from rl_megatron.weights.servers.sync import ServedWeights
 
 REPO = Path(__file__).resolve().parents[2]
 MAX_LENGTH = 2048

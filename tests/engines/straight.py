@@ -13,11 +13,12 @@ import torch
 from rl_megatron.errors import SyncError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.direct import Direct
-from rl_megatron.weights.engine_layout import Boxes, recorded_layout
-from rl_megatron.weights.families import hf_layout
-from rl_megatron.weights.held import Report, sources_of
-from rl_megatron.weights.plan import plan
+from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.sources import sources_of
+from rl_megatron.weights.layouts.families import hf_layout
+from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout
+from rl_megatron.weights.plans.plan import plan
+from rl_megatron.weights.servers.direct import Direct
 from rl_megatron.weights.transports.engine_ends import Sender
 from rl_megatron.weights.transports.joined import Keeper, Place
 from tests.engines.benches import Change, ServedBench, weights_of

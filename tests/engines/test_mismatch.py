@@ -19,9 +19,9 @@ from rl_megatron.diagnosis.experiments import Bench, run
 from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.rollout.http import Server
 from rl_megatron.types import Batch, ParallelDims, Prompt, Samples, Scores
-from rl_megatron.weights.mirror import dtypes, shapes
-from rl_megatron.weights.safetensors_io import Checkpoint, checksums
-from rl_megatron.weights.served import Probe, ServedWeights
+from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, checksums
+from rl_megatron.weights.servers.mirror import dtypes, shapes
+from rl_megatron.weights.servers.sync import Probe, ServedWeights
 from tests.engines.benches import Change, ServedBench
 
 SETTING = Setting(learner_dtype="float32", engine_dtype="float32", configured=Parameters(), served=True)

@@ -21,8 +21,8 @@ from launcher.preflight.sizes import misfits
 from rl_megatron.config_io import load
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.weights.direct import Direct
-from rl_megatron.weights.engine_layout import Boxes
+from rl_megatron.weights.layouts.recorded import Boxes
+from rl_megatron.weights.servers.direct import Direct
 from rl_megatron.weights.transports.joined import Keeper
 from tests.engines.benches import REPO, LocalBench, ServedBench, logprobs_of, request, served
 from tests.engines.conftest import needs

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layout import Box, Layout
-from rl_megatron.weights.plan import Plan, Transfer
+from rl_megatron.weights.boxes import Box
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.plans.plan import Plan, Transfer
 
 Tensors = dict[str, npt.NDArray[np.int64]]
 SMALL = st.sampled_from([1, 2])

@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from rl_megatron.errors import WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.buckets import Part, cut_into_buckets
-from rl_megatron.weights.layout import Box, Layout
-from rl_megatron.weights.plan import Transfer, plan
-from rl_megatron.weights.plan_json import from_json, to_json
-from rl_megatron.weights.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.boxes import Box
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.plans.json_form import from_json, to_json
+from rl_megatron.weights.plans.plan import Transfer, plan
+from rl_megatron.weights.transports.buckets import Part, cut_into_buckets
 from tests.property.shards import (
     SMALL,
     UNWRITTEN,
@@ -247,8 +248,8 @@ def test_a_plan_is_the_same_every_time_and_its_parts_are_plans(m: ModelShape, d:
 def test_a_plan_does_not_depend_on_hash_seeds() -> None:
     code = (
         "from rl_megatron.models.named import NAMED; from rl_megatron.types import ParallelDims as D\n"
-        "from rl_megatron.weights.layout import Layout; from rl_megatron.weights.plan import plan\n"
-        "from rl_megatron.weights.tables.qwen3_moe import ENGINE_QWEN3_MOE, MEGATRON_QWEN3_MOE\n"
+        "from rl_megatron.weights.layouts.layout import Layout; from rl_megatron.weights.plans.plan import plan\n"
+        "from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, MEGATRON_QWEN3_MOE\n"
         "import hashlib, sys\n"
         "m = NAMED['qwen3-30b-a3b']\n"
         "learner = Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=D(tp=2, pp=4, ep=4, dp=4))\n"

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from rl_megatron.models.shape import LatentAttention, ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.plan import plan
-from rl_megatron.weights.tables.deepseek_v3 import ENGINE_DEEPSEEK_V3, HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.deepseek_v3 import ENGINE_DEEPSEEK_V3, HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3
+from rl_megatron.weights.plans.plan import plan
 from tests.property.shards import (
     Tensors,
     assert_same,

@@ -92,7 +92,7 @@ def test_rooms_keep_to_their_own() -> None:
         ("rl_megatron/rollout/x.py", "from megatron.core import parallel_state as mpu", 1),
         ("rl_megatron/trainer.py", "mpu.get_data_parallel_rank()", 1),
         ("rl_megatron/learner/x.py", "from megatron.core import parallel_state\nimport torch.distributed as dist", 0),
-        ("rl_megatron/weights/plan.py", "import torch.distributed as dist\ndist.broadcast(x)", 2),
+        ("rl_megatron/weights/plans/plan.py", "import torch.distributed as dist\ndist.broadcast(x)", 2),
         ("rl_megatron/weights/transports/x.py", "import torch.distributed as dist\ndist.broadcast(x)", 0),
         ("rl_megatron/weights/transports/x.py", "import torch.distributed as dist\ndist.all_gather_object(x, y)", 1),
         ("rl_megatron/rollout/x.py", "x.to('cuda'); x.to('cuda:1'); torch.cuda.is_available()", 2),

@@ -23,7 +23,7 @@ from launcher.preflight.sizes import misfits
 from rl_megatron.config import RunConfig
 from rl_megatron.config_io import load
 from rl_megatron.models.named import NAMED
-from rl_megatron.weights.parsing import model_shape, parse_layout
+from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from tests.documents import blocks
 
 REPO = Path(__file__).resolve().parents[2]

@@ -8,8 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from rl_megatron.config_weights import WeightsSection
-from rl_megatron.weights.commit import Transport
-from rl_megatron.weights.plan import Plan
+from rl_megatron.weights.plans.plan import Plan
+from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
 from rl_megatron.weights.transports.delta import DeltaTransport
 from rl_megatron.weights.transports.disk import DiskTransport

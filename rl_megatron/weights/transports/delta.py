@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.plan import Plan
+from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports.ends import Message
 from rl_megatron.weights.transports.process_group import Operation, ProcessGroupTransport, Step
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from rl_megatron.durable import publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError, SyncError
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.bits import dtype_of, to_tensor
-from rl_megatron.weights.buckets import Part
-from rl_megatron.weights.dtypes import DType
-from rl_megatron.weights.hashing import bytes_of, digest
-from rl_megatron.weights.mapped import MappedFile, header_bytes, read_header
-from rl_megatron.weights.plan import Plan
+from rl_megatron.weights.bytes.bits import dtype_of, to_tensor
+from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.bytes.hashing import bytes_of, digest
+from rl_megatron.weights.bytes.mapped import MappedFile, header_bytes, read_header
+from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports import words
+from rl_megatron.weights.transports.buckets import Part
 from rl_megatron.weights.transports.ends import Ends, reports_of, view
 
 _DIGESTS = "digests"

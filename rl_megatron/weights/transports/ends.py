@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_megatron.errors import CorruptionError, WeightError
-from rl_megatron.weights.bits import dtype_of
-from rl_megatron.weights.buckets import Bucket, Part, cut_into_buckets
-from rl_megatron.weights.dtypes import DType
-from rl_megatron.weights.hashing import PIECE_BYTES, bytes_of, digest, digests
-from rl_megatron.weights.layout import Box
-from rl_megatron.weights.plan import Plan, Transfer
+from rl_megatron.weights.boxes import Box
+from rl_megatron.weights.bytes.bits import dtype_of
+from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.bytes.hashing import PIECE_BYTES, bytes_of, digest, digests
+from rl_megatron.weights.plans.plan import Plan, Transfer
 from rl_megatron.weights.transports import words
+from rl_megatron.weights.transports.buckets import Bucket, Part, cut_into_buckets
 
 _WORD = 8  # bytes of a digest
 _MOST_TOLD = 10  # problems of a process that an error lists

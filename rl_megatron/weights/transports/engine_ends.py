@@ -14,12 +14,13 @@ from torch import Tensor
 
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.buckets import Bucket
-from rl_megatron.weights.held import Report, Source, sent_checksums
-from rl_megatron.weights.plan import Plan
-from rl_megatron.weights.plan_json import from_json, to_json
-from rl_megatron.weights.recorded import Held
+from rl_megatron.weights.checks.places import Held
+from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.sources import Source, sent_checksums
+from rl_megatron.weights.plans.json_form import from_json, to_json
+from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports import words
+from rl_megatron.weights.transports.buckets import Bucket
 from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
 from rl_megatron.weights.transports.ends import Ends
 from rl_megatron.weights.transports.joined import Member, Place

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl_megatron.errors import WeightError
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.plan import Plan
+from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports.ends import Ends
 
 

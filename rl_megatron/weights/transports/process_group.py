@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rl_megatron.errors import SyncError
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.buckets import Bucket
-from rl_megatron.weights.plan import Plan, Rounds
+from rl_megatron.weights.plans.plan import Plan, Rounds
+from rl_megatron.weights.transports.buckets import Bucket
 from rl_megatron.weights.transports.ends import Ends, Message, reports_of
 
 Operation = tuple[Callable[..., object], Tensor, int]

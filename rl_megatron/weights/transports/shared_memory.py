@@ -26,9 +26,9 @@ from torch import Tensor
 
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.buckets import Bucket
-from rl_megatron.weights.plan import Plan
+from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports import words
+from rl_megatron.weights.transports.buckets import Bucket
 from rl_megatron.weights.transports.ends import Ends, Message, reports_of
 
 _SLOTS = 2

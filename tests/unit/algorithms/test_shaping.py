@@ -5,12 +5,7 @@ import statistics
 import pytest
 import torch
 
-from rl_megatron.algorithms.shaping import (
-    RunningMoments,
-    drop_truncated,
-    overlong_penalty,
-    score_finished,
-)
+from rl_megatron.algorithms.shaping import RunningMoments, drop_truncated, overlong_penalty, score_finished
 
 
 def test_overlong_penalty_grows_over_the_buffer_before_the_limit() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rl_megatron.weights.dtypes import DType
-from rl_megatron.weights.mapped import header_bytes
+from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.bytes.mapped import header_bytes
 
 ROW = {"question": "What is 2 + 3?", "answer": "It is 5.\n#### 5"}
 

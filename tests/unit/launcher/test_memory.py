@@ -21,7 +21,7 @@ from rl_megatron.config_io import load
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.weights.families import megatron_layout
+from rl_megatron.weights.layouts.families import megatron_layout
 
 ELSEWHERE = "rollout.server.addresses=http://engine1:8000,http://engine2:8000"
 RECIPES = {  # name: keys of the user's, nodes, GPUs of the learner

@@ -17,9 +17,9 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.vllm import VLLMAdapter
-from rl_megatron.weights.families import hf_layout
-from rl_megatron.weights.mirror import Mirror
-from rl_megatron.weights.served_formats import FORMATS
+from rl_megatron.weights.formats.served import FORMATS
+from rl_megatron.weights.layouts.families import hf_layout
+from rl_megatron.weights.servers.mirror import Mirror
 
 METHODS = {"none": None, "fp8": "fp8", "int8": "compressed-tensors"}
 GPU = ["rollout=vllm", "learner.device=cuda", "learner.dtype=bfloat16"]

@@ -19,7 +19,7 @@ from rl_megatron.learner.layers import GroupedColumnLinear, RMSNorm
 from rl_megatron.learner.megatron import MegatronLearner, make_policy
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.weights import convert
+from rl_megatron.weights.checkpoints import convert
 
 SECTION = LearnerSection()
 

@@ -23,8 +23,8 @@ from rl_megatron.rollout.answers import as_it_should_end, joined
 from rl_megatron.rollout.http import Server
 from rl_megatron.rollout.served import ServedEngine
 from rl_megatron.types import Completion, GenerationRequest, Routes, SamplingParams
-from rl_megatron.weights.engine_layout import Boxes
-from rl_megatron.weights.held import Report
+from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.layouts.recorded import Boxes
 
 Answer = Callable[[str, dict[str, Any], int], tuple[int, object]]
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token_ids=(), seed=0)

@@ -23,11 +23,11 @@ from rl_megatron.models.configs import READERS
 from rl_megatron.models.configs.fields import ConfigFields
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.weights import convert
-from rl_megatron.weights.bits import to_tensor
-from rl_megatron.weights.dtypes import DType
-from rl_megatron.weights.families import hf_layout, megatron_layout
-from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
+from rl_megatron.weights.bytes.bits import to_tensor
+from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
 INDEX = "model.safetensors.index.json"
 SPEC = TinyModelSection(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, num_experts=2)
@@ -265,7 +265,7 @@ def test_numbers_are_told_from_others_as_torch_does(dtype: DType) -> None:
 
 
 def test_an_empty_or_unreadable_file_says_so(tmp_path: Path) -> None:
-    from rl_megatron.weights.mapped import MappedFile
+    from rl_megatron.weights.bytes.mapped import MappedFile
 
     (tmp_path / "empty").touch()
     with pytest.raises(CheckpointError, match="empty is empty, as after a full disk"):

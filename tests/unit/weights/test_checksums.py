@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_megatron.weights import checksums
-from rl_megatron.weights.checksums import add, checksum
+from rl_megatron.weights.checks import checksums
+from rl_megatron.weights.checks.checksums import add, checksum
 
 SHAPE = (24, 40)
 

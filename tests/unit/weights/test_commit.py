@@ -8,10 +8,10 @@ import pytest
 
 from rl_megatron.errors import CorruptionError, SyncError, WeightError
 from rl_megatron.types import ParallelDims, WeightUpdate
-from rl_megatron.weights.commit import Replica
-from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.plan import plan
-from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.plans.plan import plan
+from rl_megatron.weights.transports.commit import Replica
 from rl_megatron.weights.transports.memory import MemoryTransport
 from tests.distributed.test_transport import SHAPE, hf_tensors, megatron_tensors, push_plan
 

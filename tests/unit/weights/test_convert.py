@@ -24,14 +24,14 @@ from rl_megatron.config import TinyModelSection
 from rl_megatron.errors import CheckpointError, RLMegatronError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.weights import convert, streaming
-from rl_megatron.weights.bits import to_tensor
-from rl_megatron.weights.dtypes import DType
-from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.mapped import MappedFile
-from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
-from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
-from rl_megatron.weights.torch_dist import place_of, read_index, read_tensor
+from rl_megatron.weights.bytes.bits import to_tensor
+from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.bytes.mapped import MappedFile
+from rl_megatron.weights.checkpoints import convert, streaming
+from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+from rl_megatron.weights.checkpoints.torch_dist import place_of, read_index, read_tensor
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
 ROOT = Path(__file__).parents[3]
 SPEC = TinyModelSection(hidden_size=32, expert_width=24, num_layers=3, num_experts=4)
@@ -202,7 +202,7 @@ def _part(path: Path, start: int, length: int) -> Any:
 
 def test_what_moves_bytes_needs_no_torch(hf: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from tools import conversion; from rl_megatron.weights import verify; "
+        "import sys; from pathlib import Path; from tools import conversion; from rl_megatron.weights.checkpoints import verify; "
         "there, back = Path(sys.argv[2]) / 'megatron', Path(sys.argv[2]) / 'back'; "
         "conversion.run(Path(sys.argv[1]), there); conversion.run(there, back); "
         "print(list(verify.verify(back, against=there)), 'torch' in sys.modules)"

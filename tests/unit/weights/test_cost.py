@@ -6,10 +6,10 @@ import pytest
 
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.cost import Cost, Links, broadcast_cost, plan_cost
-from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.plan import plan
-from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.plans.cost import Cost, Links, broadcast_cost, plan_cost
+from rl_megatron.weights.plans.plan import plan
 
 SHAPE = ModelShape(
     num_layers=2,

@@ -17,12 +17,12 @@ from torch import Tensor
 from rl_megatron.errors import ConfigError, WeightError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape, Router
-from rl_megatron.weights import convert
-from rl_megatron.weights.families import hf_layout, megatron_layout
-from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
-from rl_megatron.weights.tables.deepseek_v3 import HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3
-from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE
+from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.deepseek_v3 import HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3
+from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE
 
 SHAPE = ModelShape(
     num_layers=3,

@@ -14,10 +14,10 @@ import torch
 
 from rl_megatron.errors import ConfigError, ReplicasLost, SyncError, WeightError
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.direct import Direct
-from rl_megatron.weights.engine_layout import Boxes
-from rl_megatron.weights.held import NO_KINDS, Kinds, Report
-from rl_megatron.weights.plan_json import from_json
+from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
+from rl_megatron.weights.layouts.recorded import Boxes
+from rl_megatron.weights.plans.json_form import from_json
+from rl_megatron.weights.servers.direct import Direct
 from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.joined import Keeper, Member, Place
 

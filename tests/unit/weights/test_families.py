@@ -17,12 +17,12 @@ from rl_megatron.errors import ConfigError, WeightError
 from rl_megatron.models.configs import READERS
 from rl_megatron.models.shape import ModelShape, Router
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights import convert
-from rl_megatron.weights.dtypes import DType
-from rl_megatron.weights.families import FAMILIES, family_of, hf_layout, megatron_layout
-from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.plan import plan
-from rl_megatron.weights.safetensors_io import Checkpoint
+from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint
+from rl_megatron.weights.layouts.families import FAMILIES, family_of, hf_layout, megatron_layout
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.plans.plan import plan
 from tests.family_models import MODELS, save_model
 
 

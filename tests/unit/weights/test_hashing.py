@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from rl_megatron.weights.hashing import bytes_of, digest, digests
+from rl_megatron.weights.bytes.hashing import bytes_of, digest, digests
 
 
 def test_cpu_digests_are_xxh3() -> None:

@@ -7,7 +7,7 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from rl_megatron.weights.parsing import model_shape, parse_layout
+from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 
 ROOT = Path(__file__).parents[3]
 LAYOUT = "megatron,tp=2,pp=2,ep=4,dp=2"

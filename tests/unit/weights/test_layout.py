@@ -7,9 +7,9 @@ import pytest
 from rl_megatron.errors import ConfigError, WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layout import Layout, ParamSpec, Piece, coordinates, split_layers
-from rl_megatron.weights.plan import plan
-from rl_megatron.weights.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Piece, coordinates, split_layers
+from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.plans.plan import plan
 
 SHAPE = ModelShape(
     num_layers=8,

@@ -10,9 +10,9 @@ import pytest
 
 from rl_megatron.models.named import NAMED
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layout import Layout, coordinates, split_layers
-from rl_megatron.weights.plan import plan
-from rl_megatron.weights.tables import deepseek_v3, qwen3_moe
+from rl_megatron.weights.layouts.layout import Layout, coordinates, split_layers
+from rl_megatron.weights.layouts.tables import deepseek_v3, qwen3_moe
+from rl_megatron.weights.plans.plan import plan
 
 LEARNERS = {
     "qwen3-235b-a22b": (ParallelDims(tp=4, pp=8, ep=16, dp=16), 11, 11),
@@ -88,7 +88,7 @@ def test_a_trillion_parameters_are_planned_in_few_calls_and_little_memory_withou
     code = (
         "import resource, sys\n"
         "from tests.unit.weights.test_plan_scale import layouts\n"
-        "from rl_megatron.weights.plan import plan\n"
+        "from rl_megatron.weights.plans.plan import plan\n"
         "learner, engines = layouts('kimi-k2', 'tp8')\n"
         "calls = [0]\n"
         "def count(*_): calls[0] += 1\n"

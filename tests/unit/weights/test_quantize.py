@@ -21,15 +21,15 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights import convert
-from rl_megatron.weights.block_scales import BLOCK, is_quantised
-from rl_megatron.weights.dtypes import DType
-from rl_megatron.weights.families import hf_layout
-from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.quantize import dequantise, quantise
-from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes
-from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
-from rl_megatron.weights.verify import verify
+from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+from rl_megatron.weights.checkpoints.verify import verify
+from rl_megatron.weights.formats.block_scales import BLOCK, is_quantised
+from rl_megatron.weights.formats.quantize import dequantise, quantise
+from rl_megatron.weights.layouts.families import hf_layout
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
 FP8 = torch.float8_e4m3fn
 # Blocks end inside tensors, inside a query group and inside the halves of tp=2.

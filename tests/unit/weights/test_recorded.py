@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from rl_megatron.errors import WeightError
-from rl_megatron.weights.checksums import checksum
-from rl_megatron.weights.held import Report, checksums_of, compare, kind_of
-from rl_megatron.weights.recorded import record
+from rl_megatron.weights.checks.checksums import checksum
+from rl_megatron.weights.checks.compare import compare
+from rl_megatron.weights.checks.places import record
+from rl_megatron.weights.checks.reports import Report, checksums_of, kind_of
 
 HIDDEN, WIDTH, EXPERTS, TP = 8, 12, 3, 2
 SHAPES = {

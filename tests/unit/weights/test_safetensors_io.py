@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Moe
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layout import Layout
-from rl_megatron.weights.safetensors_io import Checkpoint, read_boxes, write_folder
-from rl_megatron.weights.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes, write_folder
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
 SHAPE = ModelShape(
     num_layers=2,

@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM
 from rl_megatron.config import TinyModelSection
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.weights import served_formats
-from rl_megatron.weights.block_scales import is_quantised
-from rl_megatron.weights.checksums import checksum
-from rl_megatron.weights.dtypes import DType
-from rl_megatron.weights.held import sealed_by
-from rl_megatron.weights.mirror import Mirror, dtypes, read, seal, shapes
-from rl_megatron.weights.probe import Probe, Scored
-from rl_megatron.weights.quantize import dequantise
-from rl_megatron.weights.served_formats import FORMATS, stored
+from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.checks.checksums import checksum
+from rl_megatron.weights.checks.compare import sealed_by
+from rl_megatron.weights.formats import served as served_formats
+from rl_megatron.weights.formats.block_scales import is_quantised
+from rl_megatron.weights.formats.quantize import dequantise
+from rl_megatron.weights.formats.served import FORMATS, stored
+from rl_megatron.weights.servers.mirror import Mirror, dtypes, read, seal, shapes
+from rl_megatron.weights.servers.probe import Probe, Scored
 
 LAYER = "model.layers.0."
 MATRICES = {

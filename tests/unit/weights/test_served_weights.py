@@ -15,11 +15,12 @@ import torch
 
 from rl_megatron.errors import CorruptionError, ReplicasLost, SyncError
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Scores, WeightUpdate
-from rl_megatron.weights.held import NO_KINDS, Beside, Kinds, Report, sealed_by, seen
-from rl_megatron.weights.mirror import Mirror, Seal
-from rl_megatron.weights.probe import Probe
-from rl_megatron.weights.recorded import Held
-from rl_megatron.weights.served import ServedWeights
+from rl_megatron.weights.checks.compare import sealed_by
+from rl_megatron.weights.checks.places import Held
+from rl_megatron.weights.checks.reports import NO_KINDS, Beside, Kinds, Report, seen
+from rl_megatron.weights.servers.mirror import Mirror, Seal
+from rl_megatron.weights.servers.probe import Probe
+from rl_megatron.weights.servers.sync import ServedWeights
 
 SHAPES = {"norm": (4,), **{f"layers.{i}.{x}": (4, 8) for i in range(2) for x in ("gate", "up")}}
 

@@ -1,0 +1,34 @@
+"""Stored elements as torch's tensors, and back, without a copy."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rl_megatron.weights.bytes.dtypes import Bits, DType
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """The stored type of torch's. Raises ValueError where there is none."""
+    return DType(str(dtype).removeprefix("torch."))
+
+
+def to_tensor(bits: Bits, dtype: DType) -> Tensor:
+    """The numbers that stored elements mean; shares their memory."""
+    signed = torch.from_numpy(bits.view(f"i{dtype.itemsize}"))
+    return signed.view(getattr(torch, dtype))
+
+
+def to_bits(tensor: Tensor) -> Bits:
+    """As they are stored; shares the memory of a contiguous tensor."""
+    contiguous = tensor.contiguous()
+    width = contiguous.element_size()
+    bits: Bits = contiguous.view(getattr(torch, f"int{8 * width}")).numpy().view(f"u{width}")
+    return bits
+
+
+def all_numbers(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite, in one pass over them."""
+    return not tensor.numel() or all(math.isfinite(end.item()) for end in tensor.aminmax())

@@ -1,0 +1,139 @@
+"""Files as arrays without reading them: memory maps that can be let go of, and the safetensors header. No torch.
+
+A page of a map that was touched counts as this process's memory until `MappedFile.forget`; the page cache keeps it.
+Format: huggingface/safetensors (8 bytes of header length, a JSON header, then the tensors' bytes).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
+
+from rl_megatron.errors import CheckpointError
+from rl_megatron.weights.boxes import Shape
+from rl_megatron.weights.bytes.dtypes import Bits, DType
+
+_ALIGNMENT = 8
+_MAX_HEADER_BYTES = 100_000_000  # as safetensors' own readers allow
+_MAX_DIMS = 8
+_Size = Annotated[int, Field(ge=0, le=1 << 60)]
+
+
+class MappedFile:
+    """A file's bytes. Writing to a view of them would not reach the file. Raises CheckpointError for an empty one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.size = path.stat().st_size
+            if not self.size:
+                raise CheckpointError(f"{path} is empty, as after a full disk; fetch or write it again")
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants what can be written to
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+    def bytes(self, start: int, stop: int) -> bytes:
+        """A copy of a range."""
+        return self._map[start:stop]
+
+    def array(self, dtype: DType, shape: Shape, start: int) -> Bits:
+        """A contiguous view of the map, which the disk is asked for at once."""
+        count = prod(shape)
+        if count == 0:
+            return np.empty(shape, dtype.bits)
+        page = start // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_WILLNEED, page, start - page + count * dtype.itemsize)
+        flat = np.frombuffer(self._map, np.uint8, count * dtype.itemsize, start)
+        return flat.view(dtype.bits).reshape(shape)
+
+    def forget(self) -> None:
+        """Let go of the pages that were touched; views stay valid and read them again."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor of a safetensors file."""
+
+    dtype: DType
+    shape: Shape
+    start: int  # byte in the file
+    stop: int
+
+    def view(self, file: MappedFile) -> Bits:
+        """The tensor, not read."""
+        return file.array(self.dtype, self.shape, self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """One tensor as a header tells of it; offsets are from the header's end."""
+
+    dtype: str
+    shape: Annotated[list[_Size], Field(max_length=_MAX_DIMS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+_HEADER: TypeAdapter[dict[str, _Told | dict[str, str]]] = TypeAdapter(dict[str, _Told | dict[str, str]])
+
+
+def read_header(file: MappedFile) -> dict[str, Entry]:
+    """The tensors of a safetensors file by name. Raises CheckpointError where it is torn or no such file."""
+    length = int.from_bytes(file.bytes(0, 8), "little")
+    try:
+        if length > min(file.size, _MAX_HEADER_BYTES):
+            raise ValueError(f"a header of {length} bytes in a file of {file.size}")
+        header = _HEADER.validate_json(file.bytes(8, 8 + length), strict=True)
+        header.pop("__metadata__", None)
+        out = {name: _entry(raw, 8 + length) for name, raw in header.items()}
+    except ValidationError as error:
+        raise _torn(file.path, error.errors(include_url=False)[0]["msg"][:200]) from error
+    except ValueError as error:
+        raise _torn(file.path, str(error)[:200]) from error
+    end = max((entry.stop for entry in out.values()), default=8 + length)
+    if end != file.size:
+        raise CheckpointError(f"{file.path} is torn: {file.size} bytes, its header tells of {end}; fetch it again")
+    return out
+
+
+def dtype_named(name: str) -> DType:
+    """Of safetensors' name. Raises ValueError for one that no weight here has."""
+    if name not in DType.__members__:
+        raise ValueError(f"dtype {name[:40]!r} is not supported; allowed: {', '.join(DType.__members__)}")
+    return DType[name]
+
+
+def _entry(raw: _Told | dict[str, str], base: int) -> Entry:
+    if isinstance(raw, dict):
+        raise ValueError("a tensor without a shape or offsets")
+    start, stop = raw.data_offsets
+    entry = Entry(dtype=dtype_named(raw.dtype), shape=tuple(raw.shape), start=base + start, stop=base + stop)
+    if entry.stop - entry.start != prod(entry.shape) * entry.dtype.itemsize:
+        raise ValueError(f"offsets {raw.data_offsets} do not fit shape {raw.shape[:_MAX_DIMS]}")
+    return entry
+
+
+def _torn(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is torn or no safetensors file ({why}); fetch it again")
+
+
+def header_bytes(tensors: Sequence[tuple[str, DType, Shape]]) -> bytes:
+    """The head of a safetensors file whose tensors follow in this order, without gaps."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, dtype, shape in tensors:
+        size = prod(shape) * dtype.itemsize
+        header[name] = {"dtype": dtype.name, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

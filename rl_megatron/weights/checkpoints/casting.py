@@ -1,0 +1,96 @@
+"""What a checkpoint's tensor becomes while it is streamed: another dtype, or numbers and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+
+import torch
+
+from rl_megatron.weights.boxes import Shape
+from rl_megatron.weights.bytes.bits import to_bits, to_tensor
+from rl_megatron.weights.bytes.dtypes import Bits, DType
+from rl_megatron.weights.checkpoints.streaming import Boxes, Job, Progress, Streamed
+from rl_megatron.weights.formats.block_scales import BLOCK, SCALES, is_quantised
+from rl_megatron.weights.formats.quantize import block_scales, dequantise, quantise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
+    """A stored tensor that reads as another dtype."""
+
+    source: Boxes
+    given: DType
+    wanted: DType
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Bits:
+        return to_bits(to_tensor(self.source[box].copy(), self.given).to(getattr(torch, self.wanted)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """A stored float8 weight that reads as the numbers it stands for, box by box."""
+
+    weight: Bits
+    scales: Bits
+    scale_dtype: DType
+    edges: tuple[int, int]
+    wanted: DType
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Bits:
+        rows, columns = box
+        weight = to_tensor(self.weight[box].copy(), DType.F8_E4M3)
+        scales = to_tensor(self.scales.copy(), self.scale_dtype)
+        values = dequantise(weight, scales, (rows.start, columns.start), self.edges)
+        return to_bits(values.to(getattr(torch, self.wanted)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Quantised:
+    """What of a float32 ``values`` is written: its numbers, or where ``scales`` its scales."""
+
+    values: Job
+    scales: bool
+
+    @property
+    def name(self) -> str:
+        return self.values.name + (SCALES if self.scales else "")
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(-(-size // BLOCK) for size in self.values.shape) if self.scales else self.values.shape
+
+    @property
+    def dtype(self) -> DType:
+        return DType.F32 if self.scales else DType.F8_E4M3
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def blocks(self, progress: Progress) -> Iterator[Bits]:
+        """Rows in order; the scales come of a second reading, so that memory does not grow with the weight."""
+        for values in self.values.blocks(lambda n: None, multiple=BLOCK):
+            rows = to_tensor(values, DType.F32)
+            block = to_bits(block_scales(rows) if self.scales else quantise(rows)[0])
+            progress(block.nbytes)
+            yield block
+
+
+def cast(job: Job, dtype: DType) -> Job:
+    """The tensor in another dtype."""
+
+    def read(source: Callable[[], Boxes]) -> Cast:
+        return Cast(source=source(), given=job.dtype, wanted=dtype)
+
+    return replace(job, dtype=dtype, parts=tuple(replace(p, source=partial(read, p.source)) for p in job.parts))
+
+
+def quantised(job: Job) -> list[Streamed]:
+    """What to write for a tensor: float8 numbers and their scales for a linear layer's weight, else the tensor."""
+    if not is_quantised(job.name, job.shape):
+        return [job]
+    values = job if job.dtype is DType.F32 else cast(job, DType.F32)
+    return [_Quantised(values=values, scales=scales) for scales in (False, True)]

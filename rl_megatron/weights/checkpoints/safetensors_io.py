@@ -1,0 +1,161 @@
+"""A Hugging Face checkpoint folder, read box by box from memory-mapped files and written whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rl_megatron.durable import publish_folder
+from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.weights.boxes import Box, Shape
+from rl_megatron.weights.bytes.bits import all_numbers
+from rl_megatron.weights.bytes.mapped import dtype_named
+from rl_megatron.weights.checks.checksums import checksum
+from rl_megatron.weights.formats.block_scales import blocks_of, scales_of
+from rl_megatron.weights.formats.hf_folder import (
+    INDEX,
+    companions,
+    config_text,
+    file_names,
+    index_text,
+    is_draft,
+    raise_lines,
+    raise_misfits,
+    raise_misplaced,
+    raise_uncounted,
+    weight_files,
+)
+from rl_megatron.weights.formats.quantize import dequantise
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.plans.plan import plan
+
+
+class Checkpoint:
+    """The tensors of an HF folder, one file or sharded with an index. Making one reads the headers alone.
+
+    Block-scaled float8 weights read as float32. Raises CheckpointError naming every file that is missing or torn,
+    WeightError naming every tensor that the index places in a file without it or whose block scales do not fit.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        files, placed = weight_files(folder)
+        opened = {name: _open(folder / name) for name in files}
+        where = {tensor: name for name, file in opened.items() for tensor in list(file.keys())}
+        raise_misplaced(folder, placed, where)
+        self._home = {tensor: opened[name] for tensor, name in where.items()}
+        slices = {name: file.get_slice(name) for name, file in self._home.items()}
+        try:
+            held = {name: (dtype_named(s.get_dtype()), tuple(s.get_shape())) for name, s in slices.items()}
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
+        self._blocks = blocks_of(folder)
+        self._scales, wrong = scales_of(held, self._blocks)
+        raise_lines(f"{folder} is not quantised as its config.json says", wrong)
+        beside = set(self._scales.values())
+        self._shapes = {name: shape for name, (_, shape) in held.items() if name not in beside}
+
+    def shapes(self) -> dict[str, Shape]:
+        """Shape of every tensor by name, without block scales."""
+        return self._shapes
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of one tensor, in the file's dtype, on the CPU; only the box is read."""
+        piece: Tensor = self._home[name].get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
+        if self._blocks is None or name not in self._scales:
+            return piece
+        scales: Tensor = self._home[self._scales[name]].get_tensor(self._scales[name])
+        return dequantise(piece, scales, [start for start, _ in box], self._blocks.edges)
+
+
+def read_boxes(checkpoint: Checkpoint, hf: Layout, layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> None:
+    """Fill ``tensors``, rank ``rank`` of ``layout`` by local name, in place; padding becomes zero.
+
+    ``hf`` is the layout of the checkpoint itself. Values are cast to each tensor's dtype. Raises WeightError naming
+    every tensor of the checkpoint, then of ``tensors``, that is missing, unknown or misshapen; nothing is written then.
+    Also for the first that holds NaN or infinite values.
+    """
+    given = {name: size for name, size in checkpoint.shapes().items() if not is_draft(name, hf.shape)}
+    raise_uncounted(checkpoint.folder, len(given), hf)
+    raise_misfits(f"{checkpoint.folder}", given, hf.local_shapes(0))
+    here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    raise_misfits(f"tensors of rank {rank}", here, layout.local_shapes(rank))
+    moves = plan(hf, layout, placement={rank: rank})
+    filled: Counter[str] = Counter()
+    with torch.no_grad():
+        for t in moves.receives(rank):
+            piece = checkpoint.read(t.src_param, t.src_box)
+            place = tensors[t.dst_param][tuple(slice(start, stop) for start, stop in t.dst_box)]
+            if not all_numbers(place.copy_(piece)):
+                raise WeightError(f"{checkpoint.folder}: {t.src_param} holds NaN or infinite values; fetch it again")
+            filled[t.dst_param] += piece.numel()
+        for name, tensor in tensors.items():
+            if filled[name] < tensor.numel():
+                # Padding lies behind the rows that were filled: vocabulary rows are the only ones ever padded.
+                tensor.view(-1)[filled[name] :].zero_()
+
+
+def checksums(checkpoint: Checkpoint, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
+    """Of each tensor, cast: what must lie wherever the checkpoint was loaded, by whatever way."""
+    whole = {name: tuple((0, size) for size in shape) for name, shape in shapes.items()}
+    return {name: checksum(checkpoint.read(name, box).to(dtypes[name]), shapes[name]) for name, box in whole.items()}
+
+
+def write_folder(
+    tensors: Mapping[str, Tensor], source_folder: Path, out: Path, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write ``tensors`` by HF name as the checkpoint ``out``, whole or not at all, durable when this returns.
+
+    config.json, generation config, tokenizer files and chat template come from ``source_folder``; the config's dtype
+    is set to that of ``tensors`` where they have one. A file holds at most ``max_shard_bytes``, or one tensor. Raises
+    CheckpointError where ``out`` exists or the source has no config.json.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out} exists; remove it or give another name")
+    if not (source_folder / "config.json").is_file():
+        raise CheckpointError(f"{source_folder}: no config.json to copy; give the checkpoint that training began from")
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # what a killed writer left
+    partial.mkdir(parents=True)
+    try:
+        _write_tensors(tensors, partial, max_shard_bytes)
+        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+        (partial / "config.json").write_text(config_text(source_folder, dtypes))
+        for path in companions(source_folder):
+            shutil.copyfile(path, partial / path.name)
+        publish_folder(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_tensors(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int) -> None:
+    shards: list[list[str]] = []
+    free = 0
+    for name, tensor in tensors.items():
+        if not shards or tensor.nbytes > free:
+            shards.append([])
+            free = max_shard_bytes
+        shards[-1].append(name)
+        free -= tensor.nbytes
+    weight_map: dict[str, str] = {}
+    for file, names in zip(file_names(len(shards)), shards, strict=True):
+        shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(names, file))
+    if len(shards) > 1:
+        (folder / INDEX).write_text(index_text(weight_map, sum(tensor.nbytes for tensor in tensors.values())))
+
+
+def _open(path: Path) -> Any:  # safetensors' class has no types
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:  # the last two for empty and unreadable files
+        raise CheckpointError(f"{path} is torn or no safetensors file ({error}); fetch or export it again") from error

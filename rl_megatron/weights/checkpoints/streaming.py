@@ -1,0 +1,263 @@
+"""Tensors made of pieces of other files' tensors, written file by file: bounded memory, and a kill costs one file.
+
+Input is memory-mapped. What is whole rows of it goes straight from the map to the file; the rest is put together in
+blocks of a MiB. Each file is written under a temporary name, synced and renamed, beside what its writer noted; the
+folder gets its own name when it is whole. No torch: bytes move as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Protocol
+
+import numpy as np
+
+from rl_megatron.durable import publish_folder, sync, write_atomically
+from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.weights.boxes import Box, Shape
+from rl_megatron.weights.bytes.dtypes import Bits, DType
+from rl_megatron.weights.bytes.mapped import MappedFile
+
+BLOCK_BYTES = 1 << 20  # written at once: what was summed or put together is still in the cache
+FORGET_BYTES = 128 << 20  # of input whose pages are kept at once, a thread
+_FILES_A_CORE = 2  # written at once: while one waits for the disk to sync, another is copied
+_JOURNAL = "conversion.json"
+
+Progress = Callable[[int], None]
+"""Told the bytes of output since the last call."""
+
+
+class Boxes(Protocol):
+    """A stored tensor, or what makes one when it is read."""
+
+    def __getitem__(self, box: tuple[slice, ...], /) -> Bits:
+        """A box of it; every slice has a start and a stop."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """``src_box`` of a source tensor belongs at ``box`` of what is written; boxes of one size."""
+
+    box: Box
+    source: Callable[[], Boxes]
+    src_box: Box
+
+
+class Streamed(Protocol):
+    """A tensor to write, row after row."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in the checkpoint."""
+        ...
+
+    @property
+    def shape(self) -> Shape:
+        """Of the whole tensor."""
+        ...
+
+    @property
+    def dtype(self) -> DType:
+        """Of the blocks."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        ...
+
+    def blocks(self, progress: Progress) -> Iterator[Bits]:
+        """The tensor's rows, about `BLOCK_BYTES` at a time, in order; contiguous."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One tensor to write: its parts, of its dtype, cover it, but for padding, which is 0."""
+
+    name: str
+    shape: Shape
+    dtype: DType
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def blocks(self, progress: Progress, *, multiple: int | None = None) -> Iterator[Bits]:
+        """The tensor's rows, about `BLOCK_BYTES` at a time, in order; contiguous.
+
+        With ``multiple``, a multiple of so many rows, of one size but for the last.
+        """
+        row = max(prod(self.shape[1:]) * self.dtype.itemsize, 1)
+        unit = multiple or 1
+        step = max(BLOCK_BYTES // row // unit, 1) * unit
+        parts = sorted(self.parts, key=lambda part: part.box)
+        straight = multiple is None and self._is_stack(parts)
+        for block in self._runs(parts, step) if straight else self._joined(parts, step):
+            progress(block.nbytes)
+            yield block
+
+    def _is_stack(self, parts: Sequence[Part]) -> bool:
+        """Whether the parts are whole rows, one behind the other, without padding."""
+        whole = tuple((0, size) for size in self.shape[1:])
+        starts, stops = ([part.box[0][i] for part in parts] for i in (0, 1))
+        behind = [0, *stops] == [*starts, self.shape[0]]
+        return behind and all(part.box[1:] == whole for part in parts)
+
+    def _runs(self, parts: Sequence[Part], step: int) -> Iterator[Bits]:
+        for part in parts:
+            source, ((first, last), *rest) = part.source(), part.src_box
+            for low in range(first, last, step):
+                yield np.ascontiguousarray(source[_slices(((low, min(low + step, last)), *rest))])
+
+    def _joined(self, parts: Sequence[Part], step: int) -> Iterator[Bits]:
+        sources = [(part, part.source()) for part in parts]
+        for low in range(0, self.shape[0], step):
+            high = min(low + step, self.shape[0])
+            block = np.zeros((high - low, *self.shape[1:]), self.dtype.bits)
+            for part, source in sources:
+                start, stop = max(low, part.box[0][0]), min(high, part.box[0][1])
+                if start < stop:
+                    shift = part.src_box[0][0] - part.box[0][0]
+                    taken = source[_slices(((start + shift, stop + shift), *part.src_box[1:]))]
+                    block[_slices(((start - low, stop - low), *part.box[1:]))] = taken
+            yield block
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(low, high) for low, high in box)
+
+
+def numbers(job: Streamed, progress: Progress) -> Iterator[Bits]:
+    """The blocks of a tensor. Raises WeightError at the first that is not all numbers: no model is made of it."""
+    for block in job.blocks(progress):
+        if not job.dtype.all_numbers(block):
+            raise WeightError(
+                f"{job.name} holds NaN or infinite values; tools/verify_checkpoint.py counts those of every tensor. "
+                "Fetch the checkpoint again, or take an earlier one"
+            )
+        yield block
+
+
+class Files:
+    """Mapped input files; a thread's turn at a file ends with their pages let go."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._files = {path: MappedFile(path) for path in paths}
+
+    def __getitem__(self, path: Path) -> MappedFile:
+        return self._files[path]
+
+    def forget(self) -> None:
+        """Let go of the pages of all files."""
+        for file in self._files.values():
+            file.forget()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sink:
+    """How one output file is written; ``write`` gets the file and its jobs and returns what to note of them."""
+
+    name: str
+    jobs: tuple[Streamed, ...]
+    write: Callable[[IO[bytes], Sequence[Streamed], Progress], list[dict[str, object]]]
+
+
+def in_files(jobs: Sequence[Streamed], limit: int) -> list[list[Streamed]]:
+    """The jobs of each file: files of at most ``limit`` bytes, or one tensor, in order."""
+    groups: list[list[Streamed]] = []
+    free = 0
+    for job in jobs:
+        if not groups or job.num_bytes > free:
+            groups.append([])
+            free = limit
+        groups[-1].append(job)
+        free -= job.num_bytes
+    return groups
+
+
+def run(
+    source: Path,
+    out: Path,
+    sinks: Sequence[Sink],
+    files: Files,
+    progress: Progress,
+    finish: Callable[[Path, Mapping[str, list[dict[str, object]]]], None],
+    *,
+    options: Mapping[str, object],
+) -> None:
+    """Write what is missing of ``sinks`` into a hidden folder beside ``out``, ``finish`` it, give it its name.
+
+    Where a folder of the same source and ``options`` is left of a kill, its whole files stay. Raises CheckpointError
+    where ``out`` exists, or the disk is full; WeightError as `numbers`.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out} exists; remove it or give another name")
+    partial_folder = out.with_name(f".{out.name}.partial")
+    journal = {"source": _fingerprint(source), "files": [s.name for s in sinks], **options}
+    path = partial_folder / _JOURNAL
+    if not path.is_file() or path.read_bytes() != json.dumps(journal).encode():
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        partial_folder.mkdir(parents=True)
+        write_atomically(path, json.dumps(journal).encode())
+    notes: dict[str, list[dict[str, object]]] = {}
+    with ThreadPoolExecutor(_FILES_A_CORE * len(os.sched_getaffinity(0))) as pool:
+        written = pool.map(lambda sink: _write_file(partial_folder, sink, files, progress), sinks)
+        try:
+            notes.update(zip((sink.name for sink in sinks), written, strict=True))
+        except WeightError:  # of the source, which another attempt would read again
+            pool.shutdown(cancel_futures=True)
+            shutil.rmtree(partial_folder)
+            raise
+        except OSError as error:
+            pool.shutdown(cancel_futures=True)
+            raise CheckpointError(
+                f"{partial_folder}: {error.strerror or error}; what is written stays there, and the same command, "
+                "given again, goes on with it"
+            ) from error
+    finish(partial_folder, notes)
+    for left in (path, *partial_folder.glob("*.notes")):
+        left.unlink()
+    publish_folder(partial_folder, out)
+
+
+def _write_file(folder: Path, sink: Sink, files: Files, progress: Progress) -> list[dict[str, object]]:
+    final, notes_path = folder / sink.name, folder / f"{sink.name}.notes"
+    if final.is_file():  # of a conversion that was killed
+        progress(sum(job.num_bytes for job in sink.jobs))
+        kept: list[dict[str, object]] = json.loads(notes_path.read_text())
+        return kept
+    since = 0
+
+    def counted(n: int) -> None:
+        nonlocal since
+        since += n
+        if since > FORGET_BYTES:
+            files.forget()
+            since = 0
+        progress(n)
+
+    temporary = folder / f".{sink.name}.tmp"
+    with temporary.open("wb", buffering=0) as file:
+        notes = sink.write(file, sink.jobs, counted)
+    files.forget()
+    sync(temporary)
+    write_atomically(notes_path, json.dumps(notes).encode())
+    temporary.rename(final)
+    return notes
+
+
+def _fingerprint(folder: Path) -> list[list[object]]:
+    """Name, size and time of every file: another source means another conversion."""
+    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]

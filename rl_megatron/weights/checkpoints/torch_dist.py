@@ -1,0 +1,266 @@
+"""Megatron's ``torch_dist`` checkpoints, read and written without megatron, torch, a process group or a model.
+
+Upstream: torch ``distributed/checkpoint`` (``filesystem.py``, ``metadata.py``): files ``*.distcp`` hold one zip, as
+torch.save writes it, per chunk; ``.metadata`` is a pickle that says which chunk of which tensor lies where. Megatron
+stacks layers and experts: ``decoder.layers.3.x`` is chunk (3, ...) of ``decoder.layers.x``; layers that differ from one
+another it does not stack. The pickles are in ``torch_pickle``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import struct
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+
+from rl_megatron.durable import write_atomically
+from rl_megatron.errors import CheckpointError
+from rl_megatron.weights.boxes import Shape
+from rl_megatron.weights.bytes.dtypes import Bits, DType
+from rl_megatron.weights.bytes.mapped import MappedFile
+from rl_megatron.weights.formats import torch_pickle
+from rl_megatron.weights.formats.hf_folder import is_plain
+
+_INDEX = ".metadata"
+_ALIGNMENT = 64  # of tensors in the file, as torch.save's, so that a map of it can be read in place
+_ZIP_HEAD, _ZIP_FIELD, _ZIP64_FIELD = 30, 4, 20  # bytes of an entry's head, of an extra field's, of the one for size
+_PADDING_ID = b"FB"  # the extra field in which torch.save pads
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+_SETTINGS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A box of a stacked tensor, and the zip in a file that holds it."""
+
+    key: str
+    offsets: Shape
+    sizes: Shape
+    dtype: DType
+    file: str
+    start: int
+    length: int
+
+
+def place_of(param: str, *, stacked: bool) -> tuple[str, Shape]:
+    """The stacked tensor's name and the leading indices of a parameter under global names (weights/tables).
+
+    ``stacked`` says whether layers are; experts always are.
+    """
+    layer = _LAYER.match(param)
+    if layer is None:
+        return param, ()
+    prefix, index = ("decoder.layers.", (int(layer[1]),)) if stacked else (f"decoder.layers.{layer[1]}.", ())
+    expert = _EXPERT.match(layer[2])
+    if expert is None:
+        return prefix + layer[2], index
+    return f"{prefix}mlp.experts.experts.{expert[1]}.weight", (*index, int(expert[2]))
+
+
+def write_tensor(file: IO[bytes], dtype: DType, shape: Shape, blocks: Iterable[Bits]) -> int:
+    """Append a tensor as torch.save would, its bytes from ``blocks`` (contiguous, in order); the bytes written."""
+    start = file.tell()
+    size = prod(shape) * dtype.itemsize
+    with zipfile.ZipFile(cast("IO[bytes]", _From(file, start)), "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr(_fixed("archive/data.pkl"), torch_pickle.tensor(dtype, shape))
+        archive.writestr(_fixed("archive/byteorder"), b"little")
+        data = _fixed("archive/data/0")
+        large = size >= 1 << 31
+        head = file.tell() + _ZIP_HEAD + len(data.filename) + _ZIP_FIELD + (_ZIP64_FIELD if large else 0)
+        padding = -head % _ALIGNMENT
+        data.extra = _PADDING_ID + padding.to_bytes(2, "little") + bytes(padding)
+        with archive.open(data, "w", force_zip64=large) as entry:
+            for block in blocks:
+                entry.write(block.reshape(-1).view(np.uint8).data)
+        archive.writestr(_fixed("archive/version"), b"3\n")
+    return file.tell() - start
+
+
+def _fixed(name: str) -> zipfile.ZipInfo:
+    """An entry without the time of day: the same input makes the same file."""
+    return zipfile.ZipInfo(name)
+
+
+class _From:
+    """A file as a zip sees it that begins in its middle."""
+
+    def __init__(self, file: IO[bytes], start: int) -> None:
+        self._file, self._start = file, start
+
+    def write(self, data: Any) -> int:
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset + (self._start if whence == 0 else 0), whence) - self._start
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write_index(folder: Path, chunks: Sequence[Chunk], sizes: Mapping[str, Shape]) -> None:
+    """``.metadata``, ``metadata.json`` and ``common.pt`` beside the files of ``chunks``; ``sizes`` are global."""
+    held: dict[str, list[Chunk]] = {}
+    for chunk in chunks:
+        held.setdefault(chunk.key, []).append(chunk)
+    tensors, places = {}, []
+    for key, own in held.items():
+        tensors[key] = torch_pickle.tensor_entry(own[0].dtype, sizes[key], [(c.offsets, c.sizes) for c in own])
+        places += [
+            (torch_pickle.index(key, c.offsets, i), torch_pickle.storage(c.file, c.start, c.length))
+            for i, c in enumerate(own)
+        ]
+    common = io.BytesIO()
+    with zipfile.ZipFile(common, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr(_fixed("archive/data.pkl"), pickle.dumps({}, protocol=2))
+        archive.writestr(_fixed("archive/byteorder"), b"little")
+        archive.writestr(_fixed("archive/version"), b"3\n")
+    write_atomically(folder / "common.pt", common.getvalue())
+    write_atomically(folder / _INDEX, torch_pickle.metadata(tensors, places))
+    write_atomically(folder / "metadata.json", json.dumps(_SETTINGS).encode())  # last: what a reader looks for
+
+
+def read_index(folder: Path) -> tuple[dict[str, Shape], list[Chunk]]:
+    """Global size of every tensor and where its chunks lie. Raises CheckpointError where it is missing or torn."""
+    path = folder / _INDEX
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: no {_INDEX} there; give the folder of a megatron torch_dist checkpoint")
+    try:
+        whole = torch_pickle.read(path.read_bytes(), str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        tensors = {key: value for key, value in whole.state_dict_metadata.items() if hasattr(value, "chunks")}
+        sizes = {key: _shape(value.size) for key, value in tensors.items()}
+        chunks = [
+            _chunk(index, info, tensors[index.fqn])
+            for index, info in whole.storage_data.items()
+            if index.fqn in tensors
+        ]
+        for chunk in chunks:
+            _check(chunk, sizes[chunk.key])
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is torn ({str(error)[:200]}); fetch or write the checkpoint again") from error
+    return sizes, chunks
+
+
+def _chunk(index: Any, info: Any, tensor: Any) -> Chunk:
+    (found,) = (c for c in tensor.chunks if c.offsets == index.offset)
+    return Chunk(
+        key=index.fqn,
+        offsets=_shape(index.offset),
+        sizes=_shape(found.sizes),
+        dtype=DType(tensor.properties.state[0]),
+        file=info.relative_path,
+        start=info.offset,
+        length=info.length,
+    )
+
+
+def _shape(value: Any) -> Shape:
+    if not isinstance(value, tuple) or not all(type(size) is int and size >= 0 for size in value):
+        raise ValueError(f"{str(value)[:40]} is no shape")
+    return value
+
+
+def _check(chunk: Chunk, size: Shape) -> None:
+    """Raises ValueError where a chunk reaches out of its tensor, its bytes or the folder."""
+    if not (len(chunk.offsets) == len(chunk.sizes) == len(size)) or any(
+        o + s > whole for o, s, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+    ):
+        raise ValueError(f"a chunk {chunk.offsets} {chunk.sizes} of {chunk.key} outside of {size}")
+    (start, length) = _shape((chunk.start, chunk.length))
+    if prod(chunk.sizes) * chunk.dtype.itemsize > length or start + length >= 1 << 62:
+        raise ValueError(f"a chunk {chunk.sizes} of {chunk.key} in {length} bytes")
+    if not isinstance(chunk.file, str) or not is_plain(chunk.file):
+        raise ValueError(f"a file {str(chunk.file)[:80]!r}, which is not in the folder")
+
+
+def open_chunk(file: MappedFile, chunk: Chunk) -> zipfile.ZipFile:
+    """The zip of a chunk. Raises CheckpointError where it is torn."""
+    where = _where(file, chunk)
+    if chunk.start + chunk.length > file.size:
+        raise CheckpointError(f"{where}: the file has {file.size} bytes; it is torn")
+    try:
+        return zipfile.ZipFile(_Window(file, chunk.start, chunk.length))
+    except _ZIP_ERRORS as error:
+        raise CheckpointError(f"{where}: torn, or not written by torch.save ({error})") from error
+
+
+def read_tensor(file: MappedFile, chunk: Chunk) -> Bits:
+    """A view of a chunk's data in its file. Raises CheckpointError where the zip is torn or not of this chunk."""
+    where, archive = _where(file, chunk), open_chunk(file, chunk)
+    try:
+        if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in archive.infolist()):
+            raise ValueError("compressed or encrypted")
+        pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        dtype, offset, shape, stride = torch_pickle.read(archive.read(pickled), where)
+        entry = archive.getinfo(f"{pickled[: -len('data.pkl')]}data/0")
+        shape, stride, (offset, _) = _shape(shape), _shape(stride), _shape((offset, 0))
+    except (*_ZIP_ERRORS, StopIteration, KeyError, TypeError) as error:
+        raise CheckpointError(f"{where}: torn, or not written by torch.save ({str(error)[:200]})") from error
+    if shape != chunk.sizes or dtype != chunk.dtype:
+        raise CheckpointError(f"{where}: holds {dtype} {shape}, the index tells of {chunk.dtype} {chunk.sizes}")
+    head = chunk.start + entry.header_offset
+    names = int.from_bytes(file.bytes(head + 26, head + 28), "little")
+    extra = int.from_bytes(file.bytes(head + 28, head + 30), "little")
+    begin = head + 30 + names + extra
+    if begin + entry.file_size > chunk.start + chunk.length:
+        raise CheckpointError(f"{where}: {entry.file_size} bytes of data behind its end; it is torn")
+    flat = file.array(dtype, (entry.file_size // dtype.itemsize,), begin)[offset:]
+    steps = tuple(step * dtype.itemsize for step in stride)
+    reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=False))
+    if len(stride) != len(shape) or (0 not in shape and reach >= len(flat)):
+        raise CheckpointError(f"{where}: {shape} in steps of {stride} is not inside {len(flat)} elements; it is torn")
+    strided: Bits = np.lib.stride_tricks.as_strided(flat, shape, steps)
+    return strided
+
+
+def _where(file: MappedFile, chunk: Chunk) -> str:
+    return f"{file.path}, bytes {chunk.start} to {chunk.start + chunk.length} ({chunk.key} {chunk.offsets})"
+
+
+_ZIP_ERRORS = (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError, struct.error)
+
+
+class _Window(io.RawIOBase):
+    """A range of a mapped file, as a file."""
+
+    def __init__(self, file: MappedFile, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        stop = self._length if count < 0 else min(self._at + count, self._length)
+        data = self._file.bytes(self._start + self._at, self._start + stop)
+        self._at = stop
+        return data

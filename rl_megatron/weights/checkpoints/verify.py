@@ -1,0 +1,73 @@
+"""What is wrong with a checkpoint: files, shapes, numbers that are none, and differences from another."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from itertools import repeat
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from rl_megatron.weights.checkpoints.convert import hf_tensors, is_megatron
+from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Files, Job, Progress
+from rl_megatron.weights.checkpoints.torch_dist import open_chunk, read_index
+
+
+def verify(
+    folder: Path, *, against: Path | None = None, config: Path | None = None, progress: Progress = lambda n: None
+) -> Iterator[str]:
+    """A line for each thing that is wrong, none for a sound checkpoint of either kind.
+
+    ``against`` is compared tensor by tensor, to the bit. Raises CheckpointError, WeightError or ConfigError where the
+    checkpoint cannot be read to its end: a torn or missing file, an unknown, missing or misshapen tensor.
+    """
+    jobs, files = hf_tensors(folder, config)
+    if is_megatron(folder):
+        yield from _bad_sums(folder, files)
+    others: dict[str, Job] = {}
+    other_files = files
+    if against is not None:
+        found, other_files = hf_tensors(against, config)
+        others = {job.name: job for job in found}
+    seen = 0
+    for job in jobs:
+        yield from _wrong(job, others.get(job.name), progress)
+        seen += job.num_bytes
+        if seen > FORGET_BYTES:
+            files.forget()
+            other_files.forget()
+            seen = 0
+
+
+def _wrong(job: Job, other: Job | None, progress: Progress) -> Iterator[str]:
+    if other is not None and other.dtype != job.dtype:
+        yield f"{job.name} is {job.dtype}, in the other checkpoint {other.dtype}"
+        other = None
+    bad = different = 0
+    others = repeat(None) if other is None else other.blocks(lambda n: None, multiple=1)
+    pairs = zip(job.blocks(progress, multiple=1), others, strict=False)
+    for block, same in pairs:
+        bad += job.dtype.not_numbers(block)
+        if same is not None:
+            different += int(np.count_nonzero(block.reshape(-1).view(np.uint8) != same.reshape(-1).view(np.uint8)))
+    if bad:
+        yield f"{job.name}: {bad} of {prod(job.shape)} values are NaN or infinite"
+    if different:
+        yield f"{job.name}: {different} of {job.num_bytes} bytes differ"
+
+
+def _bad_sums(folder: Path, files: Files) -> Iterator[str]:
+    """Chunks whose bytes do not fit the zip's checksum; torch may be told to write none, which reads as 0."""
+    _, chunks = read_index(folder)
+    for chunk in chunks:
+        archive = open_chunk(files[folder / chunk.file], chunk)
+        summed = [entry for entry in archive.infolist() if entry.CRC]
+        for entry in summed:
+            try:
+                with archive.open(entry) as data:
+                    while data.read(1 << 20):
+                        pass
+            except zipfile.BadZipFile as error:
+                yield f"{folder / chunk.file}, {chunk.key} {chunk.offsets}: {error}"

@@ -1,0 +1,121 @@
+"""Where an engine's own loader puts every Hugging Face element, recorded while it loads tensors without data.
+
+Each copy that the loader makes is from a view of a Hugging Face tensor into a view of a parameter; both views' places
+are read off, and nothing is copied. Engines import this module: it needs torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_megatron.errors import WeightError
+from rl_megatron.weights.boxes import Box, Shape
+
+Load = Callable[[Iterable[tuple[str, Tensor]]], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """``box`` of Hugging Face tensor ``hf``, whose shape is ``whole``, lies in ``param`` as ``view`` says.
+
+    ``view`` is the size, strides and offset, in elements of the parameter's storage, of a view of the box's shape.
+    """
+
+    hf: str
+    whole: Shape
+    box: Box
+    param: str
+    view: tuple[Shape, Shape, int]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The box in the parameter."""
+        size, strides, offset = self.view
+        return tensor.detach().as_strided(size, strides, offset)
+
+
+def record(
+    load: Load,
+    shapes: Mapping[str, Shape],
+    params: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    partial: bool = False,
+) -> list[Held]:
+    """What ``load`` copies where, given every tensor of ``shapes``, into ``params`` by name, which it leaves alone.
+
+    Raises WeightError naming a tensor whose elements the loader computes with before it copies them; where ``partial``
+    will do, it is left out.
+    """
+    sources = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
+    recorder = _Recorder(sources, params, partial)
+    with torch.no_grad(), recorder:
+        load(iter(sources.items()))
+    return recorder.held
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, sources: Mapping[str, Tensor], params: Mapping[str, Tensor], partial: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sources = {_storage(tensor): (name, tensor) for name, tensor in sources.items()}
+        self._params = {_storage(tensor): name for name, tensor in params.items()}
+        self._partial = partial
+        self.held: list[Held] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is not torch.ops.aten.copy_.default or _storage(args[0]) not in self._params:
+            return func(*args, **(kwargs or {}))
+        target, source = args[0], args[1]
+        if not target.numel():  # the share of a rank that a padded parameter leaves none
+            return target
+        param = self._params[_storage(target)]
+        if _storage(source) not in self._sources:
+            if self._partial:
+                return target
+            raise WeightError(
+                f"{param}: the engine's loader writes what is no part of a Hugging Face tensor, but computed from it; "
+                "its layout cannot be recorded"
+            )
+        self.held.append(_held(*self._sources[_storage(source)], source, param, target))
+        return target
+
+
+def _held(hf: str, whole: Tensor, source: Tensor, param: str, target: Tensor) -> Held:
+    """One copy, with dims in the order of the Hugging Face tensor's."""
+    if target.shape != source.shape:
+        source = source.expand(target.shape)
+    dims = [d for d in zip(source.shape, source.stride(), target.stride(), strict=True) if d[0] > 1]
+    left, box, strides = int(source.storage_offset()), [], []
+    for size, stride in zip(whole.shape, whole.stride(), strict=True):
+        start, left = divmod(left, stride) if size > 1 else (0, left)
+        found = next((d for d in dims if d[1] == stride), None) if size > 1 else None
+        if found is not None:
+            dims.remove(found)
+        box.append((start, start + (found[0] if found else 1)))
+        strides.append(found[2] if found else 1)
+    if dims or left or any(stop > size for (_, stop), size in zip(box, whole.shape, strict=True)):
+        raise WeightError(f"{hf}: the engine's loader takes no box of it, but a view with other strides, into {param}")
+    sizes = tuple(stop - start for start, stop in box)
+    return Held(
+        hf=hf,
+        whole=tuple(whole.shape),
+        box=tuple(box),
+        param=param,
+        view=(sizes, tuple(strides), int(target.storage_offset())),
+    )
+
+
+def _storage(tensor: Tensor) -> int:
+    """Identity of the memory that a tensor is a view of, data or none."""
+    return int(tensor.untyped_storage()._cdata)

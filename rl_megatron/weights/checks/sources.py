@@ -1,0 +1,63 @@
+"""Checksums of the learner's boxes, in the dtype in which engines get each tensor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_megatron.weights.boxes import Box, Shape
+from rl_megatron.weights.checks.checksums import aligned, checksum
+from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.layouts.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """``place`` of a learner's ``param`` is ``box`` of Hugging Face tensor ``hf``, whose shape is ``whole``."""
+
+    param: str
+    place: Box
+    hf: str
+    box: Box
+    whole: Shape
+
+
+def sources_of(layout: Layout, hf: Layout) -> list[list[Source]]:
+    """The boxes that each learner rank answers for: those of which it is the first holder."""
+    shapes: Mapping[str, Shape] = hf.local_shapes(0)
+    out: list[list[Source]] = [[] for _ in range(layout.dims.world_size)]
+    for spec in layout.rows():
+        for chunk, slices in enumerate(layout.chunks(spec)):
+            for layer, stages in layout.layer_stages(spec).items():
+                for expert in range(layout.shape.num_experts if "{expert}" in spec.name else 1):
+                    ep = layout.expert_rank(spec, expert)
+                    rank = min(r for stage in stages for r in layout.ranks(spec, chunk, stage, ep))
+                    param = spec.name.format(layer=layer, expert=expert)
+                    names = [one.hf.format(layer=layer, expert=expert) for one in slices]
+                    out[rank] += [
+                        Source(param=param, place=one.box, hf=name, box=one.hf_box, whole=shapes[name])
+                        for name, one in zip(names, slices, strict=True)
+                    ]
+    return out
+
+
+def sent_checksums(
+    sources: Sequence[Source], tensors: Mapping[str, Tensor], dtype_of: Callable[[str], torch.dtype]
+) -> Report:
+    """Of the learner's boxes, in the dtype in which the engines get each tensor."""
+    started, rows = time.perf_counter(), []
+    for one in sources:
+        dtype = dtype_of(one.hf)
+        if add_up([one], dtype.itemsize):
+            box = tensors[one.param].detach()[tuple(slice(low, high) for low, high in one.place)].to(dtype)
+            rows.append((one.param, one.hf, one.box, checksum(box, one.whole, tuple(low for low, _ in one.box))))
+    return Report(rows=rows, seconds=time.perf_counter() - started)
+
+
+def add_up(sources: Sequence[Source], itemsize: int) -> bool:
+    """Whether all boxes are of whole words, so that the checksums of their tensors are known from theirs."""
+    return all(len(one.whole) < 2 or aligned(one.whole, one.box[1], itemsize) for one in sources)

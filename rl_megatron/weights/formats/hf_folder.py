@@ -1,0 +1,151 @@
+"""What a Hugging Face folder holds beside its tensors: the index of its files, config.json, tokenizer. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from rl_megatron.config_errors import shorten
+from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.models.configs.fields import ConfigFields
+from rl_megatron.models.json_files import JsonFields, read_json
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.weights.boxes import Shape
+from rl_megatron.weights.layouts.layout import Layout
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
+_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "spiece.model", "tekken.json"),
+    "sentencepiece.bpe.model",
+)
+_DRAFT_KEYS = {"num_nextn_predict_layers", "num_mtp_modules"}  # of DeepSeek and GLM, of MiniMax
+_NAME_BYTES = 255  # of a file
+_MAX_LINES = 20  # of one error message; a wrong folder misses thousands of tensors
+
+
+class _Index(JsonFields):
+    weight_map: Annotated[dict[str, str], Field(min_length=1)]
+
+
+def weight_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
+    """The folder's safetensors files, and in which of them its index places each tensor (nothing without an index).
+
+    Raises CheckpointError naming each file that should be there and is not.
+    """
+    index = folder / INDEX
+    if not index.is_file() and not (folder / SINGLE).is_file():
+        raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} there; give a safetensors checkpoint")
+    placed = read_json(index, _Index, CheckpointError).weight_map if index.is_file() else {}
+    files = sorted(set(placed.values())) or [SINGLE]
+    outside = [shorten(name) for name in files if not is_plain(name)]
+    if outside:
+        raise CheckpointError(f"{folder}: {INDEX} names files that are not in the folder: {_some(outside)}")
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{folder}: {INDEX} names files that are not there: {_some(missing)}")
+    return files, placed
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name that stands in a file is that of a file beside it: nothing else is read for it."""
+    return name == Path(name).name and 0 < len(name.encode(errors="replace")) <= _NAME_BYTES and name.isprintable()
+
+
+def _some(names: Sequence[str]) -> str:
+    more = [f"and {len(names) - _MAX_LINES} more"] if len(names) > _MAX_LINES else []
+    return ", ".join([*names[:_MAX_LINES], *more])
+
+
+def raise_misplaced(folder: Path, placed: Mapping[str, str], held: Mapping[str, str]) -> None:
+    """Raises WeightError naming each tensor that the index places in another file than it is ``held`` in."""
+    wrong = [f"{file} has no tensor {name}" for name, file in placed.items() if held.get(name) != file]
+    raise_lines(f"{folder}: {INDEX} does not match its files", wrong)
+
+
+def file_names(count: int) -> list[str]:
+    """What that many files of one checkpoint are called."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def index_text(weight_map: Mapping[str, str], total_bytes: int) -> str:
+    """The index of a checkpoint of more than one file."""
+    return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2) + "\n"
+
+
+def companions(folder: Path) -> set[Path]:
+    """Generation config, tokenizer files and chat template beside a checkpoint."""
+    return {path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()}
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the vocabulary of a tokenizer of any kind lies there."""
+    return any((folder / name).is_file() for name in _TOKENIZERS)
+
+
+def config_text(source_folder: Path, dtypes: set[str], quantization: Mapping[str, object] | None = None) -> str:
+    """The source's config.json, changed only where it would make a reader take the weights for another kind.
+
+    ``dtypes`` are torch's names; ``quantization`` is the ``quantization_config`` of what is written: None for plain
+    weights.
+    """
+    text = (source_folder / "config.json").read_text()
+    read_json(source_folder / "config.json", ConfigFields)  # raises where it is torn
+    config: dict[str, object] = json.loads(text)
+    new = {key: value for key, value in config.items() if key != "quantization_config"}
+    new.update(dict.fromkeys(_DRAFT_KEYS & config.keys(), 0))  # layers that are not written
+    key = next((key for key in ("dtype", "torch_dtype") if key in config), None)
+    if key is not None and len(dtypes) == 1:
+        new[key] = str(*dtypes)
+    if quantization is not None:
+        new["quantization_config"] = quantization
+    return text if new == config else json.dumps(new, indent=2) + "\n"
+
+
+def is_draft(name: str, shape: ModelShape) -> bool:
+    """Whether a tensor belongs to the layers behind the decoder, for multi-token prediction: nothing here has them."""
+    layers = range(shape.num_layers, shape.num_layers + shape.draft_layers)
+    return any(name.startswith(f"model.layers.{layer}.") for layer in layers)
+
+
+def raise_uncounted(where: Path, given: int, layout: Layout) -> None:
+    """Raises WeightError where config.json tells of so many tensors more than are there that none need be named."""
+    wanted = layout.num_parameters(0)
+    if wanted > 10 * given + 10_000:
+        raise WeightError(f"{where} has {given} tensors, its config.json tells of {wanted}; it is another model's")
+
+
+def raise_misfits(where: str, given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+    """Raises WeightError that names each tensor that is missing, unknown or misshapen."""
+    raise_lines(f"{where} do not fit the model", list(_misfits(given, wanted)))
+
+
+def _misfits(given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Iterator[str]:
+    for name, shape in wanted.items():
+        if name not in given:
+            yield f"{name} is missing; it should have shape {shape}"
+        elif given[name] != shape:
+            yield f"{name} has shape {given[name]}; it should have {shape}"
+    for name in given.keys() - wanted.keys():
+        yield f"{name} is unknown; the model has no such tensor"
+
+
+def raise_lines(title: str, lines: list[str]) -> None:
+    """Raises WeightError of the ``lines`` under ``title`` where there are any."""
+    if lines:
+        more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
+        raise WeightError("\n  ".join([f"{title}:", *lines[:_MAX_LINES], *more]))

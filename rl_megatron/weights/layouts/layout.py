@@ -1,0 +1,291 @@
+"""Where every row of every Hugging Face tensor lives: plain integers, no torch.
+
+Hugging Face names and shapes are the hub. A `Layout` is one table (a row per parameter), one model and one set of
+parallel degrees; it says which box of which HF tensor a rank holds and where that box sits in the rank's local tensor.
+A checkpoint on disk, the learner's ranks and the engines are all layouts; `plan.py` moves weights between any two.
+Local names carry **global** layer and expert numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.boxes import Box, Shape
+
+Axis = Literal["tp", "etp", "ep"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Rows [start, stop), along the cut dim, of the HF tensor ``hf``; None is padding that no HF tensor holds."""
+
+    hf: str | None
+    start: int
+    stop: int
+
+
+Band = tuple[Piece, ...]
+
+
+def _always(_shape: ModelShape, _dims: ParallelDims) -> bool:
+    return True
+
+
+def _every_layer(shape: ModelShape) -> range:
+    return range(shape.num_layers)
+
+
+def _one_row(_shape: ModelShape) -> int:
+    return 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSpec:
+    """One row of a table. A local tensor is, along ``dim``, one equal chunk of every band, in order.
+
+    ``{layer}`` and ``{expert}`` in ``name`` place the parameter on a pipeline stage and an expert rank and appear in
+    its pieces' names as well. ``axis=None`` is whole on every rank of its stage; ``padded`` fills the last band up to
+    a multiple of ``Layout.vocab_multiple`` times the axis' degree. ``bands`` gets the axis' degree too (engines repeat
+    heads when there are more ranks than heads); ``unit`` rows of a band (a head's) stay on one rank. ``others`` are
+    the sizes of the uncut dims, ``layers`` the layers that have the parameter. ``keeps_dtype`` is for buffers that stay
+    float32 where the weights are cast.
+    """
+
+    name: str
+    bands: Callable[[ModelShape, int], tuple[Band, ...]]
+    others: Callable[[ModelShape], Shape]
+    dim: int = 0
+    axis: Axis | None = None
+    stage: Literal["first", "last"] | None = None
+    padded: bool = False
+    unit: Callable[[ModelShape], int] = _one_row
+    layers: Callable[[ModelShape], range] = _every_layer
+    exists: Callable[[ModelShape, ParallelDims], bool] = _always
+    keeps_dtype: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """``hf_box`` of HF tensor ``hf`` sits at ``box`` of local tensor ``param``, whose whole shape is ``shape``.
+
+    Both names are patterns: one slice stands for every ``{layer}`` and ``{expert}`` of its row.
+    """
+
+    hf: str
+    hf_box: Box
+    param: str
+    shape: Shape
+    box: Box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinates:
+    """A rank's place on the axes that cut weights."""
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+
+    def on(self, axis: Axis | None) -> int:
+        """The chunk of a row cut by ``axis``."""
+        return 0 if axis is None else {"tp": self.tp, "etp": self.etp, "ep": self.ep}[axis]
+
+
+def degree(dims: ParallelDims, axis: Axis | None) -> int:
+    """How many chunks ``axis`` cuts a row into."""
+    return 1 if axis is None else {"tp": dims.tp, "etp": dims.etp, "ep": dims.ep}[axis]
+
+
+def coordinates(dims: ParallelDims, rank: int) -> Coordinates:
+    """Place of a global rank: megatron-core's order ``tp-cp-ep-dp-pp``, experts being ``etp-ep-(rest)`` in a stage."""
+    stage, inner = divmod(rank, dims.tp * dims.cp * dims.dp)
+    return Coordinates(tp=inner % dims.tp, pp=stage, ep=inner // dims.etp % dims.ep, etp=inner % dims.etp)
+
+
+def split_layers(num_layers: int, pp: int, *, first: int | None = None, last: int | None = None) -> tuple[int, ...]:
+    """Layers of each stage as megatron-core's ``num_layers_in_{first,last}_pipeline_stage`` give them.
+
+    The stages between share the rest equally. Raises ConfigError where they cannot.
+    """
+    stages = [first if first is not None else -1, *[-1] * (pp - 2), last if last is not None else -1][:pp]
+    rest, free = num_layers - sum(n for n in stages if n >= 0), stages.count(-1)
+    if rest < 0 or (rest % free if free else rest):
+        raise ConfigError(
+            f"first={first}, last={last} leave {rest} of {num_layers} layers for {free} other stages of pp={pp}; "
+            f"give numbers that leave a multiple of {max(free, 1)}"
+        )
+    return tuple(rest // free if n < 0 else n for n in stages)
+
+
+@lru_cache(maxsize=64)
+def _places(dims: ParallelDims, axis: Axis | None, by_expert: bool) -> Mapping[tuple[int, int], tuple[int, ...]]:
+    """(chunk, ep) -> the ranks of stage 0 that hold it; ep is 0 for a row without experts."""
+    out: dict[tuple[int, int], list[int]] = {}
+    for rank in range(dims.tp * dims.cp * dims.dp):
+        at = coordinates(dims, rank)
+        out.setdefault((at.on(axis), at.ep if by_expert else 0), []).append(rank)
+    return {key: tuple(ranks) for key, ranks in out.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """``table`` laid out over ``dims``. Raises ConfigError naming every size that a degree does not divide.
+
+    ``stages`` are the layers of each pipeline stage where they differ (``split_layers`` makes them of megatron-core's
+    options); with ``vpp`` each stage cuts its own into that many equal chunks.
+    """
+
+    table: Sequence[ParamSpec]
+    shape: ModelShape
+    dims: ParallelDims = field(default_factory=ParallelDims)
+    vocab_multiple: int = 8
+    stages: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def rows(self) -> list[ParamSpec]:
+        """The rows of the table that this model and mesh have."""
+        return [spec for spec in self.table if spec.exists(self.shape, self.dims)]
+
+    def chunks(self, spec: ParamSpec) -> list[list[Slice]]:
+        """The slices of each chunk, in the order of ``spec.axis``; what only padding fills is in none."""
+        shape = self._local_shape(spec)
+        return [
+            [Slice(hf=hf, hf_box=hf_box, param=spec.name, shape=shape, box=box) for hf, hf_box, box in boxes]
+            for boxes in (self._boxes(spec, chunk) for chunk in range(self._degree(spec)))
+        ]
+
+    def layer_stages(self, spec: ParamSpec) -> dict[int, tuple[int, ...]]:
+        """Stages that hold each layer of the row; layer 0 stands for a row without layers."""
+        if "{layer}" not in spec.name:
+            return {0: {None: tuple(range(self.dims.pp)), "first": (0,), "last": (self.dims.pp - 1,)}[spec.stage]}
+        layers = spec.layers(self.shape)
+        return {layer: (stage,) for stage in range(self.dims.pp) for layer in self._layers(stage) if layer in layers}
+
+    def expert_rank(self, spec: ParamSpec, expert: int) -> int:
+        """Place on the ``ep`` axis of an expert; 0 for a row without experts."""
+        return expert * self.dims.ep // self.shape.num_experts if "{expert}" in spec.name else 0
+
+    def ranks(self, spec: ParamSpec, chunk: int, stage: int, ep: int) -> list[int]:
+        """Every rank, ascending, that holds ``chunk`` of the row's layers of ``stage`` and experts of ``ep``."""
+        first = stage * self.dims.tp * self.dims.cp * self.dims.dp
+        return [first + rank for rank in _places(self.dims, spec.axis, "{expert}" in spec.name)[chunk, ep]]
+
+    def local_shapes(self, rank: int) -> dict[str, Shape]:
+        """Name and shape of every parameter that ``rank`` holds, in table order, padding counted."""
+        at = coordinates(self.dims, rank)
+        return {
+            spec.name.format(layer=layer, expert=expert): self._local_shape(spec)
+            for spec in self.rows()
+            for layer, stages in sorted(self.layer_stages(spec).items())
+            if at.pp in stages
+            for expert in self._experts(spec, at.ep)
+        }
+
+    def num_parameters(self, rank: int) -> int:
+        """How many `local_shapes` would list."""
+        at = coordinates(self.dims, rank)
+        return sum(
+            sum(at.pp in stages for stages in self.layer_stages(spec).values()) * len(self._experts(spec, at.ep))
+            for spec in self.rows()
+        )
+
+    def _degree(self, spec: ParamSpec) -> int:
+        return degree(self.dims, spec.axis)
+
+    def _bands(self, spec: ParamSpec) -> tuple[Band, ...]:
+        bands = spec.bands(self.shape, self._degree(spec))
+        if not spec.padded:
+            return bands
+        padding = -_rows_of(bands[-1]) % (self.vocab_multiple * self._degree(spec))
+        return (*bands[:-1], (*bands[-1], Piece(hf=None, start=0, stop=padding)))
+
+    def _local_shape(self, spec: ParamSpec) -> Shape:
+        others = spec.others(self.shape)
+        rows = sum(_rows_of(band) for band in self._bands(spec)) // self._degree(spec)
+        return (*others[: spec.dim], rows, *others[spec.dim :])
+
+    def _experts(self, spec: ParamSpec, ep: int) -> range:
+        if "{expert}" not in spec.name:
+            return range(1)
+        count = self.shape.num_experts // self.dims.ep
+        return range(ep * count, (ep + 1) * count)
+
+    def _layers(self, stage: int) -> list[int]:
+        """Layers of a stage: a chunk of every stage in turn, ``vpp`` times; all of a stage's chunks are of one size."""
+        pp, vpp = self.dims.pp, self.dims.vpp
+        sizes = self.stages if self.stages is not None else (self.shape.num_layers // pp,) * pp
+        first, count = sum(sizes[:stage]) // vpp, sizes[stage] // vpp
+        starts = [v * (self.shape.num_layers // vpp) + first for v in range(vpp)]
+        return [layer for start in starts for layer in range(start, start + count)]
+
+    def _boxes(self, spec: ParamSpec, chunk: int) -> list[tuple[str, Box, Box]]:
+        """(HF name pattern, HF box, local box) of each piece that reaches into the ``chunk``-th share of its band."""
+        rest = tuple((0, size) for size in spec.others(self.shape))
+        before, after = rest[: spec.dim], rest[spec.dim :]
+        out: list[tuple[str, Box, Box]] = []
+        offset = 0
+        for band in self._bands(spec):
+            size = _rows_of(band) // self._degree(spec)
+            low, seen = chunk * size, 0
+            for piece in band:
+                start, stop = max(low, seen), min(low + size, seen + piece.stop - piece.start)
+                if start < stop and piece.hf is not None:
+                    hf_span = (piece.start + start - seen, piece.start + stop - seen)
+                    span = (offset + start - low, offset + stop - low)
+                    out.append((piece.hf, (*before, hf_span, *after), (*before, span, *after)))
+                seen += piece.stop - piece.start
+            offset += size
+        return out
+
+    def _problems(self) -> Iterator[str]:
+        shape, d = self.shape, self.dims
+        if d.tp * d.cp * d.dp % (d.ep * d.etp):
+            yield (
+                f"ep*etp = {d.ep}*{d.etp} = {d.ep * d.etp} does not divide tp*cp*dp = {d.tp}*{d.cp}*{d.dp} = "
+                f"{d.tp * d.cp * d.dp}; change one of them"
+            )
+        yield from self._stage_problems()
+        if d.ep > 1 and not shape.num_experts:
+            yield f"ep = {d.ep}: the model has no experts; use ep=1"
+        if shape.num_experts % d.ep:
+            yield f"ep = {d.ep} does not divide {shape.num_experts} experts; lower ep"
+        for spec in self.rows():
+            unit, chunks = spec.unit(shape), self._degree(spec)
+            for band in self._bands(spec):
+                if _rows_of(band) % (unit * chunks):
+                    size = f"{_rows_of(band)}" + (f" in heads of {unit}" if unit > 1 else "")
+                    yield (
+                        f"{spec.axis} = {chunks} does not divide dim {spec.dim} of {spec.name}, {size}; "
+                        f"lower {spec.axis}"
+                    )
+
+    def _stage_problems(self) -> Iterator[str]:
+        layers, d = self.shape.num_layers, self.dims
+        if self.stages is None:
+            if layers % (d.pp * d.vpp):
+                yield (
+                    f"pp*vpp = {d.pp}*{d.vpp} = {d.pp * d.vpp} does not divide {layers} layers; "
+                    f"lower pp or vpp, or give the layers of each stage"
+                )
+        elif len(self.stages) != d.pp or sum(self.stages) != layers:
+            yield (
+                f"stages={self.stages} are {len(self.stages)} stages of {sum(self.stages)} layers; "
+                f"the layout has pp = {d.pp} and {layers} layers"
+            )
+        elif any(count < 1 or count % d.vpp for count in self.stages):
+            yield f"stages={self.stages}: each must be a multiple of vpp = {d.vpp}, and at least that"
+
+
+def _rows_of(band: Band) -> int:
+    return sum(piece.stop - piece.start for piece in band)

@@ -1,0 +1,54 @@
+"""Models and layouts as they are written on a command line: ``kimi-k2``, ``megatron,tp=4,pp=8,ep=8``."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.named import NAMED
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.layouts.families import FAMILIES, family_of
+from rl_megatron.weights.layouts.layout import Layout, split_layers
+
+_DEGREES = tuple(f.name for f in fields(ParallelDims))
+_KEYS = (*_DEGREES, "first", "last", "vocab_multiple")
+
+
+def parse_layout(side: str, text: str, shape: ModelShape) -> Layout:
+    """A layout written ``table,key=number,...``: ``megatron,tp=4,pp=8,first=11,last=11``.
+
+    An engine's experts are cut by ``tp`` where neither ``ep`` nor ``etp`` is given. Raises ConfigError.
+    """
+    tables = family_of(shape).tables
+    table, *settings = text.split(",")
+    if table not in tables:
+        raise ConfigError(
+            f"{side}={text}: no table {table!r}; allowed: {', '.join(tables)}, as in {side}=megatron,tp=4"
+        )
+    values: dict[str, int] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key not in _KEYS or not value.isdecimal() or int(value) < 1:
+            raise ConfigError(f"{side}={text}: {setting!r} is no setting; allowed: a positive {', '.join(_KEYS)}")
+        values[key] = int(value)
+    degrees = {key: value for key, value in values.items() if key in _DEGREES}
+    if table == "engine" and not {"ep", "etp"} & degrees.keys():
+        degrees["etp"] = degrees.get("tp", 1)  # vLLM and SGLang without expert parallelism
+    dims = ParallelDims(**degrees)
+    ends = values.get("first"), values.get("last")
+    stages = split_layers(shape.num_layers, dims.pp, first=ends[0], last=ends[1]) if any(ends) else None
+    if table == "hf" and dims.world_size != dims.dp:
+        raise ConfigError(f"{side}={text}: an hf layout is full copies; give dp alone")
+    multiple = values.get("vocab_multiple", 8)
+    return Layout(table=tables[table], shape=shape, dims=dims, stages=stages, vocab_multiple=multiple)
+
+
+def model_shape(model: str) -> ModelShape:
+    """Sizes of a public model by name, or of a folder with a config.json. Raises ConfigError."""
+    if model in NAMED:
+        return NAMED[model]
+    if not Path(model).is_dir():
+        raise ConfigError(f"{model}: neither a folder nor a known model; known: {', '.join(NAMED)}")
+    return ModelShape.from_folder(Path(model), families=FAMILIES)

@@ -1,0 +1,300 @@
+"""The parts that families with grouped-query attention are put together from, in the three layouts at once.
+
+Sources: transformers ``models/*/modeling_*`` (checkpoint names, one tensor an expert); megatron-core 0.16
+``transformer/attention.py`` (``linear_qkv`` is, per query group, its q heads, then k, then v), ``transformer/mlp.py``
+and ``transformer/moe/{router,shared_experts,experts}.py`` (``linear_fc1`` is gate then up, each cut by itself); vLLM
+``model_executor/layers/linear.py`` (``QKVParallelLinear``: each rank its q heads, then k, then v, a key/value head
+repeated on neighbouring ranks where there are more ranks than heads).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.layouts.layout import Band, ParamSpec, Piece
+from rl_megatron.weights.layouts.tables.rows import (
+    DECODER,
+    EMBED,
+    HEAD,
+    LAYER,
+    NORM,
+    Size,
+    cut_vector,
+    each,
+    expert_width,
+    hidden,
+    matrix,
+    num_experts,
+    row_cut,
+    tied_over_stages,
+    untied,
+    vector,
+    vocab,
+    vocabulary,
+    whole,
+)
+
+_ATTENTION, _SELF, _FFN = LAYER + "self_attn.", DECODER + "self_attention.", DECODER + "mlp."
+_NORM_IN, _NORM_MLP = LAYER + "input_layernorm.weight", LAYER + "post_attention_layernorm.weight"
+_Q_NORM, _K_NORM = _ATTENTION + "q_norm.weight", _ATTENTION + "k_norm.weight"
+_OUT, _SINKS = _ATTENTION + "o_proj.", _ATTENTION + "sinks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Rows of one part of a decoder in each layout, in the order of the model."""
+
+    hf: tuple[ParamSpec, ...]
+    megatron: tuple[ParamSpec, ...]
+    engine: tuple[ParamSpec, ...]
+
+
+Tables = Mapping[str, tuple[ParamSpec, ...]]
+
+
+def decoder(*blocks: Block, planned: bool = True) -> Tables:
+    """``blocks`` between embedding and output layer. Not ``planned`` leaves the engine's table out.
+
+    Layout ``hf`` must cut nothing (only ``dp``: full copies). ``megatron`` has TransformerEngine's parameter names with
+    the expert number made global: ``linear_fc1.weight{expert}``. ``engine`` is for planning: a replica is ``tp``
+    neighbouring ranks, ``dp`` counts replicas, experts are cut by ``etp=tp`` or spread by ``ep=tp``;
+    ``w13_weight.{expert}`` is the expert's matrix inside the engine's fused tensor.
+    """
+    hf = (
+        matrix(EMBED, whole(EMBED, vocab)),
+        *(row for block in blocks for row in block.hf),
+        vector(NORM, NORM, hidden),
+        replace(matrix(HEAD, whole(HEAD, vocab)), exists=untied),
+    )
+    megatron = (
+        vocabulary("embedding.word_embeddings.weight", EMBED, stage="first"),
+        *(row for block in blocks for row in block.megatron),
+        vector("decoder.final_layernorm.weight", NORM, hidden, stage="last"),
+        vocabulary("output_layer.weight", HEAD, stage="last", exists=untied),
+        vocabulary("output_layer.weight", EMBED, stage="last", exists=tied_over_stages),
+    )
+    engine = (
+        vocabulary(EMBED, EMBED, stage="first"),
+        *(row for block in blocks for row in block.engine),
+        vector(NORM, NORM, hidden, stage="last"),
+        vocabulary(HEAD, HEAD, stage="last", exists=untied),
+        vocabulary(HEAD, EMBED, stage="last", exists=tied_over_stages),
+    )
+    return {"hf": hf, "megatron": megatron, **({"engine": engine} if planned else {})}
+
+
+def attention(
+    *,
+    qkv_bias: bool = False,
+    qk_norm: Literal["head", "all"] | None = None,
+    out_bias: bool = False,
+    sinks: bool = False,
+) -> Block:
+    """Grouped-query attention with the norm in front of it. Biases and norms are there where the shape has them too."""
+    parts = (("q", _q_rows), ("k", _kv_rows), ("v", _kv_rows))
+    hf = [
+        vector(_NORM_IN, _NORM_IN, hidden),
+        *(matrix(f"{_ATTENTION}{x}_proj.weight", whole(f"{_ATTENTION}{x}_proj.weight", rows)) for x, rows in parts),
+    ]
+    megatron = [
+        vector(_SELF + "linear_qkv.layer_norm_weight", _NORM_IN, hidden),
+        matrix(_SELF + "linear_qkv.weight", lambda m, _: _grouped(m, "weight"), axis="tp", unit=_group_rows),
+    ]
+    engine = [
+        vector(_NORM_IN, _NORM_IN, hidden),
+        matrix(_ATTENTION + "qkv_proj.weight", lambda m, n: _stacked(m, n, "weight"), axis="tp", unit=_head_dim),
+    ]
+    if qkv_bias:
+        names = [(f"{_ATTENTION}{x}_proj.bias", rows) for x, rows in parts]
+        hf += [replace(vector(name, name, rows), exists=_has_qkv_bias) for name, rows in names]
+        fused = cut_vector(_SELF + "linear_qkv.bias", lambda m, _: _grouped(m, "bias"), unit=_group_rows)
+        stacked = cut_vector(_ATTENTION + "qkv_proj.bias", lambda m, n: _stacked(m, n, "bias"), unit=_head_dim)
+        megatron.append(replace(fused, exists=_has_qkv_bias))
+        engine.append(replace(stacked, exists=_has_qkv_bias))
+    if qk_norm:
+        sizes = (_head_dim, _head_dim) if qk_norm == "head" else (_q_rows, _kv_rows)
+        hf += [_qk_norm(name, name, size) for name, size in zip((_Q_NORM, _K_NORM), sizes, strict=True)]
+        megatron += [
+            _qk_norm(f"{_SELF}{x}_layernorm.weight", name, size, cut=qk_norm == "all")
+            for x, name, size in zip("qk", (_Q_NORM, _K_NORM), sizes, strict=True)
+        ]
+        engine += [_qk_norm(name, name, size) for name, size in zip((_Q_NORM, _K_NORM), sizes, strict=True)]
+    if sinks:
+        hf.append(vector(_SINKS, _SINKS, _heads))
+        megatron.append(cut_vector(_SELF + "core_attention.softmax_offset", whole(_SINKS, _heads)))
+        engine.append(cut_vector(_SINKS, whole(_SINKS, _heads)))
+    hf.append(row_cut(_OUT + "weight", _OUT + "weight", _q_rows))
+    megatron.append(row_cut(_SELF + "linear_proj.weight", _OUT + "weight", _q_rows, axis="tp", unit=_head_dim))
+    engine.append(row_cut(_OUT + "weight", _OUT + "weight", _q_rows, axis="tp", unit=_head_dim))
+    if out_bias:
+        for rows, name in ((hf, _OUT), (megatron, _SELF + "linear_proj."), (engine, _OUT)):
+            rows.append(vector(name + "bias", _OUT + "bias", hidden))
+    return Block(hf=tuple(hf), megatron=tuple(megatron), engine=tuple(engine))
+
+
+def dense_mlp() -> Block:
+    """The norm behind attention, in all layers, and the MLP of those that have no experts."""
+    gate_up = tuple(f"{LAYER}mlp.{x}_proj.weight" for x in ("gate", "up"))
+    down = LAYER + "mlp.down_proj.weight"
+    only = dense_layers
+    return Block(
+        hf=(
+            vector(_NORM_MLP, _NORM_MLP, hidden),
+            *(matrix(name, whole(name, _dense_width), layers=only) for name in gate_up),
+            row_cut(down, down, _dense_width, layers=only),
+        ),
+        megatron=(
+            vector(_FFN + "linear_fc1.layer_norm_weight", _NORM_MLP, hidden, layers=only),
+            matrix(_FFN + "linear_fc1.weight", each(gate_up, _dense_width), axis="tp", layers=only),
+            row_cut(_FFN + "linear_fc2.weight", down, _dense_width, axis="tp", layers=only),
+        ),
+        engine=(
+            vector(_NORM_MLP, _NORM_MLP, hidden),
+            matrix(LAYER + "mlp.gate_up_proj.weight", each(gate_up, _dense_width), axis="tp", layers=only),
+            row_cut(down, down, _dense_width, axis="tp", layers=only),
+        ),
+    )
+
+
+def experts(
+    *,
+    prefix: str = "mlp.",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    bias: str | None = None,
+    dense_first: bool = False,
+    shared: bool = False,
+) -> Block:
+    """Router and experts, ``names`` being gate's, up's and down's behind ``prefix``.
+
+    ``bias`` is the name of the router's selection bias. ``dense_first`` leaves the norm, which all layers have, to
+    `dense_mlp`; ``shared`` adds shared experts, which are one MLP.
+    """
+    mlp, only = LAYER + prefix, moe_layers
+    gate, up, down = (f"{mlp}experts.{{expert}}.{name}.weight" for name in names)
+    router = mlp + "gate.weight"
+    norm = () if dense_first else (vector(_NORM_MLP, _NORM_MLP, hidden),)
+    hf = [*norm, matrix(router, whole(router, num_experts), layers=only)]
+    megatron = [
+        vector(DECODER + "pre_mlp_layernorm.weight", _NORM_MLP, hidden, layers=only),
+        matrix(_FFN + "router.weight", whole(router, num_experts), layers=only),
+    ]
+    engine = list(hf)
+    if bias is not None:
+        hf.append(_buffer(mlp + bias, mlp + bias))
+        megatron.append(_buffer(_FFN + "router.expert_bias", mlp + bias))
+        engine.append(_buffer(mlp + bias, mlp + bias))
+    if shared:
+        block = _shared(mlp + "shared_experts.")
+        for rows, more in ((hf, block.hf), (megatron, block.megatron), (engine, block.engine)):
+            rows.extend(more)
+    hf += [*(matrix(name, whole(name, expert_width), layers=only) for name in (gate, up))]
+    hf.append(row_cut(down, down, expert_width, layers=only))
+    for rows, fc1, fc2 in (
+        (megatron, _FFN + "experts.linear_fc1.weight{expert}", _FFN + "experts.linear_fc2.weight{expert}"),
+        (engine, mlp + "experts.w13_weight.{expert}", mlp + "experts.w2_weight.{expert}"),
+    ):
+        rows.append(matrix(fc1, each((gate, up), expert_width), axis="etp", layers=only))
+        rows.append(row_cut(fc2, down, expert_width, axis="etp", layers=only))
+    return Block(hf=tuple(hf), megatron=tuple(megatron), engine=tuple(engine))
+
+
+def _shared(prefix: str) -> Block:
+    gate_up, down = (prefix + "gate_proj.weight", prefix + "up_proj.weight"), prefix + "down_proj.weight"
+    only = moe_layers
+    fc1, fc2 = _FFN + "shared_experts.linear_fc1.weight", _FFN + "shared_experts.linear_fc2.weight"
+    return Block(
+        hf=(
+            *(matrix(name, whole(name, _shared_width), layers=only) for name in gate_up),
+            row_cut(down, down, _shared_width, layers=only),
+        ),
+        megatron=(
+            matrix(fc1, each(gate_up, _shared_width), axis="tp", layers=only),
+            row_cut(fc2, down, _shared_width, axis="tp", layers=only),
+        ),
+        engine=(
+            matrix(prefix + "gate_up_proj.weight", each(gate_up, _shared_width), axis="tp", layers=only),
+            row_cut(down, down, _shared_width, axis="tp", layers=only),
+        ),
+    )
+
+
+def dense_layers(m: ModelShape) -> range:
+    """Layers with one MLP."""
+    return range(m.moe_layers.start)
+
+
+def moe_layers(m: ModelShape) -> range:
+    """Layers with experts."""
+    return m.moe_layers
+
+
+def _buffer(name: str, hf: str) -> ParamSpec:
+    return replace(vector(name, hf, num_experts, layers=moe_layers), keeps_dtype=True)
+
+
+def _qk_norm(name: str, hf: str, size: Size, *, cut: bool = False) -> ParamSpec:
+    row = cut_vector(name, whole(hf, size), unit=_head_dim) if cut else vector(name, hf, size)
+    return replace(row, exists=_has_qk_norm)
+
+
+def _grouped(m: ModelShape, kind: str) -> tuple[Band, ...]:
+    rows = {"q": m.num_heads // m.num_kv_heads * m.head_dim, "k": m.head_dim, "v": m.head_dim}
+    return (
+        tuple(
+            Piece(hf=f"{_ATTENTION}{x}_proj.{kind}", start=group * n, stop=(group + 1) * n)
+            for group in range(m.num_kv_heads)
+            for x, n in rows.items()
+        ),
+    )
+
+
+def _stacked(m: ModelShape, degree: int, kind: str) -> tuple[Band, ...]:
+    copies, n = degree // m.num_kv_heads, m.head_dim
+    if copies <= 1:
+        spans = [(0, m.num_kv_heads * n)]
+    else:
+        spans = [(head * n, (head + 1) * n) for head in range(m.num_kv_heads) for _ in range(copies)]
+    return (
+        (Piece(hf=f"{_ATTENTION}q_proj.{kind}", start=0, stop=_q_rows(m)),),
+        *(tuple(Piece(hf=f"{_ATTENTION}{x}_proj.{kind}", start=a, stop=b) for a, b in spans) for x in "kv"),
+    )
+
+
+def _has_qkv_bias(m: ModelShape, _dims: ParallelDims) -> bool:
+    return m.qkv_bias
+
+
+def _has_qk_norm(m: ModelShape, _dims: ParallelDims) -> bool:
+    return m.qk_norm is not None
+
+
+def _head_dim(m: ModelShape) -> int:
+    return m.head_dim
+
+
+def _heads(m: ModelShape) -> int:
+    return m.num_heads
+
+
+def _group_rows(m: ModelShape) -> int:
+    return (m.num_heads // m.num_kv_heads + 2) * m.head_dim
+
+
+def _q_rows(m: ModelShape) -> int:
+    return m.num_heads * m.head_dim
+
+
+def _kv_rows(m: ModelShape) -> int:
+    return m.num_kv_heads * m.head_dim
+
+
+def _dense_width(m: ModelShape) -> int:
+    return m.dense_width
+
+
+def _shared_width(m: ModelShape) -> int:
+    return m.shared_width

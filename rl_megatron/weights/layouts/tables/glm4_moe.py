@@ -1,0 +1,14 @@
+"""GLM-4.5 and 4.6: dense layers first, then shared and routed experts; the first has q/k norms, the Air models do not.
+
+Source: transformers ``models/glm4_moe``.
+"""
+
+from __future__ import annotations
+
+from rl_megatron.weights.layouts.tables.blocks import attention, decoder, dense_mlp, experts
+
+TABLES = decoder(
+    attention(qkv_bias=True, qk_norm="head"),
+    dense_mlp(),
+    experts(bias="gate.e_score_correction_bias", dense_first=True, shared=True),
+)

@@ -1,0 +1,11 @@
+"""MiniMax-M2: norms over all heads of q or k at once, Mixtral's names of experts, a selection bias beside the router.
+
+Source: transformers ``models/minimax_m2``. No engine is planned for: its ranks hold norms for repeated heads.
+"""
+
+from __future__ import annotations
+
+from rl_megatron.weights.layouts.tables.blocks import attention, decoder, experts
+
+_EXPERTS = experts(prefix="block_sparse_moe.", names=("w1", "w3", "w2"), bias="e_score_correction_bias")
+TABLES = decoder(attention(qk_norm="all"), _EXPERTS, planned=False)

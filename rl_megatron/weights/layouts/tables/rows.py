@@ -1,0 +1,134 @@
+"""How a row of any family's table is written down: whole tensors, rows or columns cut by an axis, gate over up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.boxes import Shape
+from rl_megatron.weights.layouts.layout import Axis, Band, ParamSpec, Piece
+
+Bands = Callable[[ModelShape, int], tuple[Band, ...]]
+Size = Callable[[ModelShape], int]
+Others = Callable[[ModelShape], Shape]
+Layers = Callable[[ModelShape], range]
+
+EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+LAYER, DECODER = "model.layers.{layer}.", "decoder.layers.{layer}."
+
+
+def hidden(m: ModelShape) -> int:
+    """Width of the residual stream."""
+    return m.hidden_size
+
+
+def vocab(m: ModelShape) -> int:
+    """Rows of the embedding, unpadded."""
+    return m.vocab_size
+
+
+def num_experts(m: ModelShape) -> int:
+    """Routed experts."""
+    return m.num_experts
+
+
+def expert_width(m: ModelShape) -> int:
+    """Inner width of a routed expert."""
+    return m.expert_width
+
+
+def every_layer(m: ModelShape) -> range:
+    """All decoder layers."""
+    return range(m.num_layers)
+
+
+def one(_m: ModelShape) -> int:
+    """Rows may part anywhere."""
+    return 1
+
+
+def untied(m: ModelShape, _dims: ParallelDims) -> bool:
+    """The model has an output matrix of its own."""
+    return not m.tie_embeddings
+
+
+def tied_over_stages(m: ModelShape, dims: ParallelDims) -> bool:
+    """The last stage needs a copy of the embedding; with one stage megatron-core uses the embedding itself."""
+    return m.tie_embeddings and dims.pp > 1
+
+
+def whole(hf: str, rows: Size) -> Bands:
+    """One band: all rows of one HF tensor."""
+    return lambda m, _degree: ((Piece(hf=hf, start=0, stop=rows(m)),),)
+
+
+def each(names: tuple[str, ...], rows: Size) -> Bands:
+    """A band each: gate, then up, every one cut by itself."""
+    return lambda m, _degree: tuple((Piece(hf=name, start=0, stop=rows(m)),) for name in names)
+
+
+def vector(
+    name: str, hf: str, size: Size, *, stage: Literal["first", "last"] | None = None, layers: Layers = every_layer
+) -> ParamSpec:
+    """A norm's scale or a bias, whole on every rank."""
+    return ParamSpec(name=name, bands=whole(hf, size), others=_nothing, stage=stage, layers=layers)
+
+
+def cut_vector(name: str, bands: Bands, *, unit: Size = one, layers: Layers = every_layer) -> ParamSpec:
+    """A bias or a norm's scale that tp cuts as it cuts the rows in front of it."""
+    return ParamSpec(name=name, bands=bands, others=_nothing, axis="tp", unit=unit, layers=layers)
+
+
+def matrix(
+    name: str,
+    bands: Bands,
+    *,
+    columns: Size = hidden,
+    axis: Axis | None = None,
+    unit: Size = one,
+    layers: Layers = every_layer,
+) -> ParamSpec:
+    """A matrix whose rows ``axis`` cuts."""
+    return ParamSpec(name=name, bands=bands, others=lambda m: (columns(m),), axis=axis, unit=unit, layers=layers)
+
+
+def row_cut(
+    name: str,
+    hf: str,
+    columns: Size,
+    *,
+    axis: Axis | None = None,
+    unit: Size = one,
+    layers: Layers = every_layer,
+) -> ParamSpec:
+    """A matrix whose rows are the hidden size and whose columns ``axis`` cuts."""
+    return ParamSpec(
+        name=name,
+        bands=whole(hf, columns),
+        others=lambda m: (m.hidden_size,),
+        dim=1,
+        axis=axis,
+        unit=unit,
+        layers=layers,
+    )
+
+
+def vocabulary(
+    name: str,
+    hf: str,
+    *,
+    stage: Literal["first", "last"],
+    exists: Callable[[ModelShape, ParallelDims], bool] | None = None,
+) -> ParamSpec:
+    """An embedding or output matrix, padded and cut by tp over the vocabulary."""
+    spec = ParamSpec(
+        name=name, bands=whole(hf, vocab), others=lambda m: (m.hidden_size,), axis="tp", stage=stage, padded=True
+    )
+    return spec if exists is None else replace(spec, exists=exists)
+
+
+def _nothing(_m: ModelShape) -> Shape:
+    return ()

@@ -1,0 +1,57 @@
+"""A plan as JSON, for processes that are told one: lists of what `Plan` has, in the order of its fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_megatron.errors import WeightError
+from rl_megatron.weights.layouts.layout import Slice
+from rl_megatron.weights.plans.plan import Block, Plan
+
+
+def to_json(moves: Plan) -> list[Any]:
+    """What `from_json` reads."""
+    return [
+        [b.box, _row(b.wanted), b.layers, b.experts, b.holders, [_row(h) for h in b.held], b.local, b.remote, b.bounds]
+        for b in moves.blocks
+    ]
+
+
+def from_json(said: Any) -> Plan:
+    """Raises WeightError for what is none."""
+    try:
+        return Plan(blocks=tuple(_block(*row) for row in said))
+    except (TypeError, ValueError) as error:
+        raise WeightError(f"what rank 0 told is no plan of weights: {error}") from error
+
+
+def _row(one: Slice) -> list[Any]:
+    return [one.hf, one.hf_box, one.param, one.shape, one.box]
+
+
+def _block(
+    box: Any, wanted: Any, layers: Any, experts: Any, holders: Any, held: Any, local: Any, remote: Any, bounds: Any
+) -> Block:
+    return Block(
+        box=_box(box),
+        wanted=_slice(*wanted),
+        layers=_numbers(layers),
+        experts=_numbers(experts),
+        holders=_numbers(holders),
+        held=tuple(_slice(*one) for one in held),
+        local=_numbers(local),
+        remote=_numbers(remote),
+        bounds=_numbers(bounds),
+    )
+
+
+def _slice(hf: Any, hf_box: Any, param: Any, shape: Any, box: Any) -> Slice:
+    return Slice(hf=str(hf), hf_box=_box(hf_box), param=str(param), shape=_numbers(shape), box=_box(box))
+
+
+def _box(said: Any) -> tuple[tuple[int, int], ...]:
+    return tuple((int(low), int(high)) for low, high in said)
+
+
+def _numbers(said: Any) -> tuple[int, ...]:
+    return tuple(int(number) for number in said)

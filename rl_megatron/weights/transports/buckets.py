@@ -1,0 +1,85 @@
+"""A pair's transfers as flat buckets of bounded size: what a transport stages, packs and sends at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from rl_megatron.weights.boxes import Box, Shape
+from rl_megatron.weights.plans.plan import Transfer, volume
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A box small enough for a bucket, in both processes' tensors."""
+
+    src_param: str
+    src_box: Box
+    dst_param: str
+    dst_box: Box
+
+    @property
+    def num_elements(self) -> int:
+        """Of either box."""
+        return volume(self.dst_box)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parts of one pair of processes and one dtype (the destination's), laid one behind the other."""
+
+    dtype: torch.dtype
+    parts: list[Part]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all parts."""
+        return self.dtype.itemsize * sum(part.num_elements for part in self.parts)
+
+
+def cut_into_buckets(
+    transfers: Iterable[Transfer],
+    dtype_of: Callable[[str], torch.dtype],
+    bucket_bytes: int,
+    part_bytes: int | None = None,
+) -> list[Bucket]:
+    """One pair's transfers, at most ``bucket_bytes`` (or one element) a bucket; sender and receiver get the same.
+
+    ``dtype_of`` names the dtype of a destination tensor. ``part_bytes`` bounds a part (None: as a bucket is).
+    """
+    largest = min(bucket_bytes, part_bytes or bucket_bytes)
+    out: list[Bucket] = []
+    free = 0
+    for t in sorted(transfers, key=lambda t: str(dtype_of(t.dst_param))):
+        dtype = dtype_of(t.dst_param)
+        sizes = tuple(stop - start for start, stop in t.dst_box)
+        for cut in _split(sizes, max(1, largest // dtype.itemsize)):
+            num_bytes = volume(cut) * dtype.itemsize
+            if not out or out[-1].dtype != dtype or num_bytes > free:
+                out.append(Bucket(dtype=dtype, parts=[]))
+                free = bucket_bytes
+            free -= num_bytes
+            src_box, dst_box = _shift(cut, t.src_box), _shift(cut, t.dst_box)
+            out[-1].parts.append(Part(src_param=t.src_param, src_box=src_box, dst_param=t.dst_param, dst_box=dst_box))
+    return out
+
+
+def _split(sizes: Shape, limit: int) -> Iterator[Box]:
+    """Boxes of at most ``limit`` elements that tile ``sizes``: runs of whole rows where one row fits."""
+    row = prod(sizes[1:])
+    if row * sizes[0] <= limit:
+        yield tuple((0, size) for size in sizes)
+    elif row <= limit:
+        for start in range(0, sizes[0], limit // row):
+            yield ((start, min(start + limit // row, sizes[0])), *((0, size) for size in sizes[1:]))
+    else:
+        for start in range(sizes[0]):
+            for rest in _split(sizes[1:], limit):
+                yield ((start, start + 1), *rest)
+
+
+def _shift(cut: Box, box: Box) -> Box:
+    return tuple((low + start, high + start) for (low, high), (start, _) in zip(cut, box, strict=True))
