@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.results import parse, write
-from rl_megatron.config_io import load
+from rl_megatron.config.io import load
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.report import write_report
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.results import parse, write
-from rl_megatron.config import TinyModelSection
+from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType

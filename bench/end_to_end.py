@@ -29,7 +29,7 @@ import psutil
 
 from bench.results import parse, write
 from bench.trl_gspo import text_hash
-from rl_megatron.config import TinyModelSection
+from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import NUM_BYTES, make_tiny_model
 from rl_megatron.types import Completion, Prompt
 

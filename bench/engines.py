@@ -32,8 +32,8 @@ from safetensors.torch import load_file
 
 from bench.results import parse, write
 from launcher.engines import SERVERS, ServedEngines
-from rl_megatron.config import TinyModelSection
-from rl_megatron.config_io import load
+from rl_megatron.config.io import load
+from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.http import Server

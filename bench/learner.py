@@ -28,9 +28,9 @@ from transformers.utils import logging
 
 from bench.results import parse, write
 from rl_megatron.algorithms.losses import loss_of
-from rl_megatron.config import TinyModelSection
-from rl_megatron.config_algorithm import AlgorithmSection
-from rl_megatron.config_learner import LearnerSection
+from rl_megatron.config.algorithm import AlgorithmSection
+from rl_megatron.config.learner import LearnerSection
+from rl_megatron.config.run import TinyModelSection
 from rl_megatron.data.packing import pack
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model

@@ -14,7 +14,7 @@ import typer
 
 from launcher import doctor as doctor_room
 from launcher import limits
-from rl_megatron import config_io
+from rl_megatron.config.io import load
 from rl_megatron.errors import ConfigError, RLMegatronError
 
 _NAMES = {"help_option_names": ["-h", "--help"]}
@@ -55,7 +55,7 @@ def train(
     from launcher.preflight.checks import preflight
     from rl_megatron.rewards.registry import resolve_reward
 
-    loaded = config_io.load(config, overrides or [])
+    loaded = load(config, overrides or [])
     named = run_name.choose(loaded, Path(config).stem, resume=resume)
     sys.path.append(str(Path.cwd()))  # where a reward function of the user's may be
     findings = preflight(named)
@@ -86,7 +86,7 @@ def submit(
     from launcher import run_name
     from launcher import submit as room
 
-    loaded = config_io.load(config, overrides or [])
+    loaded = load(config, overrides or [])
     named = run_name.choose(loaded, Path(config).stem, resume=False, taken=room.taken)
     sys.path.append(str(Path.cwd()))  # where a reward function of the user's may be
     prepared = room.prepare(named)

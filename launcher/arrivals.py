@@ -25,7 +25,7 @@ from launcher.proxies import roles_of
 from launcher.rank import Hello
 from launcher.rank_models import Setup
 from launcher.workers import Ending, Failure, serving
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import WorkerDied
 from rl_megatron.interfaces import Roles
 

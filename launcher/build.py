@@ -22,10 +22,10 @@ from launcher.slurm import Job, SlurmLauncher
 from launcher.starting_model import starting_folder
 from launcher.stop import Stop, stop_signals
 from launcher.watchdog import LoopWatch
-from rl_megatron import config_io
 from rl_megatron.checkpoints import Checkpoint, CheckpointStore
-from rl_megatron.config import RunConfig
-from rl_megatron.config_resume import fixed
+from rl_megatron.config.io import save_resolved
+from rl_megatron.config.resume import fixed
+from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import causal_attention_cost
 from rl_megatron.data.prompts import PromptStream, load_prompts
 from rl_megatron.durable import remove_folder
@@ -70,7 +70,7 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
     with claim(folder, resume=resume):
         parts = Parts(config=config, folder=folder, reward=reward, job=job_of(config, folder))
         start = resuming.find(config, folder) if resume else None
-        config_io.save_resolved(config, folder / "config.yaml")
+        save_resolved(config, folder / "config.yaml")
         progress = Progress(config.train.steps, config.log.progress, config.run.name, run_folder=folder)
         with run_log(folder, role="controller"), progress, stop_signals(progress) as stop:
             loop_watch = LoopWatch(config, folder / "stacks")

@@ -26,7 +26,7 @@ from launcher.proxies import WeightGroup
 from launcher.replicas import Attached, Standing, Started, Supervisor
 from launcher.scratch import scratch
 from launcher.seats import HERE, Place, elsewhere
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.interfaces import Launcher, Roles, unheard
 from rl_megatron.models.configs.fields import ConfigFields

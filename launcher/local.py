@@ -27,7 +27,7 @@ from launcher.proxies import roles_of
 from launcher.rank_models import Setup
 from launcher.scratch import scratch
 from launcher.workers import Ending, Failure, serving
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import WorkerDied
 from rl_megatron.interfaces import Roles, unheard
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.environment import inherited
-from rl_megatron.config_learner import LearnerSection
+from rl_megatron.config.learner import LearnerSection
 from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, Prompt, RolloutGroup

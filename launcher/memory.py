@@ -13,7 +13,7 @@ from math import prod
 
 from launcher.naming import LEARNER, called
 from launcher.placement import made_up_nodes, seats_of
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout

@@ -19,10 +19,10 @@ from launcher.preflight.checks import preflight
 from launcher.proxies import LearnerGroup, WeightGroup
 from launcher.starting_model import starting_folder
 from launcher.stop import stop_signals
-from rl_megatron import config_io
 from rl_megatron.checkpoints import files_of, latest
-from rl_megatron.config import RunConfig
-from rl_megatron.config_data import FileData
+from rl_megatron.config.data import FileData
+from rl_megatron.config.io import load
+from rl_megatron.config.run import RunConfig
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
 from rl_megatron.diagnosis.causes import CAUSES, Finding, judge
@@ -58,9 +58,9 @@ def subject(target: str, overrides: Sequence[str]) -> Subject:
     """Of a run's folder, or of a configuration. Raises ConfigError."""
     path = Path(target)
     if path.is_dir():
-        config = config_io.load(str(path / "config.yaml"), overrides)
+        config = load(str(path / "config.yaml"), overrides)
         return Subject(config=config, folder=path / "doctor", checkpoint=latest(path / "checkpoints"))
-    config = config_io.load(target, overrides)
+    config = load(target, overrides)
     return Subject(config=config, folder=config.run.dir / f"doctor-{path.stem}", checkpoint=None)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.naming import LEARNER
-from rl_megatron.config import RunConfig
-from rl_megatron.config_slurm import SlurmSection
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.slurm import SlurmSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.types import ParallelDims
 

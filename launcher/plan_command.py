@@ -11,8 +11,8 @@ from rich.table import Table
 
 from launcher.memory import CHANGES, GB, Memory, check, memory, server_weights
 from launcher.naming import LEARNER
-from rl_megatron import config_io
-from rl_megatron.config import RunConfig
+from rl_megatron.config.io import load
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape
@@ -77,7 +77,7 @@ def show_memory(config_name: str, overrides: Sequence[str]) -> None:
     A configuration that names its model needs no folder of it.
     """
     named = [] if any(item.startswith("model.path=") for item in overrides) else ["model.path=."]
-    config = config_io.load(config_name, [*overrides, *named])
+    config = load(config_name, [*overrides, *named])
     if config.model.name is None and named:
         raise ConfigError(f"{config_name}: the model's sizes are not known; give model.path, or model.name")
     shape = model_shape(str(config.model.name if named else config.model.path))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.naming import LEARNER
 from launcher.workers import WorkerGroup, WorkerHandle
 from rl_megatron import checkpoints, digests
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest
 from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
 from rl_megatron.interfaces import Roles

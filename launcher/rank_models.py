@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from launcher.naming import LEARNER
 from rl_megatron import digests
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import Loss, Samples, SkippedStep, StepResult

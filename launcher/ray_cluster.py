@@ -41,7 +41,7 @@ from launcher.ray_node import (
 from launcher.scratch import scratch
 from launcher.seats import HERE, cpus_of_engine_node, visible_gpus
 from launcher.slurm import Job, ended, running_step
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import EngineError, WorkerDied
 from rl_megatron.interfaces import Launcher, Roles, unheard
 

@@ -27,7 +27,7 @@ from launcher.naming import LEARNER
 from launcher.placement import Placement, Seat
 from launcher.ports import free_port
 from launcher.slurm import Job
-from rl_megatron.config_slurm import SlurmSection
+from rl_megatron.config.slurm import SlurmSection
 from rl_megatron.durable import private_folder
 
 OBJECT_STORE_BYTES = 100_000_000  # next to nothing goes through it

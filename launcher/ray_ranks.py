@@ -25,7 +25,7 @@ from launcher.ray_cluster import RayCluster, group_of, said, seen
 from launcher.ray_node import Bundle
 from launcher.slurm import threads_per_rank
 from launcher.workers import Failure
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import WorkerDied
 from rl_megatron.interfaces import Roles, unheard
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron import checkpoints
-from rl_megatron.config import RunConfig
-from rl_megatron.config_errors import shorten
-from rl_megatron.config_resume import fixed
+from rl_megatron.config.errors import shorten
+from rl_megatron.config.resume import fixed
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import CheckpointError
 
 _MAX_LINES = 20

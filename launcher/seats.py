@@ -13,7 +13,7 @@ from launcher.guards import Guard, Order, start_guard
 from launcher.placement import Seat, seats_here, seats_of
 from launcher.ports import any_port, held_ports
 from launcher.slurm import Job
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import EngineError
 
 StartAt = Callable[[int, Order], Awaitable[Guard]]  # a server by its number, where somebody else has its place

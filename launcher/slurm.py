@@ -26,8 +26,8 @@ from launcher.naming import LEARNER, file_stem
 from launcher.placement import Placement, beside, cut, placement_of
 from launcher.rank import Call
 from launcher.workers import STOP_SECONDS, Failure
-from rl_megatron.config import RunConfig
-from rl_megatron.config_slurm import SlurmSection
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.slurm import SlurmSection
 from rl_megatron.interfaces import Roles, unheard
 
 logger = logging.getLogger(__name__)

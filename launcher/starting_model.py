@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from rl_megatron.config import RunConfig, TinyModelSection
+from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import HEAD_DIM, make_tiny_model, tiny_shape
 from rl_megatron.weights.layouts.families import FAMILIES

@@ -20,8 +20,8 @@ from launcher.naming import LEARNER, called
 from launcher.placement import Placement, Seat, beside, describe_seats, made_up_nodes, placement_of, seats_of
 from launcher.preflight.checks import Preflight, preflight
 from launcher.starting_model import starting_shape
-from rl_megatron import config_io
-from rl_megatron.config import RunConfig
+from rl_megatron.config.io import save_resolved
+from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import remove_folder, write_atomically
 from rl_megatron.errors import ConfigError
 
@@ -155,7 +155,7 @@ def prepare(config: RunConfig) -> Prepared:
     folder = Path.cwd() / config.run.dir / str(config.run.name)
     script = render(config, folder=Path.cwd(), python=sys.executable, package=_PACKAGE)
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
-    config_io.save_resolved(config, folder / "config.yaml")
+    save_resolved(config, folder / "config.yaml")
     write_atomically(folder / "job.sbatch", script.encode(), private=bool(config.slurm.environment))
     write_atomically(folder / "placement.txt", f"{found.describe()}\n".encode())
     return Prepared(folder=folder, script=folder / "job.sbatch", checked=found, findings=findings)

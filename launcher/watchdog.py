@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launcher import stacks
 from launcher.naming import LEARNER, file_stem
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import WorkerDied
 
 if TYPE_CHECKING:

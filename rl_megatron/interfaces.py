@@ -25,7 +25,7 @@ from rl_megatron.types import (
 )
 
 if TYPE_CHECKING:
-    from rl_megatron.config import RunConfig
+    from rl_megatron.config.run import RunConfig
 
 
 class RewardFunction(Protocol):

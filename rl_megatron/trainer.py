@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from rl_megatron.checkpoints import Checkpoint, CheckpointStore, TrainerState, files_of
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.credit import groups_that_differ
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.durable import remove_folder

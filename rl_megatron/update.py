@@ -22,7 +22,7 @@ from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.mismatch import expert_metrics, mismatch_metrics
 from rl_megatron.algorithms.quantiles import ratio_quantiles
 from rl_megatron.bad_steps import BadSteps
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.credit import (
     Memory,
     assign_credit,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from launcher.preflight import batches, devices, engine, job_memory, model_files, nodes, problems_of_data, reward, sizes
 from launcher.preflight.subject import Check, Found, Subject, problem
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, RLMegatronError
 
 CHECKS: Mapping[str, Check] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 
 _SECONDS = 4.0  # for the driver's answer
 _RANK_BYTES = 2**26  # no model is too small for it: 117 MiB of its own were seen with that of tiny_cpu

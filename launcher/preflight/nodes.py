@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from launcher.naming import LEARNER
 from launcher.placement import made_up_nodes, placement_of, seats_of
 from launcher.preflight.subject import Found, Subject, note, problem
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from launcher.memory import learner_layout
 from launcher.preflight.subject import Found, Subject, problem
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape, Rope

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from launcher.starting_model import starting_shape
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
 
 

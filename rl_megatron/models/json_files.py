@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rl_megatron.config_errors import shorten
+from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError, RLMegatronError
 
 MAX_BYTES = 256 << 20  # the index of a trillion parameters in 200,000 tensors has 20 MB

@@ -16,7 +16,7 @@ from rl_megatron.models.shape import ModelShape
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from rl_megatron.config import TinyModelSection
+    from rl_megatron.config.run import TinyModelSection
 
 NUM_BYTES = 256
 SPECIAL_TOKENS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}  # ids 256, 257, 258

@@ -16,7 +16,7 @@ from rl_megatron.observability.samples import SampleRow, SamplesWriter
 from rl_megatron.types import RolloutGroup
 
 if TYPE_CHECKING:
-    from rl_megatron.config import LogSection
+    from rl_megatron.config.run import LogSection
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
-from rl_megatron.config_reward import RewardSection
-from rl_megatron.config_rollout import RolloutSection
+from rl_megatron.config.reward import RewardSection
+from rl_megatron.config.rollout import RolloutSection
 from rl_megatron.errors import RewardError
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.rewards.scoring import score

@@ -14,9 +14,9 @@ import torch
 
 from launcher import channel, rank
 from launcher.local import LocalLauncher
-from rl_megatron.config import TinyModelSection
-from rl_megatron.config_io import load
-from rl_megatron.config_learner import LearnerSection
+from rl_megatron.config.io import load
+from rl_megatron.config.learner import LearnerSection
+from rl_megatron.config.run import TinyModelSection
 from rl_megatron.data.packing import pack
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import make_tiny_model

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.config_learner import LearnerSection
+from rl_megatron.config.learner import LearnerSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Samples
 from rl_megatron.weights.checkpoints import convert

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from launcher.memory import memory
-from rl_megatron.config import RunConfig, TinyModelSection
-from rl_megatron.config_learner import LearnerSection
+from rl_megatron.config.learner import LearnerSection
+from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.data.packing import pack
 from rl_megatron.data.samples import select
 from rl_megatron.models.shape import ModelShape

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from rl_megatron import config_io
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import loss_of
-from rl_megatron.config import RunConfig, TinyModelSection
-from rl_megatron.config_learner import LearnerSection
+from rl_megatron.config.io import load
+from rl_megatron.config.learner import LearnerSection
+from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
@@ -65,12 +65,12 @@ def jobs() -> dict[str, tuple[Loss, int, Samples]]:
     plain = replace(samples, proximal_share=None, nll_weights=None)
     out: dict[str, tuple[Loss, int, Samples]] = {}
     for name in NAMES:
-        config = config_io.load("tiny_cpu", [f"algorithm={name}"])
+        config = load("tiny_cpu", [f"algorithm={name}"])
         unit = 1 if config.algorithm.preference_beta is None else 2
         out[name] = of(config), unit, replace(plain, nll_weights=samples.nll_weights)
-    config = config_io.load("tiny_cpu", ["algorithm=grpo", "algorithm.entropy_coefficient=0.1"])
+    config = load("tiny_cpu", ["algorithm=grpo", "algorithm.entropy_coefficient=0.1"])
     out["kl and entropy"] = of(config, 0.3), 1, plain
-    out["interpolated"] = of(config_io.load("tiny_cpu", ["algorithm=decoupled_ppo"])), 1, samples
+    out["interpolated"] = of(load("tiny_cpu", ["algorithm=decoupled_ppo"])), 1, samples
     return out
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_megatron.config_learner import LearnerSection
+from rl_megatron.config.learner import LearnerSection
 from rl_megatron.models.shape import ModelShape
 from tests.distributed.ranks import run_ranks
 from tests.family_models import MODELS, save_model

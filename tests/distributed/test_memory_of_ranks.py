@@ -11,8 +11,8 @@ import torch
 
 from launcher.local import LocalLauncher
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.config import TinyModelSection
-from rl_megatron.config_io import load
+from rl_megatron.config.io import load
+from rl_megatron.config.run import TinyModelSection
 from rl_megatron.data.packing import pack
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import make_tiny_model

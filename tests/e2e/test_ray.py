@@ -32,7 +32,7 @@ from pathlib import Path
 import psutil
 from launcher.guards import Order
 from launcher.ray_cluster import RayCluster
-from rl_megatron.config_io import load
+from rl_megatron.config.io import load
 
 def order(what):
     here = Path.cwd()

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from launcher.engines import mirror_path
 from launcher.local import LocalLauncher
 from launcher.proxies import WeightGroup
-from rl_megatron.config import TinyModelSection
-from rl_megatron.config_io import load
+from rl_megatron.config.io import load
+from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.compare import sealed_by

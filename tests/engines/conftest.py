@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.engines import SERVERS
-from rl_megatron.config import TinyModelSection
+from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from tests.engines.benches import Bench, LocalBench, ServedBench, interpreter, served

@@ -20,8 +20,8 @@ from launcher.engines import mirror_path
 from launcher.proxies import WeightGroup
 from launcher.rank_models import Setup
 from launcher.worker import Worker
-from rl_megatron.config import RunConfig
-from rl_megatron.config_io import load
+from rl_megatron.config.io import load
+from rl_megatron.config.run import RunConfig
 from rl_megatron.models.tiny import byte_tokenizer
 from tests.distributed.ranks import FORKS, LIMIT
 from tests.family_models import BASE, DENSE, MODELS

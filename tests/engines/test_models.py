@@ -18,7 +18,7 @@ import torch
 
 from launcher.engines import SERVERS
 from launcher.preflight.sizes import misfits
-from rl_megatron.config_io import load
+from rl_megatron.config.io import load
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.layouts.recorded import Boxes

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from launcher import run_name
-from rl_megatron.config import RunConfig
-from rl_megatron.config_errors import explain
-from rl_megatron.config_io import load, save_resolved
-from rl_megatron.config_types import Section
+from rl_megatron.config.errors import explain
+from rl_megatron.config.io import load, save_resolved
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.types import Section
 from rl_megatron.errors import ConfigError
 
 LONGEST = 40_000  # characters of an error

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rl_megatron import config_io
-from rl_megatron.config import RunConfig
+from rl_megatron.config.io import load
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 
 ONE = "rollout.group_size=1"
@@ -15,7 +15,7 @@ REFILL = "rollout.dynamic_sampling=refill"
 
 def problem(*keys: str) -> str | None:
     try:
-        config_io.load("tiny_cpu", list(keys))
+        load("tiny_cpu", list(keys))
     except ConfigError as error:
         return str(error)
     return None

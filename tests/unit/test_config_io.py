@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rl_megatron.config import RunConfig, RunSection
-from rl_megatron.config_data import ArithmeticData, FileData
-from rl_megatron.config_io import load, save_resolved
+from rl_megatron.config.data import ArithmeticData, FileData
+from rl_megatron.config.io import load, save_resolved
+from rl_megatron.config.run import RunConfig, RunSection
 from rl_megatron.errors import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -292,7 +292,7 @@ def test_a_resolved_config_reads_back_equal(
 
 def test_the_configuration_imports_no_torch() -> None:
     code = (
-        "import json, sys, rl_megatron.config, rl_megatron.config_io as c; c.load('tiny_cpu', []); "
+        "import json, sys, rl_megatron.config.run, rl_megatron.config.io as c; c.load('tiny_cpu', []); "
         "print(json.dumps([m for m in ('torch', 'megatron', 'transformers', 'numpy') if m in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config import RunConfig
-from rl_megatron.config_data import FileData
-from rl_megatron.config_docs import render
-from rl_megatron.config_io import load
+from rl_megatron.config.data import FileData
+from rl_megatron.config.docs import render
+from rl_megatron.config.io import load
+from rl_megatron.config.run import RunConfig
 
 REPO = Path(__file__).resolve().parents[2]
 PAGE = REPO / "docs" / "configuration.md"
@@ -29,7 +29,7 @@ def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
 
 
 def test_the_page_is_current() -> None:
-    command = "python -m rl_megatron.config_docs > docs/configuration.md"
+    command = "python -m rl_megatron.config.docs > docs/configuration.md"
     assert PAGE.read_text(encoding="utf-8") == render(), f"run {command}"
 
 
@@ -64,5 +64,5 @@ def test_values_are_said_in_words() -> None:
 
 
 def test_a_machine_without_torch_can_make_it() -> None:
-    code = "import sys; sys.modules['torch'] = None; import rl_megatron.config_docs as d; d.render()"
+    code = "import sys; sys.modules['torch'] = None; import rl_megatron.config.docs as d; d.render()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)

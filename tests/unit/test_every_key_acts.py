@@ -18,9 +18,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
-from rl_megatron import config_io
 from rl_megatron.checkpoints import CheckpointStore
-from rl_megatron.config import RunConfig
+from rl_megatron.config.io import load
+from rl_megatron.config.run import RunConfig
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import Roles
@@ -184,7 +184,7 @@ class Rig:
 @pytest.mark.parametrize("row", ROWS)
 def test_every_key_changes_what_a_step_does_or_is_refused(row: str, tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    tree = config_io.load("tiny_cpu", [f"algorithm={row}", *BASE]).model_dump()
+    tree = load("tiny_cpu", [f"algorithm={row}", *BASE]).model_dump()
     before = [asyncio.run(rig.step(RunConfig.model_validate(tree), batch)) for batch in BATCHES]
     assert all(isinstance(heard[-1], list) for heard in before), before
     silent = []

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config_errors import shorten
+from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.configs.common import decoder_fields, dense_fields, refuse_others
 from rl_megatron.models.shape import ModelShape, Router

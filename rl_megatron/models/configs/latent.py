@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config_errors import shorten
+from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.configs.common import read_rope, refuse_others
 from rl_megatron.models.shape import LatentAttention, ModelShape, Router

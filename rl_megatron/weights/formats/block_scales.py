@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config_errors import shorten
+from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.configs.fields import ConfigFields
 from rl_megatron.models.json_files import read_json

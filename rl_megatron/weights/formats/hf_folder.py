@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rl_megatron.config_errors import shorten
+from rl_megatron.config.errors import shorten
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.models.configs.fields import ConfigFields
 from rl_megatron.models.json_files import JsonFields, read_json

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_megatron import config_io
 from rl_megatron.algorithms.corrections import second_moment_mask
 from rl_megatron.algorithms.losses import loss_of
+from rl_megatron.config.io import load
 from rl_megatron.credit import Memory, assign_credit, shape_rewards
 from rl_megatron.data.samples import to_samples
 from rl_megatron.types import Completion, Loss, LossInputs, Prompt, RolloutGroup, Samples
@@ -23,7 +23,7 @@ LENGTHS = [5, 9, 1, 3]
 
 
 def row(*keys: str) -> Loss:
-    section = config_io.load("tiny_cpu", list(keys)).algorithm
+    section = load("tiny_cpu", list(keys)).algorithm
     return loss_of(section, kl_coefficient=0.0, max_new_tokens=9)
 
 
@@ -72,7 +72,7 @@ def credited(*keys: str) -> Samples:
         texts=("",) * 4,
         rewards=(1.0, 0.0, 0.25, 0.5),
     )
-    section = config_io.load("tiny_cpu", list(keys)).algorithm
+    section = load("tiny_cpu", list(keys)).algorithm
     rewards = shape_rewards([group], section, Memory(kl_coefficient=0.0), max_new_tokens=9)
     return assign_credit(to_samples([group]), [group], rewards, section, success_reward=1.0)[0]
 

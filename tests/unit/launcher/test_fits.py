@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from launcher.preflight.sizes import misfits
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape, Rope
 

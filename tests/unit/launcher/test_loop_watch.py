@@ -10,7 +10,7 @@ STANDING_STILL = """
 import asyncio, sys, time
 from pathlib import Path
 from launcher.watchdog import LoopWatch
-from rl_megatron.config_io import load
+from rl_megatron.config.io import load
 
 async def controller():
     LoopWatch(load("tiny_cpu", ["run.watchdog_seconds=1"]), Path(sys.argv[1]))

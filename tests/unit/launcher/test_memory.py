@@ -16,8 +16,8 @@ from launcher.__main__ import main
 from launcher.memory import CHANGES, GB, Memory, elements, fullest, learner_layout, memory
 from launcher.preflight.checks import preflight
 from launcher.submit import checked
-from rl_megatron.config import RunConfig
-from rl_megatron.config_io import load
+from rl_megatron.config.io import load
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape

@@ -16,8 +16,8 @@ from launcher.preflight.checks import CHECKS, preflight
 from launcher.run_name import choose
 from launcher.starting_model import starting_folder, starting_shape
 from launcher.submit import prepare, taken
-from rl_megatron.config import RunConfig
-from rl_megatron.config_io import load
+from rl_megatron.config.io import load
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from tests.unit.launcher.sites import data_file, environment, site

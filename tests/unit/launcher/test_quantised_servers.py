@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from launcher.engines import ServedEngines, _tolerance
-from rl_megatron.config import RunConfig, TinyModelSection
-from rl_megatron.config_io import load
+from rl_megatron.config.io import load
+from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape

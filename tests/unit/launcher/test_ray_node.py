@@ -14,7 +14,7 @@ import pytest
 
 from launcher.placement import place, seat
 from launcher.ray_node import Bundle, NodeCall, node_command, options, shares, totals
-from rl_megatron.config_slurm import SlurmSection
+from rl_megatron.config.slurm import SlurmSection
 from rl_megatron.types import ParallelDims
 
 PLACEMENT = place(ParallelDims(dp=4), ("a1", "a2"), 2)

@@ -11,11 +11,11 @@ import pytest
 from pydantic import BaseModel
 
 from launcher import resuming
-from rl_megatron import config_io
 from rl_megatron.checkpoints import CheckpointStore, TrainerState
-from rl_megatron.config import RunConfig
-from rl_megatron.config_data import FileData
-from rl_megatron.config_resume import FREE, fixed, is_free, table
+from rl_megatron.config.data import FileData
+from rl_megatron.config.io import load, save_resolved
+from rl_megatron.config.resume import FREE, fixed, is_free, table
+from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest, digests
 from rl_megatron.errors import CheckpointError
 
@@ -33,7 +33,7 @@ def run_of(folder: Path, config: RunConfig) -> Path:
     state = TrainerState(step=1, batches_sampled=1, prompts={}, buffer=())
     learner: Any = Weights()
     asyncio.run(store.save(state, {"learner": learner}))
-    config_io.save_resolved(config, folder / "config.yaml")
+    save_resolved(config, folder / "config.yaml")
     return folder
 
 
@@ -58,13 +58,13 @@ def test_the_docs_have_the_table() -> None:
 
 
 def test_a_config_file_edited_between_two_starts_is_refused_by_key(tmp_path: Path) -> None:
-    run = run_of(tmp_path, config_io.load("tiny_cpu", ["algorithm=gspo", "reward.parts.exact_match=1"]))
+    run = run_of(tmp_path, load("tiny_cpu", ["algorithm=gspo", "reward.parts.exact_match=1"]))
     path = run / "config.yaml"
-    resuming.find(config_io.load(str(path), []), run)
+    resuming.find(load(str(path), []), run)
     path.write_text(
         path.read_text().replace("ratio_level: sequence", "ratio_level: token").replace("seed: 0", "seed: 1")
     )
-    edited = config_io.load(str(path), ["reward.parts.exact_match.weight=2"])
+    edited = load(str(path), ["reward.parts.exact_match.weight=2"])
     with pytest.raises(CheckpointError) as caught:
         resuming.find(edited, run)
     for line in (
@@ -87,7 +87,7 @@ def test_a_config_file_edited_between_two_starts_is_refused_by_key(tmp_path: Pat
 )
 def test_layout_limits_and_lengths_are_free_and_numbers_are_not(key: str, free: bool) -> None:
     ours = ["algorithm=ppo", "learner.ep=1", "rollout=vllm", "learner.threads=1", "warm_start.steps=0"]
-    assert (fixed(config_io.load("tiny_cpu", ours)) == fixed(config_io.load("tiny_cpu", [*ours, key]))) == free
+    assert (fixed(load("tiny_cpu", ours)) == fixed(load("tiny_cpu", [*ours, key]))) == free
 
 
 def test_other_data_is_told_by_few_lines(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from launcher.guards import Guard, Order, start_guard
 from launcher.placement import placement_of
 from launcher.seats import Place, elsewhere, places
 from launcher.slurm import Job
-from rl_megatron.config import RunConfig
-from rl_megatron.config_io import load
+from rl_megatron.config.io import load
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
 
 SCONTROL = """#!/bin/sh

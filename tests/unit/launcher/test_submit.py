@@ -15,8 +15,8 @@ from launcher import submit
 from launcher.preflight.checks import preflight
 from launcher.ray_node import engine_node_command, node_command
 from launcher.slurm import Job, step_command
-from rl_megatron.config import RunConfig
-from rl_megatron.config_io import load
+from rl_megatron.config.io import load
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from tests.unit.launcher.sites import site
 from tests.unit.launcher.test_memory import QWEN3

@@ -14,8 +14,8 @@ import pytest
 
 from launcher.engines import ServedEngines
 from launcher.replicas import Standing, Supervisor
-from rl_megatron.config import TinyModelSection
-from rl_megatron.config_io import load
+from rl_megatron.config.io import load
+from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import EngineError, ReplicasLost
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_megatron.config_learner import LearnerSection
+from rl_megatron.config.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.buildable import torch_only
 from rl_megatron.learner.decoder_config import LatentDecoderConfig

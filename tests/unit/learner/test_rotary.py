@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rl_megatron.config_learner import LearnerSection
+from rl_megatron.config.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.buildable import refuse, torch_only
 from rl_megatron.learner.rotary import inverse_frequencies

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from rl_megatron.config import TinyModelSection
+from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import _publish, make_tiny_model
@@ -82,7 +82,7 @@ def test_a_larger_vocabulary_has_ids_the_tokenizer_never_uses(tmp_path: Path) ->
 
 def test_processes_that_make_it_at_once_get_the_same_whole_folder(tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from rl_megatron.config import TinyModelSection;"
+        "from pathlib import Path; from rl_megatron.config.run import TinyModelSection;"
         "from rl_megatron.models.tiny import make_tiny_model;"
         f"print(make_tiny_model(TinyModelSection(), Path({str(tmp_path)!r}), 0))"
     )

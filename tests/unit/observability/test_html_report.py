@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import DataError
 from rl_megatron.observability.metrics import METRICS, PHASE_SECONDS, MetricsWriter
 from rl_megatron.observability.report import HEADLINES, SECTIONS, write_report

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 from pydantic import ValidationError
 
-from rl_megatron.config_io import load
-from rl_megatron.config_reward import RewardSection
+from rl_megatron.config.io import load
+from rl_megatron.config.reward import RewardSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.types import Completion, Prompt

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.types import RolloutGroup
 
 

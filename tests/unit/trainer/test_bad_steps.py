@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_megatron.bad_steps import BadSteps
-from rl_megatron.config import TrainSection
+from rl_megatron.config.run import TrainSection
 from rl_megatron.data.packing import pack
 from rl_megatron.data.samples import select
 from rl_megatron.errors import RLMegatronError

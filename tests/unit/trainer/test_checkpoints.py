@@ -17,10 +17,11 @@ from launcher.proxies import LearnerGroup
 from launcher.rank_models import RankModels
 from launcher.watchdog import LoopWatch
 from launcher.workers import WorkerGroup
-from rl_megatron import checkpoints, config_io
+from rl_megatron import checkpoints
 from rl_megatron.checkpoints import CheckpointStore, TrainerState
-from rl_megatron.config import RunConfig
-from rl_megatron.config_resume import fixed
+from rl_megatron.config.io import load
+from rl_megatron.config.resume import fixed
+from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest, digests
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
@@ -69,7 +70,7 @@ def saved(folder: Path, learner: Any = None) -> Path:
     return asyncio.run(store.save(STATE, {"learner": learner or cast(Learner, Shards())}))
 
 
-def load(folder: Path) -> Ranks:
+def loaded(folder: Path) -> Ranks:
     ranks = Ranks()
     learner = LearnerGroup(cast(WorkerGroup, ranks), ParallelDims(dp=2), "policy")
     asyncio.run(checkpoints.read(folder).load({"learner": learner}))
@@ -90,7 +91,7 @@ def test_a_manifest_says_what_the_ranks_say(tmp_path: Path) -> None:
 
 
 def test_the_readers_share_the_files(tmp_path: Path) -> None:
-    ranks = load(saved(tmp_path))
+    ranks = loaded(saved(tmp_path))
     assert sorted(name for names in ranks.read.values() for name in names) == sorted(FILES)
     assert {len(names) for names in ranks.read.values()} == {2, 3}
 
@@ -98,7 +99,7 @@ def test_the_readers_share_the_files(tmp_path: Path) -> None:
 def test_a_save_of_any_size_leaves_the_event_loop_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
     monkeypatch.setattr(LoopWatch, "_end", lambda self: ended.append(self))
-    config = config_io.load("tiny_cpu", ["run.watchdog_seconds=1.5"])
+    config = load("tiny_cpu", ["run.watchdog_seconds=1.5"])
 
     class Large:
         """8 GB that take no room on the disk; its ranks would have read them, the controller must not."""
@@ -139,7 +140,7 @@ def test_every_changed_file_is_named_by_the_rank_that_reads_it(tmp_path: Path) -
         data[len(data) // 2] ^= 1
         (folder / "learner" / name).write_bytes(data)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp changed[^_]*(.|\n)*__3_0\.distcp changed"):
-        load(folder)
+        loaded(folder)
     trainer = folder / "trainer.json"
     trainer.write_bytes(trainer.read_bytes().replace(b'"step":3', b'"step":4'))
     with pytest.raises(CheckpointError, match=r"trainer\.json changed since it was written"):
@@ -196,7 +197,7 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
         return 0.25
 
     trainer = Trainer(
-        config=config_io.load("tiny_cpu", ["train.steps=0", f"warm_start.steps={warm_start_steps}"]),
+        config=load("tiny_cpu", ["train.steps=0", f"warm_start.steps={warm_start_steps}"]),
         roles=cast(Any, SimpleNamespace(learner=learner, critic=None, reference=None)),
         source=cast(Any, None),
         sampler=cast(Any, SimpleNamespace(evaluate=evaluate)),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.shaping import RunningMoments
-from rl_megatron.config_algorithm import AlgorithmSection
+from rl_megatron.config.algorithm import AlgorithmSection
 from rl_megatron.credit import (
     Memory,
     Rewards,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.segments import segment_sum, sequence_ids
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.types import Batch, Completion, Loss, LossInputs, Prompt, RolloutGroup, Samples, Scores, StepResult

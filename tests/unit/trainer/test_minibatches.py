@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.types import Samples
 from rl_megatron.update import minibatches
 

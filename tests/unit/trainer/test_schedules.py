@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_megatron.algorithms.quantiles import histogram
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.types import StepResult
 from rl_megatron.update import combine, critic_learning_rate, learning_rate, seed_of
 

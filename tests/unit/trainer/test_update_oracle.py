@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Routes

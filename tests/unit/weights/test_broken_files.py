@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
-from rl_megatron.config import TinyModelSection
+from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError, WeightError
 from rl_megatron.models.configs import READERS
 from rl_megatron.models.configs.fields import ConfigFields

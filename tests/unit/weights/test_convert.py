@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl_megatron.config import TinyModelSection
+from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import CheckpointError, RLMegatronError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
@@ -202,7 +202,8 @@ def _part(path: Path, start: int, length: int) -> Any:
 
 def test_what_moves_bytes_needs_no_torch(hf: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from tools import conversion; from rl_megatron.weights.checkpoints import verify; "
+        "import sys; from pathlib import Path; from tools import conversion; "
+        "from rl_megatron.weights.checkpoints import verify; "
         "there, back = Path(sys.argv[2]) / 'megatron', Path(sys.argv[2]) / 'back'; "
         "conversion.run(Path(sys.argv[1]), there); conversion.run(there, back); "
         "print(list(verify.verify(back, against=there)), 'torch' in sys.modules)"

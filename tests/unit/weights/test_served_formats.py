@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl_megatron.config import TinyModelSection
+from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_megatron.config_learner import LearnerSection
-from rl_megatron.config_reads import problems_of_unread_keys
-from rl_megatron.config_rollout import RolloutSection
+from rl_megatron.config.learner import LearnerSection
+from rl_megatron.config.reads import problems_of_unread_keys
+from rl_megatron.config.rollout import RolloutSection
 
 if TYPE_CHECKING:
-    from rl_megatron.config import RunConfig
+    from rl_megatron.config.run import RunConfig
 
 
 def problems_of(config: RunConfig) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from rl_megatron.config_algorithm import OptimizerSection
-from rl_megatron.config_types import Positive, PositiveFloat, Section
+from rl_megatron.config.algorithm import OptimizerSection
+from rl_megatron.config.types import Positive, PositiveFloat, Section
 from rl_megatron.types import ParallelDims
 
 

@@ -2,8 +2,8 @@
 
 ``group=name`` puts conf/<group>/<name>.yaml in the place of that section, whole; ``a.b=v`` sets one value; groups are
 chosen first, wherever they stand. A YAML file may start from others with ``defaults: [base, {group: name}]``; a group's
-file that starts from ``_section_`` is laid over the section as it stood. Defaults of keys live in config.py alone, and
-what the schema says of a bad value is put into words by config_errors.py; config_yaml.py reads YAML.
+file that starts from ``_section_`` is laid over the section as it stood. Defaults of keys live in the sections
+alone, and what the schema says of a bad value is put into words by errors.py; yaml_text.py reads YAML.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rl_megatron import config_yaml
-from rl_megatron.config import RunConfig
-from rl_megatron.config_errors import did_you_mean, explain, near_miss, not_a_section, shorten
+from rl_megatron.config import yaml_text
+from rl_megatron.config.errors import did_you_mean, explain, near_miss, not_a_section, shorten
+from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
 
-_CONF = Path(__file__).resolve().parent.parent / "conf"
+_CONF = Path(__file__).resolve().parents[2] / "conf"
 _MAX_FILES = 100  # that defaults may lead to
 _MAX_LINES = 30  # of an error
 _MAX_LINE = 1000  # characters of a line
@@ -34,7 +34,7 @@ def load(name: str, overrides: Sequence[str], root: Path | None = None) -> RunCo
     wrong at once: files, YAML, overrides, keys and values; rules between keys are checked once each value is good.
     """
     root = root or _CONF
-    if problem := config_yaml.text_problem(name):
+    if problem := yaml_text.text_problem(name):
         raise ConfigError(f"--config {shorten(name)}: {problem}")
     composer = _Composer(root)
     is_path = Path(name).suffix in {".yaml", ".yml"}
@@ -43,14 +43,14 @@ def load(name: str, overrides: Sequence[str], root: Path | None = None) -> RunCo
     for item in overrides:
         key, equals, text = item.partition("=")
         parts = key.split(".")
-        if problem := config_yaml.text_problem(item):
+        if problem := yaml_text.text_problem(item):
             composer.problems.append(f"{shorten(item)}: {problem}")
-        elif not equals or not all(parts) or len(parts) > config_yaml.MAX_DEPTH:
+        elif not equals or not all(parts) or len(parts) > yaml_text.MAX_DEPTH:
             composer.problems.append(f"{shorten(item)}: not an override{composer.hint(item)}")
         elif key in composer.groups:
             composer.choose(tree, key, text)
         else:
-            values.append((key, config_yaml.scalar(text)))
+            values.append((key, yaml_text.scalar(text)))
     for key, value in values:
         composer.put(tree, key, value)
     try:
@@ -67,7 +67,7 @@ def save_resolved(config: RunConfig, path: Path) -> None:
 
     Other users cannot read it where it has variables of a job, which may be keys of services.
     """
-    text = config_yaml.write(config.model_dump(mode="json"))
+    text = yaml_text.write(config.model_dump(mode="json"))
     write_atomically(path, text.encode(), private=bool(config.slurm.environment))
 
 
@@ -158,7 +158,7 @@ class _Composer:
             problem = f"no such file{near_miss(path.stem, names)}; one of: {_listed(names)}"
         else:
             try:
-                tree = config_yaml.read(path)
+                tree = yaml_text.read(path)
             except ConfigError as error:
                 problem = str(error)
             else:

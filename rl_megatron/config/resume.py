@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rl_megatron.config import RunConfig
+from rl_megatron.config.run import RunConfig
 
 FREE: Mapping[str, bool] = {
     "seed": False,

@@ -1,4 +1,4 @@
-"""The page docs/configuration.md out of config.py: ``python -m rl_megatron.config_docs > docs/configuration.md``."""
+"""The page docs/configuration.md out of the schema: ``python -m rl_megatron.config.docs > docs/configuration.md``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rl_megatron.config import RunConfig
-from rl_megatron.config_types import MAX_INTEGER
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.types import MAX_INTEGER
 
 Schema = Mapping[str, Any]  # a JSON schema, as pydantic makes it
 Cells = tuple[str, ...]
@@ -15,7 +15,7 @@ Cells = tuple[str, ...]
 _HEAD = """\
 # Configuration
 
-Every key with its default, generated from `rl_megatron/config.py` (CONTRIBUTING.md says how).
+Every key with its default, generated from `rl_megatron/config/` (CONTRIBUTING.md says how).
 
 A run's configuration is a file of `conf/` (`--config tiny_cpu`, or your own `--config my/run.yaml`), which holds only
 what differs from the defaults below, changed by what stands on the command line:

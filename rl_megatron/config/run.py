@@ -1,7 +1,7 @@
-"""The configuration (larger sections: config_*.py): frozen pydantic, defaults, nothing heavy imported.
+"""The configuration (larger sections have files of their own): frozen pydantic, defaults, nothing heavy imported.
 
-A key is `section.name`; YAML under conf/ holds only what differs. Cross-field rules are config_checks.py's. Reading
-YAML and `key=value` is config_io.py's work.
+A key is `section.name`; YAML under conf/ holds only what differs. Rules over several sections are checks.py's. Reading
+YAML and `key=value` is io.py's work.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rl_megatron.config_algorithm import AlgorithmSection
-from rl_megatron.config_checks import problems_of
-from rl_megatron.config_data import ArithmeticData, FileData
-from rl_megatron.config_learner import LearnerSection, RolesSection
-from rl_megatron.config_reward import RewardSection
-from rl_megatron.config_rollout import RolloutSection
-from rl_megatron.config_slurm import SlurmSection
-from rl_megatron.config_types import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
-from rl_megatron.config_weights import WeightsSection
+from rl_megatron.config.algorithm import AlgorithmSection
+from rl_megatron.config.checks import problems_of
+from rl_megatron.config.data import ArithmeticData, FileData
+from rl_megatron.config.learner import LearnerSection, RolesSection
+from rl_megatron.config.reward import RewardSection
+from rl_megatron.config.rollout import RolloutSection
+from rl_megatron.config.slurm import SlurmSection
+from rl_megatron.config.types import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from rl_megatron.config.weights import WeightsSection
 
 
 class RunSection(Section):
