@@ -30,9 +30,9 @@ from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.returns import gae
 from rl_megatron.config.algorithm import AlgorithmSection, KLSection
 from rl_megatron.config.learner import LearnerSection
-from rl_megatron.credit import Memory, assign_credit, shape_rewards
 from rl_megatron.data.samples import to_samples
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.training.credit import Memory, assign_credit, shape_rewards
 from rl_megatron.types import Completion, LossInputs, Prompt, RolloutGroup
 
 TOKENS = 65_536

@@ -22,7 +22,6 @@ from launcher.slurm import Job, SlurmLauncher
 from launcher.starting_model import starting_folder
 from launcher.stop import Stop, stop_signals
 from launcher.watchdog import LoopWatch
-from rl_megatron.checkpoints import Checkpoint, CheckpointStore
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig
@@ -40,11 +39,12 @@ from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.report import write_report
 from rl_megatron.rollout.pairs import OfflinePairs
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.stopping import unless_stopped
-from rl_megatron.trainer import Trainer
+from rl_megatron.training.checkpoints import Checkpoint, CheckpointStore
+from rl_megatron.training.stopping import unless_stopped
+from rl_megatron.training.trainer import Trainer
+from rl_megatron.training.update import Update
+from rl_megatron.training.warm_start import WarmStart
 from rl_megatron.types import Prompt
-from rl_megatron.update import Update
-from rl_megatron.warm_start import WarmStart
 from rl_megatron.weights.layouts.families import FAMILIES
 
 if TYPE_CHECKING:

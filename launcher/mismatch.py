@@ -19,7 +19,6 @@ from launcher.preflight.checks import preflight
 from launcher.proxies import LearnerGroup, WeightGroup
 from launcher.starting_model import starting_folder
 from launcher.stop import stop_signals
-from rl_megatron.checkpoints import files_of, latest
 from rl_megatron.config.data import FileData
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
@@ -36,6 +35,7 @@ from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rollout.served import ServedEngine
+from rl_megatron.training.checkpoints import files_of, latest
 from rl_megatron.types import Prompt
 from rl_megatron.weights.checkpoints.convert import is_megatron
 from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, checksums

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_megatron import checkpoints
 from rl_megatron.data.routes import decode_routes
+from rl_megatron.training import checkpoints
 from tests.e2e.processes import Place, Run, alive
 
 ONE = ("learner.ep=1", "reward.function=my_rewards:even")

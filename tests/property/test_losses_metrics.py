@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.algorithms.quantiles import histogram, ratio_quantiles
+from rl_megatron.training.measures import combine
 from rl_megatron.types import LossInputs, StepResult
-from rl_megatron.update import combine
 from tests.rows import policy_loss
 
 GSPO = policy_loss(ratio_level="sequence", aggregation="seq_mean_token_mean", clip_low=0.03, clip_high=0.04)

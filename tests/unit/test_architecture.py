@@ -90,7 +90,7 @@ def test_rooms_keep_to_their_own() -> None:
     ("path", "source", "found"),
     [
         ("rl_megatron/rollout/x.py", "from megatron.core import parallel_state as mpu", 1),
-        ("rl_megatron/trainer.py", "mpu.get_data_parallel_rank()", 1),
+        ("rl_megatron/training/trainer.py", "mpu.get_data_parallel_rank()", 1),
         ("rl_megatron/learner/x.py", "from megatron.core import parallel_state\nimport torch.distributed as dist", 0),
         ("rl_megatron/weights/plans/plan.py", "import torch.distributed as dist\ndist.broadcast(x)", 2),
         ("rl_megatron/weights/transports/x.py", "import torch.distributed as dist\ndist.broadcast(x)", 0),

@@ -18,7 +18,6 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
-from rl_megatron.checkpoints import CheckpointStore
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.prompts import PromptStream
@@ -28,9 +27,10 @@ from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Stopwatch
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.trainer import Trainer
+from rl_megatron.training.checkpoints import CheckpointStore
+from rl_megatron.training.trainer import Trainer
+from rl_megatron.training.update import Update
 from rl_megatron.types import Prompt
-from rl_megatron.update import Update
 from tests.toy_roles import VOCABULARY, Toy, ToyEngine, ToyWeights, decode, table
 
 REPO = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ ELSEWHERE = {  # keys that act outside of a step, and where that is shown
     "reward.timeout_seconds": "tests/unit/rollout/test_rollout_sampler.py",
     "roles.critic": "tests/unit/launcher/test_memory.py",
     "roles.reference": "tests/unit/launcher/test_memory.py",
-    "train.on_nonfinite": "tests/unit/trainer/test_bad_steps.py",
+    "train.on_nonfinite": "tests/unit/training/test_bad_steps.py",
     "rollout.max_prompt_tokens": "tests/unit/data/test_prompts.py",
     "rollout.on_long_prompt": "tests/unit/data/test_prompts.py",
     "rollout.slots": "tests/unit/rollout/conftest.py",

@@ -15,8 +15,8 @@ from torch import Tensor
 from rl_megatron.algorithms.corrections import second_moment_mask
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.config.io import load
-from rl_megatron.credit import Memory, assign_credit, shape_rewards
 from rl_megatron.data.samples import to_samples
+from rl_megatron.training.credit import Memory, assign_credit, shape_rewards
 from rl_megatron.types import Completion, Loss, LossInputs, Prompt, RolloutGroup, Samples
 
 LENGTHS = [5, 9, 1, 3]

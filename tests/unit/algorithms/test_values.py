@@ -10,8 +10,9 @@ from types import ModuleType
 
 import pytest
 
-from rl_megatron import algorithms, credit, types
+from rl_megatron import algorithms, types
 from rl_megatron.data import packing
+from rl_megatron.training import credit
 
 MODULES = [
     importlib.import_module(f"{algorithms.__name__}.{m.name}") for m in pkgutil.iter_modules(algorithms.__path__)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from rl_megatron.checkpoints import TrainerState
 from rl_megatron.data.routes import decode_routes, encode_routes
 from rl_megatron.data.samples import select, to_samples
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.sampler import RolloutBatch
+from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Routes
 
 

@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from rl_megatron.bad_steps import BadSteps
 from rl_megatron.config.run import TrainSection
 from rl_megatron.data.packing import pack
 from rl_megatron.data.samples import select
 from rl_megatron.errors import RLMegatronError
+from rl_megatron.training.bad_steps import BadSteps
 from rl_megatron.types import Batch, Culprit, ParallelDims, Prompt, Samples, SkippedStep, StepResult
 
 PROMPTS = [

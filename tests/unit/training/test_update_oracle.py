@@ -12,10 +12,10 @@ import torch
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.training.update import Update
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Routes
-from rl_megatron.update import Update
 from tests.toy_roles import VOCABULARY, Toy, table
-from tests.unit.trainer.plain_update import PlainUpdate
+from tests.unit.training.plain_update import PlainUpdate
 
 CRITIC = {"credit": "gae", "advantage_mean": "none", "advantage_std": "none"}
 ALIKE = {"advantage_mean": "none", "advantage_std": "none"}

@@ -16,8 +16,8 @@ from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.training.update import Update
 from rl_megatron.types import Batch, Completion, Loss, LossInputs, Prompt, RolloutGroup, Samples, Scores, StepResult
-from rl_megatron.update import Update
 
 LENGTHS, GROUP = (3, 5, 2, 6), 4
 

@@ -16,18 +16,18 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_megatron.checkpoints import Checkpoint, CheckpointStore, TrainerState, files_of
 from rl_megatron.config.run import RunConfig
-from rl_megatron.credit import groups_that_differ
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.durable import remove_folder
 from rl_megatron.errors import DataError, Stopped
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout.sampler import RolloutBatch, RolloutSampler, RolloutSource
-from rl_megatron.stopping import unless_stopped
+from rl_megatron.training.checkpoints import Checkpoint, CheckpointStore, TrainerState, files_of
+from rl_megatron.training.credit import groups_that_differ
+from rl_megatron.training.stopping import unless_stopped
+from rl_megatron.training.update import Update
 from rl_megatron.types import Prompt, RolloutGroup
-from rl_megatron.update import Update
 
 logger = logging.getLogger(__name__)
 

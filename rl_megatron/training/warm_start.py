@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.checkpoints import Checkpoint, TrainerState
 from rl_megatron.data.packing import pack
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.data.samples import supervised_samples
 from rl_megatron.errors import Stopped
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.stopping import unless_stopped
-from rl_megatron.trainer import Trainer
+from rl_megatron.training.checkpoints import Checkpoint, TrainerState
+from rl_megatron.training.stopping import unless_stopped
+from rl_megatron.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

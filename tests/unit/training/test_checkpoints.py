@@ -17,15 +17,15 @@ from launcher.proxies import LearnerGroup
 from launcher.rank_models import RankModels
 from launcher.watchdog import LoopWatch
 from launcher.workers import WorkerGroup
-from rl_megatron import checkpoints
-from rl_megatron.checkpoints import CheckpointStore, TrainerState
 from rl_megatron.config.io import load
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest, digests
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
-from rl_megatron.trainer import Trainer
+from rl_megatron.training import checkpoints
+from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
+from rl_megatron.training.trainer import Trainer
 from rl_megatron.types import ParallelDims
 
 STATE = TrainerState(step=3, batches_sampled=4, prompts={"epoch": 0, "next": 8}, buffer=())

@@ -8,7 +8,7 @@ import pytest
 
 from rl_megatron.errors import DataError, WorkerDied
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.update import AtOnce
+from rl_megatron.training.update import AtOnce
 
 LIMIT = 60.0
 

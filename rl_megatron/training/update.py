@@ -6,12 +6,10 @@ The controller's process; every tensor here is on the CPU. Everything random is 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,11 +17,14 @@ from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.corrections import proximal_share, second_moment_mask
 from rl_megatron.algorithms.kl import adaptive_beta
 from rl_megatron.algorithms.losses import loss_of
-from rl_megatron.algorithms.mismatch import expert_metrics, mismatch_metrics
-from rl_megatron.algorithms.quantiles import ratio_quantiles
-from rl_megatron.bad_steps import BadSteps
 from rl_megatron.config.run import RunConfig
-from rl_megatron.credit import (
+from rl_megatron.data.packing import pack, packing_metrics, unpack
+from rl_megatron.data.samples import split_minibatches, to_samples, with_last_tokens
+from rl_megatron.errors import DataError
+from rl_megatron.interfaces import Roles, Scorer
+from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.training.bad_steps import BadSteps
+from rl_megatron.training.credit import (
     Memory,
     assign_credit,
     explained_variance,
@@ -33,15 +34,11 @@ from rl_megatron.credit import (
     reference_kl,
     shape_rewards,
 )
-from rl_megatron.data.packing import pack, packing_metrics, unpack
-from rl_megatron.data.samples import split_minibatches, to_samples, with_last_tokens
-from rl_megatron.errors import DataError
-from rl_megatron.interfaces import Roles, Scorer
-from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.training.measures import Measured, advantage_row, combine, critic_row, mismatch_row
+from rl_megatron.training.schedule import critic_learning_rate, learning_rate, seed_of
 from rl_megatron.types import Batch, Prompt, RolloutGroup, Samples, Scores, StepResult
 
 T = TypeVar("T")
-QUANTILES = {"ratio/p01": 0.01, "ratio/p50": 0.5, "ratio/p99": 0.99}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +73,7 @@ class Update:
                 self.memory = rewards.memory
                 return row
         found = await self._measure(self._samples_of(groups), watch)
-        row |= _mismatch_row(found)
+        row |= mismatch_row(found)
         samples, memory = assign_credit(
             found.samples,
             groups,
@@ -121,7 +118,7 @@ class Update:
     def _unit(self) -> int:
         return 1 if self.config.algorithm.preference_beta is None else 2
 
-    async def _measure(self, samples: Samples, watch: Stopwatch) -> _Measured:
+    async def _measure(self, samples: Samples, watch: Stopwatch) -> Measured:
         """What the models say of the rollouts before any of them changes; only what the algorithm needs."""
         section, roles = self.config.algorithm, self.roles
         batch = self.pack(samples)
@@ -147,7 +144,7 @@ class Update:
             if critic is not None:
                 values, next_values = await at_once.end(critic)
                 samples = replace(samples, old_values=values)
-        return _Measured(samples, current, next_values)
+        return Measured(samples, current, next_values)
 
     async def _policy(self, batch: Batch) -> tuple[Scores, Scores | None]:
         """Log-probs, and routes where they are recorded to be replayed."""
@@ -220,12 +217,12 @@ class Update:
                     policy.append(self.policy_steps.made(await at_once.end(trained), batch, prompts))
                 if valued is not None:
                     critic.append(self.critic_steps.made(await at_once.end(valued), batch, prompts))
-        row: Row = {"learning_rate": rate, "steps/skipped": [*policy, *critic].count(None), **_advantage_row(samples)}
+        row: Row = {"learning_rate": rate, "steps/skipped": [*policy, *critic].count(None), **advantage_row(samples)}
         row |= packing_metrics(batches, dims=c.learner.dims, attention_cost=self.attention_cost)
         row |= combine([made for made in policy if made is not None])
         if learnt := [made for made in critic if made is not None]:
             row |= {"critic/learning_rate": critic_rate, "critic/explained_variance": explained_variance(samples)}
-            row |= _critic_row(learnt)
+            row |= critic_row(learnt)
         return row
 
 
@@ -260,24 +257,6 @@ class AtOnce:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    samples: Samples
-    current: Tensor | None  # [N] log-probs of the policy at the start of the update
-    next_values: Tensor | None  # [S]
-
-
-def _mismatch_row(found: _Measured) -> Row:
-    """Nothing where the algorithm does not ask the learner before it trains."""
-    samples, current = found.samples, found.current
-    if current is None:
-        return {}
-    row: Row = {**mismatch_metrics(current, samples.rollout_logprobs, samples.mask, samples.cu_seqlens)}
-    if samples.routes is not None:
-        row |= expert_metrics(current, samples.rollout_logprobs, samples.mask, samples.routes)
-    return row
-
-
 def minibatches(samples: Samples, config: RunConfig, step: int, *, unit: int) -> Iterator[Samples]:
     """``train.minibatches`` parts of all samples, ``train.epochs`` times over, each time in an order of its own."""
     count = min(config.train.minibatches, samples.num_sequences // unit)
@@ -290,59 +269,3 @@ def _by_own_routes(batch: Batch) -> Batch:
     """For models whose routers are not the policy's."""
     rows = tuple(tuple(replace(samples, routes=None) for samples in row) for row in batch.micro_batches)
     return replace(batch, micro_batches=rows)
-
-
-def _advantage_row(samples: Samples) -> Row:
-    advantages = samples.advantages[samples.mask].double()
-    return {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std(correction=0))}
-
-
-def _critic_row(results: Sequence[StepResult]) -> Row:
-    """The critic's own metrics: its loss, gradient norm and means; the rest of a learner's would hide the policy's."""
-    combined = combine(results)
-    own = {name: value for name, value in combined.items() if name.startswith("critic/")}
-    return {**own, "critic/loss": combined["loss"], "critic/grad_norm": combined["grad_norm"]}
-
-
-def schedule(config: RunConfig, step: int) -> float:
-    """The share of the learning rate at RL step ``step`` (from 1): linear warm-up, then the decay's shape to 0."""
-    train = config.train
-    warm = min(1.0, step / train.lr_warmup_steps) if train.lr_warmup_steps else 1.0
-    left = (train.steps - step + 1) / max(1, train.steps - train.lr_warmup_steps)
-    shapes = {"none": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * min(1.0, left))}
-    return min(warm, shapes[train.lr_decay])
-
-
-def learning_rate(config: RunConfig, step: int) -> float:
-    """The policy's rate."""
-    return config.train.learning_rate * schedule(config, step)
-
-
-def critic_learning_rate(config: RunConfig, step: int) -> float:
-    """The critic's rate, on the same schedule."""
-    rate = config.algorithm.critic.learning_rate
-    return (config.train.learning_rate if rate is None else rate) * schedule(config, step)
-
-
-def seed_of(*parts: int) -> int:
-    """One 63-bit seed from several numbers, unlike for unlike parts."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
-
-
-def combine(results: Sequence[StepResult]) -> Row:
-    """The metrics of several optimizer steps: their means, the extremes of minima and maxima, quantiles of all."""
-    if not results:
-        return {}
-    rows = [{"loss": r.loss, "grad_norm": r.grad_norm, **r.metrics} for r in results]
-    over = {"min": min, "max": max}
-    row: Row = {name: over.get(name[-3:], _mean)([row[name] for row in rows]) for name in rows[0]}
-    if counts := [r.histograms["ratio"] for r in results if "ratio" in r.histograms]:
-        total = [math.fsum(column) for column in zip(*counts, strict=True)]
-        row |= dict(zip(QUANTILES, ratio_quantiles(total, list(QUANTILES.values())), strict=True))
-        first, second = _mean([r.metrics["ratio/mean"] for r in results]), float(row.pop("ratio/second_moment") or 0)
-        row["ratio/effective_fraction"] = first**2 / second if second else math.nan
-    return row
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -18,10 +18,10 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout.sampler import RolloutBatch
-from rl_megatron.trainer import Trainer
+from rl_megatron.training.trainer import Trainer
+from rl_megatron.training.update import Update
 from rl_megatron.types import Prompt, RolloutGroup, StepResult
-from rl_megatron.update import Update
-from tests.unit.trainer.test_engine_logprobs import Learner, groups
+from tests.unit.training.test_engine_logprobs import Learner, groups
 
 WANTED = 4  # groups of a step
 TEACHES = groups()[0]

@@ -9,8 +9,9 @@ import torch
 
 from rl_megatron.algorithms.quantiles import histogram
 from rl_megatron.config.run import RunConfig
+from rl_megatron.training.measures import combine
+from rl_megatron.training.schedule import critic_learning_rate, learning_rate, seed_of
 from rl_megatron.types import StepResult
-from rl_megatron.update import combine, critic_learning_rate, learning_rate, seed_of
 
 
 def rates(**train: object) -> list[float]:

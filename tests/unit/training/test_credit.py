@@ -12,7 +12,9 @@ from torch import Tensor
 
 from rl_megatron.algorithms.shaping import RunningMoments
 from rl_megatron.config.algorithm import AlgorithmSection
-from rl_megatron.credit import (
+from rl_megatron.data.samples import to_samples
+from rl_megatron.errors import DataError
+from rl_megatron.training.credit import (
     Memory,
     Rewards,
     assign_credit,
@@ -24,8 +26,6 @@ from rl_megatron.credit import (
     reference_kl,
     shape_rewards,
 )
-from rl_megatron.data.samples import to_samples
-from rl_megatron.errors import DataError
 from rl_megatron.types import Completion, FinishReason, Prompt, RolloutGroup, Samples
 
 PROMPT = (1, 2)

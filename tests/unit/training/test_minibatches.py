@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.training.update import minibatches
 from rl_megatron.types import Samples
-from rl_megatron.update import minibatches
 
 
 def numbered(count: int) -> Samples:

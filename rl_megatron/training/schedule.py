@@ -1,0 +1,34 @@
+"""Numbers that are functions of the step: learning rates and seeds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from rl_megatron.config.run import RunConfig
+
+
+def schedule(config: RunConfig, step: int) -> float:
+    """The share of the learning rate at RL step ``step`` (from 1): linear warm-up, then the decay's shape to 0."""
+    train = config.train
+    warm = min(1.0, step / train.lr_warmup_steps) if train.lr_warmup_steps else 1.0
+    left = (train.steps - step + 1) / max(1, train.steps - train.lr_warmup_steps)
+    shapes = {"none": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * min(1.0, left))}
+    return min(warm, shapes[train.lr_decay])
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """The policy's rate."""
+    return config.train.learning_rate * schedule(config, step)
+
+
+def critic_learning_rate(config: RunConfig, step: int) -> float:
+    """The critic's rate, on the same schedule."""
+    rate = config.algorithm.critic.learning_rate
+    return (config.train.learning_rate if rate is None else rate) * schedule(config, step)
+
+
+def seed_of(*parts: int) -> int:
+    """One 63-bit seed from several numbers, unlike for unlike parts."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
