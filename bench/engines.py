@@ -36,9 +36,9 @@ from rl_megatron.config.io import load
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.rollout.http import Server
-from rl_megatron.rollout.local import LocalEngine
-from rl_megatron.rollout.served import ServedEngine
+from rl_megatron.rollout.local.engine import LocalEngine
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import GenerationRequest, SamplingParams
 from rl_megatron.weights.servers.mirror import Mirror
 

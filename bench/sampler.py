@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from bench.results import parse, write
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.local import LocalEngine
+from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.types import GenerationRequest, SamplingParams
 
 # hidden, layers, heads, kv heads, head dim, experts, expert width, vocabulary, batch, the bar

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rl_megatron.digests import Digest
 from rl_megatron.interfaces import Critic, Learner, Reference, Roles
-from rl_megatron.rollout.served import ServedEngine
+from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.types import Batch, Loss, Scores, SkippedStep, StepResult
 
 

@@ -32,13 +32,13 @@ from rl_megatron.interfaces import Launcher, Roles, unheard
 from rl_megatron.models.configs.fields import ConfigFields
 from rl_megatron.models.json_files import read_json
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout import engine_token
-from rl_megatron.rollout.adapter import Adapter, Description, StartOptions
-from rl_megatron.rollout.http import AttemptFailed, Server
-from rl_megatron.rollout.replicas import Replica
-from rl_megatron.rollout.served import ServedEngine
-from rl_megatron.rollout.sglang import SGLangAdapter
-from rl_megatron.rollout.vllm import VLLMAdapter
+from rl_megatron.rollout.servers import engine_token
+from rl_megatron.rollout.servers.adapter import Adapter, Description, StartOptions
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.replicas import Replica
+from rl_megatron.rollout.servers.sglang import SGLangAdapter
+from rl_megatron.rollout.servers.vllm import VLLMAdapter
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.formats.hf_folder import companions, config_text
 from rl_megatron.weights.formats.served import FORMATS, stored

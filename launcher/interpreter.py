@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.rollout.adapter import Adapter
+from rl_megatron.rollout.servers.adapter import Adapter
 
 
 async def check_interpreter(python: Path, adapter: Adapter) -> None:

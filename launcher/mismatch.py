@@ -34,7 +34,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.rollout.served import ServedEngine
+from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.training.checkpoints import files_of, latest
 from rl_megatron.types import Prompt
 from rl_megatron.weights.checkpoints.convert import is_megatron

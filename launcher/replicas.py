@@ -12,10 +12,10 @@ from typing import Protocol
 from launcher.guards import Guard
 from rl_megatron.config.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError, SyncError
-from rl_megatron.rollout.adapter import Adapter, ForeignWeights
-from rl_megatron.rollout.http import AttemptFailed, NoAnswer, Server, Unreachable
-from rl_megatron.rollout.replicas import Event, Replica, State
-from rl_megatron.rollout.served import ServedEngine
+from rl_megatron.rollout.servers.adapter import Adapter, ForeignWeights
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.http import AttemptFailed, NoAnswer, Server, Unreachable
+from rl_megatron.rollout.servers.replicas import Event, Replica, State
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from rl_megatron.types import Completion, GenerationRequest, Samples, WeightUpda
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_megatron.rollout.local import LocalEngine
+    from rl_megatron.rollout.local.engine import LocalEngine
     from rl_megatron.weights.checks.reports import Report
     from rl_megatron.weights.layouts.recorded import Boxes
     from rl_megatron.weights.servers.mirror import Mirror
@@ -168,7 +168,7 @@ class Worker(RankModels):
     def _make_holder(self, config: RunConfig, run_folder: Path) -> LocalEngine | Mirror | None:
         """Where pushes go: this rank's engine; where servers sample, the mirror that they read, on rank 0 alone."""
         from launcher.engines import mirror_path
-        from rl_megatron.rollout.local import LocalEngine
+        from rl_megatron.rollout.local.engine import LocalEngine
         from rl_megatron.weights.formats.served import FORMATS
         from rl_megatron.weights.servers.mirror import Mirror
 
@@ -224,7 +224,7 @@ class Worker(RankModels):
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Completions of each request, by this rank's engine replica."""
-        from rl_megatron.rollout.local import LocalEngine
+        from rl_megatron.rollout.local.engine import LocalEngine
 
         assert isinstance(self._holder, LocalEngine)
         return self._holder.generate(requests)

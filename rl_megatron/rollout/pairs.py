@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl_megatron.errors import DataError
-from rl_megatron.rollout.sampler import RolloutBatch
+from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.types import Completion, Prompt, RolloutGroup
 
 if TYPE_CHECKING:

@@ -7,61 +7,17 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 from rl_megatron.config.reward import RewardSection
 from rl_megatron.config.rollout import RolloutSection
 from rl_megatron.errors import RewardError
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.rewards.scoring import score
+from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutBatch:
-    """The groups of one ``sample`` and what went wrong on the way."""
-
-    groups: tuple[RolloutGroup, ...] = ()
-    num_completions: int = 0  # scored, those of groups left out later among them
-    reward_sum: float = 0.0  # of these
-    reward_errors: int = 0  # completions whose reward raised, was late or was not finite
-    dropped_groups: int = 0  # groups left out for it
-    filtered_groups: int = 0  # groups left out because they teach nothing
-    part_sums: Mapping[str, float] = field(default_factory=dict)  # of each part of a weighted reward, unweighted
-    part_completions: int = 0  # completions in these: those of num_completions whose every part was finite
-
-    def filtered(self, teaches: Sequence[bool]) -> RolloutBatch:
-        """Without the groups that teach nothing (DAPO, arXiv:2503.14476)."""
-        kept = tuple(group for group, does in zip(self.groups, teaches, strict=True) if does)
-        return replace(self, groups=kept, filtered_groups=self.filtered_groups + len(self.groups) - len(kept))
-
-    def joined(self, other: RolloutBatch) -> RolloutBatch:
-        """Both, this one's groups first."""
-        names = {f.name for f in fields(self)} - {"part_sums"}
-        parts = {**self.part_sums, **other.part_sums}
-        return RolloutBatch(
-            part_sums={name: self.part_sums.get(name, 0.0) + other.part_sums.get(name, 0.0) for name in parts},
-            **{name: getattr(self, name) + getattr(other, name) for name in names},
-        )
-
-    def cut(self, num_groups: int) -> RolloutBatch:
-        """The first ``num_groups`` groups."""
-        return replace(self, groups=self.groups[:num_groups])
-
-    def part_means(self) -> dict[str, float]:
-        """``reward/part/<name>`` of each part, over the same completions as ``reward/sampled_mean``."""
-        return {f"reward/part/{name}": total / self.part_completions for name, total in self.part_sums.items()}
-
-
-class RolloutSource(Protocol):
-    """Where the completions that are trained on come from."""
-
-    async def sample(self, prompts: Sequence[Prompt], *, step: int) -> RolloutBatch:
-        """Scored completions of each prompt, for the ``step``-th batch; groups in the order of ``prompts``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

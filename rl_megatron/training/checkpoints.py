@@ -21,7 +21,7 @@ from rl_megatron.digests import KIND, Digest, digest_of, misfits
 from rl_megatron.durable import publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
-from rl_megatron.rollout.sampler import RolloutBatch
+from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.training.credit import Memory
 
 _NAME = re.compile(r"(warm_start|step)_(\d{6,})")

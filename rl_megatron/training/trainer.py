@@ -22,7 +22,8 @@ from rl_megatron.durable import remove_folder
 from rl_megatron.errors import DataError, Stopped
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
-from rl_megatron.rollout.sampler import RolloutBatch, RolloutSampler, RolloutSource
+from rl_megatron.rollout.batch import RolloutBatch, RolloutSource
+from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training.checkpoints import Checkpoint, CheckpointStore, TrainerState, files_of
 from rl_megatron.training.credit import groups_that_differ
 from rl_megatron.training.stopping import unless_stopped

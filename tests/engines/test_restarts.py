@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from launcher.engines import SERVERS
-from rl_megatron.rollout.replicas import State
+from rl_megatron.rollout.servers.replicas import State
 from rl_megatron.types import Completion, GenerationRequest
 from tests.e2e.processes import alive, eventually
 from tests.engines.benches import NEW, ServedBench, logprobs_of, request, served

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from rl_megatron.data.routes import decode_routes, encode_routes
 from rl_megatron.data.samples import select, to_samples
 from rl_megatron.errors import DataError
-from rl_megatron.rollout.sampler import RolloutBatch
+from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Routes
 

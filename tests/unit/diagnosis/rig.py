@@ -22,7 +22,7 @@ from rl_megatron.diagnosis.causes import Finding, judge
 from rl_megatron.diagnosis.experiments import Bench, run
 from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.local import LocalEngine
+from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Samples, Scores
 
 VOCABULARY = 41

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_megatron.models import reference
 from rl_megatron.models.kv_cache import KVCache
-from rl_megatron.rollout import local
+from rl_megatron.rollout.local import engine as local
 from rl_megatron.types import Completion, GenerationRequest, Samples
 from tests.unit.diagnosis.rig import (
     BOS,

@@ -16,7 +16,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.rollout.vllm import VLLMAdapter
+from rl_megatron.rollout.servers.vllm import VLLMAdapter
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.servers.mirror import Mirror

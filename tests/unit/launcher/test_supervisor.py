@@ -19,10 +19,10 @@ from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import EngineError, ReplicasLost
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.rollout.adapter import Description, ForeignWeights
-from rl_megatron.rollout.http import NoAnswer, Server
-from rl_megatron.rollout.replicas import Replica, State
-from rl_megatron.rollout.served import ServedEngine
+from rl_megatron.rollout.servers.adapter import Description, ForeignWeights
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.http import NoAnswer, Server
+from rl_megatron.rollout.servers.replicas import Replica, State
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, Words, push, running
 
 LIMIT = 60.0

@@ -16,7 +16,8 @@ from rl_megatron.config.rollout import RolloutSection
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.weighted_sum import PartedRewards
-from rl_megatron.rollout.sampler import RolloutBatch, RolloutSampler
+from rl_megatron.rollout.batch import RolloutBatch
+from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.types import Completion, GenerationRequest, Prompt
 
 DONE = Completion(token_ids=(1, 2), logprobs=(0.0, 0.0), finish_reason="stop", versions=(0, 0))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.local import LocalEngine
+from rl_megatron.rollout.local.engine import LocalEngine
 
 
 @pytest.fixture(scope="session")

@@ -15,11 +15,11 @@ import pytest
 from rl_megatron.config.rollout import ServerSection
 from rl_megatron.errors import EngineError
 from rl_megatron.models.named import NAMED
-from rl_megatron.rollout.answers import problem_of
-from rl_megatron.rollout.http import AttemptFailed, Server
-from rl_megatron.rollout.served import ServedEngine
-from rl_megatron.rollout.sglang import SGLangAdapter
-from rl_megatron.rollout.vllm import VLLMAdapter
+from rl_megatron.rollout.servers.answers import problem_of
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.sglang import SGLangAdapter
+from rl_megatron.rollout.servers.vllm import VLLMAdapter
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
 
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=3, stop_token_ids=(), seed=0)

@@ -17,9 +17,9 @@ from rl_megatron.data.routes import decode_routes
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape
-from rl_megatron.rollout.adapter import StartOptions
-from rl_megatron.rollout.sglang import SGLangAdapter
-from rl_megatron.rollout.vllm import VLLMAdapter
+from rl_megatron.rollout.servers.adapter import StartOptions
+from rl_megatron.rollout.servers.sglang import SGLangAdapter
+from rl_megatron.rollout.servers.vllm import VLLMAdapter
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
 
 EXPERTS = np.arange(4 * 3 * 2).reshape(4, 3, 2) % 8  # 3 prompt and 2 sampled tokens, less one

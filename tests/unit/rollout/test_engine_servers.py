@@ -18,10 +18,10 @@ from pydantic import TypeAdapter
 
 from rl_megatron.config.rollout import ServerSection
 from rl_megatron.errors import EngineError, SyncError
-from rl_megatron.rollout.adapter import Command, Description, StartOptions, candidate, version_of
-from rl_megatron.rollout.answers import as_it_should_end, joined
-from rl_megatron.rollout.http import Server
-from rl_megatron.rollout.served import ServedEngine
+from rl_megatron.rollout.servers.adapter import Command, Description, StartOptions, candidate, version_of
+from rl_megatron.rollout.servers.answers import as_it_should_end, joined
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest, Routes, SamplingParams
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rl_megatron.rollout import engine_token
-from rl_megatron.rollout.engine_token import EngineToken
-from rl_megatron.rollout.http import Server
+from rl_megatron.rollout.servers import engine_token
+from rl_megatron.rollout.servers.engine_token import EngineToken
+from rl_megatron.rollout.servers.http import Server
 from tests.unit.rollout.test_engine_servers import running
 
 TOKEN = "3f9a"

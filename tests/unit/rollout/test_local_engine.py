@@ -12,7 +12,7 @@ from transformers import Qwen3MoeForCausalLM
 
 from rl_megatron.data.routes import decode_routes
 from rl_megatron.errors import EngineError
-from rl_megatron.rollout.local import LocalEngine
+from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
 
 MakeEngine = Callable[[int], LocalEngine]

@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from rl_megatron.rollout.http import Server
-from rl_megatron.rollout.replicas import Event, ReplicaSet, State, after
+from rl_megatron.rollout.servers.http import Server
+from rl_megatron.rollout.servers.replicas import Event, ReplicaSet, State, after
 
 NEXT = {
     (State.STALE, Event.REFITTED): State.HEALTHY,

@@ -13,7 +13,7 @@ import pytest
 from rl_megatron.config.reward import RewardSection
 from rl_megatron.config.rollout import RolloutSection
 from rl_megatron.errors import EngineError, RewardError
-from rl_megatron.rollout.local import LocalEngine
+from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.types import Completion, GenerationRequest, Prompt
 

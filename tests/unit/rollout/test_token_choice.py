@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rl_megatron.rollout.sampling import RowSampling, choose_tokens, stream_keys, uniforms
+from rl_megatron.rollout.local.sampling import RowSampling, choose_tokens, stream_keys, uniforms
 
 LOGITS = torch.tensor([1.0, -0.5, 2.0, 0.3, -3.0, 1.9, -math.inf, 0.0])
 DRAWS = 40_000

@@ -17,7 +17,7 @@ from rl_megatron.errors import DataError, Stopped
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
-from rl_megatron.rollout.sampler import RolloutBatch
+from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.training.trainer import Trainer
 from rl_megatron.training.update import Update
 from rl_megatron.types import Prompt, RolloutGroup, StepResult

@@ -19,9 +19,9 @@ from typing_extensions import TypedDict
 
 from rl_megatron.errors import ConfigError, CorruptionError, EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.adapter import Command, Description, StartOptions, candidate, version_of
-from rl_megatron.rollout.answers import checked_routes
-from rl_megatron.rollout.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.adapter import Command, Description, StartOptions, candidate, version_of
+from rl_megatron.rollout.servers.answers import checked_routes
+from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes, boxes_of
@@ -35,7 +35,7 @@ _ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
 )
-_LOADER = "rl_megatron.rollout.sglang_worker.load"
+_LOADER = "rl_megatron.rollout.servers.sglang_worker.load"
 _MARGIN = 8  # of its context that a request may not use
 
 
@@ -97,7 +97,7 @@ class SGLangAdapter:
         return Command(
             arguments=(
                 str(options.python),
-                *("-m", "rl_megatron.rollout.sglang_server"),
+                *("-m", "rl_megatron.rollout.servers.sglang_server"),
                 # Its end-of-sequence tokens would end completions beside those that a request names.
                 *("--model-path", str(options.bare_folder), "--json-model-override-args", '{"eos_token_id": null}'),
                 *("--load-format", "dummy", "--custom-weight-loader", _LOADER),

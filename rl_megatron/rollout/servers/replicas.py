@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from rl_megatron.errors import EngineError
-from rl_megatron.rollout.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.http import AttemptFailed, Server
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from rl_megatron.models.kv_cache import KVCache
 from rl_megatron.models.reference import ReferenceModel
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability import activity
-from rl_megatron.rollout.decoding import Decoding
+from rl_megatron.rollout.local.decoding import Decoding
 from rl_megatron.types import Completion, GenerationRequest
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from rl_megatron.errors import EngineError
-from rl_megatron.rollout.http import Server
+from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes

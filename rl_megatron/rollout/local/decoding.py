@@ -21,7 +21,7 @@ from rl_megatron.data.routes import encode_routes, routes_dtype
 from rl_megatron.errors import EngineError
 from rl_megatron.models.kv_cache import KVCache
 from rl_megatron.models.reference import CausalAttention, ReferenceModel
-from rl_megatron.rollout.sampling import RowSampling, choose_tokens, stream_keys, uniforms
+from rl_megatron.rollout.local.sampling import RowSampling, choose_tokens, stream_keys, uniforms
 from rl_megatron.types import Completion, GenerationRequest, Routes
 
 # Padded prompt tokens prefilled at once: bounds a block's memory.

@@ -12,7 +12,7 @@ import httpx2
 from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.errors import EngineError
-from rl_megatron.rollout.engine_token import authorization
+from rl_megatron.rollout.servers.engine_token import authorization
 
 T = TypeVar("T")
 

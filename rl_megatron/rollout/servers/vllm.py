@@ -17,9 +17,9 @@ from typing_extensions import TypedDict
 
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.adapter import Command, Description, StartOptions, candidate, version_of
-from rl_megatron.rollout.answers import checked_routes
-from rl_megatron.rollout.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.adapter import Command, Description, StartOptions, candidate, version_of
+from rl_megatron.rollout.servers.answers import checked_routes
+from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes, boxes_of
@@ -92,11 +92,11 @@ class VLLMAdapter:
                 *("-m", "vllm.entrypoints.openai.api_server"),
                 *("--model", str(options.model_folder), "--served-model-name", "policy", "--load-format", "dummy"),
                 *("--host", options.host, "--port", str(options.port)),
-                *("--middleware", "rl_megatron.rollout.engine_token.EngineToken"),
+                *("--middleware", "rl_megatron.rollout.servers.engine_token.EngineToken"),
                 *("--dtype", options.dtype, "--tensor-parallel-size", str(options.tp)),
                 *("--max-model-len", str(options.max_length), "--max-num-seqs", str(options.slots)),
                 *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-                *("--worker-extension-cls", "rl_megatron.rollout.vllm_worker.WorkerExtension"),
+                *("--worker-extension-cls", "rl_megatron.rollout.servers.vllm_worker.WorkerExtension"),
                 *("--weight-transfer-config", json.dumps({"backend": "rl_megatron_mirror"})),
                 *("--enable-scale-out", "--disable-uvicorn-access-log"),
                 *(("--enforce-eager",) if options.device == "cpu" else ()),  # CUDA graphs are for GPUs

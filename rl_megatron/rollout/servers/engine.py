@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 from rl_megatron.config.rollout import ServerSection
 from rl_megatron.errors import EngineError, ReplicasLost, SyncError
-from rl_megatron.rollout.adapter import Adapter, ForeignWeights
-from rl_megatron.rollout.answers import as_it_should_end, joined, problem_of, rest_of
-from rl_megatron.rollout.http import AttemptFailed, Server
-from rl_megatron.rollout.replicas import PRESENT, Event, Replica, ReplicaDied, ReplicaSet, State
+from rl_megatron.rollout.servers.adapter import Adapter, ForeignWeights
+from rl_megatron.rollout.servers.answers import as_it_should_end, joined, problem_of, rest_of
+from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.replicas import PRESENT, Event, Replica, ReplicaDied, ReplicaSet, State
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
 from rl_megatron.weights.layouts.recorded import Boxes
