@@ -19,7 +19,7 @@ from transformers import AutoConfig
 import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here, before others bind its functions
 from rl_megatron.config.learner import LearnerSection
 from rl_megatron.learner import checkpoint, world
-from rl_megatron.learner.model import build_chunks, make_config
+from rl_megatron.learner.model.build import build_chunks, make_config
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.formats.hf_folder import companions
 

@@ -155,7 +155,7 @@ class Worker(RankModels):
     )
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
-        from rl_megatron.learner.model import DTYPES
+        from rl_megatron.learner.model.build import DTYPES
 
         super().__init__(setup, rank, store)
         config = setup.config

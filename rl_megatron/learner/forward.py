@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from rl_megatron.learner.logprobs import token_logprobs
+from rl_megatron.learner.heads import Head
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.observability import activity
 from rl_megatron.types import Loss, LossInputs, LossOutput
@@ -29,73 +28,6 @@ from rl_megatron.types import Loss, LossInputs, LossOutput
 LossClosure = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
 AroundForward = Callable[[Any, PackedMicroBatch], AbstractContextManager[None]]
 """Entered with a chunk and a micro-batch around the forward pass of the one over the other (`replay.Routing`)."""
-
-
-class Head(Protocol):
-    """What the last pipeline stage's output means. Every TP rank calls it."""
-
-    @property
-    def score(self) -> str:
-        """Which of the tensors is the learner's score of a position."""
-        ...
-
-    def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
-        """``logprobs``, ``entropy`` (and ``values``) [t] float32 of LossInputs, from an output [1, t, ...]."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VocabHead:
-    """A policy: logits [1, t, V / tp] become log-probs of the targets and the entropy."""
-
-    temperature: float
-    vocab_size: int
-    chunk: int
-    score: str = "logprobs"
-
-    def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
-        """See Head."""
-        tp = parallel_state.get_tensor_model_parallel_group()
-        logprobs, entropy = token_logprobs(
-            output.squeeze(0),
-            micro_batch.targets,
-            temperature=self.temperature,
-            vocab_size=self.vocab_size,
-            vocab_start=output.shape[-1] * parallel_state.get_tensor_model_parallel_rank(),
-            group=tp if tp.size() > 1 else None,
-            chunk=self.chunk,
-        )
-        return {"logprobs": logprobs, "entropy": entropy}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitsHead:
-    """A policy's logits before the temperature, of the masked-in positions alone: their whole vocabulary is large."""
-
-    vocab_size: int
-    score: str = "logits"
-
-    def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
-        """``logits`` [masked-in, V] float32; see Head."""
-        mine = output.squeeze(0)[micro_batch.columns["mask"]].float()
-        tp = parallel_state.get_tensor_model_parallel_group()
-        if tp.size() > 1:
-            shards = [torch.empty_like(mine) for _ in range(tp.size())]
-            dist.all_gather(shards, mine.contiguous(), group=tp)
-            mine = torch.cat(shards, 1)
-        return {"logits": mine[:, : self.vocab_size]}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueHead:
-    """A critic: the output [1, t, 1] is the value after each position's input token."""
-
-    score: str = "values"
-
-    def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
-        """See Head."""
-        values = output.flatten().float()
-        return {"values": values, "logprobs": torch.zeros_like(values), "entropy": torch.zeros_like(values)}
 
 
 def run_scores(
@@ -195,43 +127,3 @@ def _segment_sum(micro_batch: PackedMicroBatch, values: Tensor) -> Tensor:
     if parallel_state.get_context_parallel_world_size() > 1:
         dist.all_reduce(out, group=parallel_state.get_context_parallel_group())
     return out
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reduced:
-    """The global loss, metrics and histograms of a (mini)batch."""
-
-    loss: float
-    metrics: dict[str, float]
-    histograms: dict[str, tuple[float, ...]]
-
-
-def reduce_outputs(outputs: Sequence[LossOutput]) -> Reduced:
-    """Shares of this rank's micro-batches to global values. Last-stage ranks call it together."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    metrics: dict[str, float] = {}
-    names, bins = ["loss", *outputs[0].means], {name: len(x) for name, x in outputs[0].histograms.items()}
-    sums = [
-        torch.cat([torch.stack([o.loss.detach(), *o.means.values()]).double(), *map(_doubles, o.histograms.values())])
-        for o in outputs
-    ]
-    total = torch.stack(sums).sum(0)
-    dist.all_reduce(total, group=group)
-    counts = total[len(names) :].split(list(bins.values()))
-    metrics.update(zip(names, total[: len(names)].tolist(), strict=True))
-    for field, sign in (("minima", -1.0), ("maxima", 1.0)):
-        rows = [getattr(o, field) for o in outputs]
-        if rows[0]:
-            most = sign * torch.stack([torch.stack(list(row.values())) for row in rows]).double()
-            most = most.amax(0)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-            metrics.update(zip(rows[0], (sign * most).tolist(), strict=True))
-    return Reduced(
-        loss=metrics.pop("loss"),
-        metrics=metrics,
-        histograms={name: tuple(x.tolist()) for name, x in zip(bins, counts, strict=True)},
-    )
-
-
-def _doubles(values: Tensor) -> Tensor:
-    return values.double()

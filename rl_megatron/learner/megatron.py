@@ -33,15 +33,17 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.transformer.module import Float16Module, MegatronModule  # noqa: E402
 
 from rl_megatron.learner import checkpoint  # noqa: E402
-from rl_megatron.learner.decoder_config import DecoderConfig  # noqa: E402
-from rl_megatron.learner.forward import Head, LogitsHead, ValueHead, VocabHead, reduce_outputs, run_loss, run_scores  # noqa: E402
-from rl_megatron.learner.load_meter import ExpertLoadMeter  # noqa: E402
-from rl_megatron.learner.model import build_chunks, keep_selection_biases_float32, make_config  # noqa: E402
+from rl_megatron.learner.forward import run_loss, run_scores  # noqa: E402
+from rl_megatron.learner.heads import Head, LogitsHead, ValueHead, VocabHead  # noqa: E402
+from rl_megatron.learner.model.build import build_chunks, keep_selection_biases_float32, make_config  # noqa: E402
+from rl_megatron.learner.model.decoder_config import DecoderConfig  # noqa: E402
+from rl_megatron.learner.model.value import ValueParameter, put_value_layer  # noqa: E402
 from rl_megatron.learner.naming import global_parameters  # noqa: E402
+from rl_megatron.learner.observers.experts import ExpertLoadMeter  # noqa: E402
 from rl_megatron.learner.optimizer import make_optimizer, step  # noqa: E402
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch  # noqa: E402
+from rl_megatron.learner.reduce import reduce_outputs  # noqa: E402
 from rl_megatron.learner.replay import Routing, gather_recorded  # noqa: E402
-from rl_megatron.learner.value import ValueParameter, put_value_layer  # noqa: E402
 
 
 def make_policy(

@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
 from rl_megatron.config.learner import LearnerSection
-from rl_megatron.learner.model import DTYPES
+from rl_megatron.learner.model.build import DTYPES
 
 
 def make_optimizer(chunks: Sequence[DistributedDataParallel], learner: LearnerSection) -> MegatronOptimizer:

@@ -66,7 +66,7 @@ def sequential_main(rank: int, hf: Path, folder: Path) -> None:
 
     import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here
     from rl_megatron.learner import world
-    from rl_megatron.learner.model import make_config
+    from rl_megatron.learner.model.build import make_config
     from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 

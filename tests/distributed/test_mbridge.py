@@ -44,7 +44,7 @@ def rank_main(rank: int, options: dict[str, int], root: Path) -> None:
     torch.set_num_threads(1)
     import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here
     from rl_megatron.learner import world
-    from rl_megatron.learner.model import build_chunks, make_config
+    from rl_megatron.learner.model.build import build_chunks, make_config
     from rl_megatron.learner.naming import global_parameters
     from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout

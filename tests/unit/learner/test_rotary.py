@@ -13,8 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rl_megatron.config.learner import LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.buildable import refuse, torch_only
-from rl_megatron.learner.rotary import inverse_frequencies
+from rl_megatron.learner.model.refusals import refuse, torch_only
+from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.models.configs.common import read_rope
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import Router

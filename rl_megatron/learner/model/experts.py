@@ -10,7 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from rl_megatron.learner.decoder_config import DecoderConfig, device_of
+from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
 
 _ALPHA = 1.702  # gate * sigmoid(alpha * gate)
 

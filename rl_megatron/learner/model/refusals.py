@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rl_megatron.config.learner import LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.latent import megatron_has
+from rl_megatron.learner.model.latent import megatron_has
 from rl_megatron.models.shape import ModelShape
 
 

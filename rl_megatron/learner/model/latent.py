@@ -20,12 +20,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rl_megatron.learner.attention import PackedAttention
-from rl_megatron.learner.decoder_config import DecoderConfig, device_of
-from rl_megatron.learner.fused import linear, rms_norm, rotate
-from rl_megatron.learner.layers import NormColumnLinear
+from rl_megatron.learner.model.attention import PackedAttention
+from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
+from rl_megatron.learner.model.fused import linear, rms_norm, rotate
+from rl_megatron.learner.model.layers import NormColumnLinear
+from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.learner.packed import PackedAttentionParams
-from rl_megatron.learner.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape, Rope
 
 LATENT_NORM_EPS = 1e-6  # of the latents' norms; transformers gives them no other, whatever rms_norm_eps is

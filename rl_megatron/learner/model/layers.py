@@ -34,10 +34,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from rl_megatron.learner.attention import AllHeadsNorm, PackedAttention
-from rl_megatron.learner.decoder_config import device_of
-from rl_megatron.learner.experts import FusedExperts
-from rl_megatron.learner.fused import expert_mlp, linear, rms_norm
+from rl_megatron.learner.model.attention import AllHeadsNorm, PackedAttention
+from rl_megatron.learner.model.decoder_config import device_of
+from rl_megatron.learner.model.experts import FusedExperts
+from rl_megatron.learner.model.fused import expert_mlp, linear, rms_norm
 from rl_megatron.models.shape import ModelShape
 
 

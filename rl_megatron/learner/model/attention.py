@@ -18,10 +18,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from rl_megatron.learner.decoder_config import DecoderConfig, device_of
-from rl_megatron.learner.fused import from_slots, into_slots, rotate
+from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
+from rl_megatron.learner.model.fused import from_slots, into_slots, rotate
+from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.learner.packed import LengthClass, PackedAttentionParams
-from rl_megatron.learner.rotary import inverse_frequencies
 
 _LANE = 8  # head dimensions stay a multiple of it, which fast attention kernels want
 

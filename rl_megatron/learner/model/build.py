@@ -22,11 +22,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from rl_megatron.config.learner import LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.buildable import refuse, torch_only
-from rl_megatron.learner.decoder_config import DecoderConfig, LatentDecoderConfig
-from rl_megatron.learner.latent import latent_attention_spec, megatron_latent_options
-from rl_megatron.learner.layers import RMSNorm, specialise, torch_layer_spec
-from rl_megatron.learner.rotary import inverse_frequencies
+from rl_megatron.learner.model.decoder_config import DecoderConfig, LatentDecoderConfig
+from rl_megatron.learner.model.latent import latent_attention_spec, megatron_latent_options
+from rl_megatron.learner.model.layers import RMSNorm, specialise, torch_layer_spec
+from rl_megatron.learner.model.refusals import refuse, torch_only
+from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
