@@ -19,8 +19,6 @@ from pathlib import Path
 
 from launcher import channel
 from launcher.last_words import end_of
-from launcher.naming import called, file_stem
-from launcher.placement import Placement
 from launcher.proxies import roles_of
 from launcher.rank import Hello
 from launcher.rank_models import Setup
@@ -28,6 +26,8 @@ from launcher.workers import Ending, Failure, serving
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import WorkerDied
 from rl_megatron.interfaces import Roles
+from rl_megatron.placement.names import called, file_stem
+from rl_megatron.placement.ranks import Placement
 
 logger = logging.getLogger(__name__)
 

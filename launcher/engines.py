@@ -21,7 +21,6 @@ from pathlib import Path
 from launcher.colocated import colocated
 from launcher.guards import Order
 from launcher.interpreter import check_interpreter, python_path
-from launcher.placement import engines_elsewhere
 from launcher.proxies import WeightGroup
 from launcher.replicas import Attached, Standing, Started, Supervisor
 from launcher.scratch import scratch
@@ -32,6 +31,7 @@ from rl_megatron.interfaces import Launcher, Roles, unheard
 from rl_megatron.models.configs.fields import ConfigFields
 from rl_megatron.models.json_files import read_json
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.placement.nodes import engines_elsewhere
 from rl_megatron.rollout.servers import engine_token
 from rl_megatron.rollout.servers.adapter import Adapter, Description, StartOptions
 from rl_megatron.rollout.servers.engine import ServedEngine

@@ -22,7 +22,6 @@ from pathlib import Path
 from launcher import nursery
 from launcher.environment import inherited
 from launcher.last_words import LastWords
-from launcher.naming import LEARNER, called
 from launcher.proxies import roles_of
 from launcher.rank_models import Setup
 from launcher.scratch import scratch
@@ -30,6 +29,7 @@ from launcher.workers import Ending, Failure, serving
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import WorkerDied
 from rl_megatron.interfaces import Roles, unheard
+from rl_megatron.placement.names import LEARNER, called
 
 LEARNERS_IMPORTS = ("rl_megatron.learner.megatron", "torch._dynamo")  # the second by an optimizer's first step
 

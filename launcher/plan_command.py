@@ -9,13 +9,13 @@ from math import prod
 from rich.console import Console
 from rich.table import Table
 
-from launcher.memory import CHANGES, GB, Memory, check, memory, server_weights
-from launcher.naming import LEARNER
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.scaling.memory import CHANGES, GB, Memory, check, memory, server_weights
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.naming import LEARNER
 from launcher.workers import WorkerGroup, WorkerHandle
 from rl_megatron import digests
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest
 from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
 from rl_megatron.interfaces import Roles
+from rl_megatron.placement.names import LEARNER
 from rl_megatron.training import checkpoints
 from rl_megatron.types import (
     Batch,

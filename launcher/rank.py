@@ -19,7 +19,7 @@ from typing import NoReturn
 from launcher import channel, limits, worker
 from launcher.engine_guard import interface_of
 from launcher.environment import variables
-from launcher.naming import LEARNER
+from rl_megatron.placement.names import LEARNER
 
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 

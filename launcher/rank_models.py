@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from launcher.naming import LEARNER
 from rl_megatron import digests
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
+from rl_megatron.placement.names import LEARNER
 from rl_megatron.types import Loss, Samples, SkippedStep, StepResult
 
 if TYPE_CHECKING:

@@ -21,9 +21,7 @@ from typing import Any
 
 from launcher import guards, rank
 from launcher.guards import Guard, Order, start_guard
-from launcher.naming import LEARNER
 from launcher.own_thread import OwnThread
-from launcher.placement import Placement, Seat, describe_seats, place, placement_of, seats_here, seats_of
 from launcher.ports import free_port
 from launcher.ray_node import (
     OBJECT_STORE_BYTES,
@@ -44,6 +42,9 @@ from launcher.slurm import Job, ended, running_step
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import EngineError, WorkerDied
 from rl_megatron.interfaces import Launcher, Roles, unheard
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.ranks import Placement, place, placement_of
+from rl_megatron.placement.seats import Seat, describe_seats, seats_here, seats_of
 
 os.environ.update(SETTINGS)  # Ray reads them when it is imported
 if "SLURM_JOB_ID" not in os.environ:

@@ -23,12 +23,13 @@ from pathlib import Path
 import psutil
 
 from launcher import rank
-from launcher.naming import LEARNER
-from launcher.placement import Placement, Seat
 from launcher.ports import free_port
 from launcher.slurm import Job
 from rl_megatron.config.slurm import SlurmSection
 from rl_megatron.durable import private_folder
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.ranks import Placement
+from rl_megatron.placement.seats import Seat
 
 OBJECT_STORE_BYTES = 100_000_000  # next to nothing goes through it
 SETTINGS = {

@@ -19,7 +19,6 @@ from typing import Any
 from launcher import channel, rank
 from launcher.arrivals import Awaited, learner
 from launcher.local import threads_per_worker
-from launcher.naming import called, file_stem
 from launcher.rank import Call
 from launcher.ray_cluster import RayCluster, group_of, said, seen
 from launcher.ray_node import Bundle
@@ -28,6 +27,7 @@ from launcher.workers import Failure
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import WorkerDied
 from rl_megatron.interfaces import Roles, unheard
+from rl_megatron.placement.names import called, file_stem
 
 # isort: split
 import ray  # after ray_cluster, which sets what it reads

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from launcher.guards import Guard, Order, start_guard
-from launcher.placement import Seat, seats_here, seats_of
 from launcher.ports import any_port, held_ports
 from launcher.slurm import Job
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import EngineError
+from rl_megatron.placement.seats import Seat, seats_here, seats_of
 
 StartAt = Callable[[int, Order], Awaitable[Guard]]  # a server by its number, where somebody else has its place
 HERE = "127.0.0.1"

@@ -22,13 +22,14 @@ from pathlib import Path
 
 from launcher import channel, rank
 from launcher.arrivals import Awaited, learner
-from launcher.naming import LEARNER, file_stem
-from launcher.placement import Placement, beside, cut, placement_of
 from launcher.rank import Call
 from launcher.workers import STOP_SECONDS, Failure
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.slurm import SlurmSection
 from rl_megatron.interfaces import Roles, unheard
+from rl_megatron.placement.names import LEARNER, file_stem
+from rl_megatron.placement.nodes import beside, cut
+from rl_megatron.placement.ranks import Placement, placement_of
 
 logger = logging.getLogger(__name__)
 

@@ -15,15 +15,17 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from launcher.memory import GB, Memory, check
-from launcher.naming import LEARNER, called
-from launcher.placement import Placement, Seat, beside, describe_seats, made_up_nodes, placement_of, seats_of
 from launcher.preflight.checks import Preflight, preflight
 from launcher.starting_model import starting_shape
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import remove_folder, write_atomically
 from rl_megatron.errors import ConfigError
+from rl_megatron.placement.names import LEARNER, called
+from rl_megatron.placement.nodes import beside, made_up_nodes
+from rl_megatron.placement.ranks import Placement, placement_of
+from rl_megatron.placement.seats import Seat, describe_seats, seats_of
+from rl_megatron.scaling.memory import GB, Memory, check
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _TEMPLATES = _PACKAGE / "slurm"

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from launcher import stacks
-from launcher.naming import LEARNER, file_stem
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import WorkerDied
+from rl_megatron.placement.names import LEARNER, file_stem
 
 if TYPE_CHECKING:
     from launcher.workers import Failure, WorkerHandle

@@ -20,11 +20,11 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from launcher import messages, stacks
-from launcher.naming import LEARNER, file_stem
 from launcher.rank_models import RankModels, Setup
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
 from rl_megatron.observability import activity
+from rl_megatron.placement.names import LEARNER, file_stem
 from rl_megatron.types import Completion, GenerationRequest, Samples, WeightUpdate
 
 if TYPE_CHECKING:

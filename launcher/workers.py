@@ -15,12 +15,12 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from launcher import limits, messages, stacks
-from launcher.naming import LEARNER, called
 from launcher.rank_models import Setup
 from launcher.watchdog import Watchdog
 from launcher.worker import STACKS
 from rl_megatron.errors import RLMegatronError, WorkerDied
 from rl_megatron.interfaces import unheard
+from rl_megatron.placement.names import LEARNER, called
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher import memory
 from launcher.preflight.subject import Found, Subject, unchecked
+from rl_megatron.scaling import memory
 
 
 def check(subject: Subject) -> Iterator[Found]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher.naming import LEARNER
-from launcher.placement import made_up_nodes, placement_of, seats_of
 from launcher.preflight.subject import Found, Subject, note, problem
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.nodes import made_up_nodes
+from rl_megatron.placement.ranks import placement_of
+from rl_megatron.placement.seats import seats_of
 
 
 def check(subject: Subject) -> Iterator[Found]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher.memory import learner_layout
 from launcher.preflight.subject import Found, Subject, problem
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape, Rope
 from rl_megatron.weights.layouts.families import FAMILIES
+from rl_megatron.weights.layouts.learner import learner_layout
 
 
 def check(subject: Subject) -> Iterator[Found]:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.memory import memory
 from rl_megatron.config.learner import LearnerSection
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.data.packing import pack
 from rl_megatron.data.samples import select
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.scaling.memory import memory
 from rl_megatron.types import Batch, Samples
 from tests.distributed.ragged import ragged_samples
 from tests.distributed.ranks import run_ranks
@@ -98,7 +98,7 @@ def skipped(megatron: Any, batch: Batch, dp: int) -> list[tuple[int, int]]:
 
 
 def held_bytes(megatron: Any) -> dict[str, int]:
-    """Of this rank, by what `launcher.memory` calls them; megatron pads gradients for their reduction."""
+    """Of this rank, by what `rl_megatron.scaling.memory` calls them; megatron pads gradients for their reduction."""
     from rl_megatron.learner.optimizer import parts
 
     chunks = megatron._chunks
@@ -132,7 +132,7 @@ def run(folder: Path, model: Path, learner: LearnerSection, max_tokens: int = 40
 
 
 def assert_as_planned(seen: Any, model: Path, learner: LearnerSection) -> None:
-    """Ranks hold what `launcher.memory` says that they will."""
+    """Ranks hold what `rl_megatron.scaling.memory` says that they will."""
     planned = {m.stage: m.terms for m in memory(RunConfig(learner=learner), ModelShape.from_folder(model))}
     for stage, terms in planned.items():
         ranks = [s["bytes"] for s in seen if s["stage"] == stage]

@@ -16,13 +16,13 @@ import pytest
 import typer
 
 from launcher.__main__ import app
-from launcher.memory import check
 from launcher.plan_command import _texts
 from launcher.preflight.checks import preflight
 from launcher.preflight.sizes import misfits
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.named import NAMED
+from rl_megatron.scaling.memory import check
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from tests.documents import blocks
 

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import memory as room
 from launcher.__main__ import main
-from launcher.memory import CHANGES, GB, Memory, elements, fullest, learner_layout, memory
 from launcher.preflight.checks import preflight
 from launcher.submit import checked
 from rl_megatron.config.io import load
@@ -21,7 +19,10 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.scaling import memory as room
+from rl_megatron.scaling.memory import CHANGES, GB, Memory, elements, fullest, memory
 from rl_megatron.weights.layouts.families import megatron_layout
+from rl_megatron.weights.layouts.learner import learner_layout
 
 ELSEWHERE = "rollout.server.addresses=http://engine1:8000,http://engine2:8000"
 RECIPES = {  # name: keys of the user's, nodes, GPUs of the learner

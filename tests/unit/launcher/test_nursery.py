@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from launcher.local import Nursery
-from launcher.naming import LEARNER
 from rl_megatron.errors import WorkerDied
+from rl_megatron.placement.names import LEARNER
 
 
 def test_ranks_end_with_it_and_say_so() -> None:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.placement import group_ranks, place, seat
 from rl_megatron.errors import ConfigError
+from rl_megatron.placement.ranks import group_ranks, place
+from rl_megatron.placement.seats import seat
 from rl_megatron.types import ParallelDims
 
 SMALL = st.sampled_from([1, 2, 4])

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.placement import place, seat
 from launcher.ray_node import Bundle, NodeCall, node_command, options, shares, totals
 from rl_megatron.config.slurm import SlurmSection
+from rl_megatron.placement.ranks import place
+from rl_megatron.placement.seats import seat
 from rl_megatron.types import ParallelDims
 
 PLACEMENT = place(ParallelDims(dp=4), ("a1", "a2"), 2)

@@ -11,12 +11,12 @@ import pytest
 
 from launcher.engines import mirror_path
 from launcher.guards import Guard, Order, start_guard
-from launcher.placement import placement_of
 from launcher.seats import Place, elsewhere, places
 from launcher.slurm import Job
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.placement.ranks import placement_of
 
 SCONTROL = """#!/bin/sh
 # As scontrol show hostnames: lists without brackets.

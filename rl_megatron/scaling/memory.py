@@ -11,13 +11,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from launcher.naming import LEARNER, called
-from launcher.placement import made_up_nodes, seats_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
+from rl_megatron.placement.names import LEARNER, called
+from rl_megatron.placement.nodes import made_up_nodes
+from rl_megatron.placement.seats import seats_of
+from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.learner import learner_layout
 
 GB = 1e9
 RESERVED = 0.06  # of a GPU: CUDA and NCCL contexts, what the allocator cannot join
@@ -123,21 +125,6 @@ def check(config: RunConfig, shape: ModelShape) -> Memory | None:
             f"than the {per_gpu / GB:.1f} GB of weights on a GPU of the engine; raise it, or rollout.server.tp"
         )
     return most
-
-
-def learner_layout(config: RunConfig, shape: ModelShape) -> Layout:
-    """Where the learner's ranks hold the model. Raises ConfigError naming each size that a degree does not divide."""
-    learner = config.learner
-    try:
-        return megatron_layout(
-            shape,
-            learner.dims,
-            vocab_multiple=learner.vocab_multiple,
-            first=learner.first_stage_layers,
-            last=learner.last_stage_layers,
-        )
-    except ConfigError as error:  # it is about any layout, and knows no keys
-        raise ConfigError("\n".join(f"learner: {line}" for line in str(error).splitlines())) from error
 
 
 def elements(layout: Layout, stage: int) -> Elements:

@@ -1,0 +1,41 @@
+"""Which nodes each role of a run gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.slurm import SlurmSection
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.seats import seats_of
+
+
+def beside(slurm: SlurmSection, separate: Sequence[str]) -> dict[str, int]:
+    """The number of nodes of each role that has some beside the learner's, in the order of the job's."""
+    counts = {role: slurm.alone(role).nodes or slurm.nodes for role in separate}
+    return counts | ({"engines": slurm.engines.nodes} if slurm.engines.nodes else {})
+
+
+def cut(nodes: Sequence[str], others: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """The nodes of like ones that each role gets: the learner's, all that the others leave, come first."""
+    first = max(1, len(nodes) - sum(others.values()))
+    found = {LEARNER: tuple(nodes[:first])}
+    for role, count in others.items():
+        found[role] = tuple(nodes[first : first + count])
+        first += count
+    return found
+
+
+def made_up_nodes(config: RunConfig) -> dict[str, tuple[str, ...]]:
+    """Names for the nodes of a job that is not there yet, by role."""
+    others = beside(config.slurm, config.roles.separate)
+    return cut([f"node {i}" for i in range(config.slurm.nodes + sum(others.values()))], others)
+
+
+def engines_elsewhere(config: RunConfig) -> bool:
+    """Whether a run starts servers on other nodes than the learner's first."""
+    if config.run.launcher == "local":
+        return False
+    nodes = made_up_nodes(config)
+    seats = seats_of(config, nodes[LEARNER], nodes.get("engines", ()))
+    return any(s.node != nodes[LEARNER][0] for s in seats)

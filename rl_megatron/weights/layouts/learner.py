@@ -1,0 +1,24 @@
+"""Where the learner's ranks hold the model."""
+
+from __future__ import annotations
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.weights.layouts.families import megatron_layout
+from rl_megatron.weights.layouts.layout import Layout
+
+
+def learner_layout(config: RunConfig, shape: ModelShape) -> Layout:
+    """Where the learner's ranks hold the model. Raises ConfigError naming each size that a degree does not divide."""
+    learner = config.learner
+    try:
+        return megatron_layout(
+            shape,
+            learner.dims,
+            vocab_multiple=learner.vocab_multiple,
+            first=learner.first_stage_layers,
+            last=learner.last_stage_layers,
+        )
+    except ConfigError as error:  # it is about any layout, and knows no keys
+        raise ConfigError("\n".join(f"learner: {line}" for line in str(error).splitlines())) from error
