@@ -27,7 +27,7 @@ import numpy as np
 
 from bench.results import parse, write
 from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
@@ -57,7 +57,7 @@ def make_model(folder: Path, gigabytes: float) -> None:
     }
     experts = {key: 64 for key in ("num_experts", "num_local_experts") if key in config}
     (folder / "config.json").write_text(json.dumps({**config, **changed, **experts}))
-    shapes = list(Layout(table=HF_QWEN3_MOE, shape=ModelShape.from_folder(folder)).local_shapes(0).items())
+    shapes = list(Layout(table=HF_QWEN3_MOE, shape=read_shape(folder)).local_shapes(0).items())
     files: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     free = SHARD_BYTES
     for name, shape in shapes:

@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 
 from bench.results import parse, write
-from launcher.engines import ServedLauncher
-from launcher.local import LocalLauncher
+from launcher.hosts.local import LocalLauncher
+from launcher.servers.launcher import ServedLauncher
 from rl_megatron.config.io import load
 from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import WeightUpdate
 
@@ -45,7 +45,7 @@ async def measure(engine: str, model: Path, folder: Path, pushes: int, keys: Seq
     python = ROOT / ".engines" / engine / "bin" / "python"
     given = [f"rollout={engine}", f"rollout.python={python}", "learner.ep=1", "rollout.slots=64", *keys]
     config = load("tiny_cpu", given)
-    shape = ModelShape.from_folder(model)
+    shape = read_shape(model)
     launcher = ServedLauncher(LocalLauncher(model, folder), model, folder, shape)
     async with launcher.start(config) as roles:
         return [await roles.weights.push(version) for version in range(pushes)]

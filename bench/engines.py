@@ -31,10 +31,11 @@ import torch
 from safetensors.torch import load_file
 
 from bench.results import parse, write
-from launcher.engines import SERVERS, ServedEngines
+from launcher.servers.engines import SERVERS
+from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load
 from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.servers.engine import ServedEngine
@@ -169,7 +170,7 @@ async def serving(name: str, model: Path, folder: Path, concurrency: int) -> Asy
         ],
     )
     path, tensors = folder / f"{name}-weights" / "model.safetensors", load_file(model / "model.safetensors")
-    shape = ModelShape.from_folder(model)
+    shape = read_shape(model)
     servers = ServedEngines(config, SERVERS[name](shape), model, folder, shape)
     async with servers.running(path) as engine:
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
@@ -185,7 +186,7 @@ async def serving(name: str, model: Path, folder: Path, concurrency: int) -> Asy
 def embedded(model: Path, slots: int) -> LocalEngine:
     """The engine of the learner's processes with the same weights."""
     engine = LocalEngine(
-        ModelShape.from_folder(model),
+        read_shape(model),
         slots=slots,
         dtype=torch.float32,
         device="cpu",

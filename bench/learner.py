@@ -32,7 +32,7 @@ from rl_megatron.config.algorithm import AlgorithmSection
 from rl_megatron.config.learner import LearnerSection
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.data.packing import pack
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Batch, Samples
 from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
@@ -92,7 +92,7 @@ def our_step(folder: Path, samples: Samples, learner: LearnerSection, rank: int,
     from rl_megatron.learner.megatron import make_policy
 
     torch.set_num_threads(learner.threads or 1)
-    shape = ModelShape.from_folder(folder)
+    shape = read_shape(folder)
     device = world.join(learner, rank=rank, rendezvous=rendezvous, seed=0)
     megatron = make_policy(shape, learner, device, temperature=1.0)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)

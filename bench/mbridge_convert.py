@@ -20,7 +20,7 @@ import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here, befo
 from rl_megatron.config.learner import LearnerSection
 from rl_megatron.learner import checkpoint, world
 from rl_megatron.learner.model.build import build_chunks, make_config
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.weights.formats.hf_folder import companions
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     learner = LearnerSection(dtype="bfloat16", vocab_multiple=1)
     with tempfile.TemporaryDirectory() as scratch:
         world.join(learner, rank=0, rendezvous=f"file://{scratch}/rendezvous", seed=1)
-        shape = ModelShape.from_folder(source)
+        shape = read_shape(source)
         (model,) = build_chunks(shape, learner, make_config(shape, learner))
         config = AutoConfig.from_pretrained(source)
         config.rope_theta = config.rope_parameters["rope_theta"]

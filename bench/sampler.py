@@ -28,7 +28,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging
 
 from bench.results import parse, write
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.types import GenerationRequest, SamplingParams
 
@@ -60,7 +60,7 @@ def build(size: str, max_length: int) -> tuple[Qwen3MoeForCausalLM, LocalEngine]
     theirs = Qwen3MoeForCausalLM(config).eval()
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        shape, checkpoint = ModelShape.from_folder(Path(folder)), load_file(Path(folder) / "model.safetensors")
+        shape, checkpoint = read_shape(Path(folder)), load_file(Path(folder) / "model.safetensors")
     ours = LocalEngine(shape, slots=batch, dtype=torch.float32, device="cpu", max_length=max_length)
     for name, tensor in ours.tensors.items():
         tensor.copy_(checkpoint[name])

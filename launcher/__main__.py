@@ -1,4 +1,4 @@
-"""The console command ``rl-megatron`` (also ``python -m launcher``); its entry is launcher/command.py."""
+"""The console command ``rl-megatron`` (also ``python -m launcher``); its entry is launcher/entry.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Annotated
 
 import typer
 
-from launcher import doctor as doctor_room
-from launcher import limits
+from launcher.commands import doctor as doctor_room
+from launcher.commands.plan import show, show_memory
+from launcher.processes import limits
+from launcher.runs.name import choose
 from rl_megatron.config.io import load
 from rl_megatron.errors import ConfigError, RLMegatronError
 
@@ -51,12 +53,11 @@ def train(
 
     Ctrl-C (or SIGTERM) finishes the step in hand, saves and exits with status 0; a second Ctrl-C exits at once, 130.
     """
-    from launcher import run_name
     from launcher.preflight.checks import preflight
     from rl_megatron.rewards.registry import resolve_reward
 
     loaded = load(config, overrides or [])
-    named = run_name.choose(loaded, Path(config).stem, resume=resume)
+    named = choose(loaded, Path(config).stem, resume=resume)
     sys.path.append(str(Path.cwd()))  # where a reward function of the user's may be
     findings = preflight(named)
     findings.raise_problems()
@@ -68,9 +69,9 @@ def train(
         print(line, flush=True)
     print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds
     try:
-        from launcher import build
+        from launcher.commands import train as room
 
-        asyncio.run(build.train(named, reward, resume=resume))
+        asyncio.run(room.train(named, reward, resume=resume))
     except KeyboardInterrupt:
         print("interrupted; the last checkpoint stands, and --resume continues from it", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -83,11 +84,10 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="write the script and check it, but send nothing")] = False,
 ) -> None:
     """Train on a Slurm cluster: check all that can be seen here, write the job's script to runs/<name>/ and send it."""
-    from launcher import run_name
-    from launcher import submit as room
+    from launcher.commands import submit as room
 
     loaded = load(config, overrides or [])
-    named = run_name.choose(loaded, Path(config).stem, resume=False, taken=room.taken)
+    named = choose(loaded, Path(config).stem, resume=False, taken=room.taken)
     sys.path.append(str(Path.cwd()))  # where a reward function of the user's may be
     prepared = room.prepare(named)
     print(prepared.checked.describe(), prepared.findings.describe(), sep="\n", flush=True)
@@ -99,7 +99,7 @@ def submit(
 @app.command()
 def status(run: Annotated[Path, typer.Argument(help="the run's folder", show_default=False)]) -> None:
     """Say what a run, or the job of one, does: its state and its last step."""
-    from launcher import jobs
+    from launcher.hosts.slurm import jobs
 
     print(jobs.status(run))
 
@@ -111,7 +111,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="show what is added, until Ctrl-C")] = False,
 ) -> None:
     """Show what a part of the run's job printed since its last restart."""
-    from launcher import jobs
+    from launcher.hosts.slurm import jobs
 
     sys.stdout.flush()
     os.execvp("tail", ["tail", *(["-F"] if follow else []), "-n", "+1", str(jobs.log_file(run, which))])
@@ -120,7 +120,7 @@ def logs(
 @app.command()
 def attach(run: Annotated[Path, typer.Argument(help="the run's folder", show_default=False)]) -> None:
     """Follow a running job, over its restarts, until its end; Ctrl-C leaves it running. Status 1 where it failed."""
-    from launcher import attach as room
+    from launcher.hosts.slurm import attach as room
 
     try:
         if not room.follow(run, lambda line: print(line, flush=True)):
@@ -132,7 +132,7 @@ def attach(run: Annotated[Path, typer.Argument(help="the run's folder", show_def
 @app.command()
 def cancel(run: Annotated[Path, typer.Argument(help="the run's folder", show_default=False)]) -> None:
     """End the job of a run for good; its last checkpoint stands."""
-    from launcher import jobs
+    from launcher.hosts.slurm import jobs
 
     print(f"job {jobs.cancel(run)} cancelled")
 
@@ -181,7 +181,7 @@ def verify(
     With --logprobs, whether it computes what transformers computes of it, or of --against, a Hugging Face folder.
     """
     if logprobs:
-        from launcher import logprob_check
+        from launcher.commands import logprobs as logprob_check
         from tools import conversion
 
         for path in filter(None, (folder, against)):
@@ -216,7 +216,7 @@ def inspect(
         return
     if rank is not None or svg is not None:
         raise ConfigError("--rank and --svg are of a layout; give one, as in megatron,tp=2,pp=2,ep=2")
-    from launcher import inspect_command
+    from launcher.commands import inspect as inspect_command
     from tools import conversion
 
     conversion.must_be_there(Path(target))
@@ -244,19 +244,16 @@ def plan(
     colocated: Annotated[bool, typer.Option("--colocated", help="rank r of dst lives in process r of src")] = False,
 ) -> None:
     """Print what moving a model's weights between two layouts costs, beside gather-and-broadcast."""
-    from launcher import plan_command
     from rl_megatron.weights.plans.cost import Links
 
     if config is not None:
-        plan_command.show_memory(config, arguments or [])
+        show_memory(config, arguments or [])
         return
     if not arguments:
         raise ConfigError("give a model and two layouts, as in kimi-k2 src=megatron,ep=8,dp=8 dst=hf, or --config NAME")
     model, *layouts = arguments
     links = Links(nic=nic * 1e9, nvlink=nvlink * 1e9, per_node=per_node)
-    plan_command.show(
-        model, layouts, element_bytes=element_bytes, links=links, colocated=colocated, gpu_memory_gb=gpu_memory_gb
-    )
+    show(model, layouts, element_bytes=element_bytes, links=links, colocated=colocated, gpu_memory_gb=gpu_memory_gb)
 
 
 @doctor_app.callback(invoke_without_command=True)
@@ -277,7 +274,7 @@ def mismatch(
 
     Of a run's folder its configuration and its newest checkpoint are taken; nothing is trained.
     """
-    from launcher import mismatch as room
+    from launcher.commands import mismatch as room
 
     subject = room.subject(target, overrides or [])
     sys.path.append(str(Path.cwd()))  # where a reward function of the user's may be

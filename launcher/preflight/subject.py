@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from launcher.starting_model import starting_shape
+from launcher.build.model import starting_shape
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
 

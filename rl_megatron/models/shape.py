@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
-
-from rl_megatron.config.errors import shorten
-from rl_megatron.errors import ConfigError
-from rl_megatron.models.json_files import Fields, read_json
 
 _MOST_EXPERTS = 1_000_000  # in all layers; those of a trillion parameters are 23,000
 
@@ -144,31 +139,8 @@ class ModelShape:
         up = m.kv_rank * heads * (m.nope_dim + m.value_dim) + (m.query_rank or 0) * heads * self.head_dim
         return query + m.kv_rank + m.rope_dim + heads * m.value_dim + up // self.hidden_size
 
-    @staticmethod
-    def from_folder(folder: Path, *, families: Collection[str] | None = None) -> ModelShape:
-        """The shape of the checkpoint in ``folder``. Raises ConfigError for a model_type not known or not allowed.
 
-        ``families`` narrows those that are known (``models.configs``).
-        """
-        from rl_megatron.models.configs import READERS  # they make ModelShapes
-        from rl_megatron.models.configs.fields import ConfigFields
-
-        path = folder / "config.json"
-        if not path.is_file():
-            raise ConfigError(f"model.path={folder}: no config.json there; give a Hugging Face checkpoint folder")
-        raw = Fields(read_json(path, ConfigFields).model_dump(exclude_unset=True), path)
-        allowed = READERS if families is None else families
-        if raw.get("model_type") not in allowed:
-            names = ", ".join(repr(family) for family in allowed)
-            raise ConfigError(f"{path}: model_type={shorten(raw.get('model_type'))} is not supported; allowed: {names}")
-        shape = READERS[raw["model_type"]](raw, path)
-        problems = list(_problems(shape))
-        if problems:
-            raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
-        return shape
-
-
-def _problems(m: ModelShape) -> Iterator[str]:
+def problems(m: ModelShape) -> Iterator[str]:
     """What no model can be, whatever its family."""
     if m.num_heads % m.num_kv_heads:
         yield f"{m.num_kv_heads} key and value heads do not divide {m.num_heads} attention heads"

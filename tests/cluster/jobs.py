@@ -202,7 +202,7 @@ class Job:
         found = {}
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "launcher.rank" in process.cmdline():
+                if "launcher.worker.remote" in process.cmdline():
                     found[int(process.environ()["SLURM_PROCID"])] = process
         return found
 

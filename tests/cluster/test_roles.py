@@ -69,9 +69,9 @@ def test_each_role_of_a_heterogeneous_job_is_on_its_nodes(cluster: Cluster, laun
     logs = {path.name for path in (job.run / "jobs" / attempt).glob("r[ae][nf]*-?.txt")}
     assert logs == {"rank-0.txt", "rank-1.txt", "reference-0.txt", "reference-1.txt"}
     if launcher == "slurm":
-        assert sorted(programs(job, "launcher.rank").values()) == ["node13", "node13", "node15", "node15"]
+        assert sorted(programs(job, "launcher.worker.remote").values()) == ["node13", "node13", "node15", "node15"]
     else:  # a rank from another node than planned would have been refused
-        assert nodes_of(job, "launcher.ray_node") == {"node13", "node15", "node16"}
+        assert nodes_of(job, "launcher.hosts.ray.node") == {"node13", "node15", "node16"}
     for server in programs(job, "vllm.entrypoints.openai.api_server"):
         server.kill()
     placed = (job.run / "placement.txt").read_text().splitlines()
@@ -87,7 +87,7 @@ def test_each_role_of_a_heterogeneous_job_is_on_its_nodes(cluster: Cluster, laun
     assert [row["engine/restarts"] for row in (rows[1], rows[-1])] == [0, 1]  # there again, on its node
     assert all(row["kl/reference"] is not None for row in rows[1:])
     assert not nodes_of(job, "engine_guard.py")
-    assert not nodes_of(job, "launcher.rank")
+    assert not nodes_of(job, "launcher.worker.remote")
     assert not weights_left(job.run)
     assert list(cluster.folder.glob(f"nodes/node1[356]/tmp/rlm-{job.id}-*")) == []
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from rl_megatron.config.learner import LearnerSection
 from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.checkpoints import convert
 from tests.distributed.ranks import run_ranks
@@ -28,7 +28,7 @@ def rank_main(rank: int, learner: LearnerSection, hf: Path, folder: Path) -> Non
     from rl_megatron.weights.layouts.layout import Layout
     from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
-    shape = ModelShape.from_folder(hf)
+    shape = read_shape(hf)
     device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
     policy, critic = make_policy(shape, learner, device, temperature=1.0), make_critic(shape, learner, device)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
@@ -70,7 +70,7 @@ def sequential_main(rank: int, hf: Path, folder: Path) -> None:
     from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
-    shape, learner = ModelShape.from_folder(hf), LearnerSection()
+    shape, learner = read_shape(hf), LearnerSection()
     world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
     spec = get_gpt_layer_local_spec(
         num_experts=shape.num_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher import channel, rank
-from launcher.local import LocalLauncher
+from launcher.hosts.local import LocalLauncher
+from launcher.wire import channel
+from launcher.wire.greetings import Call
 from rl_megatron.config.io import load
 from rl_megatron.config.learner import LearnerSection
 from rl_megatron.config.run import TinyModelSection
@@ -26,7 +27,7 @@ from tests.rows import policy_loss
 
 BESIDE_A_GPU = """
 import os, sys
-if "launcher.nursery" in sys.orig_argv:
+if "launcher.worker.nursery" in sys.orig_argv:
     import torch
     torch.cuda.is_available = lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != ""  # of a machine with one
 """
@@ -56,9 +57,9 @@ def test_a_local_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 SERVE = """
 import json, os, sys
-from launcher import rank, worker
-worker.run = lambda *_: print('torch' in sys.modules, os.environ['CUDA_VISIBLE_DEVICES'], flush=True)
-rank.main()
+from launcher.worker import remote
+remote.run = lambda *_: print('torch' in sys.modules, os.environ['CUDA_VISIBLE_DEVICES'], flush=True)
+remote.main()
 os._exit(0)
 """
 
@@ -68,7 +69,7 @@ def test_a_rank_that_connects_back_sees_no_gpu_before_it_loads_torch(device: str
     token = b"t" * channel.TOKEN_BYTES
     with channel.listen("127.0.0.1", backlog=1) as listener:
         host, port = listener.getsockname()
-        call = rank.Call(host=host, port=port, token=token.hex(), threads=1, device=device)
+        call = Call(host=host, port=port, token=token.hex(), threads=1, device=device)
         child = subprocess.Popen(
             [sys.executable, "-c", SERVE],
             stdin=subprocess.PIPE,

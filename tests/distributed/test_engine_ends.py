@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.ports import held_ports
+from launcher.processes.ports import held_ports
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box

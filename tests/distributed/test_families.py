@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.learner import LearnerSection
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.types import Samples
 from rl_megatron.weights.checkpoints import convert
 from tests.distributed.ranks import run_ranks
@@ -79,7 +79,7 @@ def check(folder: Path, layout: str, learner: LearnerSection, rank: int, device:
     from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
-    shape = ModelShape.from_folder(folder)
+    shape = read_shape(folder)
     policy = make_policy(shape, learner, device, temperature=1.0)
     ends = {"first": learner.first_stage_layers, "last": learner.last_stage_layers}
     wanted = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, **ends)

@@ -14,7 +14,7 @@ from rl_megatron.config.algorithm import OptimizerSection
 from rl_megatron.config.learner import LearnerSection
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.data.packing import pack
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Samples
 from tests.distributed.ranks import run_ranks
@@ -54,7 +54,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> 
     from rl_megatron.weights.layouts.layout import Layout
     from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
-    shape = ModelShape.from_folder(model)
+    shape = read_shape(model)
     rendezvous = f"file://{folder}/rendezvous"
     device = world.join(learner, rank=rank, rendezvous=rendezvous, seed=0)
     megatron = make_policy(shape, learner, device, temperature=1.0)

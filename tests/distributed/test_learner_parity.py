@@ -16,7 +16,7 @@ from rl_megatron.config.learner import LearnerSection
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.data.packing import pack
 from rl_megatron.data.samples import select
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.scaling.memory import memory
 from rl_megatron.types import Batch, Samples
@@ -47,7 +47,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     from rl_megatron.weights.layouts.layout import Layout
     from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
-    shape = ModelShape.from_folder(model)
+    shape = read_shape(model)
     rendezvous = f"file://{folder}/rendezvous"
     device = world.join(learner, rank=rank, rendezvous=rendezvous, seed=1)
     megatron = make_policy(shape, learner, device, temperature=0.7)
@@ -133,7 +133,7 @@ def run(folder: Path, model: Path, learner: LearnerSection, max_tokens: int = 40
 
 def assert_as_planned(seen: Any, model: Path, learner: LearnerSection) -> None:
     """Ranks hold what `rl_megatron.scaling.memory` says that they will."""
-    planned = {m.stage: m.terms for m in memory(RunConfig(learner=learner), ModelShape.from_folder(model))}
+    planned = {m.stage: m.terms for m in memory(RunConfig(learner=learner), read_shape(model))}
     for stage, terms in planned.items():
         ranks = [s["bytes"] for s in seen if s["stage"] == stage]
         for held in ranks:

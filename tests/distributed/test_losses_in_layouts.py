@@ -17,7 +17,7 @@ from rl_megatron.config.io import load
 from rl_megatron.config.learner import LearnerSection
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.data.packing import pack, unpack
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Loss, Samples
 from tests.distributed.ranks import run_ranks
@@ -88,7 +88,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     from rl_megatron.weights.layouts.layout import Layout
     from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
-    shape = ModelShape.from_folder(model)
+    shape = read_shape(model)
     device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
     hf = Layout(table=HF_QWEN3_MOE, shape=shape)

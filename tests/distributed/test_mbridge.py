@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_megatron.config.learner import LearnerSection
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from tests.distributed.ranks import run_ranks
 from tests.family_models import MODELS, save_model
 
@@ -54,7 +54,7 @@ def rank_main(rank: int, options: dict[str, int], root: Path) -> None:
     world.join(sparse, rank=rank, rendezvous=f"file://{root}/rendezvous{len(options)}", seed=1)
     for name in COVERED:
         kind, _ = MODELS[name]
-        shape = ModelShape.from_folder(root / name)
+        shape = read_shape(root / name)
         learner = sparse if shape.num_experts else dense
         chunks = build_chunks(shape, learner, make_config(shape, learner))
         with torch.no_grad():

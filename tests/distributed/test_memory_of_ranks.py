@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from launcher.local import LocalLauncher
+from launcher.hosts.local import LocalLauncher
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load
 from rl_megatron.config.run import TinyModelSection

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.proxies import _with_layers
+from launcher.controller.proxies import _with_layers
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.algorithm import OptimizerSection
 from rl_megatron.config.learner import LearnerSection
@@ -25,6 +25,7 @@ from rl_megatron.config.run import TinyModelSection
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import RLMegatronError
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Batch, GenerationRequest, Prompt, RolloutGroup, Samples, SamplingParams
@@ -88,7 +89,7 @@ def one_layout(rank: int, learner: LearnerSection, model: Path, rendezvous: Path
     from rl_megatron.weights.layouts.layout import Layout
     from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
-    shape = ModelShape.from_folder(model)
+    shape = read_shape(model)
     device = world.join(learner, rank=rank, rendezvous=f"file://{rendezvous}", seed=0)
     policy = make_policy(shape, learner, device, temperature=1.0)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)

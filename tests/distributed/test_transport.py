@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.ports import held_ports
+from launcher.processes.ports import held_ports
 from rl_megatron.errors import CorruptionError, WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims

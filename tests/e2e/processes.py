@@ -88,7 +88,7 @@ class Run:
             for child in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     self.seen.add(child)
-                    if "launcher.nursery" in child.cmdline():
+                    if "launcher.worker.nursery" in child.cmdline():
                         found += child.children()
         self.seen.update(found)
         return sorted(found, key=lambda p: p.pid)

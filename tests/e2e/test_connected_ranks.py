@@ -29,12 +29,12 @@ done
 wait
 """
 BROKEN = """
-import launcher.worker
+import launcher.worker.learner_rank
 
 def broken(*given):
     raise KeyError("planted")
 
-launcher.worker.Worker.train_step = broken
+launcher.worker.learner_rank.Worker.train_step = broken
 """
 KEYS = (
     "learner.ep=2",
@@ -60,7 +60,7 @@ def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def ranks(run: Run) -> dict[int, psutil.Process]:
     found = {}
     for process in psutil.Process(run.process.pid).children(recursive=True):
-        if "launcher.rank" in process.cmdline() and "bash" not in process.name():
+        if "launcher.worker.remote" in process.cmdline() and "bash" not in process.name():
             found[int(process.environ()["SLURM_PROCID"])] = process
     return found
 

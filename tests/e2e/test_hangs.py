@@ -27,7 +27,7 @@ def plant():
             learner.run_loss = stuck_hook
             return
 
-if "launcher.nursery" in sys.orig_argv:
+if "launcher.worker.nursery" in sys.orig_argv:
     os.register_at_fork(after_in_child=threading.Thread(target=plant, daemon=True).start)
 """
 

@@ -30,8 +30,8 @@ SERVERS = """
 import asyncio, contextlib, os
 from pathlib import Path
 import psutil
-from launcher.guards import Order
-from launcher.ray_cluster import RayCluster
+from launcher.processes.guards import Order
+from launcher.hosts.ray.cluster import RayCluster
 from rl_megatron.config.io import load
 
 def order(what):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from launcher.engines import mirror_path
-from launcher.local import LocalLauncher
-from launcher.proxies import WeightGroup
+from launcher.controller.proxies import WeightGroup
+from launcher.hosts.local import LocalLauncher
+from launcher.runs.folder import mirror_path
 from rl_megatron.config.io import load
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model

@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from launcher.engines import SERVERS, ServedEngines
+from launcher.servers.engines import SERVERS
+from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import RolloutEngine
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.servers.engine import ServedEngine
@@ -219,7 +221,7 @@ def served(
     engine: str, model: Path, folder: Path, *, dtype: str | None = None, probes: Probes = "always", **keys: object
 ) -> Iterator[ServedBench]:
     """Servers of ``engine`` for the length of a with block, for a learner of ``dtype``."""
-    shape = ModelShape.from_folder(model)
+    shape = read_shape(model)
     path = folder / "weights" / "model.safetensors"
     shapes: Mapping[str, tuple[int, ...]] = {n: tuple(t.shape) for n, t in weights_of(model).items()}
     config = config_of(engine, **keys)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.engines import SERVERS
+from launcher.servers.engines import SERVERS
 from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from tests.engines.benches import Bench, LocalBench, ServedBench, interpreter, served
 
@@ -32,7 +32,7 @@ def start(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
             if name not in running and name in SERVERS:
                 needs(name)
                 running[name] = stack.enter_context(served(name, models[0], tmp_path_factory.mktemp(name)))
-            return running.setdefault(name, LocalBench(ModelShape.from_folder(models[0])))
+            return running.setdefault(name, LocalBench(read_shape(models[0])))
 
         yield get
 

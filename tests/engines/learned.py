@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from launcher.engines import mirror_path
-from launcher.proxies import WeightGroup
-from launcher.rank_models import Setup
-from launcher.worker import Worker
+from launcher.controller.proxies import WeightGroup
+from launcher.runs.folder import mirror_path
+from launcher.wire.setup import Setup
+from launcher.worker.learner_rank import Worker
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.tiny import byte_tokenizer

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rl_megatron.errors import SyncError
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.checks.sources import sources_of
@@ -28,7 +28,7 @@ class FolderSender:
     """A learner of one rank that is a folder. See direct.Senders."""
 
     def __init__(self, model: Path) -> None:
-        self.hf = hf_layout(ModelShape.from_folder(model))
+        self.hf = hf_layout(read_shape(model))
         self.tensors = {name: torch.zeros_like(t) for name, t in weights_of(model).items()}
         self.least_bytes = 0
         self.dies = False

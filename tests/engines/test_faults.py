@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.engines import SERVERS
+from launcher.servers.engines import SERVERS
 from rl_megatron.errors import ConfigError, EngineError, RLMegatronError, SyncError
 from rl_megatron.rollout.servers import sglang
 from tests.e2e.processes import alive, eventually

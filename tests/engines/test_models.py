@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.engines import SERVERS
 from launcher.preflight.sizes import misfits
+from launcher.servers.engines import SERVERS
 from rl_megatron.config.io import load
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.servers.direct import Direct
 from rl_megatron.weights.transports.joined import Keeper
@@ -148,7 +148,7 @@ def test_why_sglang_refuses_latent_attention() -> None:
 
 
 def test_the_embedded_engine_takes_what_learners_pushed(pushed: Path) -> None:
-    local = LocalBench(ModelShape.from_folder(folder_of(pushed, SHARED, 1)))
+    local = LocalBench(read_shape(folder_of(pushed, SHARED, 1)))
     for layout, chosen in LAYOUTS.items():
         local.push(mirror_of(pushed, SHARED, layout).parent, chosen.seed)
         (completion,) = local.generate(request(PROMPTS[-1]))[0]
@@ -158,7 +158,7 @@ def test_the_embedded_engine_takes_what_learners_pushed(pushed: Path) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_embedded_engine_refuses_other_models_by_name(name: str, pushed: Path) -> None:
-    shape = ModelShape.from_folder(folder_of(pushed, name, 1))
+    shape = read_shape(folder_of(pushed, name, 1))
     (found,) = misfits(load("tiny_cpu", ["learner.ep=1"]), shape)
     assert f"model_type='{name}': the engine that samples here does not run it" in found.text
     assert found.text.endswith("; rollout=vllm or rollout=sglang runs others")

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from launcher.engines import SERVERS
+from launcher.servers.engines import SERVERS
 from rl_megatron.rollout.servers.replicas import State
 from rl_megatron.types import Completion, GenerationRequest
 from tests.e2e.processes import alive, eventually

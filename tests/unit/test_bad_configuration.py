@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from launcher import run_name
+from launcher.runs.name import choose
 from rl_megatron.config.errors import explain
 from rl_megatron.config.io import load, save_resolved
 from rl_megatron.config.run import RunConfig
@@ -165,15 +165,15 @@ def test_what_is_no_path_is_said_in_words() -> None:
 @pytest.mark.parametrize("stem", ["my run", "_test", "-x", "...", "日本", "a" * 250, "ok-1.2", "run (1)", " "])
 def test_a_run_named_after_a_file_can_be_configured_by_its_own_configuration(tmp_path: Path, stem: str) -> None:
     config = load("tiny_cpu", [f"run.dir={tmp_path}"])
-    named = run_name.choose(config, stem, resume=False)
+    named = choose(config, stem, resume=False)
     folder = tmp_path / str(named.run.name)
     folder.mkdir()
     save_resolved(named, folder / "config.yaml")
     again = load(str(folder / "config.yaml"), [])
     assert again == named
-    assert run_name.choose(again, "config", resume=True) == named
-    assert run_name.choose(config, stem, resume=True) == named  # by the file's name, as the run began
-    assert run_name.choose(config, stem, resume=False).run.name == f"{named.run.name}-2"
+    assert choose(again, "config", resume=True) == named
+    assert choose(config, stem, resume=True) == named  # by the file's name, as the run began
+    assert choose(config, stem, resume=False).run.name == f"{named.run.name}-2"
     if stem == "ok-1.2":
         assert named.run.name == stem
 
@@ -181,4 +181,4 @@ def test_a_run_named_after_a_file_can_be_configured_by_its_own_configuration(tmp
 def test_a_folder_that_has_every_number_of_a_name_is_told_in_words(tmp_path: Path) -> None:
     config = load("tiny_cpu", [f"run.dir={tmp_path}"])
     with pytest.raises(ConfigError, match=r"has all of tiny_cpu-2 to tiny_cpu-9999; set run\.name, or another"):
-        run_name.choose(config, "tiny_cpu", resume=False, taken=lambda _: True)
+        choose(config, "tiny_cpu", resume=False, taken=lambda _: True)

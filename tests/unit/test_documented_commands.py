@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from launcher.__main__ import app
-from launcher.plan_command import _texts
+from launcher.commands.plan import _texts
 from launcher.preflight.checks import preflight
 from launcher.preflight.sizes import misfits
 from rl_megatron.config.io import load

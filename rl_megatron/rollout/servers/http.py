@@ -37,7 +37,7 @@ class Server:
     """One engine server at ``url``. Proxies are not asked.
 
     An answer must come in ``timeout_seconds``, but for those to work that waits in the server's queue: how long they
-    take says nothing of the server, which is judged by the tokens that it makes (launcher/replicas.py).
+    take says nothing of the server, which is judged by the tokens that it makes (launcher/servers/supervisor.py).
     """
 
     def __init__(self, url: str, *, token: str | None, timeout_seconds: float) -> None:

@@ -3,8 +3,8 @@
     HEALTHY -> DEAD -> RESTARTING -> STALE -> HEALTHY
 
 Only a healthy replica serves. A stale one answers, but has not proven that it holds the weights that are served: a new
-server, or one that came back by itself. Whoever starts servers moves replicas on (launcher/replicas.py); the engine
-waits for them.
+server, or one that came back by itself. Whoever starts servers moves replicas on (launcher/servers/supervisor.py); the
+engine waits for them.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import numpy as np
 
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import CheckpointError, ConfigError, WeightError
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.boxes import Box, Shape
 from rl_megatron.weights.bytes.dtypes import Bits, DType
@@ -80,7 +81,7 @@ def hf_to_megatron(
     """
     if dtype is DType.F8_E4M3:
         raise ConfigError("dtype=float8_e4m3fn: a megatron checkpoint holds no block scales; give it for Hugging Face")
-    shape = ModelShape.from_folder(source, families=FAMILIES)
+    shape = read_shape(source, families=FAMILIES)
     stored, files = _hf_folder(source, shape, dtype)
     home = {job.name: job for job in stored}
     hf, megatron = _layouts(shape)
@@ -127,7 +128,7 @@ def megatron_to_hf(
     layers become block-scaled float8, the others stay as they are stored. Raises as `hf_to_megatron`.
     """
     companion = config or source
-    shape = ModelShape.from_folder(companion, families=FAMILIES)
+    shape = read_shape(companion, families=FAMILIES)
     quantise = dtype is DType.F8_E4M3
     plain, files = _megatron_folder(source, shape, None if quantise else dtype)
     jobs = _quantised(plain) if quantise else list(plain)
@@ -154,7 +155,7 @@ def left_out(source: Path, config: Path | None = None) -> str | None:
     """
     if is_megatron(source):
         return None
-    shape = ModelShape.from_folder(config or source, families=FAMILIES)
+    shape = read_shape(config or source, families=FAMILIES)
     if not shape.draft_layers:
         return None
     files, placed = weight_files(source)
@@ -171,7 +172,7 @@ def hf_tensors(folder: Path, config: Path | None = None) -> tuple[list[Job], Fil
 
     ``config`` is a folder with config.json where ``folder`` has none. Raises as `hf_to_megatron`.
     """
-    shape = ModelShape.from_folder(config or folder, families=FAMILIES)
+    shape = read_shape(config or folder, families=FAMILIES)
     return _megatron_folder(folder, shape, None) if is_megatron(folder) else _hf_folder(folder, shape, None)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from rl_megatron.errors import CorruptionError, ReplicasLost, SyncError
 from rl_megatron.interfaces import Scorer, WeightSync
@@ -20,7 +20,7 @@ from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Weigh
 from rl_megatron.weights.checks.compare import compare, sealed_by
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report, seconds_waited
 from rl_megatron.weights.servers import mirror
-from rl_megatron.weights.servers.direct import Direct
+from rl_megatron.weights.servers.direct import Direct, Senders
 from rl_megatron.weights.servers.probe import Probe, Scored, scores_of
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,11 @@ class Sender(WeightSync, Protocol):
     async def sums(self) -> Sequence[Report]:
         """Checksums of the boxes that each rank answers for, of what was pushed last."""
         ...
+
+
+@runtime_checkable
+class LearnerWeights(Sender, Senders, Protocol):
+    """The learner's ranks: into the mirror file, or straight into engine ranks."""
 
 
 Reference = tuple[Probe, Sequence[Sequence[float]]] | None

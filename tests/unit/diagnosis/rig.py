@@ -21,6 +21,7 @@ from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
 from rl_megatron.diagnosis.causes import Finding, judge
 from rl_megatron.diagnosis.experiments import Bench, run
 from rl_megatron.diagnosis.sampling import Parameters
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Samples, Scores
@@ -209,7 +210,7 @@ class Policy:
     def make(cls, folder: Path, **changes: Any) -> Policy:
         model = make_model(**changes)
         model.save_pretrained(folder)
-        return cls(model=model, shape=ModelShape.from_folder(folder), tensors=load_file(folder / "model.safetensors"))
+        return cls(model=model, shape=read_shape(folder), tensors=load_file(folder / "model.safetensors"))
 
     def engine(self, dtype: torch.dtype = torch.float32, **changes: Any) -> Embedded:
         """A fresh embedded engine, of another shape where ``changes`` say so."""

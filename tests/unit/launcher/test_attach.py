@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.attach import Follower, Tail, follow
+from launcher.hosts.slurm.attach import Follower, Tail, follow
 from rl_megatron.errors import ConfigError
 
 SCONTROL = """#!/bin/sh

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from launcher import channel
+from launcher.wire import channel
 
 TOKEN = b"t" * channel.TOKEN_BYTES
 

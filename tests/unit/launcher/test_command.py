@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import limits
 from launcher.__main__ import main
+from launcher.processes import limits
 from rl_megatron.durable import write_atomically
 from rl_megatron.observability.files import JsonlFile
 from rl_megatron.observability.log import run_log
@@ -81,7 +81,7 @@ def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback(tmp_path: Pat
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[3])])
     done = subprocess.run(
-        [sys.executable, "-c", "from launcher.command import main; main()"],
+        [sys.executable, "-c", "from launcher.entry import main; main()"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

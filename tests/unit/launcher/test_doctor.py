@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import doctor
+from launcher.commands import doctor
 
 
 def test_a_package_that_the_learner_cannot_import_is_named(

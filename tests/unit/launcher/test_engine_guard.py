@@ -10,7 +10,7 @@ from socket import AF_INET
 
 import psutil
 
-from launcher import engine_guard
+from launcher.processes import engine_guard
 from tests.e2e.processes import alive, eventually
 
 SERVER = """
@@ -67,7 +67,7 @@ def test_a_server_that_ends_gives_its_status() -> None:
 def test_folders_go_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     other = tmp_path / "weights"
     other.mkdir()
-    code = "import sys, pathlib; from launcher.scratch import scratch\n"
+    code = "import sys, pathlib; from launcher.processes.scratch import scratch\n"
     code += "with scratch(pathlib.Path(sys.argv[1])) as folder: print(folder, flush=True); sys.stdin.read()"
     trainer = subprocess.Popen(
         [sys.executable, "-c", code, str(other)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

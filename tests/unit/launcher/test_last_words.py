@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.last_words import LastWords, end_of, speak_into
+from launcher.processes.last_words import LastWords, end_of, speak_into
 
 
 def _abort(stderr: int) -> None:

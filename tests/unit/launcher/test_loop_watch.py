@@ -9,7 +9,7 @@ from pathlib import Path
 STANDING_STILL = """
 import asyncio, sys, time
 from pathlib import Path
-from launcher.watchdog import LoopWatch
+from launcher.controller.loop_watch import LoopWatch
 from rl_megatron.config.io import load
 
 async def controller():

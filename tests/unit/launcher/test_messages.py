@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from launcher import messages
+from launcher.wire import messages
 
 TENSORS = {
     "routes": torch.randint(0, 255, (3000, 4, 8), dtype=torch.uint8),

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.local import Nursery
+from launcher.hosts.forks import Nursery
 from rl_megatron.errors import WorkerDied
 from rl_megatron.placement.names import LEARNER
 

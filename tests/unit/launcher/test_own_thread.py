@@ -9,11 +9,11 @@ import threading
 
 import pytest
 
-from launcher.own_thread import OwnThread
+from launcher.processes.own_thread import OwnThread
 
 STUCK = """
 import asyncio, threading
-from launcher.own_thread import OwnThread
+from launcher.processes.own_thread import OwnThread
 async def main():
     try:
         await asyncio.wait_for(OwnThread("stuck")(threading.Event().wait), 0.1)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import ports
-from launcher.ports import any_port, free_port, held_ports
+from launcher.processes import ports
+from launcher.processes.ports import any_port, free_port, held_ports
 
 HERE = "127.0.0.1"
 

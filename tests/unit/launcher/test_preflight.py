@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from launcher.__main__ import main
+from launcher.build.model import starting_folder, starting_shape
+from launcher.commands.submit import prepare, taken
 from launcher.preflight import devices, reward
 from launcher.preflight.checks import CHECKS, preflight
-from launcher.run_name import choose
-from launcher.starting_model import starting_folder, starting_shape
-from launcher.submit import prepare, taken
+from launcher.runs.name import choose
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from tests.unit.launcher.sites import data_file, environment, site
 from tests.unit.launcher.test_memory import QWEN3
 
@@ -192,7 +192,7 @@ def test_a_reward_that_takes_long_is_not_waited_for(keys: tuple[str, ...], monke
 @pytest.mark.parametrize("more", [(), ("model.tiny.num_layers=3", "model.tiny.tie_embeddings=true"), ("rollout=vllm",)])
 def test_the_tiny_models_sizes_are_known_before_it_is_made(tmp_path: Path, more: tuple[str, ...]) -> None:
     config = load("tiny_cpu", [f"model.cache_dir={tmp_path}", *more])
-    assert starting_shape(config) == ModelShape.from_folder(starting_folder(config))
+    assert starting_shape(config) == read_shape(starting_folder(config))
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.engines import ServedEngines, _tolerance
+from launcher.servers.launcher import _tolerance
+from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.errors import ConfigError
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.servers.vllm import VLLMAdapter
 from rl_megatron.weights.formats.served import FORMATS
@@ -34,7 +35,7 @@ def test_servers_start_with_the_config_that_the_mirrors_folder_has(tmp_path: Pat
     folder = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
     own = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "of the folder"}}
     (folder / "config.json").write_text(json.dumps(own))
-    shape, packages = ModelShape.from_folder(folder), tmp_path / "packages"
+    shape, packages = read_shape(folder), tmp_path / "packages"
     packages.mkdir()
     config = config_with(f"rollout.server.quantization={kind}")
     ServedEngines(config, VLLMAdapter(shape), folder, tmp_path, shape)._write_models(packages)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.ray_node import Bundle, NodeCall, node_command, options, shares, totals
+from launcher.hosts.ray.node import Bundle, NodeCall, node_command, options, shares, totals
 from rl_megatron.config.slurm import SlurmSection
 from rl_megatron.placement.ranks import place
 from rl_megatron.placement.seats import seat
@@ -74,7 +74,11 @@ def test_a_folder_that_is_there_already_and_open_to_others_is_not_taken(tmp_path
     folder.chmod(0o777)
     call = NodeCall(head="a1", host="127.0.0.1", port=1, token="t", folder=str(folder), resources={}, seconds=1.0)
     done = subprocess.run(
-        [sys.executable, "-m", "launcher.ray_node"], input=call.line(), capture_output=True, timeout=60, check=False
+        [sys.executable, "-m", "launcher.hosts.ray.node"],
+        input=call.line(),
+        capture_output=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 1
     assert re.search(rb"no folder of user \d+ alone", done.stderr)

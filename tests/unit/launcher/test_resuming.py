@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from launcher import resuming
+from launcher.runs.resume import find
 from rl_megatron.config.data import FileData
 from rl_megatron.config.io import load, save_resolved
 from rl_megatron.config.resume import FREE, fixed, is_free, table
@@ -60,13 +60,13 @@ def test_the_docs_have_the_table() -> None:
 def test_a_config_file_edited_between_two_starts_is_refused_by_key(tmp_path: Path) -> None:
     run = run_of(tmp_path, load("tiny_cpu", ["algorithm=gspo", "reward.parts.exact_match=1"]))
     path = run / "config.yaml"
-    resuming.find(load(str(path), []), run)
+    find(load(str(path), []), run)
     path.write_text(
         path.read_text().replace("ratio_level: sequence", "ratio_level: token").replace("seed: 0", "seed: 1")
     )
     edited = load(str(path), ["reward.parts.exact_match.weight=2"])
     with pytest.raises(CheckpointError) as caught:
-        resuming.find(edited, run)
+        find(edited, run)
     for line in (
         "seed: 0 then, 1 now",
         "algorithm.ratio_level: 'sequence' then, 'token' now",
@@ -94,9 +94,9 @@ def test_other_data_is_told_by_few_lines(tmp_path: Path) -> None:
     run = run_of(tmp_path, RunConfig())
     files = FileData(type="files", train=Path("x" * 10_000), eval=Path("e"))
     with pytest.raises(CheckpointError, match=r"data\.digits: 2 then, not there now") as caught:
-        resuming.find(RunConfig(data=files), run)
+        find(RunConfig(data=files), run)
     assert len(str(caught.value)) < 2000
 
 
 def test_what_has_no_checkpoint_starts_over(tmp_path: Path) -> None:
-    assert resuming.find(RunConfig(), tmp_path) is None
+    assert find(RunConfig(), tmp_path) is None

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.engines import mirror_path
-from launcher.guards import Guard, Order, start_guard
-from launcher.seats import Place, elsewhere, places
-from launcher.slurm import Job
+from launcher.hosts.sites import places
+from launcher.hosts.slurm.job import Job
+from launcher.processes.guards import Guard, Order, start_guard
+from launcher.runs.folder import mirror_path
+from launcher.servers.site import Place, elsewhere
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError

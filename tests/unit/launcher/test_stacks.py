@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launcher import stacks
-from launcher.stacks import Frame, Stack, explain, read
+from launcher.processes import stacks
+from launcher.processes.stacks import Frame, Stack, explain, read
 from tests.e2e.processes import eventually
 
 HUNG = """Timeout (0:00:27)!
@@ -25,7 +25,7 @@ Current thread 0x00007f99 (most recent call first):
   File "/e/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
   File "/e/site-packages/megatron/core/parallel.py", line 7 in reduce
   File "/w/rl_megatron/learner/forward.py", line 160 in reduce_outputs
-  File "/w/launcher/worker.py", line 120 in _serve
+  File "/w/launcher/worker/process.py", line 120 in _serve
 """
 BEHIND = """Current thread 0x00007f99 (most recent call first):
   File "/home/me/my_hooks.py", line 3 in slow
@@ -34,7 +34,7 @@ BEHIND = """Current thread 0x00007f99 (most recent call first):
 PROGRAM = """
 import sys, time, threading
 from pathlib import Path
-from launcher import stacks
+from launcher.processes import stacks
 
 def stand_still():
     print("up", flush=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 CODE = """
 import asyncio, os, signal
 from pathlib import Path
-from launcher.stop import stop_signals
+from launcher.runs.stop import stop_signals
 from rl_megatron.observability.progress import Progress
 
 async def main():

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from launcher import submit
+from launcher.commands import submit
+from launcher.hosts.ray.node import engine_node_command, node_command
+from launcher.hosts.slurm.job import Job
+from launcher.hosts.slurm.steps import step_command
 from launcher.preflight.checks import preflight
-from launcher.ray_node import engine_node_command, node_command
-from launcher.slurm import Job, step_command
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
@@ -235,14 +236,14 @@ def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ((), "/bin/python -m launcher.rank"),
+        ((), "/bin/python -m launcher.worker.remote"),
         (
             ("slurm.container=/images/rl.sqsh", "slurm.container_mounts=/data:/data"),
-            "--container-image=/images/rl.sqsh --container-mounts=/data:/data python -m launcher.rank",
+            "--container-image=/images/rl.sqsh --container-mounts=/data:/data python -m launcher.worker.remote",
         ),
         (
             ("slurm.container=/images/rl.sif", "slurm.container_runtime=apptainer", "slurm.gpus_per_node=2"),
-            "apptainer exec --nv /images/rl.sif python -m launcher.rank",
+            "apptainer exec --nv /images/rl.sif python -m launcher.worker.remote",
         ),
     ],
 )
@@ -321,7 +322,7 @@ def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path, heterogeneo
     assert " ".join(command) == (
         "env --unset=SLURM_GPUS_PER_NODE --unset=SLURM_NTASKS_PER_NODE --unset=SLURM_CPUS_PER_TASK "
         f"srun {where} --mem=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --distribution=block --kill-on-bad-exit=1 "
-        f"--output={tmp_path}/critic-%t.txt p -m launcher.rank"
+        f"--output={tmp_path}/critic-%t.txt p -m launcher.worker.remote"
     )
     assert job.learner_options() == ["--het-group=0" if heterogeneous else "--nodelist=a1,a2"]
     server = " ".join(job.server_command(["e1"], 1))
@@ -343,7 +344,7 @@ def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path
     assert "--nodelist=a2" in cut.server_command(["a2"], 1)
     ray = " ".join(engine_node_command(replace(het, engine_nodes=("b1", "b2")), 48, python="p"))
     assert "--het-group=1 --overlap --nodes=2 --ntasks=2 --nodelist=b1,b2 --cpus-per-task=48 --mem=0 " in ray
-    assert ray.endswith(f"--output={tmp_path}/ray-engines-%t.txt p -m launcher.ray_node")
+    assert ray.endswith(f"--output={tmp_path}/ray-engines-%t.txt p -m launcher.hosts.ray.node")
 
 
 HOSTILE = ("a\n>PWNED\n#", "a;>PWNED;", "$(>PWNED)", "`>PWNED`", "a' >PWNED '", 'a" >PWNED "', "a|>PWNED", "a >PWNED")

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from launcher.engines import ServedEngines
-from launcher.replicas import Standing, Supervisor
+from launcher.servers.pool import ServedEngines
+from launcher.servers.supervisor import Standing, Supervisor
 from rl_megatron.config.io import load
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import EngineError, ReplicasLost
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.servers.adapter import Description, ForeignWeights
 from rl_megatron.rollout.servers.engine import ServedEngine
@@ -317,7 +317,7 @@ def test_a_server_by_address_that_was_out_of_reach_serves_again_once_it_is_refit
 
     async def test() -> None:
         fake.answer = answer
-        servers = ServedEngines(config, Described(), model, tmp_path, ModelShape.from_folder(model))
+        servers = ServedEngines(config, Described(), model, tmp_path, read_shape(model))
         async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
 
             async def refit(url: str) -> None:

@@ -13,9 +13,12 @@ from typing import Any, cast
 
 import pytest
 
-from launcher import limits, messages, worker
-from launcher.rank_models import RankModels, Setup
-from launcher.workers import Ending, Failure, WorkerHandle
+from launcher.controller.workers import Ending, Failure, WorkerHandle
+from launcher.processes import limits
+from launcher.wire import messages
+from launcher.wire.setup import Setup
+from launcher.worker.models import RankModels
+from launcher.worker.process import say_alive, telling
 from rl_megatron.errors import CheckpointError, RLMegatronError
 
 
@@ -100,7 +103,7 @@ def test_the_controller_hears_whatever_ends_a_rank(error: BaseException, said: s
         ours, theirs = Pipe()
         failure = Failure()
         handle = WorkerHandle(_Process(ours), failure, None)
-        with worker.telling(theirs):
+        with telling(theirs):
             raise error
         try:
             await asyncio.wait_for(failure.known, 60)
@@ -116,9 +119,9 @@ def test_a_rank_that_can_no_longer_say_that_it_lives_says_why(monkeypatch: pytes
     def living() -> None:
         raise RuntimeError("unable to start watchdog thread")
 
-    monkeypatch.setattr("launcher.stacks.living", living)
+    monkeypatch.setattr("launcher.processes.stacks.living", living)
     ours, theirs = Pipe()
-    worker.say_alive(theirs)
+    say_alive(theirs)
     theirs.close()
     heard = []
     with contextlib.suppress(EOFError):

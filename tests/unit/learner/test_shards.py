@@ -17,7 +17,7 @@ from rl_megatron.errors import CheckpointError
 from rl_megatron.learner import world
 from rl_megatron.learner.megatron import MegatronLearner, make_policy
 from rl_megatron.learner.model.layers import GroupedColumnLinear, RMSNorm
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.checkpoints import convert
 
@@ -76,7 +76,7 @@ def like_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def policy(hf: Path) -> MegatronLearner:
-    return make_policy(ModelShape.from_folder(hf), SECTION, torch.device("cpu"), temperature=1.0)
+    return make_policy(read_shape(hf), SECTION, torch.device("cpu"), temperature=1.0)
 
 
 def drawn(hf: Path, seed: int) -> MegatronLearner:

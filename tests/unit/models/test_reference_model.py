@@ -11,6 +11,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_megatron.models import experts, kv_cache
 from rl_megatron.models.experts import PackedExperts, all_experts, grouped_experts
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.kv_cache import KVCache
 from rl_megatron.models.reference import ReferenceModel
 from rl_megatron.models.shape import ModelShape
@@ -39,7 +40,7 @@ def saved(folder: Path, **changes: object) -> tuple[Qwen3MoeForCausalLM, ModelSh
         for name, parameter in theirs.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
     theirs.save_pretrained(folder)
-    return theirs, ModelShape.from_folder(folder), load_file(folder / "model.safetensors")
+    return theirs, read_shape(folder), load_file(folder / "model.safetensors")
 
 
 def filled(

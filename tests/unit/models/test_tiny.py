@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import _publish, make_tiny_model
 
 SPEC = TinyModelSection(hidden_size=16, num_heads=2, head_dim=8, num_experts=4, expert_width=8)
@@ -38,7 +38,7 @@ def test_it_loads_with_transformers_and_has_the_sizes_asked_for(folder: Path) ->
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values())
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    shape = ModelShape.from_folder(folder)
+    shape = read_shape(folder)
     assert (shape.hidden_size, shape.num_experts, shape.expert_width, shape.vocab_size) == (16, 4, 8, 259)
     assert model.generation_config.eos_token_id == 257
 
@@ -74,7 +74,7 @@ def test_weights_follow_the_seed_and_leave_the_global_generator_alone(folder: Pa
 
 def test_a_larger_vocabulary_has_ids_the_tokenizer_never_uses(tmp_path: Path) -> None:
     folder = make_tiny_model(SPEC, tmp_path, 0, vocab_size=512)
-    assert ModelShape.from_folder(folder).vocab_size == 512
+    assert read_shape(folder).vocab_size == 512
     assert len(AutoTokenizer.from_pretrained(folder)) == 259
     with pytest.raises(ConfigError, match="vocab_size=258 is less than the tokenizer's 259"):
         make_tiny_model(SPEC, tmp_path, 0, vocab_size=258)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.rollout.local.engine import LocalEngine
 
 
@@ -42,7 +42,7 @@ def make_engine(theirs: Qwen3MoeForCausalLM, tmp_path_factory: pytest.TempPathFa
     """An engine of that many slots with the weights of ``theirs``, by way of a checkpoint."""
     folder: Path = tmp_path_factory.mktemp("checkpoint")
     theirs.save_pretrained(folder)
-    shape, checkpoint = ModelShape.from_folder(folder), load_file(folder / "model.safetensors")
+    shape, checkpoint = read_shape(folder), load_file(folder / "model.safetensors")
 
     def make(slots: int) -> LocalEngine:
         engine = LocalEngine(shape, slots=slots, dtype=torch.float32, device="cpu", max_length=128)

@@ -13,10 +13,10 @@ from typing import Any, cast
 import pytest
 import xxhash
 
-from launcher.proxies import LearnerGroup
-from launcher.rank_models import RankModels
-from launcher.watchdog import LoopWatch
-from launcher.workers import WorkerGroup
+from launcher.controller.loop_watch import LoopWatch
+from launcher.controller.proxies import LearnerGroup
+from launcher.controller.workers import WorkerGroup
+from launcher.worker.models import RankModels
 from rl_megatron.config.io import load
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig

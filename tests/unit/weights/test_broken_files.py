@@ -21,7 +21,7 @@ from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError, WeightError
 from rl_megatron.models.configs import READERS
 from rl_megatron.models.configs.fields import ConfigFields
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
@@ -51,7 +51,7 @@ def megatron(hf: Path) -> Path:
 
 def read_hf(folder: Path) -> None:
     """As a learner's rank does."""
-    shape = ModelShape.from_folder(folder)
+    shape = read_shape(folder)
     hf, mine = hf_layout(shape), megatron_layout(shape)
     checkpoint = Checkpoint(folder)
     tensors = {}
@@ -112,7 +112,7 @@ def test_a_config_with_any_value_anywhere_is_a_model_or_told(family: str, tmp_pa
         for value in (*VALUES, ...):
             changed = {k: v for k, v in config.items() if k != key} | ({} if value is ... else {key: value})
             path.write_text(json.dumps(changed))
-            outcome(ModelShape.from_folder, tmp_path)
+            outcome(read_shape, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_config_with_any_value_anywhere_is_a_model_or_told(family: str, tmp_pa
 def test_a_config_that_is_no_object_is_told(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
-        ModelShape.from_folder(tmp_path)
+        read_shape(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import CheckpointError, RLMegatronError
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
@@ -62,7 +62,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def test_torchs_own_reader_finds_the_tensors_that_megatron_holds(hf: Path, megatron: Path) -> None:
-    shape = ModelShape.from_folder(hf)
+    shape = read_shape(hf)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape)
     wanted = {name: torch.full(size, -1.0) for name, size in layout.local_shapes(0).items()}
     read_boxes(Checkpoint(hf), Layout(table=HF_QWEN3_MOE, shape=shape), layout, 0, wanted)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rl_megatron.errors import ConfigError, WeightError
 from rl_megatron.models.configs import READERS
-from rl_megatron.models.shape import ModelShape, Router
+from rl_megatron.models.folder import read_shape
+from rl_megatron.models.shape import Router
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
@@ -50,13 +51,13 @@ def test_every_family_is_read_has_tables_and_is_tested() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_hf_table_is_what_transformers_saves(name: str, saved: Path) -> None:
-    shape = ModelShape.from_folder(saved / name)
+    shape = read_shape(saved / name)
     assert Checkpoint(saved / name).shapes() == hf_layout(shape).local_shapes(0)
 
 
 @pytest.mark.parametrize("family", sorted({kind for kind, _ in MODELS.values()}))
 def test_no_row_is_without_a_model(family: str, saved: Path) -> None:
-    shapes = [ModelShape.from_folder(saved / name) for name, (kind, _) in MODELS.items() if kind == family]
+    shapes = [read_shape(saved / name) for name, (kind, _) in MODELS.items() if kind == family]
     for table in FAMILIES[family].tables.values():
         used = set()
         for shape, tied, pp in product(shapes, (False, True), (1, 2)):
@@ -66,13 +67,13 @@ def test_no_row_is_without_a_model(family: str, saved: Path) -> None:
 
 
 def test_a_dense_model_has_nothing_for_ep_to_spread(saved: Path) -> None:
-    shape = ModelShape.from_folder(saved / "llama")
+    shape = read_shape(saved / "llama")
     with pytest.raises(ConfigError, match="ep = 2: the model has no experts; use ep=1"):
         megatron_layout(shape, ParallelDims(ep=2, dp=2))
 
 
 def test_fused_experts_are_spread_along_their_first_dim(saved: Path) -> None:
-    shape = ModelShape.from_folder(saved / "gpt_oss")
+    shape = read_shape(saved / "gpt_oss")
     layout, name = megatron_layout(shape, ParallelDims(ep=2, dp=2)), "decoder.layers.1.mlp.experts.down_proj"
     moves = [t for t in plan(hf_layout(shape), layout, placement={1: 1}).receives(1) if t.dst_param == name]
     assert [(t.src_box, t.dst_box) for t in moves] == [(((2, 4), (0, 48), (0, 32)), ((0, 2), (0, 48), (0, 32)))]
@@ -80,7 +81,7 @@ def test_fused_experts_are_spread_along_their_first_dim(saved: Path) -> None:
 
 def test_engines_get_their_stacks(saved: Path) -> None:
     """By hand for GLM-4.5, tp=2: biases, dense and shared MLPs and experts, each part cut by itself."""
-    shape = ModelShape.from_folder(saved / "glm4_moe")
+    shape = read_shape(saved / "glm4_moe")
     hf = load_file(saved / "glm4_moe" / "model.safetensors")
     dims = ParallelDims(tp=2, etp=2)
     engine = Layout(table=family_of(shape).tables["engine"], shape=shape, dims=dims)
@@ -115,7 +116,7 @@ def test_transformers_4_wrote_ropes_otherwise(saved: Path, tmp_path: Path) -> No
     old = changed(
         saved / "llama", tmp_path / "old", rope_parameters=None, rope_theta=new["rope_theta"], rope_scaling=scaling
     )
-    assert ModelShape.from_folder(old) == ModelShape.from_folder(saved / "llama")
+    assert read_shape(old) == read_shape(saved / "llama")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_what_the_rows_do_not_cover_is_refused(
     name: str, values: dict[str, Any], message: str, saved: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        ModelShape.from_folder(changed(saved / name, tmp_path / "other", **values))
+        read_shape(changed(saved / name, tmp_path / "other", **values))
 
 
 def test_public_configs_have_the_fields_that_matter() -> None:

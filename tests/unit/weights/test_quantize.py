@@ -17,8 +17,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.models.folder import read_shape
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
@@ -113,7 +113,7 @@ def test_reading_float8_gives_the_numbers_it_stands_for(foreign: tuple[Path, Pat
 
 def test_a_rank_cuts_its_boxes_out_of_blocks(foreign: tuple[Path, Path]) -> None:
     fp8, bf16 = foreign
-    shape = ModelShape.from_folder(fp8)
+    shape = read_shape(fp8)
     hf = Layout(table=HF_QWEN3_MOE, shape=shape)
     ranks = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=ParallelDims(tp=2, etp=2))
     for rank in range(2):
@@ -237,7 +237,7 @@ def test_scales_that_do_not_fit_are_named(message: str, foreign: tuple[Path, Pat
     SPOILT[message](folder)
     with pytest.raises(RLMegatronError, match=message):
         convert.hf_to_megatron(folder, tmp_path / "out")
-    shape = ModelShape.from_folder(folder)
+    shape = read_shape(folder)
     layout = Layout(table=HF_QWEN3_MOE, shape=shape)
     with pytest.raises(RLMegatronError, match=message):
         read_boxes(Checkpoint(folder), layout, layout, 0, {})

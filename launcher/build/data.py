@@ -1,0 +1,62 @@
+"""The tokenizer and both splits of the data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.data.prompts import load_prompts
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.configs.fields import GenerationFields
+from rl_megatron.models.json_files import read_json
+from rl_megatron.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """The tokenizer, what ends a completion, and both splits."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+
+
+def load(config: RunConfig, model_folder: Path) -> Data:
+    """Read tokenizer and data. Raises ConfigError, and DataError naming the row."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads would take the learners' cores
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    except Exception as error:  # its Rust part raises bare ones for torn files
+        said = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise ConfigError(f"{model_folder}: transformers cannot read its tokenizer: {said[0][:500]}") from error
+    train, held_out = load_prompts(
+        config.data,
+        tokenizer,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        on_long_prompt=config.rollout.on_long_prompt,
+        seed=config.seed,
+    )
+    stop_token_ids = _stop_token_ids(model_folder, tokenizer)
+    return Data(tokenizer=tokenizer, stop_token_ids=stop_token_ids, train=train, held_out=held_out)
+
+
+def _stop_token_ids(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """What ends a completion: the generation config's ``eos_token_id`` (one or several), else the tokenizer's."""
+    path = model_folder / "generation_config.json"
+    given = read_json(path, GenerationFields).eos_token_id if path.is_file() else None
+    ids = tokenizer.eos_token_id if given is None else given
+    if ids is None:
+        raise ConfigError(
+            f"{model_folder}: neither generation_config.json nor the tokenizer names an end-of-sequence token"
+        )
+    return tuple(ids) if isinstance(ids, list) else (ids,)

@@ -1,0 +1,38 @@
+"""What a run starts from: the model that is given, or a tiny one made on the spot; and its sizes, without torch."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.models.folder import read_shape
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.tiny import HEAD_DIM, make_tiny_model, tiny_shape
+from rl_megatron.weights.layouts.families import FAMILIES
+
+_LEAST_HEAD_DIM = 32  # of vLLM's attention kernels on CPUs
+
+
+def starting_folder(config: RunConfig) -> Path:
+    """What the learner starts from: a tiny model is made where no path is given."""
+    if config.model.path is not None:
+        return config.model.path
+    return make_tiny_model(_tiny(config), config.model.cache_dir, config.seed)
+
+
+def starting_shape(config: RunConfig) -> ModelShape:
+    """Its sizes; nothing is made. Raises ConfigError for a folder that holds no model of a known family."""
+    if config.model.path is not None:
+        return read_shape(config.model.path, families=FAMILIES)
+    return tiny_shape(_tiny(config))
+
+
+def _tiny(config: RunConfig) -> TinyModelSection:
+    """The tiny model's sizes; servers' CPU kernels have wider heads, so it gets fewer of them."""
+    tiny = config.model.tiny
+    if tiny.head_dim is not None or not config.rollout.served:
+        return tiny
+    heads = max(1, tiny.num_heads * HEAD_DIM // _LEAST_HEAD_DIM)
+    kv_heads = math.gcd(heads, tiny.num_kv_heads)
+    return tiny.model_copy(update={"head_dim": _LEAST_HEAD_DIM, "num_heads": heads, "num_kv_heads": kv_heads})

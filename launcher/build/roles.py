@@ -1,0 +1,110 @@
+"""The composition root: a RunConfig -> a running Trainer. It chooses the launcher and makes the trainer's parts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.build.data import Data, load
+from launcher.build.model import starting_folder
+from launcher.hosts.local import LocalLauncher
+from launcher.hosts.sites import places
+from launcher.hosts.slurm.job import Job
+from launcher.hosts.slurm.launcher import SlurmLauncher
+from launcher.processes.own_thread import OwnThread
+from launcher.runs.stop import Stop
+from launcher.servers.launcher import ServedLauncher
+from launcher.servers.site import HERE
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import ConfigError
+from rl_megatron.interfaces import Launcher, RewardFunction, Roles
+from rl_megatron.models.folder import read_shape
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.observability.progress import Progress
+from rl_megatron.training.stopping import unless_stopped
+from rl_megatron.weights.layouts.families import FAMILIES
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a run needs beside processes and data; making it finds what is wrong before any process starts."""
+
+    config: RunConfig
+    folder: Path
+    reward: RewardFunction
+    job: Job | None  # None: no Slurm allocation is used
+
+
+@contextlib.asynccontextmanager
+async def started(parts: Parts, progress: Progress, stop: Stop) -> AsyncIterator[tuple[Roles, Data, ModelShape]]:
+    """Learner and engine, the data and the model's shape; the processes are gone at the end of the context.
+
+    Raises Stopped where a stop is asked first.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        yield await unless_stopped(stop, _start(stack, parts, progress, stop))
+
+
+async def _start(
+    stack: contextlib.AsyncExitStack, parts: Parts, progress: Progress, stop: Stop
+) -> tuple[Roles, Data, ModelShape]:
+    """What ends the processes is on ``stack``."""
+    config, thread = parts.config, OwnThread("start")  # a stop does not wait for what it reads
+    stack.callback(thread.close)
+    progress.note("preparing the model")
+    model_folder = await thread(starting_folder, config)
+    shape = read_shape(model_folder, families=FAMILIES)
+    count = config.learner.dims.world_size
+    others = "".join(f", {count} {role} processes" for role in config.roles.separate)
+    progress.note(f"starting {count} learner processes{others} and loading data")
+    launcher = _launcher(parts, model_folder, shape, stop)
+    starting = asyncio.create_task(stack.enter_async_context(launcher.start(config, progress.note)))
+    try:
+        data = await thread(load, config, model_folder)
+    except BaseException:  # what is wrong with the data is told before all processes are up
+        starting.cancel()
+        await asyncio.wait([starting])
+        raise
+    return await starting, data, shape
+
+
+def job_of(config: RunConfig, folder: Path) -> Job | None:
+    """The allocation to use. Raises ConfigError where there is none and must be one."""
+    job = None if config.run.launcher == "local" else Job.this(folder, config.slurm, config.roles.separate)
+    if config.run.launcher == "slurm" and job is None:
+        raise ConfigError(
+            "run.launcher=slurm, but this is no Slurm job; send one with rl-megatron submit, or set run.launcher=local"
+        )
+    return job
+
+
+def _launcher(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> Launcher:
+    if parts.config.run.launcher == "ray":
+        return _on_ray(parts, model_folder, shape, stop)
+    launcher: Launcher = LocalLauncher(model_folder, parts.folder)
+    if parts.job is not None:
+        launcher = SlurmLauncher(model_folder, parts.folder, parts.job, stop.ask)
+    if parts.config.rollout.served:
+        found, host = places(parts.config, parts.job), parts.job.address() if parts.job else HERE
+        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, host)
+    return launcher
+
+
+def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> Launcher:
+    try:
+        from launcher.hosts.ray.cluster import InCluster, RayCluster
+        from launcher.hosts.ray.launcher import RayLauncher
+    except ModuleNotFoundError as error:
+        raise ConfigError("run.launcher=ray: Ray is not installed; pip install 'rl-megatron[ray]'") from error
+    cluster = RayCluster(parts.config, parts.job, parts.folder)
+    launcher: Launcher = RayLauncher(cluster, model_folder, parts.folder, stop.ask)
+    if parts.config.rollout.served:
+        found = places(parts.config, parts.job, cluster.start_guard)
+        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, cluster.host)
+    return InCluster(cluster=cluster, inner=launcher)

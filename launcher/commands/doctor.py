@@ -1,0 +1,69 @@
+"""``rl-megatron doctor``: which packages and devices are here, and what follows for a run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from launcher.processes import limits
+
+_PACKAGES = (
+    ("torch", "torch", "required"),
+    ("megatron-core", "megatron", "required: the learner"),
+    ("transformers", "transformers", "required: configs and tokenizers"),
+    ("transformer-engine", "transformer_engine", "optional: fused layers and fp8 on GPUs; else torch layers are used"),
+    ("apex", "apex", "optional: fused optimizer on GPUs; else torch's AdamW is used"),
+    ("vllm", "vllm", "optional: rollout engine"),
+    ("sglang", "sglang", "optional: rollout engine"),
+    ("ray", "ray", "optional: launching over nodes"),
+    ("wandb", "wandb", "optional: log.wandb"),
+)
+
+
+def show() -> None:
+    """Print what was found."""
+    import torch
+
+    table = Table("package", "version", "what for", title="rl-megatron doctor")
+    for distribution, module, purpose in _PACKAGES:
+        table.add_row(distribution, _version(distribution, module), purpose)
+    console = Console()
+    console.print(table)
+    cores = len(os.sched_getaffinity(0))
+    console.print(f"machine: {platform.platform()}, Python {platform.python_version()}, {cores} cores")
+    console.print(limits.describe_open_files())
+    console.print(_learner())
+    if not torch.cuda.is_available():
+        console.print("CUDA: none; learner.device=cpu over gloo")
+        return
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    console.print(f"CUDA {torch.version.cuda}: {', '.join(names)}; learner.device=cuda over NCCL")
+
+
+def _learner() -> str:
+    """Whether a learner's process can import what it needs: megatron imports what else is installed, half or whole."""
+    child = subprocess.run(
+        [sys.executable, "-c", "import rl_megatron.learner.megatron"], capture_output=True, text=True, timeout=300
+    )
+    if child.returncode == 0:
+        return "learner: can be imported"
+    lines = child.stderr.strip().splitlines()
+    last = lines[-1] if lines else f"status {child.returncode}"
+    where = next((line.strip() for line in reversed(lines) if line.lstrip().startswith("File ")), "nowhere known")
+    return f"learner: cannot be imported: {last} ({where}); mend that package's installation, or uninstall it"
+
+
+def _version(distribution: str, module: str) -> str:
+    if importlib.util.find_spec(module) is None:
+        return "not installed"
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "installed, version unknown"

@@ -1,0 +1,152 @@
+"""``rl-megatron verify --logprobs``: the learner's forward of a checkpoint beside transformers', on the same texts.
+
+Float32 on the CPU, each whole: the learner, one rank in a process of its own, then transformers in this one.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import random
+import tempfile
+import warnings
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from launcher.processes.environment import inherited
+from rl_megatron.config.learner import LearnerSection
+from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.models.folder import read_shape
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import Completion, Prompt, RolloutGroup
+from rl_megatron.weights.checkpoints.convert import is_megatron
+from rl_megatron.weights.layouts.families import FAMILIES, megatron_layout
+
+Texts = Sequence[Sequence[int]]
+LogProbs = Sequence[Sequence[float]]
+_SECONDS = 3600.0  # for the learner to load and to score
+_TOKENS = 64
+
+
+def compare(
+    folder: Path, *, against: Path | None, config: Path | None, num_texts: int, tolerance: float, threads: int
+) -> bool:
+    """Whether every token's log-prob is within ``tolerance`` nats; prints a line a text. Raises RLMegatronError."""
+    reference = against or folder
+    if is_megatron(reference):
+        raise ConfigError(
+            f"{reference} is a megatron checkpoint, which transformers does not read; give --against a Hugging Face "
+            "folder of the same weights"
+        )
+    shape = read_shape(config or (reference if is_megatron(folder) else folder), families=FAMILIES)
+    texts = made_up_texts(shape.vocab_size, min(_TOKENS, shape.max_positions), num_texts)
+    ours = _learner(folder, shape, texts, threads)
+    theirs = _transformers(reference, texts, threads)
+    table, worst = differences(ours, theirs, tolerance)
+    console = Console()
+    console.print(table)
+    said = "within" if worst <= tolerance else "NOT within"
+    console.print(f"{folder} beside transformers' {reference}: {said} {tolerance:g}", soft_wrap=True, highlight=False)
+    return worst <= tolerance
+
+
+def differences(ours: LogProbs, theirs: LogProbs, tolerance: float) -> tuple[Table, float]:
+    """A line for each text, and the largest difference of a token; one that is no number is infinitely far."""
+    table = Table("text", "tokens", "mean difference", "largest", "", title="log-probs, in nats")
+    worst = 0.0
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True), 1):
+        apart = [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in zip(one, other, strict=True)]
+        worst = max(worst, *apart)
+        verdict = "equal" if max(apart) <= tolerance else "DIFFERENT"
+        table.add_row(str(number), str(len(apart)), f"{sum(apart) / len(apart):.2g}", f"{max(apart):.2g}", verdict)
+    return table, worst
+
+
+def made_up_texts(vocab_size: int, length: int, count: int) -> Texts:
+    """Token ids all over the vocabulary, the same each time, so that most experts see some."""
+    chosen = random.Random(0)
+    return [[chosen.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def _transformers(folder: Path, texts: Texts, threads: int) -> list[list[float]]:
+    """Log-prob of each token but the first."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    with torch.inference_mode():
+        for text in texts:
+            ids = torch.tensor([text])
+            logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
+            found.append(logprobs.gather(1, ids[0, 1:, None]).squeeze(1).tolist())
+    return found
+
+
+def _learner(folder: Path, shape: ModelShape, texts: Texts, threads: int) -> list[list[float]]:
+    """The same, of a learner of one rank."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    with inherited(threads=threads, device="cpu"):
+        process = multiprocessing.get_context("spawn").Process(target=_rank, args=(writer, folder, shape, texts))
+        process.start()
+    writer.close()
+    try:
+        if not reader.poll(_SECONDS):
+            raise CheckpointError(f"{folder}: the learner did not score it in {_SECONDS:g} s")
+        found = reader.recv()
+    except EOFError as error:
+        raise CheckpointError(f"{folder}: the learner's process ended before it had scored it") from error
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(found, Exception):
+        raise found
+    return list(found)
+
+
+def _rank(writer: Connection, folder: Path, shape: ModelShape, texts: Texts) -> None:
+    """The learner's process: sends the log-probs, or what it raised."""
+    warnings.simplefilter("ignore")  # megatron's, of packages that it could use
+    from rl_megatron.learner.megatron import make_policy  # first: it makes megatron run here
+
+    # isort: split
+    import torch
+
+    from rl_megatron.data.samples import to_samples
+    from rl_megatron.learner import world
+    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.layouts.families import hf_layout
+
+    learner = LearnerSection()
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            device = world.join(learner, rank=0, rendezvous=f"file://{place}/store", seed=0)
+            policy = make_policy(shape, learner, device, temperature=1.0)
+            if is_megatron(folder):
+                policy.load_weights(folder)
+            else:
+                layout = megatron_layout(shape, vocab_multiple=learner.vocab_multiple)
+                read_boxes(Checkpoint(folder), hf_layout(shape), layout, 0, dict(policy.tensors))
+                policy.adopt()
+            found = policy.score([to_samples([_group(text) for text in texts])])
+            assert found is not None, "the only rank answers"
+            writer.send([part.tolist() for part in torch.split(found[0], [len(text) - 1 for text in texts])])
+        except Exception as error:  # noqa: BLE001  sent, and raised where it is told
+            writer.send(error)
+        finally:
+            world.leave()
+
+
+def _group(text: Sequence[int]) -> RolloutGroup:
+    """A text as something whose every token but the first was sampled."""
+    rest = tuple(text[1:])
+    completion = Completion(token_ids=rest, logprobs=(0.0,) * len(rest), finish_reason="length", versions=(0, 0))
+    prompt = Prompt(id="text", text="", token_ids=tuple(text[:1]), answer="")
+    return RolloutGroup(prompt=prompt, completions=(completion,), texts=("",), rewards=(0.0,))

@@ -1,0 +1,222 @@
+"""``rl-megatron doctor mismatch``: learner and engine as a run starts them, the experiments, and a table of causes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from launcher.build.data import Data
+from launcher.build.model import starting_folder
+from launcher.build.roles import Parts, job_of, started
+from launcher.controller.proxies import LearnerGroup, WeightGroup
+from launcher.preflight.checks import preflight
+from launcher.runs.folder import mirror_path
+from launcher.runs.stop import stop_signals
+from rl_megatron.config.data import FileData
+from rl_megatron.config.io import load
+from rl_megatron.config.run import RunConfig
+from rl_megatron.data.prompts import PromptStream
+from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
+from rl_megatron.diagnosis.causes import CAUSES, Finding, judge
+from rl_megatron.diagnosis.experiments import Bench, run
+from rl_megatron.diagnosis.sampling import Parameters
+from rl_megatron.durable import write_atomically
+from rl_megatron.errors import ConfigError, SyncError
+from rl_megatron.interfaces import Roles
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.observability.log import run_log
+from rl_megatron.observability.progress import Progress
+from rl_megatron.rewards.registry import resolve_reward
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.training.checkpoints import files_of, latest
+from rl_megatron.types import Prompt
+from rl_megatron.weights.checkpoints.convert import is_megatron
+from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, checksums
+from rl_megatron.weights.servers.mirror import dtypes, seal_of, shapes
+
+_TOKENIZED_PROMPTS = 8
+_STYLES = {"guilty": "bold red", "noise": "yellow", "not guilty": "green", "not checked": "magenta"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is looked at, and the folder that logs and mismatch.json go to."""
+
+    config: RunConfig
+    folder: Path
+    checkpoint: Path | None  # None: the model as a run starts from it
+
+
+def subject(target: str, overrides: Sequence[str]) -> Subject:
+    """Of a run's folder, or of a configuration. Raises ConfigError."""
+    path = Path(target)
+    if path.is_dir():
+        config = load(str(path / "config.yaml"), overrides)
+        return Subject(config=config, folder=path / "doctor", checkpoint=latest(path / "checkpoints"))
+    config = load(target, overrides)
+    return Subject(config=config, folder=config.run.dir / f"doctor-{path.stem}", checkpoint=None)
+
+
+async def diagnose(subject: Subject, *, num_prompts: int, num_completions: int) -> bool:
+    """Whether a cause is guilty, or could not be told; prints the table and writes ``mismatch.json``.
+
+    Raises RLMegatronError.
+    """
+    config, folder = _with_every_version_served(subject.config), subject.folder
+    if config.rollout.served and config.rollout.server.colocated:
+        raise ConfigError(
+            "rollout.server.colocated=true: servers forget their weights where the learner computes, and here both are "
+            "asked in turn; add rollout.server.colocated=false, with memory for both"
+        )
+    preflight(config).raise_problems()
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = Parts(config=config, folder=folder, reward=resolve_reward(config.reward), job=job_of(config, folder))
+    progress = Progress(1, "plain", "doctor mismatch", run_folder=folder)
+    with run_log(folder, role="doctor"), progress, stop_signals(progress) as stop:
+        async with started(parts, progress, stop) as (roles, data, shape):
+            kept = starting_folder(config) if subject.checkpoint is None else None
+            examination = _Examination(config=config, folder=folder, roles=roles, data=data, shape=shape, kept=kept)
+            if subject.checkpoint is not None:
+                progress.note(f"weights of {subject.checkpoint}")
+                await roles.learner.load(subject.checkpoint / "learner", files_of(subject.checkpoint / "learner"))
+            progress.note(f"sampling {num_prompts} x {num_completions} completions and scoring them")
+            found = await examination.findings(num_prompts, num_completions)
+    _show(found, str(subject.checkpoint or f"{config.model.path or 'the tiny model'}, untrained"))
+    report = {"checkpoint": subject.checkpoint and str(subject.checkpoint), "findings": [asdict(f) for f in found]}
+    write_atomically(folder / "mismatch.json", json.dumps(report, indent=1).encode())
+    print(f"written: {folder / 'mismatch.json'}; docs/mismatch.md says how to read it")
+    return any(f.verdict in ("guilty", "not checked") for f in found)
+
+
+def _with_every_version_served(config: RunConfig) -> RunConfig:
+    """A probe would refuse the versions that are to be looked at."""
+    server = config.rollout.server.model_copy(update={"probe_tolerance": math.inf})
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Examination:
+    config: RunConfig
+    folder: Path
+    roles: Roles
+    data: Data
+    shape: ModelShape
+    kept: Path | None  # the folder whose weights the learner has; None where it has others
+
+    async def findings(self, num_prompts: int, num_completions: int) -> list[Finding]:
+        """Of every cause."""
+        try:
+            await self.roles.weights.push(1)
+        except SyncError as error:
+            return _not_served(str(error))
+        prompts = PromptStream(self.data.train, seed=self.config.seed).take(min(num_prompts, len(self.data.train)))
+        rollout, dtype = self.config.rollout, self.config.learner.dtype
+        setting = Setting(
+            learner_dtype=dtype,
+            engine_dtype=dtype,  # a server of another is refused before
+            configured=Parameters(temperature=rollout.temperature, top_p=rollout.top_p),
+            served=rollout.served,
+            replays=self.config.algorithm.routing_replay == "r3",
+        )
+        outcomes = await run(self._bench(), prompts, completions=num_completions, worth=setting.noise)
+        weights, tokenizer = await self._weights(), await self._tokenizer(prompts)
+        return await asyncio.to_thread(judge, outcomes, setting, weights, tokenizer)
+
+    def _bench(self) -> Bench:
+        rollout, learner = self.config.rollout, self.roles.learner
+        assert isinstance(learner, LearnerGroup)
+        return Bench(
+            learner=learner,
+            engine=self.roles.engine,
+            dims=self.config.learner.dims,
+            max_tokens=self.config.learner.max_tokens_per_micro_batch,
+            vocab_size=self.shape.vocab_size,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            max_prompt_tokens=rollout.max_prompt_tokens,
+            max_new_tokens=rollout.max_new_tokens,
+            stop_token_ids=() if rollout.ignore_eos else self.data.stop_token_ids,
+            special_token_ids=_special(self.data.tokenizer),
+            routes=self.shape.num_experts > 0 and (not rollout.served or self.config.algorithm.routing_replay == "r3"),
+            seed=self.config.seed,
+        )
+
+    async def _weights(self) -> WeightCheck:
+        """Servers against the model's folder, or where the learner has trained against what it says that it has; those
+        beside a learner against the same weights pushed again."""
+        roles = self.roles
+        if isinstance(roles.engine, ServedEngine):
+            path = mirror_path(self.config, self.folder)
+            expected, where = await asyncio.to_thread(self._expected, path)
+            answers = await roles.engine.comparable(path, expected)
+            differing = tuple(f"{name} at {url}" for url, (_, names) in answers.items() for name in names)
+            total = len(await asyncio.to_thread(shapes, path))
+            compared = min(count for count, _ in answers.values())
+            how = f"with {where}" if compared else "(it keeps none as it was sent)"
+            return WeightCheck(compared=compared, total=total, differing=differing, how=how)
+        assert isinstance(roles.weights, WeightGroup)
+        before = await roles.weights.held()
+        await roles.weights.push(2)
+        after = await roles.weights.held()
+        pairs = list(zip(before, after, strict=True))
+        differing = tuple(
+            f"{name} on rank {rank}" for rank, (b, a) in enumerate(pairs) for name in a if b[name] != a[name]
+        )
+        total = sum(map(len, after))
+        return WeightCheck(
+            compared=total, total=total, differing=differing, how="with the same weights pushed once more"
+        )
+
+    def _expected(self, path: Path) -> tuple[dict[str, int], str]:
+        """Checksums of what servers should hold, and whose they are."""
+        quantised = self.config.rollout.server.quantization != "none"
+        if self.kept is None or quantised or is_megatron(self.kept):
+            return dict(seal_of(path, 1).checksums), "what the learner has"
+        return checksums(Checkpoint(self.kept), shapes(path), dtypes(path)), str(self.kept)
+
+    async def _tokenizer(self, prompts: Sequence[Prompt]) -> TokenizerCheck:
+        engine, data = self.roles.engine, self.config.data
+        if not isinstance(engine, ServedEngine):
+            return TokenizerCheck(compared=0, differing=(), how="the engine sees token ids alone")
+        special = not (isinstance(data, FileData) and data.chat_template)
+        differing, asked = [], prompts[:_TOKENIZED_PROMPTS]
+        for prompt in asked:
+            ids = await engine.tokenized(prompt.text, add_special_tokens=special)
+            if ids is None:
+                return TokenizerCheck(compared=0, differing=(), how="the server has no tokenizer: it gets token ids")
+            if ids != prompt.token_ids:
+                differing.append(f"{prompt.id!r}: {list(ids[:8])}..., here {list(prompt.token_ids[:8])}...")
+        how = f"its tokenizer gives the same ids for {len(asked)} prompts"
+        return TokenizerCheck(compared=len(asked), differing=tuple(differing), how=how)
+
+
+def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    named = {name: getattr(tokenizer, f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
+    return {name: token for name, token in named.items() if token is not None}
+
+
+def _not_served(error: str) -> list[Finding]:
+    """Where an engine could not take the weights, nothing else can be asked."""
+    fix = "docs/engines.md: what is verified at every push"
+    rest = [Finding(cause=cause, verdict="not checked", evidence="no weights are served") for cause in CAUSES[1:]]
+    return [Finding(cause="weights", verdict="guilty", evidence=error, fix=fix), *rest]
+
+
+def _show(found: Sequence[Finding], what: str) -> None:
+    table = Table("cause", "verdict", "evidence", "fix", title=f"mismatch of {what}", show_lines=True)
+    for finding in found:
+        style = _STYLES[finding.verdict]
+        table.add_row(finding.cause, f"[{style}]{finding.verdict}[/]", _plain(finding.evidence), _plain(finding.fix))
+    Console().print(table)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")

@@ -1,0 +1,137 @@
+"""``rl-megatron submit``: a checked configuration becomes a job script in the run's folder, and a job.
+
+Runs on a login node: imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.build.model import starting_shape
+from launcher.hosts.slurm.script import PACKAGE, render
+from launcher.preflight.checks import Preflight, preflight
+from rl_megatron.config.io import save_resolved
+from rl_megatron.config.run import RunConfig
+from rl_megatron.durable import remove_folder, write_atomically
+from rl_megatron.errors import ConfigError
+from rl_megatron.placement.names import LEARNER, called
+from rl_megatron.placement.nodes import made_up_nodes
+from rl_megatron.placement.ranks import Placement, placement_of
+from rl_megatron.placement.seats import Seat, describe_seats, seats_of
+from rl_megatron.scaling.memory import GB, Memory, check
+
+_PREPARED = {"config.yaml", "job.sbatch", "placement.txt", "jobs"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What a configuration asks for: where all runs, on nodes of made-up names, and the fullest GPU, if known."""
+
+    placement: Placement
+    separate: tuple[Placement, ...]  # of roles with ranks of their own
+    seats: tuple[Seat, ...]
+    roles: str  # what the learner's ranks hold beside the policy
+    memory: Memory | None
+
+    def describe(self) -> str:
+        """Lines for a person."""
+        others = (other.describe() for other in self.separate)
+        lines = list(filter(None, (self.placement.describe(), self.roles, *others, describe_seats(self.seats))))
+        if self.memory is not None:
+            held, most = self.memory.total / GB, self.memory.largest
+            rank = called(self.memory.role, self.memory.rank)
+            lines.append(f"memory: up to {held:.1f} GB a GPU ({rank}), most of it: {most}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A job that could be sent: all of it lies in the run's folder."""
+
+    folder: Path
+    script: Path
+    checked: Checked
+    findings: Preflight
+
+
+def checked(config: RunConfig) -> Checked:
+    """Where all would run. Raises ConfigError where that does not fit; `preflight` tells of all else."""
+    nodes = made_up_nodes(config)
+    placements = [placement_of(config, nodes[role], role) for role in (LEARNER, *config.roles.separate)]
+    seats = seats_of(config, nodes[LEARNER], nodes.get("engines", ()))
+    fullest = None if config.model.path is None else check(config, starting_shape(config))
+    placement, *separate = placements
+    return Checked(placement=placement, separate=tuple(separate), memory=fullest, seats=seats, roles=_roles(config))
+
+
+def _roles(config: RunConfig) -> str:
+    algorithm = config.algorithm
+    named = (
+        ("critic", algorithm.needs_critic),
+        ("reference", algorithm.needs_reference),
+        ("engine", not config.rollout.served),
+    )
+    held = [name for name, needed in named if needed and name not in config.roles.separate]
+    return f"in every rank beside the policy: {', '.join(held)}" if held else ""
+
+
+def taken(folder: Path) -> bool:
+    """Whether a run is there: a folder that holds no more than a job that was not sent is free again."""
+    jobs = folder / "jobs"
+    only_prepared = jobs.is_dir() and not any(jobs.iterdir()) and {p.name for p in folder.iterdir()} <= _PREPARED
+    return folder.exists() and not only_prepared
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Make the run's folder with config.yaml, job.sbatch and placement.txt. Raises ConfigError, before it makes any."""
+    if config.run.launcher == "local":
+        config = config.model_copy(update={"run": config.run.model_copy(update={"launcher": "slurm"})})
+    config = RunConfig.model_validate(config.model_dump())  # rules that the launcher takes part in
+    findings = preflight(config, for_job=True)
+    findings.raise_problems()
+    found = checked(config)
+    folder = Path.cwd() / config.run.dir / str(config.run.name)
+    script = render(config, folder=Path.cwd(), python=sys.executable, package=PACKAGE)
+    (folder / "jobs").mkdir(parents=True, exist_ok=True)
+    save_resolved(config, folder / "config.yaml")
+    write_atomically(folder / "job.sbatch", script.encode(), private=bool(config.slurm.environment))
+    write_atomically(folder / "placement.txt", f"{found.describe()}\n".encode())
+    return Prepared(folder=folder, script=folder / "job.sbatch", checked=found, findings=findings)
+
+
+def verify(prepared: Prepared, *, cluster: bool) -> None:
+    """Have bash read the script, and Slurm say whether the job could ever run.
+
+    Raises ConfigError with their words; the run's folder is then gone again.
+    """
+    try:
+        _call(["bash", "-n", str(prepared.script)])
+        if cluster:
+            _call(["sbatch", "--test-only", str(prepared.script)])
+    except ConfigError:
+        remove_folder(prepared.folder)
+        raise
+
+
+def send(prepared: Prepared) -> str:
+    """Send the job; its id, which is also kept in the run's folder."""
+    job = _call(["sbatch", "--parsable", str(prepared.script)]).strip().partition(";")[0]
+    write_atomically(prepared.folder / "jobs" / "id", f"{job}\n".encode())
+    return job
+
+
+def _call(command: list[str]) -> str:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+    kept |= {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}  # not those of a job around this
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=kept)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{command[0]} is not here; submit on a login node, or add --dry-run") from error
+    if done.returncode:
+        raise ConfigError(f"{shlex.join(command)}: status {done.returncode}\n{done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,205 @@
+"""Ranks on whatever node connect back to the controller: who came, that it is the one awaited, and how it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from launcher.controller.proxies import roles_of
+from launcher.controller.workers import Ending, Failure, serving
+from launcher.processes.last_words import end_of
+from launcher.wire import channel
+from launcher.wire.greetings import Hello
+from launcher.wire.setup import Setup
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import WorkerDied
+from rl_megatron.interfaces import Roles
+from rl_megatron.placement.names import called, file_stem
+from rl_megatron.placement.ranks import Placement
+
+logger = logging.getLogger(__name__)
+
+_HELLO_BYTES = 4096
+
+
+class ConnectedRank:
+    """A rank that connected from its node (see RankProcess)."""
+
+    def __init__(self, connection: Connection, hello: Hello) -> None:
+        self.connection, self.role, self.rank, self.hello = connection, hello.role, hello.rank, hello
+        self.where = f"pid {hello.pid} on {hello.node}"
+        self._stream = socket.socket(fileno=os.dup(connection.fileno()))
+        self._gone = threading.Event()
+        self.folder: Path | None = None  # where what it says is written
+
+    def ending(self, hung_up: threading.Event) -> Ending:
+        """See RankProcess; that a stream ended is all that another node says."""
+        hung_up.wait()
+        self._gone.set()
+        file = file_stem(self.role, self.rank)
+        told = end_of(self.folder / f"{file}.txt") if self.folder is not None else ""
+        said = f"ends with:{told}" if told else "has what it said"
+        how = f"hung up: it was killed, crashed or lost its node; {file}.txt {said}"
+        return Ending(how=how, expected=True, killed=True)
+
+    def wake(self) -> None:
+        """See RankProcess; Slurm passes the signal on to all ranks. Elsewhere nobody reaches a stopped one."""
+        if all(self.hello.step.split(".")):
+            subprocess.Popen(["scancel", "--signal=CONT", self.hello.step])
+
+    def kill(self) -> None:
+        """See RankProcess; a rank ends within seconds of its stream."""
+        with contextlib.suppress(OSError):  # it hung up first
+            self._stream.shutdown(socket.SHUT_RDWR)
+
+    def join(self, seconds: float) -> bool:
+        """See RankProcess."""
+        return self._gone.wait(seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Awaited:
+    """The ranks that were started, and who may say that no more will come."""
+
+    placement: Placement
+    token: bytes
+    started: Awaitable[str]  # done, with how it ended, once what starts the ranks is at its end
+    seconds: float
+    folder: Path  # where what ranks say is written
+    files: str  # there, where a person reads more
+    blame: Callable[[str], None]  # hears the node from which alone ranks did not come
+    separate: Sequence[Placement] = ()  # of other roles with ranks of their own
+
+    @property
+    def placements(self) -> dict[str, Placement]:
+        """By role, the learner's first."""
+        return {placement.role: placement for placement in (self.placement, *self.separate)}
+
+    def where(self) -> dict[tuple[str, int], str]:
+        """The node of every rank of a role, in order."""
+        return {
+            (role, rank): placement.node_of(rank)
+            for role, placement in self.placements.items()
+            for rank in range(placement.dims.world_size)
+        }
+
+
+@contextlib.asynccontextmanager
+async def learner(
+    listener: socket.socket,
+    awaited: Awaited,
+    failure: Failure,
+    config: RunConfig,
+    *,
+    model_folder: Path,
+    run_folder: Path,
+    on_signal: Callable[[str], None],
+    tell: Callable[[str], None],
+) -> AsyncIterator[Roles]:
+    """The roles of all ranks, once they are here, while the context is open. Raises WorkerDied; its node is blamed."""
+    ranks = await arrivals(listener, awaited)
+    listener.close()  # nobody else is awaited
+    teams: list[tuple[Setup, list[ConnectedRank]]] = []
+    taken: Counter[str] = Counter()  # of each node's accelerators
+    for role, placement in awaited.placements.items():
+        team = [rank for rank in ranks if rank.role == role]
+        for rank in team:
+            rank.folder = awaited.folder
+        setup = Setup(
+            config=config,
+            model_folder=model_folder.resolve(),
+            run_folder=run_folder.resolve(),
+            rendezvous=f"tcp://{team[0].hello.store}",
+            role=role,
+            first_device=max(taken[node] for node in placement.nodes),
+        )
+        teams.append((setup, team))
+        taken.update(dict.fromkeys(placement.nodes, placement.ranks_per_node))
+    try:
+        async with serving(teams, failure, on_signal, tell) as groups:
+            yield roles_of(groups, config)
+    except WorkerDied:
+        if failure.rank is not None:
+            awaited.blame(awaited.where()[failure.role, failure.rank])
+        raise
+
+
+async def arrivals(listener: socket.socket, awaited: Awaited) -> list[ConnectedRank]:
+    """All ranks of all roles, in order. Raises WorkerDied where not all can come, or they are not there in time."""
+    arrived: dict[tuple[str, int], ConnectedRank] = {}
+    where = awaited.where()
+    waiting = asyncio.ensure_future(_welcome(listener, awaited, arrived))
+    ended = asyncio.ensure_future(awaited.started)
+    try:
+        await asyncio.wait({waiting, ended}, timeout=awaited.seconds, return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            waiting.result()
+            return [arrived[who] for who in where]
+        missing = [who for who in where if who not in arrived]
+        nodes = sorted({where[who] for who in missing})
+        if len(nodes) == 1:  # what all nodes have in common is not mended by leaving one out
+            awaited.blame(nodes[0])
+        why = ended.result() if ended.done() else f"{awaited.seconds:g} s passed"
+        lists = {role: ", ".join(str(rank) for of, rank in missing if of == role) for role, _ in missing}
+        ranks = f"{' and '.join(called(role, text) for role, text in lists.items())} on {', '.join(nodes)}"
+        raise WorkerDied(f"{why} before {ranks} connected; {awaited.files} in {awaited.folder} have what they said")
+    finally:
+        for task in (waiting, ended):
+            task.cancel()
+        if not waiting.done() or waiting.cancelled() or waiting.exception():
+            for rank in arrived.values():
+                rank.kill()
+
+
+async def _welcome(listener: socket.socket, awaited: Awaited, arrived: dict[tuple[str, int], ConnectedRank]) -> None:
+    """Accept streams until every rank has one; each proves itself in a thread, so that none holds others up."""
+    loop = asyncio.get_running_loop()
+    listener.setblocking(False)
+    everybody, where = asyncio.Event(), awaited.where()
+
+    async def prove(accepted: socket.socket) -> None:
+        try:
+            rank = await loop.run_in_executor(pool, _hear, accepted, awaited.token)
+        except (OSError, EOFError, ValueError, TypeError) as error:
+            logger.warning("a stream was refused: %s", error)
+            return
+        who = (rank.role, rank.rank)
+        if who in arrived or where.get(who) != rank.hello.node:
+            logger.warning("%s came twice or from another node than planned: %s", called(*who), rank.hello)
+            rank.kill()
+            return
+        arrived[who] = rank
+        if len(arrived) == len(where):
+            everybody.set()
+
+    async def accept() -> None:
+        while True:
+            accepted, _ = await loop.sock_accept(listener)
+            tasks.append(asyncio.create_task(prove(accepted)))
+
+    pool = ThreadPoolExecutor(32, thread_name_prefix="welcome")
+    tasks = [asyncio.create_task(accept())]
+    try:
+        await everybody.wait()
+    finally:
+        for task in tasks:
+            task.cancel()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _hear(accepted: socket.socket, token: bytes) -> ConnectedRank:
+    accepted.setblocking(True)
+    connection = channel.accept(accepted, token)
+    return ConnectedRank(connection, Hello(**json.loads(connection.recv_bytes(_HELLO_BYTES))))

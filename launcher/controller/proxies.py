@@ -1,0 +1,246 @@
+"""Many ranks look like one Learner, one RolloutEngine and one WeightSync; no matter what started them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.controller.workers import WorkerGroup, WorkerHandle
+from rl_megatron import digests
+from rl_megatron.config.run import RunConfig
+from rl_megatron.digests import Digest
+from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
+from rl_megatron.interfaces import Roles
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.training import checkpoints
+from rl_megatron.types import (
+    Batch,
+    Completion,
+    GenerationRequest,
+    Loss,
+    ParallelDims,
+    Samples,
+    Scores,
+    SkippedStep,
+    StepResult,
+    WeightUpdate,
+)
+from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.layouts.recorded import Boxes
+from rl_megatron.weights.transports.joined import Place
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:
+    """What the trainer sees of ranks that are ready: the learner's hold what has none of its own."""
+    dims, group = config.learner.dims, groups[LEARNER]
+    critic, reference = (LearnerGroup(groups.get(role, group), dims, role) for role in ("critic", "reference"))
+    return Roles(
+        learner=LearnerGroup(group, dims, "policy"),
+        critic=critic if config.algorithm.needs_critic else None,
+        reference=reference if config.algorithm.needs_reference else None,
+        engine=EngineGroup(group),
+        weights=WeightGroup(group),
+    )
+
+
+class LearnerGroup:
+    """A Learner, Critic or Reference over all ranks that hold it, by its ``role`` there (see interfaces)."""
+
+    def __init__(self, group: WorkerGroup, dims: ParallelDims, role: str) -> None:
+        self._group, self._dims, self._role = group, dims, role
+        self._routed: list[tuple[int, ...]] = []  # by rank: see MegatronLearner.routed_layers
+
+    async def start_from(self, folder: Path) -> None:
+        """See interfaces.Critic."""
+        await self._group.each("start_from", self._role, folder.resolve())
+
+    async def score(self, batch: Batch) -> Scores:
+        """See interfaces.Scorer."""
+        scores: list[list[Tensor]] = await self._by_dp_rank("score", batch)
+        return scores
+
+    async def score_with_routes(self, batch: Batch) -> tuple[Scores, Scores]:
+        """See interfaces.Learner."""
+        both: list[tuple[list[Tensor], list[Tensor]]] = await self._by_dp_rank("score_with_routes", batch)
+        return [scores for scores, _ in both], [routes for _, routes in both]
+
+    async def logits(self, batch: Batch) -> Scores:
+        """See diagnosis.experiments.Policy."""
+        logits: list[list[Tensor]] = await self._by_dp_rank("logits", batch)
+        return logits
+
+    async def _by_dp_rank(self, call: str, batch: Batch) -> list[Any]:
+        """What one rank of each data-parallel rank answers."""
+        shares = {rank: (self._role, m) for rank, m in (await self._shares(batch)).items()}
+        answers = await self._group.ask(call, shares)
+        rows = {self._dims.dp_rank(rank): answer for rank, answer in enumerate(answers) if answer is not None}
+        return [rows[d] for d in range(self._dims.dp)]
+
+    async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult | SkippedStep:
+        """See interfaces.Learner."""
+        common = (loss, learning_rate, batch.num_tokens, batch.num_sequences)
+        shares = {rank: (self._role, m, *common) for rank, m in (await self._shares(batch)).items()}
+        answers = await self._group.ask("train_step", shares)
+        if skipped := [a for a in answers if isinstance(a, SkippedStep)]:  # then all did
+            return replace(skipped[0], culprits=tuple(c for a in skipped for c in a.culprits))
+        result: StepResult = next(a for a in answers if a is not None)
+        return result
+
+    async def _shares(self, batch: Batch) -> dict[int, tuple[Samples, ...]]:
+        """What each rank computes on: its data-parallel rank's micro-batches, with routes of its own layers alone.
+
+        Raises RLMegatronError for routes of another model.
+        """
+        rows = batch.micro_batches
+        numbers = {w.rank: self._dims.dp_rank(w.rank) for w in self._group.workers}
+        routed = next((m.routes for m in rows[0] if m.routes is not None), None)
+        if routed is None:
+            return {rank: rows[d] for rank, d in numbers.items()}
+        self._routed = self._routed or await self._group.each("routed_layers", self._role)
+        num_layers = 1 + max(layer for layers in self._routed for layer in layers)
+        if routed.shape[1] != num_layers:
+            raise RLMegatronError(
+                f"routes to replay are of {routed.shape[1]} MoE layers; the learner's model has {num_layers}: is the "
+                "engine's another model?"
+            )
+        cut = {key: _with_layers(rows[key[0]], key[1]) for key in zip(numbers.values(), self._routed, strict=True)}
+        return {rank: cut[d, self._routed[rank]] for rank, d in numbers.items()}
+
+    async def save(self, folder: Path) -> dict[str, Digest]:
+        """See interfaces.Learner."""
+        answers: list[dict[str, Digest]] = await self._group.each("save", self._role, folder)
+        return {name: digest for answer in answers for name, digest in answer.items()}
+
+    async def load(self, folder: Path, files: Mapping[str, Digest]) -> None:
+        """See interfaces.Learner. Every rank reads its share of the files before any takes over what they hold."""
+        shares = digests.shares(files, len(self._group.workers))
+        mine = {w.rank: (folder, share) for w, share in zip(self._group.workers, shares, strict=True)}
+        problems: list[list[str]] = await self._group.ask("verify", mine)
+        if any(problems):
+            raise checkpoints.unsound(folder.parent, [line for lines in problems for line in lines])
+        await self._group.each("load", self._role, folder)
+
+
+def _with_layers(row: Sequence[Samples], layers: Sequence[int]) -> tuple[Samples, ...]:
+    """Each with routes of these of its MoE layers."""
+    return tuple(
+        m if m.routes is None or len(layers) == m.routes.shape[1] else replace(m, routes=m.routes[:, list(layers)])
+        for m in row
+    )
+
+
+class EngineGroup:
+    """A RolloutEngine over the replicas: requests made in one go are served as one batch per replica."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self._pending: list[tuple[GenerationRequest, asyncio.Future[Sequence[Completion]]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        """See interfaces.RolloutEngine."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Sequence[Completion]] = loop.create_future()
+        if not self._pending:
+            loop.call_soon(self._dispatch)  # after every caller that is ready now has asked
+        self._pending.append((request, answer))
+        return await answer
+
+    def _dispatch(self) -> None:
+        pending, self._pending = self._pending, []
+        count = len(self._group.workers)
+        for replica, handle in enumerate(self._group.workers):
+            if share := pending[replica::count]:
+                task = asyncio.ensure_future(self._serve(handle, share))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _serve(
+        self, handle: WorkerHandle, share: list[tuple[GenerationRequest, asyncio.Future[Sequence[Completion]]]]
+    ) -> None:
+        try:
+            (results,) = await self._group.ask("generate", {handle.rank: ([request for request, _ in share],)})
+        except Exception as error:  # noqa: BLE001  whatever it is, those who asked hear it
+            for _, answer in share:
+                if not answer.done():
+                    answer.set_exception(error)
+            return
+        for (_, answer), completions in zip(share, results, strict=True):
+            if not answer.done():
+                answer.set_result(completions)
+
+
+class WeightGroup:
+    """A WeightSync in which every learner rank moves its shards to every replica (see interfaces.WeightSync)."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    async def push(self, version: int) -> WeightUpdate:
+        """See interfaces.WeightSync. Served once all replicas have staged and verified it; tried twice.
+
+        Raises CorruptionError where boxes arrived corrupted twice.
+        """
+        updates, failures = await self._stage(version)
+        if failures:
+            logger.warning("weights were corrupted on their way and are moved again: %s", failures[0])
+            again, failures = await self._stage(version)
+            updates += again
+        if failures:
+            raise failures[0]
+        await self._group.each("commit", version)
+        return _joined(version, updates)
+
+    async def held(self) -> list[dict[str, int]]:
+        """The checksum of each tensor that each rank holds for its engine."""
+        held: list[dict[str, int]] = await self._group.each("checksums")
+        return held
+
+    async def _stage(self, version: int) -> tuple[list[WeightUpdate], list[CorruptionError]]:
+        answers: list[WeightUpdate | CorruptionError] = await self._group.each("stage", version)
+        return (
+            [answer for answer in answers if isinstance(answer, WeightUpdate)],
+            [answer for answer in answers if isinstance(answer, CorruptionError)],
+        )
+
+    async def sums(self) -> list[Report]:
+        """See weights.served.Sender."""
+        reports: list[Report] = await self._group.each("sums")
+        return reports
+
+    async def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
+        """See weights.direct.Senders."""
+        for answer in await self._group.each("join_engines", place, ranks):
+            if answer is not None:
+                raise answer
+
+    async def send(self, version: int) -> tuple[WeightUpdate, list[Report]]:
+        """See weights.direct.Senders."""
+        answers: list[tuple[WeightUpdate, Report] | SyncError] = await self._group.each("send", version)
+        for answer in answers:
+            if isinstance(answer, SyncError):
+                raise answer
+        said = [answer for answer in answers if not isinstance(answer, SyncError)]
+        return _joined(version, [update for update, _ in said]), [report for _, report in said]
+
+    async def export(self, folder: Path) -> None:
+        """See interfaces.WeightSync. Writes what was pushed last."""
+        await self._group.ask("export", {0: (folder,)})
+
+
+def _joined(version: int, updates: Sequence[WeightUpdate]) -> WeightUpdate:
+    return WeightUpdate(
+        version=version,
+        num_bytes=sum(u.num_bytes for u in updates),
+        seconds=max(u.seconds for u in updates),
+        verify_seconds=max(u.verify_seconds for u in updates),
+    )

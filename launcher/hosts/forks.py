@@ -1,0 +1,146 @@
+"""Ranks on this machine, forked from one process that has imported what they all import."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from multiprocessing.connection import Connection
+
+from launcher.controller.workers import Ending
+from launcher.processes.last_words import LastWords
+from launcher.worker import nursery
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import WorkerDied
+from rl_megatron.placement.names import called
+
+LEARNERS_IMPORTS = ("rl_megatron.learner.megatron", "torch._dynamo")  # the second by an optimizer's first step
+
+
+class ForkedRank:
+    """A worker that the nursery forked (see RankProcess)."""
+
+    def __init__(
+        self, role: str, rank: int, connection: Connection, last_words: LastWords, pid: int, code: Future[int]
+    ) -> None:
+        self.role, self.rank, self.connection = role, rank, connection
+        self.where = f"pid {pid}"
+        self._last_words, self._pid, self._code = last_words, pid, code
+
+    def ending(self, hung_up: threading.Event) -> Ending:
+        """See RankProcess; a child's exit says more than the end of its pipe."""
+        code = self._code.result()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        told = self._last_words.told()
+        said = f"it said last:{told}" if told else "log.txt has what it said"
+        return Ending(how=f"{how}; {said}", expected=code == 0, killed=code < 0)
+
+    def wake(self) -> None:
+        """See RankProcess."""
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """See RankProcess."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if not self._code.done():
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                os.kill(self._pid, number)
+
+    def join(self, seconds: float) -> bool:
+        """See RankProcess."""
+        return bool(wait([self._code], seconds).done)
+
+
+class Nursery:
+    """The controller's end of nursery.py: a context, at whose end that process and all ranks are gone."""
+
+    def __init__(self, imports: Sequence[str]) -> None:
+        """Start it; it imports ``imports`` before its first fork."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._asked: deque[Future[tuple[int, Future[int]]]] = deque()
+        command = [sys.executable, "-P", "-m", nursery.__name__, *imports]
+        with theirs, _signals_held_back():
+            self._process = subprocess.Popen(command, stdin=theirs.fileno())
+        threading.Thread(target=self._hear, name="nursery", daemon=True).start()
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    async def fork(self, role: str, rank: int) -> ForkedRank:
+        """A new rank. Raises WorkerDied where the nursery is gone."""
+        (connection, theirs), last_words = multiprocessing.Pipe(), LastWords(called(role, rank))
+        asked: Future[tuple[int, Future[int]]] = Future()
+        self._asked.append(asked)
+        with theirs:
+            message = json.dumps([called(role, rank), rank]).encode()
+            try:
+                socket.send_fds(self._socket, [message], [theirs.fileno(), last_words.theirs.fileno()])
+            except OSError as error:
+                raise self._gone() from error
+            finally:
+                last_words.listen()
+        pid, code = await asyncio.wrap_future(asked)
+        return ForkedRank(role, rank, connection, last_words, pid, code)
+
+    def _hear(self) -> None:
+        """Pids in the order of forks, and exit codes. Once the nursery is gone its ranks are."""
+        living: dict[int, Future[int]] = {}
+        with contextlib.suppress(OSError):
+            while message := self._socket.recv(nursery.MESSAGE_BYTES):
+                pid, code = json.loads(message)
+                if code is None:
+                    living[pid] = Future()
+                    answer = self._asked.popleft()
+                    if answer.set_running_or_notify_cancel():
+                        answer.set_result((pid, living[pid]))
+                else:
+                    living.pop(pid).set_result(code)
+        for future in living.values():
+            future.set_result(-signal.SIGKILL)
+        while self._asked:
+            answer = self._asked.popleft()
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(self._gone())
+
+    def _gone(self) -> WorkerDied:
+        status = self._process.wait()
+        return WorkerDied(f"the process that ranks are forked from ended with status {status}; see what it printed")
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """What starts here never sees SIGINT and SIGTERM, which a terminal or Slurm sends to every process of a run."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+async def fork_all(forks: Nursery, config: RunConfig, ranks: Sequence[tuple[str, int]]) -> list[ForkedRank]:
+    """Those of ``ranks``, by role and number. Raises WorkerDied after ``learner.timeout_seconds``."""
+    limit = config.learner.timeout_seconds
+    try:
+        async with asyncio.timeout(limit):
+            return [await forks.fork(role, rank) for role, rank in ranks]
+    except TimeoutError as error:
+        raise WorkerDied(
+            f"what ranks import takes longer than learner.timeout_seconds={limit:g}; raise it if files are slow"
+        ) from error

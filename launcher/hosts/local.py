@@ -1,0 +1,53 @@
+"""Processes on this machine: one worker per learner rank, each with a rollout engine replica beside the shard, and one
+per rank of a role of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from launcher.controller.proxies import roles_of
+from launcher.controller.workers import Failure, serving
+from launcher.hosts.forks import LEARNERS_IMPORTS, Nursery, fork_all
+from launcher.hosts.threads import threads_per_worker
+from launcher.processes.environment import inherited
+from launcher.processes.scratch import scratch
+from launcher.wire.setup import Setup
+from rl_megatron.config.run import RunConfig
+from rl_megatron.interfaces import Roles, unheard
+from rl_megatron.placement.names import LEARNER
+
+
+class LocalLauncher:
+    """Starts the workers of a run on this machine. See interfaces.Launcher."""
+
+    def __init__(self, model_folder: Path, run_folder: Path) -> None:
+        self._model_folder, self._run_folder = model_folder, run_folder
+
+    @contextlib.asynccontextmanager
+    async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
+        """See interfaces.Launcher."""
+        failure = Failure()
+        own = inherited(threads=threads_per_worker(config), device=config.learner.device)
+        with scratch() as folder, own:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing here leaves this machine
+            count = config.learner.dims.world_size
+            setups = [
+                Setup(
+                    config=config,
+                    model_folder=self._model_folder.resolve(),
+                    run_folder=self._run_folder.resolve(),
+                    rendezvous=f"file://{folder}/rendezvous-{role}",
+                    role=role,
+                    first_device=number * count,
+                )
+                for number, role in enumerate((LEARNER, *config.roles.separate))
+            ]
+            imports = LEARNERS_IMPORTS if config.learner.device == "cpu" else ()  # no fork may follow a look at a GPU
+            with Nursery(imports) as forks:
+                processes = await fork_all(forks, config, [(s.role, rank) for s in setups for rank in range(count)])
+                teams = [(setup, [p for p in processes if p.role == setup.role]) for setup in setups]
+                async with serving(teams, failure, tell=tell) as groups:
+                    yield roles_of(groups, config)

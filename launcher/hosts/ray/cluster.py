@@ -1,0 +1,359 @@
+"""A Ray cluster of one run, here or on the nodes of a Slurm allocation, and engine servers in its actors.
+
+Ray places ranks (launcher.py) and servers, a placement group a role and node, and knows why one died. The cluster is
+the run's own: no other has its token, ports and temporary folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.hosts.ray.node import (
+    OBJECT_STORE_BYTES,
+    ONE_MACHINE,
+    SETTINGS,
+    Bundle,
+    NodeCall,
+    engine_node_command,
+    environment,
+    health_command,
+    node_command,
+    shares,
+    totals,
+)
+from launcher.hosts.sites import cpus_of_engine_node, visible_gpus
+from launcher.hosts.slurm.job import Job
+from launcher.hosts.slurm.steps import ended, running_step
+from launcher.processes import guards
+from launcher.processes.guards import Guard, Order, start_guard
+from launcher.processes.own_thread import OwnThread
+from launcher.processes.ports import free_port
+from launcher.processes.scratch import scratch
+from launcher.servers.site import HERE
+from launcher.wire.greetings import this_node
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import EngineError, WorkerDied
+from rl_megatron.interfaces import Launcher, Roles, unheard
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.ranks import Placement, place, placement_of
+from rl_megatron.placement.seats import Seat, describe_seats, seats_here, seats_of
+
+os.environ.update(SETTINGS)  # Ray reads them when it is imported
+if "SLURM_JOB_ID" not in os.environ:
+    os.environ.update(ONE_MACHINE)
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+logger = logging.getLogger(__name__)
+logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it leaves SIGTERM alone, which is meant
+
+_SHUTDOWN_SECONDS = 60.0
+_LOOK_SECONDS = 0.2
+
+
+class ServerActor:
+    """Where the guard of an engine server runs. They end with it: the guard sees its pipe close."""
+
+    async def start(self, order: Order) -> None:
+        """Start them. Raises OSError."""
+        slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM")}  # of this node's step
+        self._guard = await start_guard(replace(order, environment={**order.environment, **slurm}))
+
+    async def wait(self) -> str:
+        """See Guard."""
+        return await self._guard.wait()
+
+    async def end(self) -> None:
+        """See Guard."""
+        await self._guard.end()
+
+
+class ActorGuard:
+    """The guard that an actor holds. See Guard."""
+
+    def __init__(self, own: OwnThread, actor: Any, log: Path) -> None:
+        self._own, self._actor, self._log = own, actor, log
+        self._over: asyncio.Future[str] = asyncio.wrap_future(actor.wait.remote().future())
+        self._over.add_done_callback(seen)
+
+    async def wait(self) -> str:
+        """See Guard; also where its actor or its node is gone."""
+        try:
+            return await asyncio.shield(self._over)
+        except RayError as error:
+            return f"ended with its actor{said(error)}"
+
+    async def end(self) -> None:
+        """See Guard; the place of its actor is then free."""
+        try:
+            async with asyncio.timeout(2 * guards.STOP_SECONDS):
+                await asyncio.wrap_future(self._actor.end.remote().future())
+        except TimeoutError:
+            logger.warning("the actor of the server of %s did not end it; killed", self._log)
+        except RayError:  # the actor is gone, and its guard's pipe closed
+            pass
+        await self._own(ray.kill, self._actor)
+
+
+class RayCluster:
+    """The Ray cluster of one run. ``job``: the allocation that it lies on; None: this machine."""
+
+    def __init__(self, config: RunConfig, job: Job | None, run_folder: Path) -> None:
+        """Raises ConfigError where the allocation has not the tasks that the learner needs, or servers do not fit."""
+        dims = config.learner.dims
+        self.job = job
+        roles = (LEARNER, *config.roles.separate)
+        if job is None:
+            self.placements = [place(dims, (this_node(),), dims.world_size, role=role) for role in roles]
+            self.host = HERE
+            gpus = len(visible_gpus()) if config.learner.device != "cpu" else 0
+            self.seats: Sequence[Seat] = [replace(s, node=this_node()) for s in seats_here(config, gpus)]
+            self.folder = run_folder.resolve() / "ray"
+        else:
+            nodes = {LEARNER: job.nodes, **job.separate}
+            self.placements = [placement_of(config, nodes[role], role) for role in roles]
+            self.host = job.address()
+            self.seats = seats_of(config, job.nodes, job.engine_nodes)
+            self.folder = job.folder
+        self.shares = shares(self.placements, self.seats, alone=bool(job and job.engine_nodes))
+        self._config = config
+        self._own: OwnThread | None = None
+        self._places: Sequence[PlacementGroupSchedulingStrategy] = ()  # of servers
+
+    @property
+    def own(self) -> OwnThread:
+        """The thread in which everything is asked of the running cluster.
+
+        Ray's processes end with the thread that made them, and in a main thread Ray takes SIGTERM's handler.
+        """
+        assert self._own is not None
+        return self._own
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """It is up while the context is open. Raises WorkerDied where it does not come up."""
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        seats = [describe_seats(self.seats)] if self.seats else []
+        described = [*(placement.describe() for placement in self.placements), *seats]
+        logger.info("Ray %s: %s", ray.__version__, "\n".join(described))
+        async with contextlib.AsyncExitStack() as stack:
+            self._own = OwnThread("ray")
+            stack.callback(self._own.close)
+            if self.job is None:
+                await self._start_here(stack)
+            else:
+                await self._start_on(self.job, stack)
+            bundles = self.shares.engines
+            groups = await self._own(lambda: {node: group_of("engine", node, bundles[node]) for node in bundles})
+            self._places = [
+                PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+                for node, group in groups.items()
+                for index in range(len(bundles[node]))
+            ]
+            yield
+
+    async def _start_here(self, stack: contextlib.AsyncExitStack) -> None:
+        folder = stack.enter_context(scratch(within=Path("/tmp")))  # a short path: sockets lie in it
+        (has,) = totals(*self.shares.ranks.values(), self.shares.engines).values()
+        await self._come_up(stack, self.own(_start_here, has, secrets.token_hex(32), str(folder)), [])
+
+    async def _start_on(self, job: Job, stack: contextlib.AsyncExitStack) -> None:
+        learner, engines = self.shares.ranks[LEARNER], self.shares.engines
+        on_learner = totals(learner) if job.engine_nodes else totals(learner, engines)
+        call = NodeCall(
+            head=job.here,
+            host=job.address(),
+            port=free_port(job.address()),
+            token=secrets.token_hex(32),
+            folder=f"/tmp/rlm-{job.id}-{secrets.token_hex(6)}",  # of each node; nobody can have made it before
+            resources=on_learner,
+            seconds=self._config.learner.timeout_seconds,
+        )
+        calls = [(self._node_command(job, self.placements[0]), call)]
+        for other in self.placements[1:]:
+            there = replace(call, head=None, resources=totals(self.shares.ranks[other.role]))
+            calls.append((self._node_command(job, other), there))
+        if job.engine_nodes and engines:
+            there = replace(call, head=None, resources=totals(engines))
+            cpus = cpus_of_engine_node(self._config, job)
+            calls.append((engine_node_command(job, cpus, python=sys.executable), there))
+        steps = [
+            await stack.enter_async_context(running_step(command, told.line(), job.folder)) for command, told in calls
+        ]
+        wanted = {name for _, told in calls for has in told.resources.values() for name in has}
+        await self._come_up(stack, self._join(call, wanted), steps)
+
+    def _node_command(self, job: Job, placement: Placement) -> list[str]:
+        slurm, python = self._config.slurm, sys.executable
+        if placement.role == LEARNER:
+            return node_command(slurm, placement, job.folder, python=python, where=job.learner_options())
+        return job.separate_command(node_command(slurm, placement, job.folder, python=python), placement.role)
+
+    async def _come_up(
+        self, stack: contextlib.AsyncExitStack, driver: Awaitable[None], steps: Sequence[asyncio.subprocess.Process]
+    ) -> None:
+        """Wait for what makes this the driver. Raises WorkerDied where a step of Ray ends before, or it is late."""
+        limit, driving = self._config.learner.timeout_seconds, asyncio.ensure_future(driver)
+        over = [asyncio.ensure_future(ended(step)) for step in steps]
+        read = f"ray-*.txt in {self.folder} have what Ray said"
+        stack.push_async_callback(self._shut)
+        try:
+            await asyncio.wait({driving, *over}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not driving.done():
+                late = f"learner.timeout_seconds={limit:g} passed"
+                why = next((one.result() for one in over if one.done()), late)
+                raise WorkerDied(f"{why} before Ray was up; {read}")
+            driving.result()
+        except (TimeoutError, ConnectionError, RayError) as error:
+            raise WorkerDied(f"{error}; {read}") from error
+        finally:
+            for one in (driving, *over):
+                one.cancel()
+
+    async def _join(self, call: NodeCall, wanted: set[str]) -> None:
+        given_up = threading.Event()
+        try:
+            await _healthy(call)
+            await self.own(_join, call, wanted, given_up)
+        finally:
+            given_up.set()
+
+    async def _shut(self) -> None:
+        """Leave the cluster; not where Ray still waits for a head that died under its hands."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SHUTDOWN_SECONDS):
+                await self.own(ray.shutdown)
+
+    async def start_guard(self, number: int, order: Order) -> Guard:
+        """Start a server's guard at its place. Raises EngineError after ``rollout.server.start_seconds``."""
+        limit = self._config.rollout.server.start_seconds
+        actor = await self.own(_server_actor, self._places[number], number)
+        try:
+            async with asyncio.timeout(limit):
+                await asyncio.wrap_future(actor.start.remote(order).future())
+        except (TimeoutError, RayError) as error:
+            await self.own(ray.kill, actor)
+            why = f": {error}" if isinstance(error, RayError) else f" in rollout.server.start_seconds={limit:g}"
+            raise EngineError(f"Ray did not start server {number} on {self.seats[number].node}{why}") from error
+        return ActorGuard(self.own, actor, order.log)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InCluster:
+    """A launcher all of whose processes are in one cluster. See interfaces.Launcher."""
+
+    cluster: RayCluster
+    inner: Launcher
+
+    @contextlib.asynccontextmanager
+    async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
+        """See interfaces.Launcher."""
+        async with self.cluster.running(), self.inner.start(config, tell) as roles:
+            yield roles
+
+
+async def _healthy(call: NodeCall) -> None:
+    """Until the head answers, which it does not yet when it listens.
+
+    Ray itself would wait for a silent head for a quarter of an hour, and have this process stand still all the while.
+    """
+    while True:
+        asking = await asyncio.create_subprocess_exec(
+            *health_command(call),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={**os.environ, **environment(call.token)},
+        )
+        try:
+            if await asking.wait() == 0:
+                return
+        finally:
+            if asking.returncode is None:
+                asking.kill()
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _join(call: NodeCall, wanted: set[str], given_up: threading.Event) -> None:
+    """Raises TimeoutError naming what is missing of Ray, ConnectionError or RayError where it refuses."""
+    end = time.monotonic() + call.seconds
+    os.environ.update({"RAY_gcs_server_port_wait_time_s": "1"})  # one attempt of Ray's, with limits in it, not twenty
+    while not ray.is_initialized():
+        try:
+            with _holding(call.token):
+                ray.init(address=f"{call.host}:{call.port}", log_to_driver=False, configure_logging=False)
+        except ConnectionError:
+            if given_up.wait(1.0) or time.monotonic() > end:
+                raise
+    while not given_up.is_set():
+        missing = sorted(wanted - ray.cluster_resources().keys())  # type: ignore[no-untyped-call]
+        if not missing:
+            return
+        if time.monotonic() > end:
+            raise TimeoutError(f"Ray has no {', '.join(missing)} after learner.timeout_seconds={call.seconds:g}")
+        given_up.wait(_LOOK_SECONDS)
+
+
+def _start_here(has: Bundle, token: str, folder: str) -> None:
+    own = {name: amount for name, amount in has.items() if name != "CPU"}
+    with _holding(token):
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            num_cpus=int(has["CPU"]),
+            num_gpus=0,
+            resources=own,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            configure_logging=False,
+            _node_ip_address=HERE,
+            _temp_dir=folder,
+        )
+
+
+def group_of(role: str, node: str, bundles: Sequence[Bundle]) -> Any:
+    """A placement group inside a node."""
+    return placement_group([dict(bundle) for bundle in bundles], strategy="STRICT_PACK", name=f"{role} {node}")
+
+
+def _server_actor(here: PlacementGroupSchedulingStrategy, number: int) -> Any:
+    """In its bundle, all of which it takes."""
+    bundle = here.placement_group.bundle_specs[here.placement_group_bundle_index]
+    actor: Any = ray.remote(ServerActor)
+    return actor.options(num_cpus=1, num_gpus=bundle.get("GPU", 0), scheduling_strategy=here).remote()
+
+
+def seen(done: asyncio.Future[Any]) -> None:
+    """Else asyncio complains that nobody looked at an error."""
+    if not done.cancelled():
+        done.exception()
+
+
+def said(error: BaseException) -> str:
+    """What Ray says of an end, to be put behind a sentence."""
+    lines = " ".join(line for line in str(error).splitlines() if not line.startswith("\t"))
+    return f"\nRay: {lines}"
+
+
+@contextlib.contextmanager
+def _holding(token: str) -> Iterator[None]:
+    """Ray and the processes that it starts meanwhile find the cluster's token; what starts later does not."""
+    os.environ.update(environment(token))
+    try:
+        yield
+    finally:
+        del os.environ["RAY_AUTH_TOKEN"]

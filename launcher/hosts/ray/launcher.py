@@ -1,0 +1,142 @@
+"""Learner ranks as actors of a Ray cluster (cluster.py).
+
+An actor does what every rank does: it connects back to the controller with the run's token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from launcher.controller.arrivals import Awaited, learner
+from launcher.controller.workers import Failure
+from launcher.hosts.ray.cluster import RayCluster, group_of, said, seen
+from launcher.hosts.ray.node import Bundle
+from launcher.hosts.threads import threads_per_rank, threads_per_worker
+from launcher.wire import channel
+from launcher.wire.greetings import Call
+from launcher.worker.remote import serve
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import WorkerDied
+from rl_megatron.interfaces import Roles, unheard
+from rl_megatron.placement.names import called, file_stem
+
+# isort: split
+import ray  # after ray_cluster, which sets what it reads
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+Who = tuple[str, int]
+"""A role, and the number of one of its ranks."""
+
+_CAUSE_SECONDS = 20.0
+
+
+class RankActor:
+    """Where a rank runs."""
+
+    def serve(self, call: Call, number: int, log: str) -> None:
+        """Be rank ``number``; what it prints goes to the file ``log``."""
+        with Path(log).open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        serve(call, number)
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+
+
+class RayLauncher:
+    """Starts the workers of a run as actors of a running cluster. See interfaces.Launcher."""
+
+    def __init__(
+        self, cluster: RayCluster, model_folder: Path, run_folder: Path, on_signal: Callable[[str], None]
+    ) -> None:
+        self._cluster, self._model_folder, self._run_folder = cluster, model_folder, run_folder
+        self._on_signal = on_signal
+
+    @contextlib.asynccontextmanager
+    async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
+        """See interfaces.Launcher."""
+        cluster, job = self._cluster, self._cluster.job
+        (placement, *separate), folder = cluster.placements, cluster.folder
+        token, failure = secrets.token_bytes(channel.TOKEN_BYTES), Failure()
+        with channel.listen(cluster.host, backlog=len(cluster.placements) * config.learner.dims.world_size) as listener:
+            threads = threads_per_rank(placement) if job else threads_per_worker(config)
+            threads = config.learner.threads or threads
+            call = Call(
+                host=cluster.host,
+                port=listener.getsockname()[1],
+                token=token.hex(),
+                threads=threads,
+                device=config.learner.device,
+            )
+            ends: dict[Who, Future[None]] = {}
+            for role, bundles in cluster.shares.ranks.items():
+                ends |= await cluster.own(_start_ranks, bundles, replace(call, role=role), folder)
+            awaited = Awaited(
+                placement=placement,
+                separate=separate,
+                token=token,
+                started=_first_end(ends),
+                seconds=config.learner.timeout_seconds,
+                folder=folder,
+                files=f"{', '.join(file_stem(role, '*') for role in cluster.shares.ranks)}.txt",
+                blame=job.blame if job else lambda _: None,
+            )
+            try:
+                async with learner(
+                    listener,
+                    awaited,
+                    failure,
+                    config,
+                    model_folder=self._model_folder,
+                    run_folder=self._run_folder,
+                    on_signal=self._on_signal,
+                    tell=tell,
+                ) as roles:
+                    yield roles
+            except WorkerDied as error:
+                if failure.rank is None:
+                    raise
+                cause = await asyncio.to_thread(_cause, ends[failure.role, failure.rank])
+                raise WorkerDied(f"{error}{cause}") from error
+
+
+def _start_ranks(bundles: Mapping[str, Sequence[Bundle]], call: Call, folder: Path) -> dict[Who, Future[None]]:
+    """An actor for each rank of a role, in its node's placement group; when and how each ends."""
+    actor: Any = ray.remote(RankActor)
+    ends: dict[Who, Future[None]] = {}
+    for node, each in bundles.items():
+        group = group_of(call.role, node, each)
+        for index in range(len(each)):
+            number = len(ends)
+            here = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            made = actor.options(num_cpus=1, scheduling_strategy=here, name=called(call.role, number)).remote()
+            log = str(folder / f"{file_stem(call.role, number)}.txt")
+            ends[call.role, number] = made.serve.remote(call, number, log).future()
+    return ends
+
+
+async def _first_end(ends: Mapping[Who, Future[None]]) -> str:
+    """How the first actor ended, once one has."""
+    waiting = {who: asyncio.wrap_future(end) for who, end in ends.items()}
+    for one in waiting.values():
+        one.add_done_callback(seen)
+    await asyncio.wait(waiting.values(), return_when=asyncio.FIRST_COMPLETED)
+    who = next(who for who, one in waiting.items() if one.done())
+    return f"the actor of {called(*who)} ended{_cause(ends[who])}"
+
+
+def _cause(end: Future[None]) -> str:
+    """What Ray says of a death, to be put behind a sentence; nothing of an end by itself, or not known in time."""
+    try:
+        error = end.exception(_CAUSE_SECONDS)
+    except FutureTimeout:
+        return ""
+    return "" if error is None or "INTENDED_USER_EXIT" in str(error) else said(error)

@@ -1,0 +1,228 @@
+"""One node of a Ray cluster on a Slurm allocation: ``srun ... python -m launcher.hosts.ray.node``, a task a node.
+
+It starts Ray and ends all of it with its standard input, which srun closes however the controller ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from launcher.hosts.slurm.job import Job
+from launcher.processes.ports import free_port
+from launcher.wire.greetings import this_node
+from rl_megatron.config.slurm import SlurmSection
+from rl_megatron.durable import private_folder
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.ranks import Placement
+from rl_megatron.placement.seats import Seat
+
+OBJECT_STORE_BYTES = 100_000_000  # next to nothing goes through it
+SETTINGS = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # ranks choose among all GPUs of their node
+    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "600",  # what is left of a dashboard without one; the head waits for it
+    "RAY_worker_niceness": "0",  # else ranks give way to whatever runs beside them
+    "RAY_memory_monitor_refresh_ms": "0",  # it would kill ranks where another job fills the node
+    "RAY_kill_child_processes_on_worker_exit": "0",  # guards end by themselves, and see to it that servers do
+}
+ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # no other joins: it listens on loopback, as on those systems
+Bundle = Mapping[str, float]
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCall:
+    """What the controller tells the nodes of a step, one line of JSON."""
+
+    head: str | None  # the node that the cluster starts on; None: another step's
+    host: str
+    port: int
+    token: str
+    folder: str  # Ray's temporary files, this user's alone; short, as sockets lie in it
+    resources: Mapping[str, Bundle]  # what each node has
+    seconds: float  # how long to wait for the head
+
+    def line(self) -> bytes:
+        """As it is sent."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+def environment(token: str) -> Mapping[str, str]:
+    """Variables of every process of a cluster."""
+    return {**SETTINGS, "RAY_AUTH_TOKEN": token}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What each role takes of its nodes: a bundle a rank, a bundle a server, in order."""
+
+    ranks: Mapping[str, Mapping[str, Sequence[Bundle]]]  # by role, the learner's first
+    engines: Mapping[str, Sequence[Bundle]]
+
+
+def shares(placements: Sequence[Placement], seats: Sequence[Seat], *, alone: bool) -> Shares:
+    """Bundles are bound to their nodes by a resource of the role there.
+
+    GPUs are counted for servers that are ``alone`` on their nodes; elsewhere servers and ranks share them.
+    """
+    ranks = {
+        p.role: {node: [{"CPU": 1.0, resource(p.role, node): 1.0}] * p.ranks_per_node for node in p.nodes}
+        for p in placements
+    }
+    engines: dict[str, list[Bundle]] = {}
+    for seat in seats:
+        gpus = {"GPU": float(len(seat.gpus))} if alone and seat.gpus else {}
+        engines.setdefault(seat.node, []).append({"CPU": 1.0, resource("engine", seat.node): 1.0, **gpus})
+    return Shares(ranks=ranks, engines=engines)
+
+
+def totals(*roles: Mapping[str, Sequence[Bundle]]) -> Mapping[str, Bundle]:
+    """What nodes must have for the bundles of roles."""
+    out: dict[str, dict[str, float]] = {}
+    for node, bundles in (item for role in roles for item in role.items()):
+        has = out.setdefault(node, {})
+        for name, amount in (item for bundle in bundles for item in bundle.items()):
+            has[name] = has.get(name, 0.0) + amount
+    return out
+
+
+def resource(role: str, node: str) -> str:
+    """What binds a bundle of a role to its node, which has one for each."""
+    return f"{role} on {node}"
+
+
+def node_command(
+    slurm: SlurmSection, placement: Placement, folder: Path, *, python: str, where: Sequence[str] = ()
+) -> list[str]:
+    """The srun that starts Ray on every node of a role's ranks; output is a file a node in ``folder``."""
+    count, stem = len(placement.nodes), "ray" if placement.role == LEARNER else f"ray-{placement.role}"
+    return [
+        "srun",
+        *where,
+        f"--nodes={count}",
+        f"--ntasks={count}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={placement.ranks_per_node * (slurm.cpus_per_task or 1)}",
+        "--kill-on-bad-exit=1",
+        f"--output={folder}/{stem}-%t.txt",
+        *_program(python),
+    ]
+
+
+def engine_node_command(job: Job, cpus: int, *, python: str) -> list[str]:
+    """The srun that starts Ray on the nodes of engine servers alone, for ``cpus`` cores of each."""
+    output = f"--output={job.folder}/ray-engines-%t.txt"
+    step = ("--ntasks-per-node=1", "--kill-on-bad-exit=1", output)
+    return [*job.server_command(job.engine_nodes, cpus), *step, *_program(python)]
+
+
+def _program(python: str) -> list[str]:
+    return [python, "-m", "launcher.hosts.ray.node"]
+
+
+def main() -> None:
+    """Run Ray on this node until the controller is gone; ends with Ray's exit status, where that ends before.
+
+    Raises PermissionError where its folder is there and another's.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # Slurm's are passed on by ranks alone
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what Ray leaves behind is still a child of this process
+    call = NodeCall(**json.loads(sys.stdin.readline()))
+    private_folder(Path(call.folder))
+    own = await_head(call, threading.Event()) if this_node() != call.head else ""
+    ray = subprocess.Popen(
+        [*_RAY, *options(call, this_node(), own)],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **environment(call.token)},
+        preexec_fn=_die_with_parent,
+    )
+    controller_gone = threading.Event()
+    threading.Thread(target=_end_with_controller, args=(ray, controller_gone), daemon=True).start()
+    status = ray.wait()
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=1.0)
+    shutil.rmtree(call.folder, ignore_errors=True)
+    sys.exit(0 if controller_gone.is_set() else status)
+
+
+def options(call: NodeCall, node: str, own: str) -> list[str]:
+    """Of ``ray start``, on the head or with an address of its ``own``. Every port is free, so clusters do not meet."""
+    has = {name: int(amount) for name, amount in call.resources.get(node, {}).items()}
+    common = [
+        "start",
+        "--block",
+        f"--num-cpus={has.pop('CPU', 0)}",
+        f"--num-gpus={has.pop('GPU', 0)}",
+        f"--resources={json.dumps(has)}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        "--include-log-monitor=false",
+        "--disable-usage-stats",
+    ]
+    if own:
+        return [*common, f"--address={call.host}:{call.port}", f"--node-ip-address={own}"]
+    return [
+        *common,
+        "--head",
+        f"--node-ip-address={call.host}",
+        f"--port={call.port}",
+        f"--ray-client-server-port={free_port(call.host)}",
+        "--include-dashboard=false",
+        "--no-monitor",  # it would ask for more nodes
+        f"--temp-dir={call.folder}",
+    ]
+
+
+def await_head(call: NodeCall, given_up: threading.Event) -> str:
+    """This node's address on the way to the head, once that answers. Raises TimeoutError where it does not in time."""
+    end = time.monotonic() + call.seconds
+    while True:
+        try:
+            with socket.create_connection((call.host, call.port), timeout=1.0) as stream:
+                return str(stream.getsockname()[0])
+        except OSError as error:
+            if given_up.wait(0.2) or time.monotonic() > end:
+                raise TimeoutError(
+                    f"Ray's head at {call.host}:{call.port} does not answer after {call.seconds:g} s: {error}"
+                ) from error
+
+
+def health_command(call: NodeCall) -> list[str]:
+    """A process that ends with status 0 once the head answers, with another after half a minute."""
+    return [*_RAY, "health-check", f"--address={call.host}:{call.port}"]
+
+
+def _end_with_controller(ray: subprocess.Popen[bytes], controller_gone: threading.Event) -> None:
+    while os.read(0, 1):
+        pass
+    controller_gone.set()
+    ray.kill()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""How an engine server gets to where it runs: a command before its own, an address, and what it may see there."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from launcher.hosts.slurm.job import Job
+from launcher.servers.site import HERE, Place, StartAt
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import EngineError
+from rl_megatron.placement.seats import Seat, seats_here, seats_of
+
+
+def places(config: RunConfig, job: Job | None, start_at: StartAt | None = None) -> list[Place]:
+    """A place for each server that is started, by this process and srun if not by ``start_at``.
+
+    Raises ConfigError where they do not fit.
+    """
+    if job is None:
+        names = visible_gpus() if config.learner.device != "cpu" else []
+        here = [Place(environment=_environment(seat, names)) for seat in seats_here(config, len(names))]
+        return here if start_at is None else [replace(p, start=partial(start_at, i)) for i, p in enumerate(here)]
+    seats = seats_of(config, job.nodes, job.engine_nodes)
+    each = -(-len(seats) // len(job.engine_nodes or job.nodes))
+    if start_at is None:
+        found = [_place(seat, config, job, each) for seat in seats]
+    else:
+        found = [
+            Place(host=_host(seat, job), environment=_environment(seat), start=partial(start_at, number))
+            for number, seat in enumerate(seats)
+        ]
+    return [replace(place, number=number, count=len(found)) for number, place in enumerate(found)]
+
+
+def _place(seat: Seat, config: RunConfig, job: Job, each: int) -> Place:
+    host, environment = _host(seat, job), _environment(seat)
+    if host == HERE:
+        return Place(environment=environment)
+    inside = ["env", *(f"{name}={value}" for name, value in environment.items())]  # srun sets it, so behind srun
+    return Place(host=host, before=(*job.server_command([seat.node], _cpus(config, job, each)), *inside))
+
+
+def visible_gpus() -> list[str]:
+    """This machine's, as ``CUDA_VISIBLE_DEVICES`` names them, in the order in which ranks take them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return list(filter(None, given.split(",")))
+    import torch
+
+    return [str(i) for i in range(torch.cuda.device_count())]
+
+
+def _environment(seat: Seat, names: Sequence[str] | None = None) -> Mapping[str, str]:
+    """``names`` of its node's GPUs, where they are not just their numbers."""
+    visible = ",".join(names[gpu] if names else str(gpu) for gpu in seat.gpus)
+    return {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+
+
+def _host(seat: Seat, job: Job) -> str:
+    """Where the server is reached. Raises EngineError."""
+    if seat.node == job.here and not job.heterogeneous:  # this process has nothing of another component
+        return HERE
+    try:
+        return socket.gethostbyname(seat.node)
+    except OSError as error:
+        raise EngineError(f"node {seat.node} of job {job.id} has no address here: {error}") from error
+
+
+def cpus_of_engine_node(config: RunConfig, job: Job) -> int:
+    """CPU cores of all servers on a node of their own."""
+    each = -(-config.rollout.server.replicas // len(job.engine_nodes))
+    return _cpus(config, job, each) * each
+
+
+def _cpus(config: RunConfig, job: Job, each: int) -> int:
+    """CPU cores of a server's step, ``each`` of them on a node."""
+    slurm = config.slurm
+    ranks = slurm.tasks_per_node(config.learner.dims.world_size)
+    if job.heterogeneous:
+        return slurm.engines.cpus_per_server or slurm.cpus_per_task or 1
+    return max(1, ranks * (slurm.cpus_per_task or 1) // each)

@@ -1,0 +1,111 @@
+"""The Slurm allocation that this process runs in."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.wire.greetings import this_node
+from rl_megatron.config.slurm import SlurmSection
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.nodes import beside, cut
+
+_INHERITED = ("SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK")  # by srun, of the learner's
+
+
+_OWN = ("env", *(f"--unset={name}" for name in _INHERITED))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The allocation that this process runs in."""
+
+    id: str
+    restart: int
+    here: str  # the node of this process
+    nodes: tuple[str, ...]  # the learner's
+    engine_nodes: tuple[str, ...]  # for engine servers alone
+    heterogeneous: bool  # a component for each role that has nodes
+    folder: Path  # of this attempt, in the run's folder
+    separate: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of a critic and a reference alone
+
+    @classmethod
+    def this(cls, run_folder: Path, slurm: SlurmSection, separate: Sequence[str] = ()) -> Job | None:
+        """Out of the environment; None outside a job. ``separate``: the roles with ranks of their own."""
+        job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        if job is None:
+            return None
+        heterogeneous = "SLURM_HET_SIZE" in os.environ
+        others = beside(slurm, separate)
+        if heterogeneous:
+            found = {r: _hosts(f"SLURM_JOB_NODELIST_HET_GROUP_{i}") for i, r in enumerate((LEARNER, *others))}
+        else:
+            found = cut(_hosts("SLURM_JOB_NODELIST"), others)
+        folder = run_folder / "jobs" / f"{job}-{restart}"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return cls(
+            id=job,
+            restart=restart,
+            here=this_node(),
+            nodes=found[LEARNER],
+            engine_nodes=found.get("engines", ()),
+            heterogeneous=heterogeneous,
+            folder=folder,
+            separate={role: found[role] for role in separate},
+        )
+
+    def ask_requeue(self) -> None:
+        """Tell the job's script that a checkpoint waits to be continued."""
+        (self.folder / "requeue").touch()
+
+    def blame(self, node: str) -> None:
+        """Tell the job's script on which node a rank died."""
+        (self.folder / "failed_node").write_text(f"{node}\n")
+
+    def address(self) -> str:
+        """This node's address as the other nodes reach it; loopback where there are none."""
+        others = [node for nodes in self._by_role.values() for node in nodes if node != self.here]
+        if not others:
+            return "127.0.0.1"
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((others[0], 9))  # sends nothing: asks for the way
+            return str(probe.getsockname()[0])
+
+    @property
+    def _by_role(self) -> dict[str, tuple[str, ...]]:
+        """In the order of the components of a heterogeneous job."""
+        engines = {"engines": self.engine_nodes} if self.engine_nodes else {}
+        return {LEARNER: self.nodes, **self.separate, **engines}
+
+    def learner_options(self) -> list[str]:
+        """What keeps a step on the learner's nodes, where others are in the job."""
+        return self._on(LEARNER)
+
+    def _on(self, role: str) -> list[str]:
+        by_role = self._by_role
+        if self.heterogeneous:
+            return [f"--het-group={list(by_role).index(role)}"]
+        return [f"--nodelist={','.join(by_role[role])}"] if len(by_role) > 1 else []
+
+    def separate_command(self, command: Sequence[str], role: str) -> list[str]:
+        """An srun's command, as it is of a role with nodes of its own: it has all their memory and GPUs."""
+        return [*_OWN, command[0], *self._on(role), "--mem=0", *command[1:]]
+
+    def server_command(self, nodes: Sequence[str], cpus: int) -> list[str]:
+        """The srun that runs a command on each node, with all its memory and GPUs, beside whatever else is there."""
+        return [
+            *_OWN,
+            "srun",
+            *(self._on("engines") if self.heterogeneous and nodes[0] in self.engine_nodes else []),
+            *("--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}"),
+            *(f"--cpus-per-task={cpus}", "--mem=0"),
+        ]
+
+
+def _hosts(variable: str) -> tuple[str, ...]:
+    listed = subprocess.run(["scontrol", "show", "hostnames", os.environ[variable]], capture_output=True, text=True)
+    return tuple(listed.stdout.split())

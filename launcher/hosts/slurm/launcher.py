@@ -1,0 +1,91 @@
+"""Ranks on the nodes of a Slurm allocation: an srun step a role, a task a rank, each of which connects back to here.
+
+Everything that this file asks of Slurm is in the environment of the job. What it leaves for the job's script is in the
+folder of this attempt: ``requeue``, to be started again from the checkpoint, and ``failed_node``, where a rank died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from launcher.controller.arrivals import Awaited, learner
+from launcher.controller.workers import Failure
+from launcher.hosts.slurm.job import Job
+from launcher.hosts.slurm.steps import first_end, running_step, step_command
+from launcher.hosts.threads import threads_per_rank
+from launcher.wire import channel
+from launcher.wire.greetings import Call
+from rl_megatron.config.run import RunConfig
+from rl_megatron.interfaces import Roles, unheard
+from rl_megatron.placement.names import LEARNER, file_stem
+from rl_megatron.placement.ranks import Placement, placement_of
+
+logger = logging.getLogger(__name__)
+
+
+class SlurmLauncher:
+    """Starts the workers of a run on its allocation. See interfaces.Launcher."""
+
+    def __init__(self, model_folder: Path, run_folder: Path, job: Job, on_signal: Callable[[str], None]) -> None:
+        self._model_folder, self._run_folder, self._job, self._on_signal = model_folder, run_folder, job, on_signal
+
+    @contextlib.asynccontextmanager
+    async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
+        """See interfaces.Launcher. Raises ConfigError where the allocation has not the tasks that the learner needs."""
+        job = self._job
+        placement = placement_of(config, job.nodes)
+        separate = [placement_of(config, nodes, role) for role, nodes in job.separate.items()]
+        logger.info("job %s, restart %d: %s", job.id, job.restart, placement.describe())
+        for other in separate:
+            logger.info("%s", other.describe())
+        token = secrets.token_bytes(channel.TOKEN_BYTES)
+        ranks = config.learner.dims.world_size * (1 + len(separate))
+        async with contextlib.AsyncExitStack() as stack:
+            listener = stack.enter_context(channel.listen(job.address(), backlog=ranks))
+            host, port = listener.getsockname()
+            threads = config.learner.threads or threads_per_rank(placement)
+            steps = []
+            for each in (placement, *separate):
+                call = Call(
+                    host=host,
+                    port=port,
+                    token=token.hex(),
+                    threads=threads,
+                    device=config.learner.device,
+                    role=each.role,
+                )
+                command = self._command(config, each)
+                steps.append(await stack.enter_async_context(running_step(command, call.line(), job.folder)))
+            awaited = Awaited(
+                placement=placement,
+                separate=separate,
+                token=token,
+                started=first_end(steps),
+                seconds=config.learner.timeout_seconds,
+                folder=job.folder,
+                files=f"step.txt and {', '.join(file_stem(p.role, '*') for p in (placement, *separate))}.txt",
+                blame=job.blame,
+            )
+            yield await stack.enter_async_context(
+                learner(
+                    listener,
+                    awaited,
+                    Failure(),
+                    config,
+                    model_folder=self._model_folder,
+                    run_folder=self._run_folder,
+                    on_signal=self._on_signal,
+                    tell=tell,
+                )
+            )
+
+    def _command(self, config: RunConfig, placement: Placement) -> list[str]:
+        job, section = self._job, config.slurm
+        if placement.role == LEARNER:
+            return step_command(section, placement, job.folder, python=sys.executable, where=job.learner_options())
+        return job.separate_command(step_command(section, placement, job.folder, python=sys.executable), placement.role)

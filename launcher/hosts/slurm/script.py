@@ -1,0 +1,72 @@
+"""A job's script: slurm/train.sbatch.j2 filled in, so that bash and sbatch read but names in what is given."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import ConfigError
+from rl_megatron.placement.nodes import beside
+
+PACKAGE = Path(__file__).resolve().parents[3]
+"""Where this code is."""
+_TEMPLATES = PACKAGE / "slurm"
+_UNREAD = re.compile(r"[^\w./+:=@,~-]")  # in a line of #SBATCH: quotes, %, spaces, and a newline, which ends it
+
+
+def render(config: RunConfig, *, folder: Path, python: str, package: Path) -> str:
+    """The job's script. ``folder`` is where it runs and relative paths start, ``package`` where this code is.
+
+    Of what is given only ``slurm.setup`` is run: the rest is quoted, or of characters that bash and sbatch leave alone.
+    Raises ConfigError for a run's folder that is not.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # bash, not HTML
+    )
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    parent, slurm = folder / config.run.dir, config.slurm
+    run = parent / str(config.run.name)
+    if found := _UNREAD.search(str(run)):
+        raise ConfigError(
+            f"{str(run)!r}: {found[0]!r} in the run's folder, which sbatch does not read as it stands: it may "
+            "have letters, digits and ._-/+:=@,~; run from another folder, or set run.dir"
+        )
+    others = beside(slurm, config.roles.separate)
+    return environment.get_template("train.sbatch.j2").render(
+        slurm=slurm,
+        total_nodes=slurm.nodes + (0 if slurm.heterogeneous else sum(others.values())),
+        components=[_component(config, role, nodes) for role, nodes in others.items()] if slurm.heterogeneous else [],
+        tasks_per_node=config.slurm.tasks_per_node(config.learner.dims.world_size),
+        name=config.run.name,
+        parent=parent,
+        run=run,
+        seed=config.seed,
+        folder=folder,
+        python=config.slurm.python or python,
+        package=package,
+    )
+
+
+def _component(config: RunConfig, role: str, nodes: int) -> dict[str, object]:
+    """What a role's own nodes are asked for in a heterogeneous job; what is not said is as the learner's."""
+    slurm = config.slurm
+    section, engines = slurm.alone(role), role == "engines"
+    tasks = config.rollout.server.replicas if engines else config.learner.dims.world_size
+    asked = {
+        key: getattr(section, key) or getattr(slurm, key) for key in ("memory_per_node", "partition", "constraint")
+    }
+    return {
+        **asked,
+        "nodes": nodes,
+        "tasks_per_node": -(-tasks // nodes),
+        "gpus_per_node": slurm.gpus_of(role),
+        "cpus_per_task": (slurm.engines.cpus_per_server if engines else None) or slurm.cpus_per_task,
+    }

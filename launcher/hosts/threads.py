@@ -1,0 +1,22 @@
+"""CPU threads of a rank."""
+
+from __future__ import annotations
+
+import os
+
+from rl_megatron.config.run import RunConfig
+
+
+def threads_per_worker(config: RunConfig) -> int:
+    """CPU threads of each worker: as configured, else this machine's cores shared out."""
+    cores, count = len(os.sched_getaffinity(0)), config.learner.dims.world_size * (1 + len(config.roles.separate))
+    return config.learner.threads or max(1, cores // count)
+
+
+from rl_megatron.placement.ranks import Placement  # noqa: E402
+
+
+def threads_per_rank(placement: Placement) -> int:
+    """CPU threads of a rank: what the job gave each task, else this node's cores shared out."""
+    given = os.environ.get("SLURM_CPUS_PER_TASK")
+    return int(given) if given else max(1, len(os.sched_getaffinity(0)) // placement.ranks_per_node)

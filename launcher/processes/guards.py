@@ -1,0 +1,87 @@
+"""How an engine server is started, wherever it is: its guard (engine_guard.py) beside it, held by a pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from launcher.processes import engine_guard
+from rl_megatron.durable import append_private
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A server to start. Paths are absolute and the same on every node."""
+
+    before: Sequence[str] = ()  # a command that gets the guard to its node
+    host: str  # the node's address at which the server listens
+    command: Sequence[str]  # the server's own
+    environment: Mapping[str, str]  # all of it
+    folder: Path  # where it runs
+    log: Path  # what it prints goes to its end; no other user can read it
+
+
+class Guard(Protocol):
+    """The guard of a server that was started."""
+
+    async def wait(self) -> str:
+        """How guard and server ended, once they have, to be put behind a name."""
+        ...
+
+    async def end(self) -> None:
+        """See that both are no more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardProcess:
+    """A guard that is a child of this process, or of a command that runs it elsewhere. See Guard."""
+
+    process: asyncio.subprocess.Process
+    log: Path
+
+    async def wait(self) -> str:
+        """See Guard."""
+        return f"ended with status {await self.process.wait()}"
+
+    async def end(self) -> None:
+        """See Guard. Closes the pipe that the guard watches, and waits until it has ended its server."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            await asyncio.wait_for(self.process.wait(), STOP_SECONDS)
+        except TimeoutError:
+            logger.warning("the guard (pid %d) of the server of %s did not end; killed", self.process.pid, self.log)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+async def start_guard(order: Order) -> GuardProcess:
+    """Start a server under its guard, which ends with this process. Raises OSError."""
+    with append_private(order.log) as file:
+        process = await asyncio.create_subprocess_exec(
+            *order.before,
+            sys.executable,
+            str(engine_guard.__file__),
+            order.host,
+            *order.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            env=dict(order.environment),
+            cwd=order.folder,
+        )
+    return GuardProcess(process=process, log=order.log)

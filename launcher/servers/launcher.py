@@ -1,0 +1,113 @@
+"""A launcher of learners, wrapped: engine servers sample in place of the learner's ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.runs.folder import mirror_path
+from launcher.servers.colocated import colocated
+from launcher.servers.engines import SERVERS, longest_sequence
+from launcher.servers.pool import ServedEngines
+from launcher.servers.site import HERE, Place
+from rl_megatron.config.run import RunConfig
+from rl_megatron.interfaces import Launcher, Roles, unheard
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.weights.formats.served import FORMATS
+from rl_megatron.weights.servers.direct import Direct
+from rl_megatron.weights.servers.probe import Probe
+from rl_megatron.weights.servers.sync import LearnerWeights, ServedWeights
+from rl_megatron.weights.transports.engine_ends import backend_of
+from rl_megatron.weights.transports.joined import Keeper
+
+logger = logging.getLogger(__name__)
+
+
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # nats
+
+
+_QUANTISED_TOLERANCE = 1.0  # nats
+
+
+class ServedLauncher:
+    """See interfaces.Launcher. Learners start as ``inner`` starts them, engine servers meanwhile."""
+
+    def __init__(
+        self,
+        inner: Launcher,
+        model_folder: Path,
+        run_folder: Path,
+        shape: ModelShape,
+        places: Sequence[Place] | None = None,
+        host: str = HERE,
+    ) -> None:
+        """``host``: this machine's address, as servers at all ``places`` reach it."""
+        self._inner, self._model_folder, self._run_folder, self._shape = inner, model_folder, run_folder, shape
+        self._places, self._host = places, host
+
+    @contextlib.asynccontextmanager
+    async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
+        """See interfaces.Launcher. Raises ConfigError where a server does not fit, EngineError where none comes up."""
+        if config.rollout.server.colocated and config.learner.device == "cpu":
+            logger.warning("rollout.server.colocated: on CPUs servers are asked for their memory, but give none back")
+        adapter = SERVERS[config.rollout.engine](self._shape)
+        path = mirror_path(config, self._run_folder)
+        async with contextlib.AsyncExitStack() as stack:
+            servers = ServedEngines(config, adapter, self._model_folder, self._run_folder, self._shape, self._places)
+            starting = asyncio.create_task(stack.enter_async_context(servers.running(path)))
+            try:
+                roles = await stack.enter_async_context(self._inner.start(config, tell))
+            except BaseException:
+                starting.cancel()
+                await asyncio.wait([starting])
+                raise
+            engine = await starting
+            probe = Probe.make(
+                vocab_size=self._shape.vocab_size,
+                max_length=longest_sequence(config, self._shape),
+                temperature=config.rollout.temperature,
+                tolerance=_tolerance(config),
+            )
+            assert isinstance(roles.weights, LearnerWeights)
+            weights = ServedWeights(
+                inner=roles.weights,
+                path=path,
+                replicas=engine,
+                learner=roles.learner,
+                dims=config.learner.dims,
+                probe=probe,
+                probes=config.rollout.server.probes,
+                direct=_direct(config, roles.weights, engine, path, self._host),
+            )
+            servers.refit = weights.refit
+            if config.rollout.server.colocated:
+                roles = colocated(roles, engine)
+            yield replace(roles, engine=engine, weights=weights, engine_metrics=engine.metrics)
+
+
+def _tolerance(config: RunConfig) -> float:
+    """Nats: what rounding does; where weights are quantised, what that does."""
+    section, rounding = config.rollout.server, _TOLERANCE[config.learner.dtype]
+    return section.probe_tolerance or (rounding if FORMATS[section.quantization] is None else _QUANTISED_TOLERANCE)
+
+
+def _direct(config: RunConfig, weights: LearnerWeights, engine: ServedEngine, path: Path, host: str) -> Direct | None:
+    """The way from learner ranks straight into engine ranks, where the configuration wants it."""
+    section = config.rollout.server
+    if section.transport == "file":
+        return None
+    return Direct(
+        senders=weights,
+        receivers=engine,
+        keeper=Keeper(section.meeting_host or host, section.timeout_seconds),
+        path=path,
+        learner_ranks=config.learner.dims.world_size,
+        transport=section.transport,
+        backend=backend_of(section.transport, config.learner.device),
+        turns=section.colocated,
+    )

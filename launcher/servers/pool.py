@@ -1,0 +1,281 @@
+"""Engine servers of a run: started here, each under a guard, or running ones by address; checked before the first step.
+
+The one table of engines is here. A launcher of learners is wrapped: what it starts is kept, but for engine and weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shlex
+import shutil
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+from launcher.processes.guards import Order
+from launcher.processes.scratch import scratch
+from launcher.servers.engines import longest_sequence
+from launcher.servers.interpreter import check_interpreter, python_path
+from launcher.servers.site import Place, elsewhere
+from launcher.servers.supervisor import Attached, Standing, Started, Supervisor
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.models.configs.fields import ConfigFields
+from rl_megatron.models.json_files import read_json
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.servers import engine_token
+from rl_megatron.rollout.servers.adapter import Adapter, Description, StartOptions
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.replicas import Replica
+from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.formats.hf_folder import companions, config_text
+from rl_megatron.weights.formats.served import FORMATS, stored
+from rl_megatron.weights.layouts.families import hf_layout
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.25
+
+
+class ServedEngines:
+    """The servers of one run, at ``places`` or here. ``refit`` gives one that came back what is served."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        adapter: Adapter,
+        model_folder: Path,
+        run_folder: Path,
+        shape: ModelShape,
+        places: Sequence[Place] | None = None,
+    ) -> None:
+        self._config, self._section, self._adapter = config, config.rollout.server, adapter
+        self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
+        self._max_length = longest_sequence(config, shape)
+        self._kind, self._shapes = FORMATS[self._section.quantization], hf_layout(shape).local_shapes(0)
+        stored(self._shapes, DType(config.learner.dtype), self._kind)  # what has no such format is told first
+        self._places = places or [Place()] * self._section.replicas
+        self.refit: Callable[[str], Awaitable[None]] | None = None  # nothing is served before there is one
+
+    @contextlib.asynccontextmanager
+    async def running(self, mirror: Path) -> AsyncIterator[ServedEngine]:
+        """Ready and checked servers, which are kept so; those that were started are gone at the end.
+
+        So is ``mirror``'s folder.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            shared = self._run_folder.resolve() if elsewhere(self._places) else None  # else this machine's own
+            packages = stack.enter_context(scratch(mirror.parent, within=shared))
+            running = await stack.enter_async_context(contextlib.AsyncExitStack())  # servers, also later ones
+            if self._section.addresses:
+                standing: list[Standing] = [Attached(server=server) for server in self._attached()]
+            else:
+                await self._prepare(packages)
+                standing = list(await self._start_all(running, packages))
+            servers = [s.server for s in standing]
+            engine = ServedEngine(
+                self._adapter,
+                servers,
+                self._section,
+                max_length=self._max_length,
+                vocab_size=self._shape.vocab_size,
+            )
+            stack.push_async_callback(engine.close)
+            self._check([(s.url, await self._described(s)) for s in servers])
+            await stack.enter_async_context(self._kept(running, packages, engine, standing))
+            yield engine
+
+    @contextlib.asynccontextmanager
+    async def _kept(
+        self, running: contextlib.AsyncExitStack, packages: Path, engine: ServedEngine, standing: Sequence[Standing]
+    ) -> AsyncIterator[None]:
+        """Every replica is looked after; servers that this takes are put on ``running``."""
+
+        async def bring_back(replica: Replica) -> Standing:
+            if self._section.addresses:
+                again: Standing = Attached(server=await self._answers(replica.server))
+            else:
+                again = await self._start_one(running, replica.number, packages)
+                await self._ready(again)
+            self._check([(again.server.url, await self._described(again.server))])
+            return again
+
+        async def refit(url: str) -> None:
+            if self.refit is not None:
+                await self.refit(url)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                engine.replicas.fail(error)
+
+        supervisor = Supervisor(engine=engine, section=self._section, bring_back=bring_back, refit=refit)
+        pairs = zip(engine.replicas.all, standing, strict=True)
+        keeping = [asyncio.create_task(supervisor.keep(replica, one)) for replica, one in pairs]
+        for task in keeping:
+            task.add_done_callback(ended)
+        try:
+            yield
+        finally:
+            for task in keeping:
+                task.cancel()
+            await asyncio.wait(keeping)
+
+    def _attached(self) -> list[Server]:
+        file = self._section.token_file
+        token = file.read_text().strip() if file else None
+        urls = [url.strip() for url in str(self._section.addresses).split(",")]
+        bad = [url for url in urls if not url.startswith(("http://", "https://"))]
+        if bad:
+            raise ConfigError(f"rollout.server.addresses: {', '.join(bad)}: write each as http://host:port")
+        return [self._server(url, token) for url in urls]
+
+    def _server(self, url: str, token: str | None) -> Server:
+        return Server(url, token=token, timeout_seconds=self._section.timeout_seconds)
+
+    async def _prepare(self, packages: Path) -> None:
+        """What starting wants. The engine's interpreter sees this package alone, never those that lie beside it."""
+        await check_interpreter(self._python, self._adapter)
+        (packages / "rl_megatron").symlink_to(Path(__file__).resolve().parents[2] / "rl_megatron")
+        self._write_models(packages)
+
+    def _write_models(self, packages: Path) -> None:
+        """The folders that servers start from: config.json alone, and with the tokenizer.
+
+        It is of the weights that are pushed, whatever ``model.path`` keeps them in.
+        """
+        quantization = None if self._kind is None else self._kind.config(self._shapes)
+        for name, files in (("bare", set[Path]()), ("model", companions(self._model_folder))):
+            (packages / name).mkdir()
+            (packages / name / "config.json").write_text(config_text(self._model_folder, set(), quantization))
+            for path in files:
+                shutil.copy(path, packages / name)
+
+    async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[Started]:
+        started = [await self._start_one(stack, number, packages) for number in range(self._section.replicas)]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for one in started:
+                    tasks.create_task(self._ready(one))
+        except ExceptionGroup as failed:  # the first is the cause; callers catch it by its type
+            raise failed.exceptions[0] from failed
+        return started
+
+    async def _start_one(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
+        section, place, token = self._section, self._places[number], secrets.token_hex(24)
+        own = {"PYTHONPATH": python_path(packages), engine_token.VARIABLE: token}
+        port = stack.enter_context(place.ports())
+        command = self._adapter.command(
+            StartOptions(
+                python=self._python,
+                model_folder=packages / "model",
+                bare_folder=packages / "bare",
+                host=place.host,
+                port=port,
+                device=self._config.learner.device,
+                dtype=self._config.learner.dtype,
+                quantization=section.quantization,
+                max_length=self._max_length,
+                slots=self._config.rollout.slots,
+                tp=section.tp,
+                memory_fraction=section.memory_fraction,
+                colocated=section.colocated,
+                routes=self._config.algorithm.routing_replay == "r3",
+                extra=tuple(shlex.split(section.options or "")),
+            )
+        )
+        log = self._run_folder.resolve() / f"{self._config.rollout.engine}_{number}.log"
+        guard = await place.start(
+            Order(
+                before=place.before,
+                host=place.host,
+                command=command.arguments,
+                environment={**os.environ, **own, **place.environment, **command.environment},
+                folder=Path.cwd(),
+                log=log,
+            )
+        )
+        started = Started(guard=guard, server=self._server(f"http://{place.host}:{port}", token), log=log)
+        stack.push_async_callback(started.end)
+        return started
+
+    @property
+    def _python(self) -> Path:
+        return self._config.rollout.python or Path(sys.executable)
+
+    async def _answers(self, server: Server) -> Server:
+        """The server again, once it is there. Raises EngineError after ``rollout.server.start_seconds``."""
+        limit = self._section.start_seconds
+        try:
+            async with asyncio.timeout(limit):
+                while await server.status("/health", seconds=limit) != 200:
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except TimeoutError as error:
+            raise EngineError(f"{server.url} did not answer in rollout.server.start_seconds={limit:g}") from error
+        return self._server(server.url, server.token)
+
+    async def _ready(self, one: Started) -> None:
+        limit, ended = self._section.start_seconds, asyncio.ensure_future(one.guard.wait())
+        try:
+            async with asyncio.timeout(limit):
+                while not ended.done():
+                    with contextlib.suppress(AttemptFailed, EngineError):
+                        await one.server.get("/health")
+                        return
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except TimeoutError as error:
+            raise EngineError(
+                f"{one.server.url} is not ready after rollout.server.start_seconds={limit:g}; {one.log} tells how far "
+                "it came. Raise the limit if loading takes longer"
+            ) from error
+        finally:
+            ended.cancel()
+        raise EngineError(await one.ended())
+
+    async def _described(self, server: Server) -> Description:
+        try:
+            open_to_strangers = await server.open_to_strangers()
+            described = await self._adapter.describe(server)
+        except AttemptFailed as error:
+            raise EngineError(f"rollout.engine={self._config.rollout.engine}: {error}") from error
+        if open_to_strangers and self._section.addresses:
+            logger.warning("%s answers without a token: whoever reaches it can change weights or run code", server.url)
+        elif open_to_strangers:
+            raise ConfigError(f"{server.url} answers without the run's token; what in rollout.server.options opens it?")
+        return described
+
+    def _check(self, found: Sequence[tuple[str, Description]]) -> None:
+        """Raises ConfigError with everything at once that keeps the servers from being used."""
+        wanted, top_p = self._config.learner.dtype, self._config.rollout.top_p
+        known = read_json(self._model_folder / "config.json", ConfigFields)
+        architecture, problems = ",".join(known.architectures or ()), []
+        if top_p < 1 and not self._adapter.renormalises_top_p:
+            problems.append(
+                f"rollout.top_p={top_p}: {self._adapter.name}'s log-probs are not of the tokens that top_p leaves, so "
+                "importance ratios would be wrong; set rollout.top_p=1"
+            )
+        for url, described in found:
+            logger.info("%s %s at %s: %s", self._adapter.name, described.version, url, described)
+            problems += [f"{url}: {problem}" for problem in described.problems]
+            if described.version.split("+")[0] != self._adapter.tested:
+                logger.warning("%s: only %s %s is tested", url, self._adapter.name, self._adapter.tested)
+            if architecture and not described.problems and described.architecture != architecture:
+                problems.append(
+                    f"{url}: it serves {described.architecture}, but the model to train is {architecture}; start it "
+                    f"with {self._model_folder}"
+                )
+            if not described.problems and described.dtype != wanted:
+                problems.append(f"{url}: it computes in {described.dtype}, learner.dtype={wanted}; make them equal")
+            if self._config.algorithm.routing_replay == "r3" and described.no_routes:
+                problems.append(
+                    f"{url}: algorithm.routing_replay=r3 needs routes, and it returns none; {described.no_routes}, or "
+                    "set routing_replay=r2 or off"
+                )
+            if described.max_length < self._max_length:
+                problems.append(f"{url}: its longest sequence is {described.max_length}, needed: {self._max_length}")
+        if problems:
+            raise ConfigError("\n".join(problems))

@@ -1,0 +1,46 @@
+"""How an engine server gets to where it runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from launcher.processes.guards import Guard, Order, start_guard
+from launcher.processes.ports import any_port, held_ports
+
+StartAt = Callable[[int, Order], Awaitable[Guard]]  # a server by its number, where somebody else has its place
+
+
+HERE = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one server runs, and who starts it there; ``before`` stands before its guard's command."""
+
+    host: str = HERE
+    before: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    start: Callable[[Order], Awaitable[Guard]] = start_guard
+    number: int = 0  # of the ``count`` servers of the run
+    count: int = 1
+
+    @property
+    def away(self) -> bool:
+        """Whether it is on another node, or may be, and does not see this one's memory."""
+        return self.host != HERE
+
+    @contextlib.contextmanager
+    def ports(self) -> Iterator[int]:
+        """The first of a server's two ports: held here, or on another node ones that few others take."""
+        if self.away:
+            yield any_port(self.number, self.count)
+            return
+        with held_ports(self.host) as port:
+            yield port
+
+
+def elsewhere(found: Sequence[Place]) -> bool:
+    """Whether any server is on another node, where it does not see this one's memory."""
+    return any(place.away for place in found)

@@ -1,0 +1,217 @@
+"""Whoever looks after the engine servers of a run: sees them die or hang, brings them back and has them refitted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from launcher.processes.guards import Guard
+from rl_megatron.config.rollout import ServerSection
+from rl_megatron.errors import ConfigError, EngineError, SyncError
+from rl_megatron.rollout.servers.adapter import Adapter, ForeignWeights
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.http import AttemptFailed, NoAnswer, Server, Unreachable
+from rl_megatron.rollout.servers.replicas import Event, Replica, State
+
+logger = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 2.0
+_TAIL = 20  # lines of a log in an error
+_CHECKS = 3  # a check that a suspended job slept through is one of them
+
+
+class Standing(Protocol):
+    """What stands at a replica's place."""
+
+    server: Server
+    fatal: tuple[type[Exception], ...]  # what a request can meet that shows that it cannot serve on
+
+    async def ended(self) -> str:
+        """How it ended by itself, once it did."""
+        ...
+
+    async def end(self) -> None:
+        """See that it is no more."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Started:
+    """A server that was started: its guard, where it listens and what it says."""
+
+    guard: Guard
+    server: Server
+    log: Path
+    fatal: tuple[type[Exception], ...] = (NoAnswer, ForeignWeights)
+
+    async def ended(self) -> str:
+        """See Standing; with the end of its log."""
+        how = await self.guard.wait()
+        tail = self.log.read_text(errors="replace").splitlines()[-_TAIL:]
+        return "\n".join([f"{self.server.url} {how}; {self.log} ends with:", *tail])
+
+    async def end(self) -> None:
+        """See Standing."""
+        await self.guard.end()
+
+
+@dataclass(slots=True, kw_only=True)
+class Attached:
+    """A server that somebody else runs. Once it could not be reached it may be another at the same address."""
+
+    server: Server
+    fatal: tuple[type[Exception], ...] = (NoAnswer, ForeignWeights, Unreachable)
+
+    async def ended(self) -> str:
+        """See Standing; nobody tells."""
+        return await _never()
+
+    async def end(self) -> None:
+        """See Standing; it is not ours to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervisor:
+    """Keeps the replicas of ``engine``. ``bring_back`` gives what stands at a place after a death, ready and checked.
+
+    ``refit`` has a stale server at a URL hold what is served. It raises SyncError, ``bring_back`` EngineError or
+    ConfigError.
+    """
+
+    engine: ServedEngine
+    section: ServerSection
+    bring_back: Callable[[Replica], Awaitable[Standing]]
+    refit: Callable[[str], Awaitable[None]]
+
+    async def keep(self, replica: Replica, standing: Standing) -> None:
+        """Look after one replica, until it is given up."""
+        replica.supervised = True
+        while True:
+            why = await self._until_dead(replica, standing)
+            replica.told(Event.DIED, why)
+            await standing.end()
+            again = await self._again(replica)
+            if again is None:
+                replica.told(Event.GIVEN_UP)
+                return
+            standing = again
+            await replica.server.close()
+            replica.server = standing.server
+            replica.told(Event.ANSWERED)
+
+    async def _again(self, replica: Replica) -> Standing | None:
+        """What stands there next; None after ``rollout.server.restarts`` attempts, each waiting twice as long."""
+        while replica.restarts < self.section.restarts:
+            await asyncio.sleep(self.section.backoff_seconds * 2**replica.restarts)
+            replica.restarts += 1
+            replica.told(Event.RESTARTED)
+            try:
+                return await self.bring_back(replica)
+            except (EngineError, ConfigError) as error:
+                replica.told(Event.DIED, str(error))
+        return None
+
+    async def _until_dead(self, replica: Replica, standing: Standing) -> str:
+        """Why it is; until then it is refitted and watched."""
+        reasons = (
+            *(standing.ended(), self._fails(replica, standing), self._hangs(replica)),
+            *(self._stands_still(replica), self._cannot_serve(replica)),
+        )
+        tasks = [asyncio.ensure_future(reason) for reason in reasons]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return next(task.result() for task in tasks if task.done())
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)  # a request that is still being ended would open a connection that nobody closes
+
+    async def _fails(self, replica: Replica, standing: Standing) -> str:
+        """A request met what shows it, or after one that failed the server does not say that it is well."""
+        while True:
+            await replica.suspected.wait()
+            error = replica.suspicion
+            if isinstance(error, standing.fatal):
+                return str(error)
+            status = await replica.server.status("/health", seconds=self._period)
+            if status is None and not await _Meter(self.engine.adapter, replica.server).moves(self._period):
+                await asyncio.sleep(_GRACE_SECONDS)  # where it ended, its status and the end of its log say more
+                return f"{error}; nor did it answer in {self._period:g} s when asked for its health"
+            replica.trust()
+
+    async def _hangs(self, replica: Replica) -> str:
+        """It did not say that it is well, several times in a row, and made no token meanwhile; at a pause for new
+        weights any answer will do."""
+        loop, missed, meter = asyncio.get_running_loop(), 0, _Meter(self.engine.adapter, replica.server)
+        while missed < _CHECKS:
+            began = loop.time()
+            status, moves = await asyncio.gather(
+                replica.server.status("/health", seconds=self._period), meter.moves(self._period)
+            )
+            paused = self.engine.updating or replica.state is not State.HEALTHY
+            well = status is not None and (status < 300 or paused)
+            missed = 0 if well or moves else missed + 1
+            await asyncio.sleep(max(0.0, began + self._period - loop.time()))
+        return (
+            f"{replica.server.url} did not say that it is well, asked {_CHECKS} times in "
+            f"rollout.server.health_seconds={self.section.health_seconds:g}: it hangs or was stopped"
+        )
+
+    async def _stands_still(self, replica: Replica) -> str:
+        """It made no token of the requests that it has, several times in a row, whatever it says of its health."""
+        limit, loop, still = self.section.timeout_seconds, asyncio.get_running_loop(), 0
+        period, meter = limit / _CHECKS, _Meter(self.engine.adapter, replica.server)
+        while still < _CHECKS:
+            began = loop.time()
+            still = still + 1 if await meter.moves(period) is False else 0
+            await asyncio.sleep(max(0.0, began + period - loop.time()))
+        return (
+            f"{replica.server.url} made no token in rollout.server.timeout_seconds={limit:g}, though "
+            f"{replica.server.in_flight} requests wait for some"
+        )
+
+    @property
+    def _period(self) -> float:
+        return self.section.health_seconds / _CHECKS
+
+    async def _cannot_serve(self, replica: Replica) -> str:
+        """It cannot be given the weights that are served."""
+        if replica.state is State.STALE:
+            try:
+                await self.refit(replica.server.url)
+            except (AttemptFailed, EngineError, SyncError) as error:
+                return f"{replica.server.url} cannot be refitted: {error}"
+        return await _never()
+
+
+class _Meter:
+    """Whether a server makes tokens, from one look to the next."""
+
+    def __init__(self, adapter: Adapter, server: Server) -> None:
+        self._adapter, self._server = adapter, server
+        self._before: Hashable = None
+
+    async def moves(self, seconds: float) -> bool | None:
+        """Whether it made tokens since the last look, or says for the first time how many; None where it need not.
+
+        What does not answer in ``seconds`` makes none.
+        """
+        if self._server.paused or not self._server.in_flight:
+            self._before = None
+            return None
+        try:
+            async with asyncio.timeout(seconds):
+                made = await self._adapter.tokens(self._server)
+        except (TimeoutError, AttemptFailed, EngineError):
+            return False
+        before, self._before = self._before, made
+        return made != before
+
+
+async def _never() -> str:
+    await asyncio.Event().wait()
+    raise AssertionError

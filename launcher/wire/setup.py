@@ -1,0 +1,22 @@
+"""What a rank waits for after its imports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.placement.names import LEARNER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a worker waits for after its imports. Folders are absolute and the same on every node."""
+
+    config: RunConfig
+    model_folder: Path
+    run_folder: Path
+    rendezvous: str  # a torch.distributed init method
+    role: str = LEARNER
+    first_device: int = 0  # of rank 0; ranks beside each other take one each
+    stacks: Path | None = None  # where they go if this start hangs, as ``workers.serving`` says

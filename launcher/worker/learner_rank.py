@@ -1,0 +1,191 @@
+"""What a learner rank can be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.wire.setup import Setup
+from launcher.worker.models import RankModels
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import CorruptionError, SyncError
+from rl_megatron.types import Completion, GenerationRequest, Samples, WeightUpdate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rl_megatron.rollout.local.engine import LocalEngine
+    from rl_megatron.weights.checks.reports import Report
+    from rl_megatron.weights.layouts.recorded import Boxes
+    from rl_megatron.weights.servers.mirror import Mirror
+    from rl_megatron.weights.transports.engine_ends import Sender
+    from rl_megatron.weights.transports.joined import Place
+
+
+class Worker(RankModels):
+    """What a learner rank can be asked. All but ``generate``, ``export`` and ``checksums`` are collective: every rank
+    is asked together."""
+
+    CALLS = (
+        *RankModels.CALLS,
+        *("generate", "stage", "commit", "sums", "join_engines", "send", "export", "checksums"),
+        *("score_with_routes", "logits"),
+    )
+
+    def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
+        from rl_megatron.learner.model.build import DTYPES
+
+        super().__init__(setup, rank, store)
+        config = setup.config
+        self._dtype = DTYPES[config.learner.dtype]
+        self._sender: Sender | None = None  # into engine ranks that are processes of their own
+        self._holder = self._make_holder(config, setup.run_folder)
+        self.start_from("policy", setup.model_folder)
+        self._connect(config, setup.run_folder / "weights")
+
+    def _make_holder(self, config: RunConfig, run_folder: Path) -> LocalEngine | Mirror | None:
+        """Where pushes go: this rank's engine; where servers sample, the mirror that they read, on rank 0 alone."""
+        from launcher.runs.folder import mirror_path
+        from rl_megatron.rollout.local.engine import LocalEngine
+        from rl_megatron.weights.formats.served import FORMATS
+        from rl_megatron.weights.servers.mirror import Mirror
+
+        section = config.rollout
+        if not section.served:
+            longest = section.max_prompt_tokens + section.max_new_tokens
+            return LocalEngine(
+                self._shape, slots=section.slots, dtype=self._dtype, device=self._device, max_length=longest
+            )
+        if self._rank:
+            return None
+        path, shapes = mirror_path(config, run_folder), self._hf.local_shapes(0)
+        kind = FORMATS[section.server.quantization]
+        return Mirror(path, shapes, self._dtype, self._model_folder / "config.json", kind)
+
+    def _connect(self, config: RunConfig, folder: Path) -> None:
+        """Plan the way from every learner rank to every engine replica beside one, or to rank 0's mirror.
+
+        Who reads a mirror compares it with the checksums of what the learner's ranks hold: digests on the way there
+        would say the same once more. Quantised, or cut inside a word, it is compared with what lies there.
+        """
+        from rl_megatron.types import ParallelDims
+        from rl_megatron.weights.checks.sources import add_up, sources_of
+        from rl_megatron.weights.formats.served import FORMATS
+        from rl_megatron.weights.plans.plan import plan
+        from rl_megatron.weights.transports.commit import Replica
+        from rl_megatron.weights.transports.connect import connect
+
+        holders = 1 if config.rollout.served else self._layout.dims.world_size
+        replicas = replace(self._hf, dims=ParallelDims(dp=holders))
+        transfers = plan(self._layout, replicas)
+        tensors = dict(self._learners["policy"].tensors)
+        sources = sources_of(self._layout, self._hf)
+        quantised = FORMATS[config.rollout.server.quantization] is not None
+        self._sources = sources[self._rank]
+        self._sealed = (
+            config.rollout.served and not quantised and all(add_up(one, self._dtype.itemsize) for one in sources)
+        )
+        transport = connect(
+            config.weights.model_copy(update={"verify": config.weights.verify and not self._sealed}),
+            transfers,
+            src=tensors,
+            dst=self._held,
+            folder=folder,
+            timeout_seconds=config.learner.timeout_seconds,
+        )
+        self._replica = Replica(transport, self._holder)
+
+    @property
+    def _held(self) -> dict[str, Tensor]:
+        """The Hugging Face tensors that a push writes here."""
+        return self._holder.tensors if self._holder is not None else {}
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Completions of each request, by this rank's engine replica."""
+        from rl_megatron.rollout.local.engine import LocalEngine
+
+        assert isinstance(self._holder, LocalEngine)
+        return self._holder.generate(requests)
+
+    def stage(self, version: int) -> WeightUpdate | CorruptionError:
+        """Move the learner's weights into this rank's engine, which serves nothing until `commit`.
+
+        Corrupted weights are an answer, not an end: they can be moved again.
+        """
+        try:
+            return self._replica.stage(version)
+        except CorruptionError as error:
+            return error
+
+    def commit(self, version: int) -> None:
+        """Serve the weights that were staged."""
+        self._replica.commit(version)
+
+    def sums(self) -> Report:
+        """Checksums of what this rank answers for of the weights in the mirror."""
+        from rl_megatron.weights.checks.reports import Report
+        from rl_megatron.weights.checks.sources import sent_checksums
+        from rl_megatron.weights.servers.mirror import Mirror
+
+        if self._sealed:
+            return sent_checksums(self._sources, self._learners["policy"].tensors, lambda _: self._dtype)
+        return self._holder.sums() if isinstance(self._holder, Mirror) else Report(rows=(), seconds=0.0)
+
+    def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> SyncError | None:
+        """Plan the way from every learner rank straight into engine ranks, which hold ``ranks``; collective with them.
+
+        Where they do not come, that is an answer, not an end. Raises WeightError where no plan leads there.
+        """
+        from rl_megatron.weights.layouts.recorded import recorded_layout
+        from rl_megatron.weights.plans.plan import plan
+        from rl_megatron.weights.transports.engine_ends import Sender
+
+        first = self._layout.dims.world_size
+        placement = {rank: first + rank for rank in range(len(ranks))}
+        moves = plan(self._layout, recorded_layout(self._hf, ranks), placement=placement)
+        if self._sender is not None:
+            self._sender.close()
+        tensors = dict(self._learners["policy"].tensors)
+        try:
+            self._sender = Sender(place, self._rank, moves, tensors, self._sources)
+        except SyncError as error:
+            self._sender = None
+            return error
+        return None
+
+    def send(self, version: int) -> tuple[WeightUpdate, Report] | SyncError:
+        """Send this rank's shards to the engine ranks. What goes wrong on their side is an answer, not an end."""
+        assert self._sender is not None
+        try:
+            return self._sender.send(version)
+        except SyncError as error:
+            return error
+
+    def export(self, folder: Path) -> None:
+        """Write what was pushed last as a Hugging Face folder."""
+        from rl_megatron.weights.checkpoints.safetensors_io import write_folder
+
+        write_folder(self._held, self._model_folder, folder)
+
+    def checksums(self) -> dict[str, int]:
+        """Of each Hugging Face tensor that a push wrote here, as it is held."""
+        from rl_megatron.weights.checks.checksums import checksum
+
+        return {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in self._held.items()}
+
+    def logits(self, role: str, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
+        """See MegatronLearner.logits."""
+        return self._learner(role).logits(micro_batches)
+
+    def score_with_routes(
+        self, role: str, micro_batches: Sequence[Samples]
+    ) -> tuple[list[Tensor], list[Tensor]] | None:
+        """See MegatronLearner.score_with_routes."""
+        return self._learner(role).score_with_routes(micro_batches)
+
+    def close(self) -> None:
+        """Leave the process groups, after every rank arrived."""
+        self._replica.close()
+        super().close()

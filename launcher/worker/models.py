@@ -1,0 +1,165 @@
+"""The models that one rank holds, by role; collective calls (all but ``verify``), which all ranks of its
+world make together.
+
+The roles: "policy" and "critic", which are trained, and "reference". The learner's ranks hold them all, but for those
+that have ranks of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from launcher.wire.setup import Setup
+from rl_megatron import digests
+from rl_megatron.config.run import RunConfig
+from rl_megatron.digests import Digest
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.types import Loss, Samples, SkippedStep, StepResult
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rl_megatron.learner.megatron import MegatronLearner, MegatronScorer
+
+M = TypeVar("M")
+
+
+class RankModels:
+    """The models of a rank of ``setup.role``, and the world of its ranks."""
+
+    CALLS: tuple[str, ...] = (
+        *("start_from", "score", "routed_layers", "train_step"),
+        *("save", "verify", "load", "close"),
+    )
+
+    def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
+        """``store``: see ``world.join``."""
+        from rl_megatron.learner import world
+        from rl_megatron.models.folder import read_shape
+        from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
+
+        config = setup.config
+        self._rank, self._model_folder, self._leave = rank, setup.model_folder, world.leave
+        self._shape = read_shape(setup.model_folder)
+        self._device = world.join(
+            config.learner,
+            rank=rank,
+            rendezvous=setup.rendezvous,
+            seed=config.seed,
+            store=store,
+            first_device=setup.first_device,
+        )
+        self._learners = self._make_learners(config, setup.role)
+        self._scorers: dict[str, MegatronScorer] = {**self._learners, **self._make_frozen(config, setup.role)}
+        self._reference: dict[str, Tensor] = {}  # weights that stand for the policy's own
+        self._hf = hf_layout(self._shape)
+        mesh = config.learner
+        self._layout = megatron_layout(
+            self._shape,
+            mesh.dims,
+            vocab_multiple=mesh.vocab_multiple,
+            first=mesh.first_stage_layers,
+            last=mesh.last_stage_layers,
+        )
+
+    def _make_learners(self, config: RunConfig, role: str) -> dict[str, MegatronLearner]:
+        from rl_megatron.learner.megatron import make_critic, make_policy
+
+        made = {}
+        if role == LEARNER:
+            made["policy"] = make_policy(
+                self._shape, config.learner, self._device, temperature=config.rollout.temperature
+            )
+        if role == ("critic" if "critic" in config.roles.separate else LEARNER) and config.algorithm.needs_critic:
+            section = config.algorithm.critic
+            learner = config.learner.model_copy(update={"optimizer": section.optimizer})
+            made["critic"] = make_critic(self._shape, learner, self._device)
+        return made
+
+    def _make_frozen(self, config: RunConfig, role: str) -> dict[str, MegatronScorer]:
+        from rl_megatron.learner.megatron import make_frozen
+
+        if role != "reference":
+            return {}
+        temperature = config.rollout.temperature
+        return {"reference": make_frozen(self._shape, config.learner, self._device, temperature=temperature)}
+
+    def start_from(self, role: str, folder: Path) -> None:
+        """Fill this rank's part of a model from a Hugging Face folder, or from one of megatron's own kind.
+
+        Raises as ``read_boxes`` does, or CheckpointError. A reference is read from a Hugging Face folder.
+        """
+        import torch
+
+        from rl_megatron.weights.checkpoints.convert import is_megatron
+        from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+
+        if role in self._learners and is_megatron(folder):
+            self._learner(role).load_weights(folder)
+            return
+        tensors = dict(self._scorer(role).tensors)
+        if role not in self._scorers:
+            tensors = self._reference = {name: torch.empty_like(t) for name, t in tensors.items()}
+        like = next(iter(tensors.values()))
+        shapes = self._layout.local_shapes(self._rank).items()  # a critic has no output layer: what is read goes
+        unused = {name: like.new_empty(shape) for name, shape in shapes if name not in tensors}
+        read_boxes(Checkpoint(folder), self._hf, self._layout, self._rank, tensors | unused)
+        self._scorer(role).adopt()
+
+    def _scorer(self, role: str) -> MegatronScorer:
+        """The model that says something for a role: for a reference beside the policy, the policy.
+
+        Raises RLMegatronError for a role that has no model here; so does ``_learner``.
+        """
+        beside = role == "reference" and role not in self._scorers
+        return _held(self._scorers, "policy" if beside else role)
+
+    def _learner(self, role: str) -> MegatronLearner:
+        return _held(self._learners, role)
+
+    def score(self, role: str, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
+        """See MegatronLearner.score."""
+        return self._scorer(role).score(micro_batches, {} if role in self._scorers else self._reference)
+
+    def routed_layers(self, role: str) -> tuple[int, ...]:
+        """See MegatronScorer.routed_layers."""
+        return self._scorer(role).routed_layers
+
+    def train_step(
+        self,
+        role: str,
+        micro_batches: Sequence[Samples],
+        loss: Loss,
+        learning_rate: float,
+        num_tokens: int,
+        num_sequences: int,
+    ) -> StepResult | SkippedStep | None:
+        """See MegatronLearner.train_step."""
+        return self._learner(role).train_step(
+            micro_batches, loss, learning_rate, num_tokens=num_tokens, num_sequences=num_sequences
+        )
+
+    def save(self, role: str, folder: Path) -> dict[str, Digest]:
+        """See MegatronLearner.save."""
+        return self._learner(role).save(folder)
+
+    def verify(self, folder: Path, files: Mapping[str, Digest]) -> list[str]:
+        """What is wrong with the files of a checkpoint that this rank reads for all; see digests.misfits."""
+        return digests.misfits(folder, files, read=True)
+
+    def load(self, role: str, folder: Path) -> None:
+        """See MegatronLearner.load."""
+        self._learner(role).load(folder)
+
+    def close(self) -> None:
+        """Leave the process groups, after every rank arrived."""
+        self._leave()
+
+
+def _held(models: Mapping[str, M], role: str) -> M:
+    if role not in models:
+        raise RLMegatronError(f"this rank holds no {role!r} for what it was asked; it holds {', '.join(models)}")
+    return models[role]

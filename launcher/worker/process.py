@@ -1,0 +1,133 @@
+"""The process of one rank, driven over a stream: learner shard, rollout engine replica and weight transport, or the
+shard of a critic or a reference alone.
+
+A worker serves one call at a time, in the order sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+from launcher.processes import stacks
+from launcher.wire import messages
+from launcher.wire.messages import STACKS
+from launcher.wire.setup import Setup
+from launcher.worker.learner_rank import Worker
+from launcher.worker.models import RankModels
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.observability import activity
+from rl_megatron.placement.names import LEARNER, file_stem
+
+_SENDING = threading.Lock()  # one message at a time into the pipe
+
+
+def serve_forked(connection: Connection, rank: int) -> None:
+    """Entry of a forked worker: wait for its `Setup`, then serve calls."""
+    with telling(connection):
+        threading.Thread(target=say_alive, args=(connection,), name="alive", daemon=True).start()
+        run(connection, rank)
+
+
+def quieten() -> None:
+    """megatron warns at its import of what is not there, which `doctor` tells."""
+    warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")
+
+
+def run(connection: Connection, rank: int, store: int | None = None) -> None:
+    """Serve the controller until it asks for the end or hangs up. What is wrong is raised.
+
+    ``store``: see ``world.join``.
+    """
+    quieten()
+    import rl_megatron.learner.megatron  # noqa: F401  heavy: done while the controller still prepares
+
+    try:
+        message = messages.receive(connection)
+    except EOFError:  # the controller closed the stream
+        return
+    setup: Setup = messages.unpack(message)
+    from rl_megatron.observability.log import run_log
+
+    if setup.stacks is not None:
+        name = file_stem(setup.role, rank)
+        stacks.register(setup.stacks / f"{name}.txt", silence=0.45 * setup.config.learner.timeout_seconds)
+    calls: SimpleQueue[messages.Message | None] = SimpleQueue()
+    threading.Thread(target=_hear, args=(connection, calls), name="hear", daemon=True).start()
+    with run_log(setup.run_folder, role="rank" if setup.role == LEARNER else setup.role, rank=rank):
+        worker = (Worker if setup.role == LEARNER else RankModels)(setup, rank, store)
+        tell(connection, "ok", None)
+        _serve(connection, worker, calls)
+
+
+@contextlib.contextmanager
+def telling(connection: Connection) -> Iterator[None]:
+    """Whatever ends this process or one of its threads is told to the controller: also what is no Exception, as torch
+    raises where a checkpoint fails."""
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001  a process boundary: the controller shows it with the rank
+        with contextlib.suppress(OSError):  # the controller is gone
+            if isinstance(error, RLMegatronError):
+                tell(connection, "refused", error)
+            else:
+                first = traceback.format_exception_only(error)[0].splitlines()[0]
+                tell(connection, "raised" if _machines(error) else "erred", f"{first}\n{traceback.format_exc()}")
+
+
+def _machines(error: BaseException) -> bool:
+    """Whether the machine or a peer may be behind it: what NCCL, gloo, CUDA and files raise, but for want of memory."""
+    import torch
+
+    return isinstance(error, RuntimeError | OSError) and not isinstance(error, torch.OutOfMemoryError)
+
+
+def _hear(connection: Connection, calls: SimpleQueue[messages.Message | None]) -> None:
+    """Calls wait for the one before; stacks do not. None is the end."""
+    with contextlib.suppress(EOFError, OSError):  # the controller closed the stream
+        while True:
+            message = messages.receive(connection)
+            if message == STACKS:
+                stacks.dump()
+            else:
+                calls.put(message)
+    calls.put(None)
+
+
+def _serve(connection: Connection, worker: RankModels, calls: SimpleQueue[messages.Message | None]) -> None:
+    counts = Counter[str]()
+    while (message := calls.get()) is not None:
+        name, arguments = messages.unpack(message)
+        counts[name] += 1
+        activity.begin(f"{name}, call {counts[name]}")
+        if name not in worker.CALLS:
+            raise RLMegatronError(f"worker has no call {name!r}; it has {', '.join(worker.CALLS)}")
+        answer = getattr(worker, name)(*arguments)
+        activity.begin("nothing: it waits for a call")
+        tell(connection, "ok", answer)
+        if name == "close":
+            return
+
+
+def tell(connection: Connection, status: str, value: Any) -> None:
+    """Say one thing to the controller, from any thread."""
+    message = messages.pack((status, value))
+    with _SENDING:
+        messages.send(connection, message)
+
+
+def say_alive(connection: Connection) -> None:
+    """Each second, with what is done, so that the controller can tell a long step from a hang; until it is gone."""
+    with telling(connection):
+        while True:
+            tell(connection, "alive", activity.now())
+            stacks.living()
+            time.sleep(1.0)

@@ -1,0 +1,72 @@
+"""One rank that connects back to the controller: ``python -m launcher.worker.remote`` by srun, `serve` in a Ray actor.
+
+Where the controller is and the job's token come over standard input, which srun gives to every task, so that the token
+is in no command line, no environment and no file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+from launcher.processes import limits
+from launcher.processes.engine_guard import interface_of
+from launcher.processes.environment import variables
+from launcher.wire import channel
+from launcher.wire.greetings import Call, Hello, this_node
+from launcher.worker.process import run, say_alive, tell, telling
+
+_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+
+
+def main() -> None:
+    """Join the controller and serve it; ends within seconds of the controller."""
+    call = Call(**json.loads(sys.stdin.readline()))
+    serve(call, int(os.environ["SLURM_PROCID"]))
+
+
+def serve(call: Call, rank: int) -> None:
+    """Be ``rank`` of the controller that calls, until it asks for the end or is gone. Called in a main thread."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # one thread waits for them and passes them on
+    limits.raise_open_files()
+    connection, address = channel.connect(call.host, call.port, bytes.fromhex(call.token))
+    os.environ.update(variables(threads=call.threads, device=call.device))
+    interface = interface_of(address)
+    assert interface is not None  # the stream leaves through it
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, interface)
+    store = channel.listen(address, backlog=4096) if rank == 0 else None
+    hello = Hello(
+        rank=rank,
+        node=this_node(),
+        pid=os.getpid(),
+        store=f"{address}:{store.getsockname()[1]}" if store else "",
+        step=".".join(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")),
+        role=call.role,
+    )
+    connection.send_bytes(hello.line())
+    with telling(connection):
+        threading.Thread(target=_live, args=(connection,), name="alive", daemon=True).start()
+        threading.Thread(target=_pass_on, args=(connection,), name="signals", daemon=True).start()
+        run(connection, rank, store.detach() if store else None)
+
+
+def _live(connection: Connection) -> NoReturn:
+    """No rank outlives its controller, in whatever collective it stands."""
+    say_alive(connection)
+    os._exit(1)
+
+
+def _pass_on(connection: Connection) -> None:
+    """Slurm sends SIGTERM to all ranks before it preempts a job: the controller decides what is still done."""
+    while True:
+        tell(connection, "signal", signal.Signals(signal.sigwait(_SIGNALS)).name)
+
+
+if __name__ == "__main__":
+    main()

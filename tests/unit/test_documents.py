@@ -1,0 +1,29 @@
+"""What documents name is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+DOCUMENTS = [REPO / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")]
+DOCUMENTS += [*sorted((REPO / "docs").rglob("*.md")), REPO / "slurm" / "README.md"]
+OTHERS = ("examples/", "verl/", "areal/", "trl/", "slime/", "src/transformers/")  # files of peers
+EXAMPLES = {"my_rewards.py", "utils.py"}  # a reader's own; one that must not be
+
+
+def tracked() -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO, capture_output=True, text=True)
+    return [f"/{path}" for path in listed.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO)))
+def test_files_that_a_document_names_are_there(document: Path) -> None:
+    """Whole paths, paths inside a package, and bare names."""
+    named = set(re.findall(r"`([\w./-]+\.(?:py|sh|j2|toml))`", document.read_text(encoding="utf-8")))
+    named = {name for name in named - EXAMPLES if not name.startswith(OTHERS) and "<" not in name}
+    files = tracked()
+    assert [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in files)] == []
