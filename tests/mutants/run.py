@@ -41,9 +41,9 @@ PRELOADED = [
 LOSSES = ["tests/unit/algorithms", *(f"tests/property/test_losses{n}.py" for n in ("", "_corrections", "_terms"))]
 LOSSES += ["tests/property/test_losses_metrics.py"]
 ADVANTAGES = ["tests/property/test_advantages.py", "tests/property/test_advantages_returns.py"]
-CREDIT = ["tests/unit/trainer/test_credit.py", *ADVANTAGES]
+CREDIT = ["tests/unit/training/test_credit.py", *ADVANTAGES]
 PACKING = ["tests/property/test_packing_properties.py", "tests/property/test_packed_micro_batch.py"]
-UPDATE = ["tests/unit/trainer"]
+UPDATE = ["tests/unit/training"]
 KEYS = ["tests/unit/test_every_key_acts.py"]
 
 # The tests that can see a fault of a file, those that are likely to before the others, which are tried where they do
@@ -54,8 +54,8 @@ TESTS = {
     "rl_megatron/algorithms/returns.py": (CREDIT, [*LOSSES[:1], *UPDATE]),
     "rl_megatron/algorithms/segments.py": (ADVANTAGES, [*LOSSES[:1], *UPDATE]),
     "rl_megatron/algorithms/shaping.py": (["tests/unit/algorithms/test_shaping.py"], [*LOSSES[:1], *UPDATE]),
-    "rl_megatron/update.py": (UPDATE, [*LOSSES[:1], *KEYS]),
-    "rl_megatron/credit.py": (CREDIT, [*LOSSES[:1], *UPDATE, *KEYS]),
+    "rl_megatron/training/": (UPDATE, [*LOSSES[:1], *KEYS]),
+    "rl_megatron/training/credit.py": (CREDIT, [*LOSSES[:1], *UPDATE, *KEYS]),
     "rl_megatron/data/packing.py": (PACKING, ["tests/unit/data/test_samples.py", *UPDATE]),
 }
 
@@ -67,7 +67,12 @@ def tests_of(path: str) -> tuple[list[str], list[str]]:
 
 def copy_tree(folder: Path) -> Path:
     """A copy of what the tests read, compiled, so that a fork compiles only the file that it changes."""
-    shutil.copytree(REPO, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "*.egg-info"))
+    unread = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")
+
+    def ignored(of: str, names: list[str]) -> set[str]:
+        return unread(of, names) | ({"runs", "build"} if Path(of) == REPO else set())
+
+    shutil.copytree(REPO, folder, ignore=ignored)
     compileall.compile_dir(folder / "rl_megatron", quiet=1)
     compileall.compile_dir(folder / "launcher", quiet=1)
     return folder
@@ -163,7 +168,8 @@ def main() -> int:
     options = parser.parse_args()
     for name in PRELOADED:
         importlib.import_module(name)
-    paths = [f"rl_megatron/{n}" for n in ("update.py", "credit.py", "data/packing.py")]
+    paths = [f"rl_megatron/training/{n}.py" for n in ("update", "measures", "schedule", "credit")]
+    paths += ["rl_megatron/data/packing.py"]
     paths += sorted(str(p.relative_to(REPO)) for p in (REPO / "rl_megatron/algorithms").glob("*.py"))
     equivalents = named_equivalents()
     mutants = list(itertools.islice(drawn(REPO, paths, options.seed), options.sample))
