@@ -28,9 +28,9 @@ from transformers.utils import logging
 
 from bench.results import parse, write
 from rl_megatron.algorithms.losses import loss_of
-from rl_megatron.config.algorithm import AlgorithmSection
-from rl_megatron.config.learner import LearnerSection
 from rl_megatron.config.run import TinyModelSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model

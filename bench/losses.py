@@ -28,8 +28,8 @@ from bench.learner import SIZES, VOCABULARY, make_samples, our_step, seconds
 from bench.results import parse, write
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.returns import gae
-from rl_megatron.config.algorithm import AlgorithmSection, KLSection
-from rl_megatron.config.learner import LearnerSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection, KLSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.samples import to_samples
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.training.credit import Memory, assign_credit, shape_rewards

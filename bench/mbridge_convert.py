@@ -17,7 +17,7 @@ from megatron.core import dist_checkpointing
 from transformers import AutoConfig
 
 import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here, before others bind its functions
-from rl_megatron.config.learner import LearnerSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner import checkpoint, world
 from rl_megatron.learner.model.build import build_chunks, make_config
 from rl_megatron.models.folder import read_shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_megatron.algorithms.losses import PolicyLoss
-from rl_megatron.config.algorithm import AlgorithmSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection
 
 
 def policy_loss(*, kl_coefficient: float = 0.0, max_new_tokens: int = 1, **row: object) -> PolicyLoss:

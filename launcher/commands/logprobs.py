@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.processes.environment import inherited
-from rl_megatron.config.learner import LearnerSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.models.folder import read_shape
 from rl_megatron.models.shape import ModelShape

@@ -20,9 +20,9 @@ from launcher.controller.proxies import LearnerGroup, WeightGroup
 from launcher.preflight.checks import preflight
 from launcher.runs.folder import mirror_path
 from launcher.runs.stop import stop_signals
-from rl_megatron.config.data import FileData
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import FileData
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
 from rl_megatron.diagnosis.causes import CAUSES, Finding, judge

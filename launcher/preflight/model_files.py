@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
-from rl_megatron.config.data import FileData
+from rl_megatron.config.sections.data import FileData
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.convert import is_megatron

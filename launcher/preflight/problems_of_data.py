@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
-from rl_megatron.config.data import FileData
+from rl_megatron.config.sections.data import FileData
 from rl_megatron.data.files import read_rows
 from rl_megatron.data.prompts import check_template, fields_of
 from rl_megatron.errors import ConfigError, RLMegatronError

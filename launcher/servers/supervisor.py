@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from launcher.processes.guards import Guard
-from rl_megatron.config.rollout import ServerSection
+from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.rollout.servers.adapter import Adapter, ForeignWeights
 from rl_megatron.rollout.servers.engine import ServedEngine

@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_megatron.algorithms.divergence import ESTIMATORS
 from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, required
 from rl_megatron.algorithms.segments import segment_sum, sequence_ids
-from rl_megatron.config.algorithm import KLSection
+from rl_megatron.config.sections.algorithm import KLSection
 from rl_megatron.types import LossInputs
 
 _OF_THE_GRADIENT = ("k2",)  # estimators whose mean gradient, not whose value, is the KL's

@@ -19,7 +19,7 @@ from rl_megatron.algorithms.kl import kl_term
 from rl_megatron.algorithms.objectives import OBJECTIVES
 from rl_megatron.algorithms.quantiles import histogram
 from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, masked
-from rl_megatron.config.algorithm import AlgorithmSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import Loss, LossInputs, LossOutput
 
 _RATIO_MEANS = {"token": token_mean, "sequence": seq_mean_token_mean, "sequence_sum": seq_mean_token_mean}

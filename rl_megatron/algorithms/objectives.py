@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from rl_megatron.config.algorithm import AlgorithmSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection
 
 TokenLosses = tuple[Tensor, Tensor]
 Objective = Callable[[Tensor, Tensor, Tensor, AlgorithmSection], TokenLosses]

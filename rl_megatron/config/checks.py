@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_megatron.config.learner import LearnerSection
 from rl_megatron.config.reads import problems_of_unread_keys
-from rl_megatron.config.rollout import RolloutSection
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.config.sections.rollout import RolloutSection
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 
 if TYPE_CHECKING:
-    from rl_megatron.config.algorithm import AlgorithmSection
     from rl_megatron.config.run import RunConfig
+    from rl_megatron.config.sections.algorithm import AlgorithmSection
 
 ON, OFF = "on", "off"
 """Of a choice by a number: whether it is given and not 0."""

@@ -11,15 +11,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rl_megatron.config.algorithm import AlgorithmSection
 from rl_megatron.config.checks import problems_of
-from rl_megatron.config.data import ArithmeticData, FileData
-from rl_megatron.config.learner import LearnerSection, RolesSection
-from rl_megatron.config.reward import RewardSection
-from rl_megatron.config.rollout import RolloutSection
-from rl_megatron.config.slurm import SlurmSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection
+from rl_megatron.config.sections.data import ArithmeticData, FileData
+from rl_megatron.config.sections.learner import LearnerSection, RolesSection
+from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.rollout import RolloutSection
+from rl_megatron.config.sections.slurm import SlurmSection
+from rl_megatron.config.sections.weights import WeightsSection
 from rl_megatron.config.types import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
-from rl_megatron.config.weights import WeightsSection
 
 
 class RunSection(Section):

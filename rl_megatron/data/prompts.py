@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rl_megatron.config.data import ArithmeticData, FileData
+from rl_megatron.config.sections.data import ArithmeticData, FileData
 from rl_megatron.data.arithmetic import split_sums
 from rl_megatron.data.files import read_rows
 from rl_megatron.errors import CheckpointError, ConfigError, DataError

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_megatron.config.learner import LearnerSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.digests import Digest
 from rl_megatron.learner import cpu
 from rl_megatron.models.shape import ModelShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.slurm import SlurmSection
+from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.seats import seats_of
 

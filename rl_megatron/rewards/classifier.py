@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_megatron.config.reward import RewardModelSection
+from rl_megatron.config.sections.reward import RewardModelSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.types import Completion, Prompt

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from rl_megatron.config.reward import HttpSection
+from rl_megatron.config.sections.reward import HttpSection
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.types import Completion, Prompt
 

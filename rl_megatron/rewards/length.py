@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl_megatron.config.reward import LengthSection, RewardSection
+from rl_megatron.config.sections.reward import LengthSection, RewardSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.types import Completion, Prompt
 

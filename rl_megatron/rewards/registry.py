@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
-from rl_megatron.config.reward import RewardSection
+from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.classifier import ClassifierReward

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rl_megatron.config.reward import RewardSection
-from rl_megatron.config.rollout import RolloutSection
+from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import RewardError
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.rewards.scoring import score

@@ -17,7 +17,7 @@ from rl_megatron.algorithms.kl import kl_in_sequence_rewards, kl_in_token_reward
 from rl_megatron.algorithms.returns import discounted_returns, gae, last_token_rewards, length_adaptive_lambda, whiten
 from rl_megatron.algorithms.segments import differ, segment_sum, sequence_ids
 from rl_megatron.algorithms.shaping import RunningMoments, drop_truncated, overlong_penalty, score_finished
-from rl_megatron.config.algorithm import AlgorithmSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.errors import DataError
 from rl_megatron.types import RolloutGroup, Samples
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl_megatron.config.learner import LearnerSection
 from rl_megatron.config.run import TinyModelSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.checkpoints import convert

@@ -16,8 +16,8 @@ from launcher.hosts.local import LocalLauncher
 from launcher.wire import channel
 from launcher.wire.greetings import Call
 from rl_megatron.config.io import load
-from rl_megatron.config.learner import LearnerSection
 from rl_megatron.config.run import TinyModelSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import make_tiny_model

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.config.learner import LearnerSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.folder import read_shape
 from rl_megatron.types import Samples
 from rl_megatron.weights.checkpoints import convert

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_megatron.config.learner import LearnerSection
 from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.data.samples import select
 from rl_megatron.models.folder import read_shape

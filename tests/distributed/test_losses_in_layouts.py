@@ -14,8 +14,8 @@ import torch
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.config.io import load
-from rl_megatron.config.learner import LearnerSection
 from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model

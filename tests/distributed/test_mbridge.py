@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_megatron.config.learner import LearnerSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.folder import read_shape
 from tests.distributed.ranks import run_ranks
 from tests.family_models import MODELS, save_model

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from launcher.controller.proxies import _with_layers
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.config.algorithm import OptimizerSection
-from rl_megatron.config.learner import LearnerSection
 from rl_megatron.config.run import TinyModelSection
+from rl_megatron.config.sections.algorithm import OptimizerSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import RLMegatronError

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_megatron.config.rollout import ServerSection
+from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.data.routes import decode_routes
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.rollout.servers.engine import ServedEngine

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rl_megatron.algorithms.losses import CrossEntropy, PolicyLoss
-from rl_megatron.config.algorithm import AlgorithmSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import LossInputs, LossOutput
 from tests.rows import changed, policy_loss
 

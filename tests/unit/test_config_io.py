@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rl_megatron.config.data import ArithmeticData, FileData
 from rl_megatron.config.io import load, save_resolved
 from rl_megatron.config.run import RunConfig, RunSection
+from rl_megatron.config.sections.data import ArithmeticData, FileData
 from rl_megatron.errors import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]

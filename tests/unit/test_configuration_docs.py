@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config.data import FileData
 from rl_megatron.config.docs import render
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import FileData
 
 REPO = Path(__file__).resolve().parents[2]
 PAGE = REPO / "docs" / "configuration.md"

@@ -25,7 +25,7 @@ import psutil
 from launcher.hosts.slurm.job import Job
 from launcher.processes.ports import free_port
 from launcher.wire.greetings import this_node
-from rl_megatron.config.slurm import SlurmSection
+from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.durable import private_folder
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import Placement

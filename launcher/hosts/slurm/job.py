@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.wire.greetings import this_node
-from rl_megatron.config.slurm import SlurmSection
+from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import beside, cut
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from launcher.controller.workers import STOP_SECONDS
-from rl_megatron.config.slurm import SlurmSection
+from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.placement.names import file_stem
 from rl_megatron.placement.ranks import Placement
 

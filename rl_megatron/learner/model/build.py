@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from rl_megatron.config.learner import LearnerSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.decoder_config import DecoderConfig, LatentDecoderConfig
 from rl_megatron.learner.model.latent import latent_attention_spec, megatron_latent_options

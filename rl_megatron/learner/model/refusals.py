@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_megatron.config.learner import LearnerSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.latent import megatron_has
 from rl_megatron.models.shape import ModelShape

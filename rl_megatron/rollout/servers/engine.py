@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl_megatron.config.rollout import ServerSection
+from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError, ReplicasLost, SyncError
 from rl_megatron.rollout.servers.adapter import Adapter, ForeignWeights
 from rl_megatron.rollout.servers.answers import as_it_should_end, joined, problem_of, rest_of

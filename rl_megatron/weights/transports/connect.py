@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rl_megatron.config.weights import WeightsSection
+from rl_megatron.config.sections.weights import WeightsSection
 from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport

@@ -18,8 +18,8 @@ from rl_megatron.algorithms.aggregation import AGGREGATIONS
 from rl_megatron.algorithms.divergence import ESTIMATORS
 from rl_megatron.algorithms.objectives import OBJECTIVES
 from rl_megatron.algorithms.ratios import RATIO_LEVELS
-from rl_megatron.config.algorithm import AlgorithmSection, CorrectionSection, KLSection
 from rl_megatron.config.io import load
+from rl_megatron.config.sections.algorithm import AlgorithmSection, CorrectionSection, KLSection
 from rl_megatron.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]

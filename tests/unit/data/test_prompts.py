@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_megatron.config.data import ArithmeticData, FileData
+from rl_megatron.config.sections.data import ArithmeticData, FileData
 from rl_megatron.data.prompts import PromptStream, load_prompts
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.models.tiny import byte_tokenizer

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher.hosts.ray.node import Bundle, NodeCall, node_command, options, shares, totals
-from rl_megatron.config.slurm import SlurmSection
+from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.placement.ranks import place
 from rl_megatron.placement.seats import seat
 from rl_megatron.types import ParallelDims

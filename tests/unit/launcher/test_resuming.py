@@ -11,10 +11,10 @@ import pytest
 from pydantic import BaseModel
 
 from launcher.runs.resume import find
-from rl_megatron.config.data import FileData
 from rl_megatron.config.io import load, save_resolved
 from rl_megatron.config.resume import FREE, fixed, is_free, table
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import FileData
 from rl_megatron.digests import Digest, digests
 from rl_megatron.errors import CheckpointError
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_megatron.config.learner import LearnerSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.build import make_config
 from rl_megatron.learner.model.decoder_config import LatentDecoderConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
-from rl_megatron.config.learner import LearnerSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner.model.build import uses_transformer_engine
 from rl_megatron.models.named import NAMED
 

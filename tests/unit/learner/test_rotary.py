@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rl_megatron.config.learner import LearnerSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.refusals import refuse, torch_only
 from rl_megatron.learner.model.rotary import inverse_frequencies

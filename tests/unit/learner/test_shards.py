@@ -11,8 +11,8 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from rl_megatron.config.learner import LearnerSection
 from rl_megatron.config.run import TinyModelSection
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import CheckpointError
 from rl_megatron.learner import world
 from rl_megatron.learner.megatron import MegatronLearner, make_policy

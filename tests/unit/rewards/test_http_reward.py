@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rl_megatron.config.reward import RewardSection
+from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.types import Completion, Prompt

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from rl_megatron.config.io import load
-from rl_megatron.config.reward import RewardSection
+from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.types import Completion, Prompt

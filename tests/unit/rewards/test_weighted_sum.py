@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from rl_megatron.config.reward import RewardSection
-from rl_megatron.config.rollout import RolloutSection
+from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.weighted_sum import PartedRewards

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rl_megatron.config.rollout import ServerSection
+from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError
 from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.servers.answers import problem_of

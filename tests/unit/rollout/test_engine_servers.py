@@ -16,7 +16,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import TypeAdapter
 
-from rl_megatron.config.rollout import ServerSection
+from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError, SyncError
 from rl_megatron.rollout.servers.adapter import Command, Description, StartOptions, candidate, version_of
 from rl_megatron.rollout.servers.answers import as_it_should_end, joined

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from rl_megatron.config.reward import RewardSection
-from rl_megatron.config.rollout import RolloutSection
+from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import EngineError, RewardError
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.sampler import RolloutSampler

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.shaping import RunningMoments
-from rl_megatron.config.algorithm import AlgorithmSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import DataError
 from rl_megatron.training.credit import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from rl_megatron.config.algorithm import OptimizerSection
+from rl_megatron.config.sections.algorithm import OptimizerSection
 from rl_megatron.config.types import Positive, PositiveFloat, Section
 from rl_megatron.types import ParallelDims
 
