@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.sglang import SGLangAdapter
-from rl_megatron.rollout.servers.vllm import VLLMAdapter
+from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
+from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.weights.servers.probe import PROBE_LENGTH
 
 SERVERS: Mapping[str, type[SGLangAdapter] | type[VLLMAdapter]] = {"sglang": SGLangAdapter, "vllm": VLLMAdapter}

@@ -15,7 +15,7 @@ import pytest
 
 from launcher.servers.engines import SERVERS
 from rl_megatron.errors import ConfigError, EngineError, RLMegatronError, SyncError
-from rl_megatron.rollout.servers import sglang
+from rl_megatron.rollout.servers.sglang import adapter as sglang
 from tests.e2e.processes import alive, eventually
 from tests.engines.benches import REPO, ServedBench, interpreter, request, served
 from tests.engines.conftest import needs

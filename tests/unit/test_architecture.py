@@ -17,7 +17,7 @@ FILES = [
     path.relative_to(REPO) for folder in (*PRODUCT, "bench", "tests") for path in sorted((REPO / folder).rglob("*.py"))
 ]
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_MODULES = 400, 60, 14
-IN_ENGINES = ("engine_token.py", "sglang_server.py")  # of rollout/servers: other processes
+IN_ENGINES = ("engine_token.py", "sglang/server.py")  # of rollout/servers: other processes
 
 
 def inside(path: Path, *owners: str) -> bool:

@@ -17,7 +17,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.folder import read_shape
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.rollout.servers.vllm import VLLMAdapter
+from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.servers.mirror import Mirror

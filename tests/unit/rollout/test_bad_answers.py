@@ -18,8 +18,8 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.servers.answers import problem_of
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
-from rl_megatron.rollout.servers.sglang import SGLangAdapter
-from rl_megatron.rollout.servers.vllm import VLLMAdapter
+from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
+from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
 
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=3, stop_token_ids=(), seed=0)

@@ -18,8 +18,8 @@ from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape
 from rl_megatron.rollout.servers.adapter import StartOptions
-from rl_megatron.rollout.servers.sglang import SGLangAdapter
-from rl_megatron.rollout.servers.vllm import VLLMAdapter
+from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
+from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
 
 EXPERTS = np.arange(4 * 3 * 2).reshape(4, 3, 2) % 8  # 3 prompt and 2 sampled tokens, less one

@@ -96,7 +96,7 @@ class VLLMAdapter:
                 *("--dtype", options.dtype, "--tensor-parallel-size", str(options.tp)),
                 *("--max-model-len", str(options.max_length), "--max-num-seqs", str(options.slots)),
                 *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-                *("--worker-extension-cls", "rl_megatron.rollout.servers.vllm_worker.WorkerExtension"),
+                *("--worker-extension-cls", "rl_megatron.rollout.servers.vllm.worker.WorkerExtension"),
                 *("--weight-transfer-config", json.dumps({"backend": "rl_megatron_mirror"})),
                 *("--enable-scale-out", "--disable-uvicorn-access-log"),
                 *(("--enforce-eager",) if options.device == "cpu" else ()),  # CUDA graphs are for GPUs

@@ -35,7 +35,7 @@ _ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
 )
-_LOADER = "rl_megatron.rollout.servers.sglang_worker.load"
+_LOADER = "rl_megatron.rollout.servers.sglang.worker.load"
 _MARGIN = 8  # of its context that a request may not use
 
 
@@ -97,7 +97,7 @@ class SGLangAdapter:
         return Command(
             arguments=(
                 str(options.python),
-                *("-m", "rl_megatron.rollout.servers.sglang_server"),
+                *("-m", "rl_megatron.rollout.servers.sglang.server"),
                 # Its end-of-sequence tokens would end completions beside those that a request names.
                 *("--model-path", str(options.bare_folder), "--json-model-override-args", '{"eos_token_id": null}'),
                 *("--load-format", "dummy", "--custom-weight-loader", _LOADER),

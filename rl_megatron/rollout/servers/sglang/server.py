@@ -1,4 +1,4 @@
-"""SGLang's server as a run starts it: ``python -m rl_megatron.rollout.servers.sglang_server <SGLang's options>``.
+"""SGLang's server as a run starts it: ``python -m rl_megatron.rollout.servers.sglang.server <SGLang's options>``.
 
 What SGLang's own command cannot do: ask for a token that is on no command line and in no log (`engine_token`), and have
 its ranks meet in a file of this user's; they would meet at a port that is open to everybody. Runs in SGLang's
