@@ -172,10 +172,11 @@ def test_parts_are_of_half_a_million_positions() -> None:
     assert found == [(slice(512 * i, 512 * (i + 1)), slice(2**19 * i, 2**19 * (i + 1))) for i in range(4)]
 
 
+@pytest.mark.parametrize("more", [0, 7])
 @pytest.mark.parametrize("num", [3, 32, 33, 64, 96, 1056])
-def test_whole_blocks_are_summed_where_the_caller_has_room(num: int) -> None:
+def test_whole_blocks_are_summed_where_the_caller_has_room(num: int, more: int) -> None:
     """A fresh page costs more than the sums: none is taken where every segment is a number of blocks."""
-    room = torch.zeros(num + 7, dtype=torch.float64)
+    room = torch.zeros(num + more, dtype=torch.float64)
     half = torch.tensor([0.5], dtype=torch.float64)
     summed = discounted_sum(torch.ones(num, dtype=torch.float64), torch.tensor([num]), half, room=room)
     assert (summed.data_ptr() == room.data_ptr()) == (num % 32 == 0)
