@@ -19,7 +19,7 @@ import psutil
 
 NAMED = {
     r"launcher train|rl-megatron train|pytest": "The controller",
-    r"launcher\.nursery|launcher\.rank\b|ray::RankActor": "A learner rank",
+    r"launcher\.worker\.(nursery|remote)\b|ray::RankActor": "A learner rank",
     r"sglang::scheduler|VLLM::": "A rank of an engine server",
     r"/ray/core/|/ray/_private/|/ray/dashboard/|/ray/autoscaler/|ray::|ray\.scripts|ray[./]util[./]client": "Ray",
 }
