@@ -164,6 +164,15 @@ def test_a_batch_of_many_parts_is_its_sequences_one_by_one() -> None:
     whole = advantages(0, len(lengths))
     assert torch.isfinite(whole).all()
     torch.testing.assert_close(whole, torch.cat([advantages(s, s + 1) for s in range(len(lengths))]))
+    for trained in (mask, torch.ones_like(mask)):
+        placed = last_token_rewards(torch.arange(1.0, 7.0), trained, bounds)
+        ends = [
+            start + trained[start:stop].nonzero()[-1].item()
+            for start, stop in itertools.pairwise(bounds.tolist())
+            if stop > start
+        ]
+        assert placed.nonzero().flatten().tolist() == ends
+        assert placed[ends].tolist() == [1.0, 3.0, 4.0, 5.0, 6.0]
 
 
 def test_parts_are_of_half_a_million_positions() -> None:
