@@ -63,10 +63,10 @@ class PreferenceLoss:
         sums, lengths = inputs.segment_sum(difference), inputs.segment_sum(inputs.mask.to(logprobs.dtype))
         count = len(sums) // 2 * 2
         chosen, rejected = sums[:count:2], sums[1:count:2]
-        real = (lengths[:count:2] > 0) & (lengths[1:count:2] > 0)
+        of_pairs = lengths[:count].reshape(-1, 2)
         margin = self.beta * (chosen - rejected)
-        per_pair = real.to(logprobs.dtype) / (inputs.num_sequences // 2)
-        tokens = lengths[:count].reshape(-1, 2).sum(1)
+        per_pair = of_pairs.all(1).to(logprobs.dtype) / (inputs.num_sequences // 2)
+        tokens = of_pairs.sum(1)
 
         def spread(of_pair: Tensor) -> Tensor:
             """[pairs] -> [T], 0 for the odd sequence"""

@@ -104,6 +104,8 @@ def test_quantiles_of_one_are_it_and_of_none_are_not_a_number() -> None:
     one = torch.tensor([0.5])
     found = ratio_quantiles(histogram(one, torch.tensor([True])).tolist(), [0.01, 0.99])
     assert found == pytest.approx([math.exp(0.5)] * 2, rel=0.03)
+    (beyond,) = ratio_quantiles(histogram(torch.tensor([30.0]), torch.tensor([True])).tolist(), [0.5])
+    assert math.exp(20) < beyond < math.exp(30)
     none = ratio_quantiles(histogram(one, torch.tensor([False])).tolist(), [0.01, 0.5, 0.99])
     assert [math.isnan(ratio) for ratio in none] == [True] * 3
 
