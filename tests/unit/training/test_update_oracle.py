@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -129,3 +130,26 @@ def test_the_learner_is_asked_before_it_trains_only_for_what_is_used(
     asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
     heard: list[Any] = policy.heard
     assert [what for what, *_ in heard] == [*asked, "train"]
+
+
+def test_the_row_tells_the_means_of_the_optimizer_steps_of_each_model() -> None:
+    config = RunConfig.model_validate(
+        {"algorithm": CRITIC | {"critic": {"learning_rate": 0.5}}, "train": {"minibatches": 1, "epochs": 2}}
+    )
+    policy, critic = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(table(VOCABULARY, seed=2))
+    models, unused = {"": policy, "critic/": critic}, Toy(torch.zeros(1))
+    before = {name: model.weights for name, model in models.items()}
+    roles: Any = Roles(learner=policy, critic=critic, reference=None, engine=unused, weights=unused)
+    sampled = groups(3, table(VOCABULARY, VOCABULARY, seed=4))
+    row = asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
+    for name, model in models.items():
+        heard: list[Any] = model.heard
+        steps = [step for step in heard if step[0] == "train"]
+        assert len(steps) == 2
+        after = [torch.frombuffer(bytearray(step[4]), dtype=torch.float32).view_as(model.weights) for step in steps]
+        gradients = [(x - y) / steps[0][2] for x, y in pairwise([before[name], *after])]
+        assert row[name + "loss"] == pytest.approx(sum(step[3] for step in steps) / 2)
+        assert row[name + "learning_rate"] == steps[0][2]
+        assert row[name + "grad_norm"] == pytest.approx(sum(float(g.norm()) for g in gradients) / 2, rel=1e-2)
+    assert row["critic/learning_rate"] == 0.5
+    assert "critic/explained_variance" in row
