@@ -93,7 +93,7 @@ def test_no_completions_are_none(bench: Bench, models: tuple[Path, Path]) -> Non
     assert list(bench.generate(request(n=0))[0]) == []
 
 
-@pytest.mark.parametrize("bad", [request([9999]), request(range(100), new=500)], ids=["token id", "length"])
+@pytest.mark.parametrize("bad", [request([9999]), request(range(100), new=2000)], ids=["token id", "length"])
 def test_what_cannot_be_served_is_refused_by_its_id(bench: Bench, models: tuple[Path, Path], bad: object) -> None:
     bench.push(models[0], 1)
     with pytest.raises(EngineError, match="'test'"):
