@@ -12,7 +12,7 @@ from typing import Protocol
 from launcher.processes.guards import Guard
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError, SyncError
-from rl_megatron.rollout.servers.adapter import Adapter, ForeignWeights
+from rl_megatron.rollout.servers.adapter import ForeignWeights, Sampling
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import AttemptFailed, NoAnswer, Server, Unreachable
 from rl_megatron.rollout.servers.replicas import Event, Replica, State
@@ -191,7 +191,7 @@ class Supervisor:
 class _Meter:
     """Whether a server makes tokens, from one look to the next."""
 
-    def __init__(self, adapter: Adapter, server: Server) -> None:
+    def __init__(self, adapter: Sampling, server: Server) -> None:
         self._adapter, self._server = adapter, server
         self._before: Hashable = None
 

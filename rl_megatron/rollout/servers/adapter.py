@@ -1,4 +1,4 @@
-"""What an adapter of an engine says and is told: one Protocol, and the data that passes through it."""
+"""What an adapter of an engine says and is told: three Protocols, and the data that passes through them."""
 
 from __future__ import annotations
 
@@ -55,17 +55,8 @@ class Description:
     no_routes: str | None = None  # why it returns none
 
 
-class Adapter(Protocol):
-    """One kind of engine. Weight versions are labels there; every method but ``command`` raises as `Server` does."""
-
-    name: str
-    module: str  # what must be importable in its interpreter
-    tested: str  # version
-    renormalises_top_p: bool  # whether log-probs are of the distribution that top_p leaves
-
-    def command(self, options: StartOptions) -> Command:
-        """How a server is started. Raises ConfigError for what it cannot do."""
-        ...
+class Sampling(Protocol):
+    """What an engine samples, and what it says of itself. Every method raises as `Server` does."""
 
     async def describe(self, server: Server) -> Description:
         """What the server is, and what it lacks."""
@@ -79,22 +70,18 @@ class Adapter(Protocol):
         """End a request; what was sampled of it is its answer."""
         ...
 
+    async def score(self, server: Server, text: Sequence[int]) -> list[float]:
+        """Log-probs, at temperature 1, of every token behind the first, from one forward of the whole text."""
+        ...
+
     async def tokens(self, server: Server) -> Hashable:
         """What tells whether the server makes tokens: it is another whenever it made some since. At once, also of a
         server that is busy."""
         ...
 
-    async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
-        """Stop sampling; running requests wait, or end as they are."""
-        ...
 
-    async def resume(self, server: Server) -> None:
-        """Sample on."""
-        ...
-
-    async def score(self, server: Server, text: Sequence[int]) -> list[float]:
-        """Log-probs, at temperature 1, of every token behind the first, from one forward of the whole text."""
-        ...
+class Holding(Protocol):
+    """The weights that an engine holds; their versions are labels there. Every method raises as `Server` does."""
 
     async def load(
         self,
@@ -124,6 +111,26 @@ class Adapter(Protocol):
         """Somebody vouched for the weights that it holds."""
         ...
 
+    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
+        """What each rank of the server holds of the mirror file's tensors, but for ``private`` kinds of parameters."""
+        ...
+
+
+class Running(Protocol):
+    """How an engine starts, pauses and lends its memory. Every method but ``command`` raises as `Server` does."""
+
+    def command(self, options: StartOptions) -> Command:
+        """How a server is started. Raises ConfigError for what it cannot do."""
+        ...
+
+    async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
+        """Stop sampling; running requests wait, or end as they are."""
+        ...
+
+    async def resume(self, server: Server) -> None:
+        """Sample on."""
+        ...
+
     async def release(self, server: Server) -> None:
         """Give the memory of weights and cache back; both are lost. Nothing may run."""
         ...
@@ -132,9 +139,14 @@ class Adapter(Protocol):
         """Take memory again that was given back: for weights before they are loaded, for the cache after."""
         ...
 
-    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
-        """What each rank of the server holds of the mirror file's tensors, but for ``private`` kinds of parameters."""
-        ...
+
+class Adapter(Sampling, Holding, Running, Protocol):
+    """One kind of engine: an engine's file has a class that implements it."""
+
+    name: str
+    module: str  # what must be importable in its interpreter
+    tested: str  # version
+    renormalises_top_p: bool  # whether log-probs are of the distribution that top_p leaves
 
 
 class ForeignWeights(EngineError):

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError, SyncError
-from rl_megatron.rollout.servers.adapter import Command, Description, StartOptions, candidate, version_of
+from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, StartOptions, candidate, version_of
 from rl_megatron.rollout.servers.answers import as_it_should_end, joined
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import Server
@@ -32,7 +32,7 @@ REQUEST = GenerationRequest(id="step 1: 2+2=", token_ids=(1, 2), num_completions
 SECTION = ServerSection(retries=2, backoff_seconds=0.01, timeout_seconds=60.0, concurrency=3)
 
 
-class Words:
+class Words(Adapter):
     """An adapter whose server answers {"label": ...} to /generate, and "tokens" and "finish" where it likes."""
 
     name, module, tested, renormalises_top_p = "Words", "words", "1", True

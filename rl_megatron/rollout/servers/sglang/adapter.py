@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from rl_megatron.errors import ConfigError, CorruptionError, EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import Command, Description, StartOptions, candidate, version_of
+from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, StartOptions, candidate, version_of
 from rl_megatron.rollout.servers.answers import checked_routes
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
@@ -70,7 +70,7 @@ class _Scored(TypedDict):
 _SAMPLED, _SCORED = TypeAdapter(list[_Sampled]), TypeAdapter(_Scored)
 
 
-class SGLangAdapter:
+class SGLangAdapter(Adapter):
     """See adapter.Adapter. Its log-probs come from before top-p (sampler.py), so only 1 is served."""
 
     name = "SGLang"

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import Command, Description, StartOptions, candidate, version_of
+from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, StartOptions, candidate, version_of
 from rl_megatron.rollout.servers.answers import checked_routes
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
@@ -63,7 +63,7 @@ class _Scored(TypedDict):
 _SAMPLED, _SCORED = TypeAdapter(_Sampled), TypeAdapter(_Scored)  # decoding by type takes a quarter of the time
 
 
-class VLLMAdapter:
+class VLLMAdapter(Adapter):
     """See adapter.Adapter.
 
     Seeds are not passed on: a request that has one ends vLLM 0.32.0 when it resumes after a pause.
