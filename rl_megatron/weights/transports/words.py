@@ -6,6 +6,8 @@ gloo and NCCL let in whoever reaches them (docs/security.md), and reading a pick
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,16 +21,18 @@ _MOST_BYTES = 2**30
 
 
 def gather(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
-    """What each process says, by rank. Collective; raises SyncError where one says no JSON."""
+    """What each process says, by rank. Collective; raises SyncError where one says no JSON or is lost meanwhile."""
     device, size = _device(group), dist.get_world_size(group)
     data = _bytes_of(mine).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
+    with _lost():
+        dist.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
     longest = _checked(max(int(length) for length in lengths))
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: len(data)] = data
     said = [torch.zeros_like(padded) for _ in range(size)]
-    dist.all_gather(said, padded, group=group)
+    with _lost():
+        dist.all_gather(said, padded, group=group)
     return [_read(one[: int(length)], rank) for rank, (one, length) in enumerate(zip(said, lengths, strict=True))]
 
 
@@ -37,11 +41,22 @@ def tell(said: object, group: dist.ProcessGroup | None) -> Any:
     device, rank = _device(group), dist.get_rank() if group is None else group.rank()
     data = _bytes_of(said).to(device)
     length = torch.tensor([len(data)], device=device)
-    dist.broadcast(length, group=group, group_src=0)
+    with _lost():
+        dist.broadcast(length, group=group, group_src=0)
     if rank:
         data = torch.zeros(_checked(int(length)), dtype=torch.uint8, device=device)
-    dist.broadcast(data, group=group, group_src=0)
+    with _lost():
+        dist.broadcast(data, group=group, group_src=0)
     return _read(data, 0)
+
+
+@contextmanager
+def _lost() -> Iterator[None]:
+    """A process that dies breaks the connections of all others: for them that is a push that failed, not their end."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise SyncError(f"a process of the group was lost: {str(error).splitlines()[0]}") from error
 
 
 def _device(group: dist.ProcessGroup | None) -> str:
