@@ -1,0 +1,244 @@
+"""What megatron-core is given and what a GPU must hold, of every recipe and of a spread of the learner's keys.
+
+`given.json` beside it was written by the code before options had a room of their own; where a change of a recipe or of
+a default is meant, write it anew and read the difference: ``python -m tests.unit.options.given``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rl_megatron.config.io import load
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.learner import megatron, optimizer
+from rl_megatron.learner.heads import LogitsHead
+from rl_megatron.learner.model import build
+from rl_megatron.models.named import NAMED
+from rl_megatron.models.shape import ModelShape, Rope, Router
+from rl_megatron.scaling.memory import memory
+
+STORED = Path(__file__).with_name("given.json")
+CONF = Path(__file__).parents[3] / "conf"
+FILES = ["data.train=train.jsonl", "data.eval=test.jsonl"]
+RECIPES: Mapping[str, list[str]] = {  # what is the user's to give
+    "deepseek_v3": [*FILES, "model.path=/models/given", "rollout.server.addresses=http://engine:8000"],
+    "gsm8k_tiny": FILES,
+    "qwen3_235b_a22b": [*FILES, "model.path=/models/given"],
+    "qwen3_30b_a3b": [*FILES, "model.path=/models/given"],
+    "tiny_cpu": [],
+}
+TINY = replace(
+    NAMED["qwen3-30b-a3b"],
+    num_layers=4,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    num_experts=8,
+    experts_per_token=2,
+    expert_width=32,
+    vocab_size=259,
+    max_positions=1024,
+)
+LATENT = replace(NAMED["deepseek-v3"], num_layers=4, dense_layers=1)
+SHAPES: Mapping[str, ModelShape] = {
+    **NAMED,
+    "tiny": TINY,
+    "dense": replace(TINY, family="qwen3", num_experts=0, experts_per_token=0, expert_width=0, dense_width=96),
+    "biases, windows, sinks": replace(
+        TINY,
+        family="gpt_oss",
+        qk_norm=None,
+        sinks=True,
+        windows=(128, 0, 128, 0),
+        expert_bias=True,
+        qkv_bias=True,
+        out_bias=True,
+        clamped_swiglu=7.0,
+        router=Router(logit_bias=True),
+        rope=Rope(kind="yarn", factor=32.0, original_positions=4096, truncate=False, attention_factor=1.35),
+    ),
+    "shared expert, half of a head turns": replace(
+        TINY,
+        family="glm4_moe",
+        dense_layers=1,
+        dense_width=96,
+        shared_width=32,
+        rope=Rope(dim=8),
+        router=Router(score="sigmoid", selection_bias=True, scaling=2.5),
+    ),
+    "norm over all heads": replace(TINY, family="minimax_m2", qk_norm="all"),
+    "softmax of all experts": replace(TINY, family="mixtral", normalize_top_k=False, tie_embeddings=True),
+    "sigmoid of one expert": replace(TINY, experts_per_token=1, router=Router(score="sigmoid")),
+    "best experts of groups": replace(LATENT, router=replace(LATENT.router, group_score="max")),
+    "latent, other norms": replace(LATENT, norm_eps=1e-5),
+    "latent, no stretch": replace(LATENT, rope=Rope(), latent=replace(LATENT.latent, query_rank=None)),  # type: ignore[type-var]
+}
+OPTIMIZER = {"beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "clip_grad": 0.0, "distributed": False}
+LEARNERS: Mapping[str, Mapping[str, Any]] = {
+    "defaults": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "tp": {"tp": 2},
+    "tp, ep": {"tp": 2, "ep": 4},
+    "ep, etp": {"tp": 2, "ep": 2, "etp": 2},
+    "pp": {"pp": 2},
+    "pp, vpp": {"pp": 2, "vpp": 2},
+    "stages": {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 3},
+    "cp, dp": {"cp": 2, "dp": 3},
+    "recomputed": {"recompute_layers": True},
+    "optimizer": {"optimizer": OPTIMIZER},
+    "cuda": {"device": "cuda", "dtype": "bfloat16"},
+    "cuda, cp, float32": {"device": "cuda", "cp": 2},
+    "cuda, torch's layers": {"device": "cuda", "dtype": "bfloat16", "layers": "torch"},
+    "TransformerEngine's layers": {"device": "cuda", "dtype": "bfloat16", "layers": "transformer_engine"},
+    "TransformerEngine's layers on a CPU": {"layers": "transformer_engine"},
+}
+MEMORY = [  # over a recipe's keys
+    "learner.dtype=float32",
+    "learner.recompute_layers=false",
+    "learner.optimizer.distributed=false",
+    "learner.cp=2 learner.dp=1",
+    "learner.pp=2 slurm.nodes=2",
+    "learner.pp=2 learner.vpp=2 slurm.nodes=2",
+    "learner.pp=2 learner.vpp=2 learner.recompute_layers=false slurm.nodes=2",
+    "learner.tp=2 learner.etp=2 learner.ep=4 learner.dp=4",
+    "learner.logprob_chunk_tokens=65536",
+    "learner.max_tokens_per_micro_batch=9001",
+    "learner.vocab_multiple=128",
+    "algorithm=ppo algorithm.kl.coefficient=0.1",
+    "algorithm=ppo algorithm.kl.coefficient=0.1 roles.critic=separate roles.reference=separate",
+    "slurm.gpu_memory_gb=null rollout.server.memory_fraction=null",
+    "rollout=local",
+    "slurm.engines.nodes=1",
+]
+REFUSED = [  # over the default run's keys
+    "learner.ep=2 learner.etp=2 learner.dp=3",
+    "learner.ep=1 learner.tp=2 learner.etp=1",
+    "learner.layers=transformer_engine learner.cp=2",
+    "learner.vpp=2",
+    "learner.vpp=2 learner.ep=3 learner.dp=2 learner.layers=transformer_engine learner.cp=2",
+]
+
+
+class Stop(Exception):
+    """All that is asked for has been seen."""
+
+
+def recipe(name: str, *keys: str) -> tuple[RunConfig, ModelShape]:
+    config = load(name, [*RECIPES[name], *keys])
+    return config, SHAPES[config.model.name or "tiny"]
+
+
+def keywords(shape: ModelShape, learner: LearnerSection, *, installed: bool) -> dict[str, Any]:
+    """All that megatron's constructors are called with, dtypes and functions by name; or why it is refused."""
+    seen: dict[str, Any] = {}
+
+    def record(kind: str) -> Any:
+        def made(**given: Any) -> SimpleNamespace:
+            seen[kind] = {key: plain(value) for key, value in given.items() if key != "shape"}
+            return SimpleNamespace(**given)
+
+        return made
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    def find(name: str, found: Any = importlib.util.find_spec) -> Any:
+        return installed or None if name == "transformer_engine" else found(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", find)
+        for kind in ("DecoderConfig", "LatentDecoderConfig"):
+            patch.setattr(build, kind, record(kind))
+        patch.setattr(megatron, "DistributedDataParallelConfig", record("DistributedDataParallelConfig"))
+        patch.setattr(optimizer, "OptimizerConfig", record("OptimizerConfig"))
+        patch.setattr(optimizer, "get_megatron_optimizer", stop)
+        try:
+            config = build.make_config(shape, learner)
+        except ConfigError as error:
+            return {"refused": reasons(error)}
+        with pytest.raises(Stop):
+            megatron.MegatronLearner(shape, learner, torch.device("cpu"), config, [], LogitsHead(vocab_size=1))
+    return seen
+
+
+def plain(value: object) -> object:
+    """As JSON has it."""
+    if isinstance(value, torch.dtype):
+        return str(value)
+    return value.__qualname__ if callable(value) else value
+
+
+def bytes_held(config: RunConfig, shape: ModelShape) -> list[dict[str, Any]]:
+    """Every term of every rank that is looked at."""
+    return [{"rank": m.rank, "stage": m.stage, "role": m.role, "terms": dict(m.terms)} for m in memory(config, shape)]
+
+
+def refusal(*keys: str) -> list[str]:
+    """Why the default run with these keys is refused."""
+    with pytest.raises(ConfigError) as raised:
+        recipe("tiny_cpu", *keys)
+    return reasons(raised.value)
+
+
+def reasons(error: ConfigError) -> list[str]:
+    """Lines without a heading above them."""
+    return sorted(line.strip() for line in str(error).splitlines() if not line.endswith(":"))
+
+
+def cases() -> Iterator[tuple[str, Any]]:
+    """By name: keywords of every recipe and of every shape and learner, bytes, and refusals."""
+    for name in RECIPES:
+        config, shape = recipe(name)
+        for installed in (False, True):
+            there = "there" if installed else "not there"
+            yield f"{name}: keywords, TransformerEngine {there}", keywords(shape, config.learner, installed=installed)
+        yield f"{name}: bytes", bytes_held(config, shape)
+    for keys in MEMORY:
+        yield f"qwen3_30b_a3b {keys}: bytes", bytes_held(*recipe("qwen3_30b_a3b", *keys.split()))
+    for name in ("biases, windows, sinks", "dense", "latent, no stretch", "shared expert, half of a head turns"):
+        config = load("tiny_cpu", ["learner.ep=1", "learner.pp=2"])
+        yield f"{name}: bytes", bytes_held(config, SHAPES[name])
+    for keys in REFUSED:
+        yield f"tiny_cpu {keys}: refusal", refusal(*keys.split())
+    for shape_name, learner_name, installed in given():
+        learner = LearnerSection.model_validate(LEARNERS[learner_name])
+        there = "there" if installed else "not there"
+        yield (
+            f"{shape_name}; {learner_name}: keywords, TransformerEngine {there}",
+            keywords(SHAPES[shape_name], learner, installed=installed),
+        )
+
+
+def given() -> Iterator[tuple[str, str, bool]]:
+    """Every learner with the tiny shape, every shape on CPUs and GPUs, and what is refused of some."""
+    for learner, keys in LEARNERS.items():
+        yield from (("tiny", learner, installed) for installed in ((False, True) if "layers" in keys else (False,)))
+    yield from (("tiny", learner, True) for learner in ("cuda", "cuda, cp, float32"))
+    for shape in SHAPES:
+        if shape != "tiny":
+            yield from ((shape, "defaults", False), (shape, "cuda", True))
+    yield "biases, windows, sinks", "ep, etp", False
+    for shape in ("biases, windows, sinks", "norm over all heads", "latent, other norms"):
+        yield shape, "TransformerEngine's layers", True
+
+
+def text() -> str:
+    """The file, a case a line."""
+    lines: Sequence[str] = [f"{json.dumps(name)}: {json.dumps(value, sort_keys=True)}" for name, value in cases()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    STORED.write_text(text(), encoding="utf-8")
