@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.types import MAX_INTEGER
+from rl_megatron.section import MAX_INTEGER
 
 Schema = Mapping[str, Any]  # a JSON schema, as pydantic makes it
 Cells = tuple[str, ...]

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.types import Section
+from rl_megatron.section import Section
 
 _MOST_SHOWN = 60  # characters of a value
 _MOST_KEY = 80  # characters of a key

@@ -16,8 +16,8 @@ from launcher.runs.name import choose
 from rl_megatron.config.errors import explain
 from rl_megatron.config.io import load, save_resolved
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.types import Section
 from rl_megatron.errors import ConfigError
+from rl_megatron.section import Section
 
 LONGEST = 40_000  # characters of an error
 VALUES = [

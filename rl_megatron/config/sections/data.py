@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from rl_megatron.config.types import Positive, Section
+from rl_megatron.section import Positive, Section
 
 
 class ArithmeticData(Section):

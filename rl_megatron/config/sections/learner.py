@@ -6,7 +6,7 @@ import math
 from typing import Literal
 
 from rl_megatron.config.sections.algorithm import OptimizerSection
-from rl_megatron.config.types import Positive, PositiveFloat, Section
+from rl_megatron.section import Positive, PositiveFloat, Section
 from rl_megatron.types import ParallelDims
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rl_megatron.config.types import Finite, NonNegative, Positive, PositiveFloat, Section
+from rl_megatron.section import Finite, NonNegative, Positive, PositiveFloat, Section
 
 PartName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 _DEFAULT = "exact_match"

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl_megatron.config.types import NonNegative, Positive, PositiveFloat, Section
+from rl_megatron.section import NonNegative, Positive, PositiveFloat, Section
 
 
 class ServerSection(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from rl_megatron.config.types import Positive, Section
+from rl_megatron.section import Positive, Section
 
 
 class WeightsSection(Section):
