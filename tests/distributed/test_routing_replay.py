@@ -20,7 +20,6 @@ from torch import Tensor
 from launcher.controller.proxies import _with_layers
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import TinyModelSection
-from rl_megatron.config.sections.algorithm import OptimizerSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.data.samples import to_samples
@@ -28,6 +27,7 @@ from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.folder import read_shape
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.options.optimizer import OptimizerSection
 from rl_megatron.types import Batch, GenerationRequest, Prompt, RolloutGroup, Samples, SamplingParams
 from tests.distributed.ragged import ragged_samples
 from tests.distributed.ranks import run_ranks

@@ -7,24 +7,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rl_megatron.options.optimizer import OptimizerSection
 from rl_megatron.section import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
-
-
-class OptimizerSection(Section):
-    """AdamW, as megatron-core's OptimizerConfig takes it."""
-
-    beta1: Fraction = 0.9
-    """Decay of the gradient's mean."""
-    beta2: Fraction = 0.95
-    """Decay of the squared gradient's mean."""
-    eps: PositiveFloat = 1e-8
-    """Added to the denominator."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay."""
-    clip_grad: NonNegativeFloat = 1.0
-    """Greatest global norm of the gradient; 0 does not clip."""
-    distributed: bool = True
-    """Whether data-parallel ranks shard the optimizer's state."""
 
 
 class CorrectionSection(Section):

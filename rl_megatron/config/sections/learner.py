@@ -1,56 +1,55 @@
-"""The ``learner`` section: device, layout and memory of the megatron-core learner; ``roles``: models beside it."""
+"""The ``learner`` section: the keys of the learner's options, and its own; ``roles``: models beside it."""
 
 from __future__ import annotations
 
 import math
 from typing import Literal
 
-from rl_megatron.config.sections.algorithm import OptimizerSection
+from rl_megatron.options.device import DeviceKeys
+from rl_megatron.options.dtype import DtypeKeys
+from rl_megatron.options.experts import ExpertKeys
+from rl_megatron.options.head import HeadKeys
+from rl_megatron.options.layers import LayersKeys
+from rl_megatron.options.optimizer import OptimizerKeys
+from rl_megatron.options.pipeline import PipelineKeys
+from rl_megatron.options.recompute import RecomputeKeys
+from rl_megatron.options.replicas import ReplicaKeys
+from rl_megatron.options.tensor import TensorKeys
 from rl_megatron.section import Positive, PositiveFloat, Section
 from rl_megatron.types import ParallelDims
 
 
-class LearnerSection(Section):
-    """The megatron-core learner. ``etp``, ``dp`` and ``threads`` follow from the others when not given."""
+class WorkKeys(Section):
+    """What a process is given to do, and with."""
 
-    device: Literal["cpu", "cuda"] = "cpu"
-    """cpu over gloo, cuda over NCCL."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of parameters and activations; the optimizer keeps float32."""
-    layers: Literal["auto", "torch", "transformer_engine"] = "auto"
-    """auto takes TransformerEngine's where it is installed and device=cuda, else torch's, and with float32 and cp > 1,
-    for which it has no attention."""
-    tp: Positive = 1
-    """Tensor-parallel degree, with sequence parallelism where above 1."""
-    pp: Positive = 1
-    """Pipeline-parallel degree."""
-    vpp: Positive = 1
-    """Model chunks of each pipeline stage (interleaved schedule)."""
-    first_stage_layers: Positive | None = None
-    """Layers of the first pipeline stage; null: as the stages between, which share the rest equally."""
-    last_stage_layers: Positive | None = None
-    """Layers of the last pipeline stage; null: as the stages between."""
-    ep: Positive = 1
-    """Expert-parallel degree."""
-    etp: Positive | None = None
-    """Tensor-parallel degree inside an expert; null: tp where ep=1, else 1."""
-    cp: Positive = 1
-    """Context-parallel degree."""
-    dp: Positive | None = None
-    """Data-parallel degree; null: the least that makes room for ep*etp."""
     threads: Positive | None = None
     """CPU threads of each process; null shares the machine's cores out."""
     max_tokens_per_micro_batch: Positive = 8192
     """Positions of a packed micro-batch on one data-parallel rank."""
-    vocab_multiple: Positive = 8
-    """Vocabulary rows are padded to a multiple of this times tp."""
-    logprob_chunk_tokens: Positive = 1024
-    """Positions whose logits are held in float32 at once."""
-    recompute_layers: bool = False
-    """Whether to recompute activations of every layer in the backward pass."""
+
+
+class WorldKeys(Section):
+    """What holds between processes."""
+
     timeout_seconds: PositiveFloat = 600.0
     """How long a collective may wait for its ranks."""
-    optimizer: OptimizerSection = OptimizerSection()
+
+
+class LearnerSection(  # pydantic takes the keys of the last base first
+    OptimizerKeys,
+    WorldKeys,
+    RecomputeKeys,
+    HeadKeys,
+    WorkKeys,
+    ReplicaKeys,
+    ExpertKeys,
+    PipelineKeys,
+    TensorKeys,
+    LayersKeys,
+    DtypeKeys,
+    DeviceKeys,
+):
+    """The megatron-core learner. ``etp``, ``dp`` and ``threads`` follow from the others when not given."""
 
     @property
     def dims(self) -> ParallelDims:

@@ -1,0 +1,21 @@
+"""``learner.vocab_multiple``, ``logprob_chunk_tokens``: from hidden states to log-probs."""
+
+from __future__ import annotations
+
+from rl_megatron.options.option import Option
+from rl_megatron.section import Positive, Section
+
+
+class HeadKeys(Section):
+    """Its keys."""
+
+    vocab_multiple: Positive = 8
+    """Vocabulary rows are padded to a multiple of this times tp."""
+    logprob_chunk_tokens: Positive = 1024
+    """Positions whose logits are held in float32 at once."""
+
+
+class OutputHead(Option):
+    """Logits in ``learner.dtype``; log-probs in float32, chunk by chunk (`learner.logprobs`)."""
+
+    keys = HeadKeys

@@ -1,0 +1,35 @@
+"""``learner.optimizer``: AdamW, whose state data-parallel ranks share out (arXiv:1910.02054)."""
+
+from __future__ import annotations
+
+from rl_megatron.options.option import Option
+from rl_megatron.section import Fraction, NonNegativeFloat, PositiveFloat, Section
+
+
+class OptimizerSection(Section):
+    """AdamW, as megatron-core's OptimizerConfig takes it."""
+
+    beta1: Fraction = 0.9
+    """Decay of the gradient's mean."""
+    beta2: Fraction = 0.95
+    """Decay of the squared gradient's mean."""
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Greatest global norm of the gradient; 0 does not clip."""
+    distributed: bool = True
+    """Whether data-parallel ranks shard the optimizer's state."""
+
+
+class OptimizerKeys(Section):
+    """Its section of keys."""
+
+    optimizer: OptimizerSection = OptimizerSection()
+
+
+class Optimizer(Option):
+    """AdamW over float32 copies of the parameters. The learning rate is set before each step."""
+
+    keys = OptimizerKeys

@@ -1,0 +1,21 @@
+"""``learner.cp``, ``dp``: ranks that hold the same weights, and parts of a sequence or sequences of their own."""
+
+from __future__ import annotations
+
+from rl_megatron.options.option import Option
+from rl_megatron.section import Positive, Section
+
+
+class ReplicaKeys(Section):
+    """Its keys."""
+
+    cp: Positive = 1
+    """Context-parallel degree."""
+    dp: Positive | None = None
+    """Data-parallel degree; null: the least that makes room for ep*etp."""
+
+
+class Replicas(Option):
+    """Context and data parallelism. megatron-core takes the latter from the size of the world."""
+
+    keys = ReplicaKeys
