@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from typing_extensions import override
+
 from launcher.controller.proxies import roles_of
-from launcher.controller.workers import Ending, Failure, serving
+from launcher.controller.workers import Ending, Failure, RankProcess, serving
 from launcher.processes.last_words import end_of
 from launcher.wire import channel
 from launcher.wire.greetings import Hello
@@ -34,8 +36,8 @@ logger = logging.getLogger(__name__)
 _HELLO_BYTES = 4096
 
 
-class ConnectedRank:
-    """A rank that connected from its node (see RankProcess)."""
+class ConnectedRank(RankProcess):
+    """A rank that connected from its node."""
 
     def __init__(self, connection: Connection, hello: Hello) -> None:
         self.connection, self.role, self.rank, self.hello = connection, hello.role, hello.rank, hello
@@ -44,8 +46,9 @@ class ConnectedRank:
         self._gone = threading.Event()
         self.folder: Path | None = None  # where what it says is written
 
+    @override
     def ending(self, hung_up: threading.Event) -> Ending:
-        """See RankProcess; that a stream ended is all that another node says."""
+        """Waits for the end of the stream, which is all that another node says."""
         hung_up.wait()
         self._gone.set()
         file = file_stem(self.role, self.rank)
@@ -54,18 +57,20 @@ class ConnectedRank:
         how = f"hung up: it was killed, crashed or lost its node; {file}.txt {said}"
         return Ending(how=how, expected=True, killed=True)
 
+    @override
     def wake(self) -> None:
-        """See RankProcess; Slurm passes the signal on to all ranks. Elsewhere nobody reaches a stopped one."""
+        """Slurm passes SIGCONT on to all ranks of the step. Without Slurm nobody reaches a stopped one."""
         if all(self.hello.step.split(".")):
             subprocess.Popen(["scancel", "--signal=CONT", self.hello.step])
 
+    @override
     def kill(self) -> None:
-        """See RankProcess; a rank ends within seconds of its stream."""
+        """Closes the stream; the rank ends within seconds."""
         with contextlib.suppress(OSError):  # it hung up first
             self._stream.shutdown(socket.SHUT_RDWR)
 
+    @override
     def join(self, seconds: float) -> bool:
-        """See RankProcess."""
         return self._gone.wait(seconds)
 
 

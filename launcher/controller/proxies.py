@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from launcher.controller.workers import WorkerGroup, WorkerHandle
 from rl_megatron import digests
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest
 from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
-from rl_megatron.interfaces import Roles
+from rl_megatron.interfaces import Critic, Roles, RolloutEngine, WeightSync
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.training import checkpoints
 from rl_megatron.types import (
@@ -52,29 +54,33 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:
     )
 
 
-class LearnerGroup:
-    """A Learner, Critic or Reference over all ranks that hold it, by its ``role`` there (see interfaces)."""
+class LearnerGroup(Critic):
+    """A Learner, Critic or Reference over all ranks that hold it, by its ``role`` there.
+
+    Every call raises WorkerDied where a rank has ended.
+    """
 
     def __init__(self, group: WorkerGroup, dims: ParallelDims, role: str) -> None:
         self._group, self._dims, self._role = group, dims, role
         self._routed: list[tuple[int, ...]] = []  # by rank: see MegatronLearner.routed_layers
 
+    @override
     async def start_from(self, folder: Path) -> None:
-        """See interfaces.Critic."""
         await self._group.each("start_from", self._role, folder.resolve())
 
+    @override
     async def score(self, batch: Batch) -> Scores:
-        """See interfaces.Scorer."""
+        """Sends each data-parallel rank its micro-batches."""
         scores: list[list[Tensor]] = await self._by_dp_rank("score", batch)
         return scores
 
+    @override
     async def score_with_routes(self, batch: Batch) -> tuple[Scores, Scores]:
-        """See interfaces.Learner."""
         both: list[tuple[list[Tensor], list[Tensor]]] = await self._by_dp_rank("score_with_routes", batch)
         return [scores for scores, _ in both], [routes for _, routes in both]
 
     async def logits(self, batch: Batch) -> Scores:
-        """See diagnosis.experiments.Policy."""
+        """Next-token logits at temperature 1 of each micro-batch's m masked-in positions, [m, V] float32 each."""
         logits: list[list[Tensor]] = await self._by_dp_rank("logits", batch)
         return logits
 
@@ -85,8 +91,9 @@ class LearnerGroup:
         rows = {self._dims.dp_rank(rank): answer for rank, answer in enumerate(answers) if answer is not None}
         return [rows[d] for d in range(self._dims.dp)]
 
+    @override
     async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult | SkippedStep:
-        """See interfaces.Learner."""
+        """Sends each data-parallel rank its micro-batches. Culprits of a skipped step are those of all ranks."""
         common = (loss, learning_rate, batch.num_tokens, batch.num_sequences)
         shares = {rank: (self._role, m, *common) for rank, m in (await self._shares(batch)).items()}
         answers = await self._group.ask("train_step", shares)
@@ -115,13 +122,15 @@ class LearnerGroup:
         cut = {key: _with_layers(rows[key[0]], key[1]) for key in zip(numbers.values(), self._routed, strict=True)}
         return {rank: cut[d, self._routed[rank]] for rank, d in numbers.items()}
 
+    @override
     async def save(self, folder: Path) -> dict[str, Digest]:
-        """See interfaces.Learner."""
+        """Every rank writes its shards; their digests in one mapping."""
         answers: list[dict[str, Digest]] = await self._group.each("save", self._role, folder)
         return {name: digest for answer in answers for name, digest in answer.items()}
 
+    @override
     async def load(self, folder: Path, files: Mapping[str, Digest]) -> None:
-        """See interfaces.Learner. Every rank reads its share of the files before any takes over what they hold."""
+        """Every rank verifies its share of the files before any loads them."""
         shares = digests.shares(files, len(self._group.workers))
         mine = {w.rank: (folder, share) for w, share in zip(self._group.workers, shares, strict=True)}
         problems: list[list[str]] = await self._group.ask("verify", mine)
@@ -138,7 +147,7 @@ def _with_layers(row: Sequence[Samples], layers: Sequence[int]) -> tuple[Samples
     )
 
 
-class EngineGroup:
+class EngineGroup(RolloutEngine):
     """A RolloutEngine over the replicas: requests made in one go are served as one batch per replica."""
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -146,8 +155,9 @@ class EngineGroup:
         self._pending: list[tuple[GenerationRequest, asyncio.Future[Sequence[Completion]]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @override
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
-        """See interfaces.RolloutEngine."""
+        """Shares the requests of one turn of the event loop out over the replicas."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Sequence[Completion]] = loop.create_future()
         if not self._pending:
@@ -179,14 +189,15 @@ class EngineGroup:
                 answer.set_result(completions)
 
 
-class WeightGroup:
-    """A WeightSync in which every learner rank moves its shards to every replica (see interfaces.WeightSync)."""
+class WeightGroup(WeightSync):
+    """A WeightSync in which every learner rank moves its shards to every replica."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
 
+    @override
     async def push(self, version: int) -> WeightUpdate:
-        """See interfaces.WeightSync. Served once all replicas have staged and verified it; tried twice.
+        """Serves ``version`` once all replicas have staged and verified it; tries twice.
 
         Raises CorruptionError where boxes arrived corrupted twice.
         """
@@ -213,18 +224,18 @@ class WeightGroup:
         )
 
     async def sums(self) -> list[Report]:
-        """See weights.served.Sender."""
+        """Checksums of the boxes that each rank answers for, of what was pushed last."""
         reports: list[Report] = await self._group.each("sums")
         return reports
 
     async def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
-        """See weights.direct.Senders."""
+        """Every rank joins the engine ranks that meet at ``place`` and hold ``ranks``. Raises SyncError."""
         for answer in await self._group.each("join_engines", place, ranks):
             if answer is not None:
                 raise answer
 
     async def send(self, version: int) -> tuple[WeightUpdate, list[Report]]:
-        """See weights.direct.Senders."""
+        """Every rank sends its shards to the engine ranks; what moved, and each rank's checksums. Raises SyncError."""
         answers: list[tuple[WeightUpdate, Report] | SyncError] = await self._group.each("send", version)
         for answer in answers:
             if isinstance(answer, SyncError):
@@ -232,8 +243,9 @@ class WeightGroup:
         said = [answer for answer in answers if not isinstance(answer, SyncError)]
         return _joined(version, [update for update, _ in said]), [report for _, report in said]
 
+    @override
     async def export(self, folder: Path) -> None:
-        """See interfaces.WeightSync. Writes what was pushed last."""
+        """Rank 0 writes what was pushed last."""
         await self._group.ask("export", {0: (folder,)})
 
 

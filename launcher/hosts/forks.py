@@ -17,7 +17,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from multiprocessing.connection import Connection
 
-from launcher.controller.workers import Ending
+from typing_extensions import override
+
+from launcher.controller.workers import Ending, RankProcess
 from launcher.processes.last_words import LastWords
 from launcher.worker import nursery
 from rl_megatron.config.run import RunConfig
@@ -27,8 +29,8 @@ from rl_megatron.placement.names import called
 LEARNERS_IMPORTS = ("rl_megatron.learner.megatron", "torch._dynamo")  # the second by an optimizer's first step
 
 
-class ForkedRank:
-    """A worker that the nursery forked (see RankProcess)."""
+class ForkedRank(RankProcess):
+    """A worker that the nursery forked."""
 
     def __init__(
         self, role: str, rank: int, connection: Connection, last_words: LastWords, pid: int, code: Future[int]
@@ -37,20 +39,21 @@ class ForkedRank:
         self.where = f"pid {pid}"
         self._last_words, self._pid, self._code = last_words, pid, code
 
+    @override
     def ending(self, hung_up: threading.Event) -> Ending:
-        """See RankProcess; a child's exit says more than the end of its pipe."""
+        """Waits for the child's exit, which says more than the end of its pipe."""
         code = self._code.result()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         told = self._last_words.told()
         said = f"it said last:{told}" if told else "log.txt has what it said"
         return Ending(how=f"{how}; {said}", expected=code == 0, killed=code < 0)
 
+    @override
     def wake(self) -> None:
-        """See RankProcess."""
         self._signal(signal.SIGCONT)
 
+    @override
     def kill(self) -> None:
-        """See RankProcess."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -58,8 +61,8 @@ class ForkedRank:
             with contextlib.suppress(ProcessLookupError):  # it ended just now
                 os.kill(self._pid, number)
 
+    @override
     def join(self, seconds: float) -> bool:
-        """See RankProcess."""
         return bool(wait([self._code], seconds).done)
 
 

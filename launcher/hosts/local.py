@@ -8,6 +8,8 @@ import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from typing_extensions import override
+
 from launcher.controller.proxies import roles_of
 from launcher.controller.workers import Failure, serving
 from launcher.hosts.forks import LEARNERS_IMPORTS, Nursery, fork_all
@@ -16,19 +18,19 @@ from launcher.processes.environment import inherited
 from launcher.processes.scratch import scratch
 from launcher.wire.setup import Setup
 from rl_megatron.config.run import RunConfig
-from rl_megatron.interfaces import Roles, unheard
+from rl_megatron.interfaces import Launcher, Roles, unheard
 from rl_megatron.placement.names import LEARNER
 
 
-class LocalLauncher:
-    """Starts the workers of a run on this machine. See interfaces.Launcher."""
+class LocalLauncher(Launcher):
+    """Starts the workers of a run on this machine."""
 
     def __init__(self, model_folder: Path, run_folder: Path) -> None:
         self._model_folder, self._run_folder = model_folder, run_folder
 
+    @override
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
-        """See interfaces.Launcher."""
         failure = Failure()
         own = inherited(threads=threads_per_worker(config), device=config.learner.device)
         with scratch() as folder, own:

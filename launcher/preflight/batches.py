@@ -8,7 +8,7 @@ from launcher.preflight.subject import Found, Subject, note
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """See `preflight.subject.Check`."""
+    """Yields a note where an optimizer step has fewer sequences than data-parallel ranks."""
     config, ranks = subject.config, subject.config.learner.dims.dp
     sequences = config.completions_per_step // config.train.minibatches
     if sequences < ranks:

@@ -20,7 +20,7 @@ _RANK_BYTES = 2**26  # no model is too small for it: 117 MiB of its own were see
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """See `preflight.subject.Check`."""
+    """Yields a problem where this machine has too few GPUs, or too little memory for the learner's processes."""
     config = subject.config
     given = f"learner.device={config.learner.device}"
     if config.learner.device == "cpu":

@@ -11,7 +11,7 @@ from launcher.preflight.subject import Found, Subject, problem, unchecked
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """See `preflight.subject.Check`. An engine in the learner's processes is part of this package."""
+    """Looks for the servers' engine in its interpreter. An engine in the learner's processes needs none."""
     rollout = subject.config.rollout
     if not rollout.served:
         return

@@ -9,7 +9,7 @@ from rl_megatron.scaling import memory
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """See `preflight.subject.Check`."""
+    """Compares what the learner needs with ``slurm.gpu_memory_gb``. Raises ConfigError where it does not fit."""
     config = subject.config
     if config.learner.device == "cpu":
         return

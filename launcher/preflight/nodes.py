@@ -14,7 +14,7 @@ from rl_megatron.placement.seats import seats_of
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """See `preflight.subject.Check`. A run without a job has no nodes."""
+    """Yields what does not fit on a job's nodes, and GPUs that nothing uses. A run without a job has no nodes."""
     if not subject.for_job:
         return
     config, slurm = subject.config, subject.config.slurm

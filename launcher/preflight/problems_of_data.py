@@ -14,7 +14,7 @@ ROWS = 1000
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """See `preflight.subject.Check`."""
+    """Reads the first rows of ``data.train`` and ``data.eval``, and yields why one cannot be read."""
     data = subject.config.data
     if not isinstance(data, FileData):
         return

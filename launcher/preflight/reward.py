@@ -20,7 +20,7 @@ MADE_UP = "a made-up completion"
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """See `preflight.subject.Check`. Servers and models are not asked: one may not be up yet, the other is large."""
+    """Calls the reward function once. Servers and models are not asked: one may not be up yet, the other is large."""
     section, other = subject.config.reward, subject.other_python
     functions = section.functions.values()
     models = [name for name in functions if name.startswith("hf:")]

@@ -14,7 +14,7 @@ from rl_megatron.weights.layouts.learner import learner_layout
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """See `preflight.subject.Check`."""
+    """Yields a problem for each size of the model that the configuration does not fit. Raises ConfigError."""
     yield from misfits(subject.config, subject.shape)
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from typing_extensions import override
+
 from launcher.processes import engine_guard
 from rl_megatron.durable import append_private
 
@@ -41,23 +43,24 @@ class Guard(Protocol):
         ...
 
     async def end(self) -> None:
-        """See that both are no more."""
+        """End the server and its guard; returns once both are gone."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GuardProcess:
-    """A guard that is a child of this process, or of a command that runs it elsewhere. See Guard."""
+class GuardProcess(Guard):
+    """A guard that is a child of this process, or of a command that runs it elsewhere."""
 
     process: asyncio.subprocess.Process
     log: Path
 
+    @override
     async def wait(self) -> str:
-        """See Guard."""
         return f"ended with status {await self.process.wait()}"
 
+    @override
     async def end(self) -> None:
-        """See Guard. Closes the pipe that the guard watches, and waits until it has ended its server."""
+        """Closes the pipe that the guard watches, and waits until it has ended its server."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:

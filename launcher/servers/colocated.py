@@ -27,7 +27,7 @@ def colocated(roles: Roles, engine: ServedEngine) -> Roles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Learner:
-    """See interfaces.Learner."""
+    """Has the servers give their memory back before ``inner`` scores or trains."""
 
     inner: Learner
     engine: ServedEngine
@@ -53,7 +53,7 @@ class _Learner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Critic(_Learner):
-    """See interfaces.Critic."""
+    """As _Learner; ``critic`` is ``inner``."""
 
     critic: Critic
 
@@ -63,7 +63,7 @@ class _Critic(_Learner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reference:
-    """See interfaces.Reference."""
+    """Has the servers give their memory back before ``inner`` scores."""
 
     inner: Reference
     engine: ServedEngine

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from typing_extensions import override
+
 from launcher.runs.folder import mirror_path
 from launcher.servers.colocated import colocated
 from launcher.servers.engines import SERVERS, longest_sequence
@@ -34,8 +36,8 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # nats
 _QUANTISED_TOLERANCE = 1.0  # nats
 
 
-class ServedLauncher:
-    """See interfaces.Launcher. Learners start as ``inner`` starts them, engine servers meanwhile."""
+class ServedLauncher(Launcher):
+    """Starts engine servers while ``inner`` starts the learners."""
 
     def __init__(
         self,
@@ -50,9 +52,10 @@ class ServedLauncher:
         self._inner, self._model_folder, self._run_folder, self._shape = inner, model_folder, run_folder, shape
         self._places, self._host = places, host
 
+    @override
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
-        """See interfaces.Launcher. Raises ConfigError where a server does not fit, EngineError where none comes up."""
+        """Raises ConfigError where a server does not fit, EngineError where none comes up."""
         if config.rollout.server.colocated and config.learner.device == "cpu":
             logger.warning("rollout.server.colocated: on CPUs servers are asked for their memory, but give none back")
         adapter = SERVERS[config.rollout.engine](self._shape)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from typing_extensions import override
+
 from launcher.processes.guards import Guard
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError, SyncError
@@ -35,12 +37,12 @@ class Standing(Protocol):
         ...
 
     async def end(self) -> None:
-        """See that it is no more."""
+        """End it; returns once it is gone."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
-class Started:
+class Started(Standing):
     """A server that was started: its guard, where it listens and what it says."""
 
     guard: Guard
@@ -48,30 +50,33 @@ class Started:
     log: Path
     fatal: tuple[type[Exception], ...] = (NoAnswer, ForeignWeights)
 
+    @override
     async def ended(self) -> str:
-        """See Standing; with the end of its log."""
+        """How the guard ended, and the last lines of the server's log."""
         how = await self.guard.wait()
         tail = self.log.read_text(errors="replace").splitlines()[-_TAIL:]
         return "\n".join([f"{self.server.url} {how}; {self.log} ends with:", *tail])
 
+    @override
     async def end(self) -> None:
-        """See Standing."""
         await self.guard.end()
 
 
 @dataclass(slots=True, kw_only=True)
-class Attached:
+class Attached(Standing):
     """A server that somebody else runs. Once it could not be reached it may be another at the same address."""
 
     server: Server
     fatal: tuple[type[Exception], ...] = (NoAnswer, ForeignWeights, Unreachable)
 
+    @override
     async def ended(self) -> str:
-        """See Standing; nobody tells."""
+        """Never returns: who runs the server does not say that it ended."""
         return await _never()
 
+    @override
     async def end(self) -> None:
-        """See Standing; it is not ours to end."""
+        """Does nothing: who started the server ends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,13 +176,16 @@ class Worker(RankModels):
         return {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in self._held.items()}
 
     def logits(self, role: str, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
-        """See MegatronLearner.logits."""
+        """Logits of ``role``'s model, [m, V] float32 of the m masked-in positions of each micro-batch.
+
+        None off the last stage and off TP/CP rank 0.
+        """
         return self._learner(role).logits(micro_batches)
 
     def score_with_routes(
         self, role: str, micro_batches: Sequence[Samples]
     ) -> tuple[list[Tensor], list[Tensor]] | None:
-        """See MegatronLearner.score_with_routes."""
+        """As ``score``, and the experts that the pass took, [N, MoE layers, top_k] per micro-batch."""
         return self._learner(role).score_with_routes(micro_batches)
 
     def close(self) -> None:

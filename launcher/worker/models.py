@@ -121,11 +121,14 @@ class RankModels:
         return _held(self._learners, role)
 
     def score(self, role: str, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
-        """See MegatronLearner.score."""
+        """Log-probs (nats) or values of ``role``'s model, [N] float32 per micro-batch of this DP rank.
+
+        None off the last stage and off TP/CP rank 0.
+        """
         return self._scorer(role).score(micro_batches, {} if role in self._scorers else self._reference)
 
     def routed_layers(self, role: str) -> tuple[int, ...]:
-        """See MegatronScorer.routed_layers."""
+        """The MoE layers, numbered within the model, whose routes this rank replays."""
         return self._scorer(role).routed_layers
 
     def train_step(
@@ -137,13 +140,16 @@ class RankModels:
         num_tokens: int,
         num_sequences: int,
     ) -> StepResult | SkippedStep | None:
-        """See MegatronLearner.train_step."""
+        """Make one optimizer step on this DP rank's micro-batches; the result is on last-stage ranks.
+
+        All ranks answer SkippedStep where the gradient is not finite.
+        """
         return self._learner(role).train_step(
             micro_batches, loss, learning_rate, num_tokens=num_tokens, num_sequences=num_sequences
         )
 
     def save(self, role: str, folder: Path) -> dict[str, Digest]:
-        """See MegatronLearner.save."""
+        """Write this rank's shards into ``folder``; the digest of each file. Raises CheckpointError."""
         return self._learner(role).save(folder)
 
     def verify(self, folder: Path, files: Mapping[str, Digest]) -> list[str]:
@@ -151,7 +157,7 @@ class RankModels:
         return digests.misfits(folder, files, read=True)
 
     def load(self, role: str, folder: Path) -> None:
-        """See MegatronLearner.load."""
+        """Continue from the shards that ``save`` wrote. Raises CheckpointError."""
         self._learner(role).load(folder)
 
     def close(self) -> None:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from launcher.hosts.ray.node import (
     OBJECT_STORE_BYTES,
     ONE_MACHINE,
@@ -74,31 +76,33 @@ class ServerActor:
         self._guard = await start_guard(replace(order, environment={**order.environment, **slurm}))
 
     async def wait(self) -> str:
-        """See Guard."""
+        """How guard and server ended, once they have."""
         return await self._guard.wait()
 
     async def end(self) -> None:
-        """See Guard."""
+        """End the server and its guard."""
         await self._guard.end()
 
 
-class ActorGuard:
-    """The guard that an actor holds. See Guard."""
+class ActorGuard(Guard):
+    """The guard that an actor holds."""
 
     def __init__(self, own: OwnThread, actor: Any, log: Path) -> None:
         self._own, self._actor, self._log = own, actor, log
         self._over: asyncio.Future[str] = asyncio.wrap_future(actor.wait.remote().future())
         self._over.add_done_callback(seen)
 
+    @override
     async def wait(self) -> str:
-        """See Guard; also where its actor or its node is gone."""
+        """Returns also where its actor or its node is gone."""
         try:
             return await asyncio.shield(self._over)
         except RayError as error:
             return f"ended with its actor{said(error)}"
 
+    @override
     async def end(self) -> None:
-        """See Guard; the place of its actor is then free."""
+        """Ends the actor too, whose place in the cluster is then free."""
         try:
             async with asyncio.timeout(2 * guards.STOP_SECONDS):
                 await asyncio.wrap_future(self._actor.end.remote().future())
@@ -253,15 +257,15 @@ class RayCluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InCluster:
-    """A launcher all of whose processes are in one cluster. See interfaces.Launcher."""
+class InCluster(Launcher):
+    """A launcher all of whose processes are in one cluster."""
 
     cluster: RayCluster
     inner: Launcher
 
+    @override
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
-        """See interfaces.Launcher."""
         async with self.cluster.running(), self.inner.start(config, tell) as roles:
             yield roles
 

@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from launcher.controller.arrivals import Awaited, learner
 from launcher.controller.workers import Failure
 from launcher.hosts.ray.cluster import RayCluster, group_of, said, seen
@@ -26,7 +28,7 @@ from launcher.wire.greetings import Call
 from launcher.worker.remote import serve
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import WorkerDied
-from rl_megatron.interfaces import Roles, unheard
+from rl_megatron.interfaces import Launcher, Roles, unheard
 from rl_megatron.placement.names import called, file_stem
 
 # isort: split
@@ -51,8 +53,8 @@ class RankActor:
         ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
 
-class RayLauncher:
-    """Starts the workers of a run as actors of a running cluster. See interfaces.Launcher."""
+class RayLauncher(Launcher):
+    """Starts the workers of a run as actors of a running cluster."""
 
     def __init__(
         self, cluster: RayCluster, model_folder: Path, run_folder: Path, on_signal: Callable[[str], None]
@@ -60,9 +62,9 @@ class RayLauncher:
         self._cluster, self._model_folder, self._run_folder = cluster, model_folder, run_folder
         self._on_signal = on_signal
 
+    @override
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
-        """See interfaces.Launcher."""
         cluster, job = self._cluster, self._cluster.job
         (placement, *separate), folder = cluster.placements, cluster.folder
         token, failure = secrets.token_bytes(channel.TOKEN_BYTES), Failure()

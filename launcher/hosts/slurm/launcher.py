@@ -13,6 +13,8 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from typing_extensions import override
+
 from launcher.controller.arrivals import Awaited, learner
 from launcher.controller.workers import Failure
 from launcher.hosts.slurm.job import Job
@@ -21,22 +23,23 @@ from launcher.hosts.threads import threads_per_rank
 from launcher.wire import channel
 from launcher.wire.greetings import Call
 from rl_megatron.config.run import RunConfig
-from rl_megatron.interfaces import Roles, unheard
+from rl_megatron.interfaces import Launcher, Roles, unheard
 from rl_megatron.placement.names import LEARNER, file_stem
 from rl_megatron.placement.ranks import Placement, placement_of
 
 logger = logging.getLogger(__name__)
 
 
-class SlurmLauncher:
-    """Starts the workers of a run on its allocation. See interfaces.Launcher."""
+class SlurmLauncher(Launcher):
+    """Starts the workers of a run on its allocation."""
 
     def __init__(self, model_folder: Path, run_folder: Path, job: Job, on_signal: Callable[[str], None]) -> None:
         self._model_folder, self._run_folder, self._job, self._on_signal = model_folder, run_folder, job, on_signal
 
+    @override
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
-        """See interfaces.Launcher. Raises ConfigError where the allocation has not the tasks that the learner needs."""
+        """Raises ConfigError where the allocation has not the tasks that the learner needs."""
         job = self._job
         placement = placement_of(config, job.nodes)
         separate = [placement_of(config, nodes, role) for role, nodes in job.separate.items()]
