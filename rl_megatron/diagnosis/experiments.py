@@ -42,7 +42,7 @@ class Policy(Scorer, Protocol):
     """A learner that also gives its logits and its routes; it takes the routes of samples that have some."""
 
     async def score_with_routes(self, batch: Batch) -> tuple[Scores, Scores]:
-        """See interfaces.Learner."""
+        """As ``score``, and the experts that the pass took, as ``Samples.routes`` for each micro-batch."""
         ...
 
     async def logits(self, batch: Batch) -> Scores:

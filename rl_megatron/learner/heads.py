@@ -37,7 +37,7 @@ class VocabHead:
     score: str = "logprobs"
 
     def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
-        """See Head."""
+        """``logprobs`` (nats) and ``entropy`` [t] float32."""
         tp = parallel_state.get_tensor_model_parallel_group()
         logprobs, entropy = token_logprobs(
             output.squeeze(0),
@@ -59,7 +59,7 @@ class LogitsHead:
     score: str = "logits"
 
     def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
-        """``logits`` [masked-in, V] float32; see Head."""
+        """``logits`` [masked-in, V] float32, before the temperature."""
         mine = output.squeeze(0)[micro_batch.columns["mask"]].float()
         tp = parallel_state.get_tensor_model_parallel_group()
         if tp.size() > 1:
@@ -76,6 +76,6 @@ class ValueHead:
     score: str = "values"
 
     def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
-        """See Head."""
+        """``values`` [t] float32; ``logprobs`` and ``entropy`` are zeros."""
         values = output.flatten().float()
         return {"values": values, "logprobs": torch.zeros_like(values), "entropy": torch.zeros_like(values)}

@@ -44,7 +44,7 @@ class _Replay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See RouterReplay."""
+        """As RouterReplay's; counts replayed tokens, and those whose own experts are others."""
         probs, chosen = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
         if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD and default_compute_topk is not None:
             _, own = default_compute_topk(scores.detach(), topk, num_groups, group_topk)

@@ -20,7 +20,7 @@ class FormatReward:
         self._pattern = re.compile(pattern)
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
-        """See the class."""
+        """1.0 or 0.0 for each text."""
         return [float(self._pattern.fullmatch(text) is not None) for text in texts]
 
 

@@ -19,7 +19,7 @@ class LengthReward:
         self._section = section
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
-        """See the class."""
+        """A reward for each completion, of its number of tokens alone."""
         return [self._of(len(completion.token_ids)) for completion in completions]
 
     def _of(self, tokens: int) -> float:

@@ -19,7 +19,7 @@ class Plain:
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
     ) -> Sequence[float]:
-        """See the class."""
+        """Calls the function in a daemon thread."""
 
         def call() -> Sequence[float]:
             try:
@@ -39,7 +39,7 @@ class Async:
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
     ) -> Sequence[float]:
-        """See the class."""
+        """Awaits the function on an event loop apart."""
 
         async def call() -> Sequence[float]:
             try:

@@ -70,7 +70,7 @@ class ServedEngine:
         return {"engine/healthy": len(self.replicas.healthy()), "engine/restarts": restarts}
 
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
-        """See interfaces.RolloutEngine."""
+        """Completions whose versions were all served while they were sampled. Raises EngineError."""
         if not request.num_completions:
             return []
         self._check(request)

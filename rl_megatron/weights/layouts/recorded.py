@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from typing_extensions import override
+
 from rl_megatron.errors import WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
@@ -29,7 +31,7 @@ _Holders = tuple[tuple[int, ...], ...]  # of each chunk: the ranks that hold it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout(Layout):
-    """See `recorded_layout`. A row is a Hugging Face pattern, its chunks are the boxes that any rank holds of it.
+    """Made by `recorded_layout`: a row is a Hugging Face pattern, its chunks are the boxes that any rank holds of it.
 
     A layer's "stage" is the number of its holders in ``holders``, and so is an expert's "rank".
     """
@@ -39,12 +41,12 @@ class EngineLayout(Layout):
     by_layer: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # of a pattern: layer -> holders
     by_expert: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
+    @override
     def rows(self) -> list[ParamSpec]:
-        """See Layout."""
         return [ParamSpec(name=name, bands=_unused, others=_unused_sizes) for name in self.boxes]
 
+    @override
     def chunks(self, spec: ParamSpec) -> list[list[Slice]]:
-        """See Layout."""
         out = []
         for box in self.boxes[spec.name]:
             shape = tuple(stop - start for start, stop in box)
@@ -52,21 +54,21 @@ class EngineLayout(Layout):
             out.append([Slice(hf=spec.name, hf_box=box, param=spec.name, shape=shape, box=whole)])
         return out
 
+    @override
     def layer_stages(self, spec: ParamSpec) -> dict[int, tuple[int, ...]]:
-        """See Layout."""
         return {layer: (number,) for layer, number in self.by_layer[spec.name].items()}
 
+    @override
     def expert_rank(self, spec: ParamSpec, expert: int) -> int:
-        """See Layout."""
         return self.by_expert.get(spec.name, {}).get(expert, 0)
 
+    @override
     def ranks(self, spec: ParamSpec, chunk: int, stage: int, ep: int) -> list[int]:
-        """See Layout."""
         holders = self.holders[ep if "{expert}" in spec.name else stage]
         return list(holders[chunk]) if chunk < len(holders) else []
 
+    @override
     def local_shapes(self, rank: int) -> dict[str, Shape]:
-        """See Layout."""
         return {
             spec.name.format(layer=layer, expert=expert): held[0].shape
             for spec in self.rows()

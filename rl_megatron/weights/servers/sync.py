@@ -104,7 +104,7 @@ class _Served:
 
 
 class ServedWeights:
-    """See interfaces.WeightSync. ``inner`` moves the learner's weights into the mirror file ``path``.
+    """A WeightSync into engine servers. ``inner`` moves the learner's weights into the mirror file ``path``.
 
     ``direct`` moves them straight into the servers' ranks instead; the mirror is filled for an export alone then.
     ``probes``: "auto" asks servers whose checksums vouch for every tensor at their first version alone, others after
@@ -134,7 +134,7 @@ class ServedWeights:
         self._served: _Served | None = None
 
     async def push(self, version: int) -> WeightUpdate:
-        """See interfaces.WeightSync. Raises SyncError where what a replica holds is not what the learner has."""
+        """Raises SyncError where what a replica holds is not what the learner has."""
         started = time.perf_counter()
         async with self._lock:
             self._served = None
@@ -215,7 +215,7 @@ class ServedWeights:
         return all(now.get(name) == before for name, before in served.checksums.items())
 
     async def export(self, folder: Path) -> None:
-        """See interfaces.WeightSync. Raises CorruptionError where the mirror has not what the learner has."""
+        """Raises CorruptionError where the mirror has not what the learner has."""
         if self._served is not None:
             version = self._served.version
             if self._direct is not None:  # what went straight to the engines is in no file

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.plans.plan import Plan
@@ -44,8 +45,9 @@ class DeltaTransport(ProcessGroupTransport):
         self._same: list[bool] = []
         self._received = 0
 
+    @override
     def move(self, version: int) -> WeightUpdate:
-        """See commit.Transport. ``num_bytes`` are those of the changes and their places."""
+        """``num_bytes`` are those of the changes and their places."""
         finished = torch.tensor([self._finished], device=self.ends.device)
         everyone = [torch.empty_like(finished) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(everyone, finished, group=self.group)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from rl_megatron.durable import publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError, SyncError
@@ -26,13 +27,14 @@ from rl_megatron.weights.bytes.mapped import MappedFile, header_bytes, read_head
 from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.buckets import Part
+from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.ends import Ends, reports_of, view
 
 _DIGESTS = "digests"
 _PART_BYTES = 64 * 2**20
 
 
-class DiskTransport:
+class DiskTransport(Transport):
     """As ProcessGroupTransport, through ``folder``; the group carries only who is ready. Making one is collective."""
 
     def __init__(
@@ -60,8 +62,9 @@ class DiskTransport:
                 self._arriving[sender] = [(name, part) for name, part, _ in parts]
                 self._num_bytes += sum(bucket.num_bytes for bucket in buckets)
 
+    @override
     def move(self, version: int) -> WeightUpdate:
-        """See commit.Transport. Raises SyncError on every process where one cannot write or read its files."""
+        """Raises SyncError on every process where one cannot write or read its files."""
         started = time.perf_counter()
         self._ends.begin()
         final = self._folder / f"version_{version:06d}"
@@ -75,8 +78,9 @@ class DiskTransport:
         seconds = time.perf_counter() - started
         return WeightUpdate(version=version, num_bytes=self._num_bytes, seconds=seconds, verify_seconds=verified)
 
+    @override
     def close(self) -> None:
-        """See commit.Transport. The newest version stays on disk."""
+        """Does nothing: the newest version stays on disk."""
 
     def _together(self, version: int, call: Callable[[], None]) -> None:
         """Do it and wait for all, or raise what went wrong on any process."""

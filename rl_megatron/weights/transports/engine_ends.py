@@ -21,6 +21,7 @@ from rl_megatron.weights.plans.json_form import from_json, to_json
 from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.buckets import Bucket
+from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
 from rl_megatron.weights.transports.ends import Ends
 from rl_megatron.weights.transports.joined import Member, Place
@@ -31,18 +32,10 @@ _BUCKET_BYTES = 64 * 2**20
 _SLOT_BYTES = 2**20  # of host memory: two stay in the cores' shared cache
 
 
-class _Transport(Protocol):
+class _Transport(Transport, Protocol):
     """A transport of one plan, and this process's ends of it."""
 
     ends: Ends
-
-    def move(self, version: int) -> WeightUpdate:
-        """See commit.Transport."""
-        ...
-
-    def close(self) -> None:
-        """See commit.Transport."""
-        ...
 
 
 def _process_group(place: Place, moves: Plan, **ends: Any) -> _Transport:

@@ -6,14 +6,16 @@ import time
 from collections.abc import Mapping
 
 from torch import Tensor
+from typing_extensions import override
 
 from rl_megatron.errors import WeightError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.plans.plan import Plan
+from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.ends import Ends
 
 
-class MemoryTransport:
+class MemoryTransport(Transport):
     """Copies where learner and engine share process ``rank``. Raises WeightError for a plan that needs another one."""
 
     def __init__(
@@ -33,13 +35,14 @@ class MemoryTransport:
             )
         self.ends = Ends(moves, rank=rank, src=src, dst=dst, exchange=lambda mine: [mine] * (rank + 1), verify=verify)
 
+    @override
     def move(self, version: int) -> WeightUpdate:
-        """See commit.Transport."""
         started = time.perf_counter()
         self.ends.begin()
         verified = self.ends.finish(version)
         seconds = time.perf_counter() - started
         return WeightUpdate(version=version, num_bytes=0, seconds=seconds, verify_seconds=verified)
 
+    @override
     def close(self) -> None:
-        """See commit.Transport. There is nothing to let go of."""
+        """Does nothing: no buffer is held."""

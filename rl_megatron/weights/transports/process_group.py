@@ -15,11 +15,13 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from rl_megatron.errors import SyncError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.plans.plan import Plan, Rounds
 from rl_megatron.weights.transports.buckets import Bucket
+from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.ends import Ends, Message, reports_of
 
 Operation = tuple[Callable[..., object], Tensor, int]
@@ -35,7 +37,7 @@ class Step:
     works: list[dist.Work] = field(default_factory=list)
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(Transport):
     """Moves the plan's weights each time ``move`` is called. Every process of ``group`` makes one and calls it alike.
 
     Processes of ``moves`` are ranks of ``group`` (None: the default group). ``src`` and ``dst`` are this process's
@@ -59,8 +61,9 @@ class ProcessGroupTransport:
         self.steps = self._schedule(self.ends.buckets(bucket_bytes), moves.rounds())
         self._num_bytes = sum(step.receive.bucket.num_bytes for step in self.steps if step.receive)
 
+    @override
     def move(self, version: int) -> WeightUpdate:
-        """See commit.Transport. A lost process is noticed when its connection breaks or the group's timeout is over."""
+        """A lost process is noticed when its connection breaks or the group's timeout is over."""
         started = time.perf_counter()
         self.ends.begin()
         under_way = Step(send=None, receive=None)
@@ -75,8 +78,8 @@ class ProcessGroupTransport:
         seconds = time.perf_counter() - started
         return WeightUpdate(version=version, num_bytes=self._num_bytes, seconds=seconds, verify_seconds=verified)
 
+    @override
     def close(self) -> None:
-        """See commit.Transport."""
         self.steps, self.group = [], None
 
     def _schedule(self, buckets: Mapping[tuple[int, int], list[Bucket]], rounds: Rounds) -> list[Step]:

@@ -23,12 +23,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.buckets import Bucket
+from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.ends import Ends, Message, reports_of
 
 _SLOTS = 2
@@ -93,7 +95,7 @@ class _Link:
         self.connection.close()
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(Transport):
     """As ProcessGroupTransport, between processes of one machine. Making one is collective over ``group``.
 
     Once a process is lost the others need a new one. A process that says nothing for ``timeout_seconds`` is lost.
@@ -119,8 +121,8 @@ class SharedMemoryTransport:
         arriving = (message for link in self._links if not link.leaving for message in link.messages)
         self._num_bytes = sum(message.bucket.num_bytes for message in arriving)
 
+    @override
     def move(self, version: int) -> WeightUpdate:
-        """See commit.Transport."""
         started = time.perf_counter()
         self.ends.begin()
         for link in self._links:
@@ -139,8 +141,9 @@ class SharedMemoryTransport:
         seconds = time.perf_counter() - started
         return WeightUpdate(version=version, num_bytes=self._num_bytes, seconds=seconds, verify_seconds=verified)
 
+    @override
     def close(self) -> None:
-        """See commit.Transport. The other ends hear of it."""
+        """The other ends see their connections close."""
         for link in self._links:
             link.connection.close()
         self._links = []

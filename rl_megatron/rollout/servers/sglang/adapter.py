@@ -15,7 +15,7 @@ from typing import Any, Literal, NotRequired
 import numpy as np
 import torch
 from pydantic import TypeAdapter
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, override
 
 from rl_megatron.errors import ConfigError, CorruptionError, EngineError
 from rl_megatron.models.shape import ModelShape
@@ -71,7 +71,7 @@ _SAMPLED, _SCORED = TypeAdapter(list[_Sampled]), TypeAdapter(_Scored)
 
 
 class SGLangAdapter(Adapter):
-    """See adapter.Adapter. Its log-probs come from before top-p (sampler.py), so only 1 is served."""
+    """SGLang's log-probs come from before top-p (sampler.py), so only top_p=1 is served."""
 
     name = "SGLang"
     module = "sglang"
@@ -81,8 +81,8 @@ class SGLangAdapter(Adapter):
     def __init__(self, shape: ModelShape) -> None:
         self._shape = shape
 
+    @override
     def command(self, options: StartOptions) -> Command:
-        """See adapter.Adapter."""
         if options.device == "cpu" and self._shape.latent is not None:
             raise ConfigError(
                 f"model_type={self._shape.family!r}: SGLang's attention for CPUs without AMX kernels takes the cached "
@@ -122,8 +122,8 @@ class SGLangAdapter(Adapter):
             },
         )
 
+    @override
     async def describe(self, server: Server) -> Description:
-        """See adapter.Adapter."""
         paths = (await server.get("/openapi.json"))["paths"]
         problems = [f"it has no {path}; docs/engines.md names the version" for path in _NEEDED if path not in paths]
         if not problems and not await self.tokens(server):
@@ -140,8 +140,8 @@ class SGLangAdapter(Adapter):
             else "start it with --enable-return-routed-experts",
         )
 
+    @override
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
-        """See adapter.Adapter."""
         p = request.params
         if p.top_p < 1:
             raise EngineError("SGLang's log-probs are not of the tokens that top_p leaves; ask with top_p=1")
@@ -161,8 +161,8 @@ class SGLangAdapter(Adapter):
         answers = await server.sampled("/generate", body, _SAMPLED)
         return [_completion(answer["meta_info"], request, self._shape) for answer in answers]
 
+    @override
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
-        """See adapter.Adapter."""
         sampling = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
         body = {"input_ids": list(text), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         said = (await server.sampled("/generate", body, _SCORED))["meta_info"]["input_token_logprobs"][1:]
@@ -171,24 +171,27 @@ class SGLangAdapter(Adapter):
             raise AttemptFailed(f"{server.url}: {len(logprobs)} log-probs came for {len(text) - 1} tokens")
         return logprobs
 
+    @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
-        """See adapter.Adapter."""
         for name in _names(request, request_id):
             await server.post("/abort_request", {"rid": name})
 
+    @override
     async def tokens(self, server: Server) -> tuple[tuple[int, int], ...]:
-        """See adapter.Adapter: of prompts, since the server started, and in the cache, as its scheduler noted last."""
+        """Counts tokens of prompts since the start and tokens in the cache, as each scheduler noted last."""
         loads = (await server.get("/v1/loads"))["loads"]
         return tuple((int(load["total_prefill_uncached_tokens"]), int(load["num_used_tokens"])) for load in loads)
 
+    @override
     async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
-        """See adapter.Adapter. Requests that are kept lose their cache, and compute it anew with the new weights."""
+        """Requests that are kept lose their cache, and compute it again with the new weights."""
         await server.post("/pause_generation", {"mode": "retract" if mode == "keep" else "abort"})
 
+    @override
     async def resume(self, server: Server) -> None:
-        """See adapter.Adapter."""
         await server.post("/continue_generation", {})
 
+    @override
     async def load(
         self,
         server: Server,
@@ -198,17 +201,16 @@ class SGLangAdapter(Adapter):
         private: Collection[str],
         straight: bool = False,
     ) -> list[Report]:
-        """See adapter.Adapter."""
         order: dict[str, object] = {"do": "receive" if straight else "load", "version": version}
         said = await self._order(server, path, order | {"private": sorted(private)}, weight_version=candidate(version))
         return [Report.from_json(one) for one in said]
 
+    @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
-        """See adapter.Adapter."""
         return [boxes_of(one) for one in await self._order(server, path, {"do": "boxes"})]
 
+    @override
     async def join(self, server: Server, path: Path, place: Mapping[str, object], first: int) -> None:
-        """See adapter.Adapter."""
         await self._order(server, path, {"do": "join", "place": place, "first": first})
 
     async def _order(
@@ -231,21 +233,21 @@ class SGLangAdapter(Adapter):
                 raise CorruptionError(f"rank {rank}: {one['error']}")
         return said
 
+    @override
     async def relabel(self, server: Server, version: int) -> None:
-        """See adapter.Adapter."""
         await server.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
+    @override
     async def release(self, server: Server) -> None:
-        """See adapter.Adapter."""
         await server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
+    @override
     async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
-        """See adapter.Adapter."""
         tags = [{"weights": "weights", "cache": "kv_cache"}[what]]
         await server.post("/resume_memory_occupation", {"tags": tags})
 
+    @override
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
-        """See adapter.Adapter."""
         order: dict[str, object] = {"do": "held", "private": sorted(private)}
         return [Report.from_json(one) for one in await self._order(server, path, order)]
 

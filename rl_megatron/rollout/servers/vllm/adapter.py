@@ -13,7 +13,7 @@ from typing import Any, Literal, NotRequired
 
 import numpy as np
 from pydantic import TypeAdapter
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, override
 
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.shape import ModelShape
@@ -64,10 +64,7 @@ _SAMPLED, _SCORED = TypeAdapter(_Sampled), TypeAdapter(_Scored)  # decoding by t
 
 
 class VLLMAdapter(Adapter):
-    """See adapter.Adapter.
-
-    Seeds are not passed on: a request that has one ends vLLM 0.32.0 when it resumes after a pause.
-    """
+    """No seed is passed on: a request that has one ends vLLM 0.32.0 when it resumes after a pause."""
 
     name = "vLLM"
     module = "vllm"
@@ -77,8 +74,8 @@ class VLLMAdapter(Adapter):
     def __init__(self, shape: ModelShape) -> None:
         self._shape = shape
 
+    @override
     def command(self, options: StartOptions) -> Command:
-        """See adapter.Adapter."""
         if options.routes and options.device == "cpu":
             raise ConfigError(
                 "algorithm.routing_replay=r3: vLLM 0.32.0 returns routes by its second model runner alone, which wants "
@@ -119,8 +116,8 @@ class VLLMAdapter(Adapter):
             },
         )
 
+    @override
     async def describe(self, server: Server) -> Description:
-        """See adapter.Adapter."""
         paths = (await server.get("/openapi.json"))["paths"]
         problems = [f"it has no {path}; start it as docs/engines.md says" for path in _NEEDED if path not in paths]
         if not _TOKENS.search(await server.text("/metrics")):
@@ -143,8 +140,8 @@ class VLLMAdapter(Adapter):
             no_routes=None if found.get("routes") == "True" else "start it with --enable-return-routed-experts",
         )
 
+    @override
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
-        """See adapter.Adapter."""
         p = request.params
         sampling = {
             "n": request.num_completions if p.temperature else 1,  # greedy ones are all the same
@@ -162,8 +159,8 @@ class VLLMAdapter(Adapter):
         completions = [_completion(choice, request, self._shape) for choice in choices]
         return completions if p.temperature else completions * request.num_completions
 
+    @override
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
-        """See adapter.Adapter."""
         sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "ignore_eos": True, "detokenize": False}
         body = {"token_ids": list(text), "sampling_params": sampling}
         answer = await server.sampled("/inference/v1/generate", body, _SCORED)
@@ -174,22 +171,25 @@ class VLLMAdapter(Adapter):
             raise AttemptFailed(f"{server.url}: prompt_logprobs are not of the tokens that were given")
         return [found[str(token)]["logprob"] for token, found in zip(text[1:], said, strict=True) if found]
 
+    @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
-        """See adapter.Adapter."""
         await server.post("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})
 
+    @override
     async def tokens(self, server: Server) -> float:
-        """See adapter.Adapter: those of prompts and those that were sampled, since the server started."""
+        """Counts tokens of prompts and sampled tokens since the server started."""
         return sum(float(value) for value in _TOKENS.findall(await server.text("/metrics")))
 
+    @override
     async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
-        """See adapter.Adapter. Cached prefixes are dropped here; requests that are kept compute theirs anew."""
+        """Drops cached prefixes; requests that are kept compute theirs again."""
         await server.post("/pause", params={"mode": mode, "clear_cache": "true"})
 
+    @override
     async def resume(self, server: Server) -> None:
-        """See adapter.Adapter."""
         await server.post("/resume")
 
+    @override
     async def load(
         self,
         server: Server,
@@ -199,7 +199,6 @@ class VLLMAdapter(Adapter):
         private: Collection[str],
         straight: bool = False,
     ) -> list[Report]:
-        """See adapter.Adapter."""
         info = {"path": str(path), "version": version, "straight": straight}
         await server.post("/start_weight_update")
         try:
@@ -211,28 +210,28 @@ class VLLMAdapter(Adapter):
         await server.post("/finish_weight_update", {"weight_version": candidate(version)})
         return await self.held(server, path, private)
 
+    @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
-        """See adapter.Adapter."""
         return [boxes_of(said) for said in await self._rpc(server, "rl_megatron_boxes", str(path))]
 
+    @override
     async def join(self, server: Server, path: Path, place: Mapping[str, object], first: int) -> None:
-        """See adapter.Adapter."""
         await self._rpc(server, "rl_megatron_join", str(path), json.dumps(place), first)
 
+    @override
     async def relabel(self, server: Server, version: int) -> None:
-        """See adapter.Adapter."""
         await server.post("/update_weight_version", {"new_version": str(version)})
 
+    @override
     async def release(self, server: Server) -> None:
-        """See adapter.Adapter."""
         await server.post("/sleep", params={"level": "2", "mode": "abort"})
 
+    @override
     async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
-        """See adapter.Adapter."""
         await server.post("/wake_up", params={"tags": {"weights": "weights", "cache": "kv_cache"}[what]})
 
+    @override
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
-        """See adapter.Adapter."""
         answers = await self._rpc(server, "rl_megatron_held", str(path), sorted(private))
         return [Report.from_json(said) for said in answers]
 

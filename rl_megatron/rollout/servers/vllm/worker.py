@@ -67,7 +67,7 @@ class MirrorEngine(WeightTransferEngine):
         """Nothing to do."""
 
     def start_weight_update(self) -> None:
-        """See WeightTransferEngine."""
+        """Drop what a failed update left, and record each layer for the reload."""
         abandon(self.model)
         forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
@@ -93,7 +93,7 @@ class MirrorEngine(WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def finish_weight_update(self) -> None:
-        """See WeightTransferEngine."""
+        """Have vLLM give the loaded tensors to its kernels."""
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_heads(self.model)
 
