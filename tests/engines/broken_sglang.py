@@ -34,7 +34,7 @@ class _Broken:
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """See sglang_worker."""
+    """The loader of ours, broken where the version says so."""
     order = json.loads(named_tensors[0][0])
     fault = FAULTS.get(order["version"])
     if fault is None:

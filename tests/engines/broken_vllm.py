@@ -33,7 +33,7 @@ mirror.read = _some_tensors
 
 
 class WorkerExtension(vllm_worker.WorkerExtension):
-    """See vllm_worker."""
+    """The trainer's extension, and a call that chooses the fault."""
 
     def break_(self, fault: str) -> None:
         """From now on, until another is chosen."""

@@ -146,7 +146,7 @@ class Ranks:
         return answers
 
     async def each(self, name: str, *arguments: Any) -> list[Any]:
-        """See workers.WorkerGroup."""
+        """What each rank of the layout answers, as a WorkerGroup gives it."""
         return await asyncio.to_thread(self.call, name, *arguments)
 
     def close(self) -> None:

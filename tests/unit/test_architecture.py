@@ -109,6 +109,21 @@ def test_the_laws_see_what_breaks_them(path: str, source: str, found: int) -> No
     assert len(violations(Path(path), source)) == found
 
 
+def pointers(source: str) -> list[str]:
+    """Docstrings, of names and attributes alike, that point elsewhere and say nothing."""
+    if not re.search(r'"\s*See ', source):  # to parse all files takes a second
+        return []
+    alone = (n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Expr))
+    texts = (n.value for n in alone if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    return [text for text in texts if text.lstrip().startswith("See ")]
+
+
+def test_no_docstring_only_points_elsewhere() -> None:
+    found = {str(path): pointers((REPO / path).read_text(encoding="utf-8")) for path in FILES}
+    assert {path: texts for path, texts in found.items() if texts} == {}
+    assert pointers('x = 1\n"""See Y."""\ndef f():\n    """See g."""\n') == ["See Y.", "See g."]
+
+
 def test_no_room_holds_more_than_fourteen_modules() -> None:
     rooms = Counter(path.parent for path in FILES if path.parts[0] in PRODUCT and path.name != "__init__.py")
     assert {str(room): count for room, count in rooms.items() if count > MAX_MODULES} == {}
