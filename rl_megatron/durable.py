@@ -41,7 +41,7 @@ def append_private(path: Path) -> BinaryIO:
 
 
 def private_folder(path: Path) -> None:
-    """Make the folder, for this user alone, or see that it is one already. Raises OSError.
+    """Make the folder, for this user alone, or check that it is one already. Raises OSError.
 
     PermissionError where it is a link, another user's, or others may look into it or write there: what they put there,
     links to files of this user among it, would be taken for the run's own.

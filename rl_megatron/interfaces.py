@@ -126,7 +126,7 @@ class Roles:
 
 
 def unheard(text: str) -> None:
-    """Where nobody wants to be told how far a start is."""
+    """Ignore how far a start is."""
 
 
 class Launcher(Protocol):
@@ -135,6 +135,6 @@ class Launcher(Protocol):
     def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AbstractAsyncContextManager[Roles]:
         """Enter: processes are up, weights loaded. Exit: all are gone. Raises WorkerDied with rank and traceback.
 
-        ``tell`` hears how many ranks are ready; the default ignores it.
+        ``tell`` is called with how many ranks are ready; the default ignores it.
         """
         ...

@@ -67,7 +67,7 @@ async def _start(
     starting = asyncio.create_task(stack.enter_async_context(launcher.start(config, progress.note)))
     try:
         data = await thread(load, config, model_folder)
-    except BaseException:  # what is wrong with the data is told before all processes are up
+    except BaseException:  # what is wrong with the data is raised before all processes are up
         starting.cancel()
         await asyncio.wait([starting])
         raise

@@ -138,7 +138,7 @@ def _rank(writer: Connection, folder: Path, shape: ModelShape, texts: Texts) -> 
             found = policy.score([to_samples([_group(text) for text in texts])])
             assert found is not None, "the only rank answers"
             writer.send([part.tolist() for part in torch.split(found[0], [len(text) - 1 for text in texts])])
-        except Exception as error:  # noqa: BLE001  sent, and raised where it is told
+        except Exception as error:  # noqa: BLE001  sent, and raised where it is received
             writer.send(error)
         finally:
             world.leave()

@@ -66,7 +66,7 @@ def subject(target: str, overrides: Sequence[str]) -> Subject:
 
 
 async def diagnose(subject: Subject, *, num_prompts: int, num_completions: int) -> bool:
-    """Whether a cause is guilty, or could not be told; prints the table and writes ``mismatch.json``.
+    """Whether a cause is guilty, or could not be decided; prints the table and writes ``mismatch.json``.
 
     Raises RLMegatronError.
     """

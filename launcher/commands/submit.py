@@ -81,7 +81,7 @@ def _roles(config: RunConfig) -> str:
 
 
 def taken(folder: Path) -> bool:
-    """Whether a run is there: a folder that holds no more than a job that was not sent is free again."""
+    """Whether a run is there: a folder that only holds a job that was not sent is free again."""
     jobs = folder / "jobs"
     only_prepared = jobs.is_dir() and not any(jobs.iterdir()) and {p.name for p in folder.iterdir()} <= _PREPARED
     return folder.exists() and not only_prepared

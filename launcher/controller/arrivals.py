@@ -1,4 +1,4 @@
-"""Ranks on whatever node connect back to the controller: who came, that it is the one awaited, and how it leaves."""
+"""Accepts the ranks that connect back to the controller, checks that each is an awaited one, and ends them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Awaited:
     seconds: float
     folder: Path  # where what ranks say is written
     files: str  # there, where a person reads more
-    blame: Callable[[str], None]  # hears the node from which alone ranks did not come
+    blame: Callable[[str], None]  # called with the one node from which ranks did not come
     separate: Sequence[Placement] = ()  # of other roles with ranks of their own
 
     @property

@@ -179,7 +179,7 @@ class EngineGroup(RolloutEngine):
     ) -> None:
         try:
             (results,) = await self._group.ask("generate", {handle.rank: ([request for request, _ in share],)})
-        except Exception as error:  # noqa: BLE001  whatever it is, those who asked hear it
+        except Exception as error:  # noqa: BLE001  whatever it is, the callers raise it
             for _, answer in share:
                 if not answer.done():
                     answer.set_exception(error)

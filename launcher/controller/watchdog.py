@@ -1,4 +1,4 @@
-"""Ends a run that hangs, and says why: who makes no progress, where every rank stands, and who is behind.
+"""Ends a run that hangs, and says why: which rank makes no progress, where every rank stands, and which is behind.
 
 A run that is suspended as a whole does not hang: seconds are counted, not read from a clock.
 """

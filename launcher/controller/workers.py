@@ -1,4 +1,4 @@
-"""The controller's end of every rank, wherever it runs: calls, answers, signs of life and the first failure."""
+"""The controller's end of every rank: sends calls, receives answers and heartbeats, and keeps the first failure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Failure:
         self._waits = self._claimed = False
 
     def claim(self) -> None:
-        """Somebody finds out why the run hangs: what else is reported meanwhile is noise."""
+        """The caller finds out why the run hangs: what others report meanwhile is noise."""
         self._claimed = True
 
     def report(
@@ -273,7 +273,7 @@ async def serving(
 ) -> AsyncIterator[Mapping[str, WorkerGroup]]:
     """The ranks of each role, ready, while the context is open; at its end they are gone.
 
-    ``on_signal`` hears the name of a signal that a rank got and passed on, ``tell`` how many ranks are ready.
+    ``on_signal`` gets the name of a signal that a rank got and passed on, ``tell`` how many ranks are ready.
     """
     groups = {
         setup.role: WorkerGroup([WorkerHandle(process, failure, on_signal) for process in processes], failure)
@@ -299,7 +299,7 @@ async def serving(
 
 
 def _counted(answers: Sequence[asyncio.Future[Any]], role: str, tell: Callable[[str], None]) -> None:
-    """``tell`` hears of each of a few ranks that is ready, of many of each eighth part."""
+    """Call ``tell`` for each rank that is ready, or, of many ranks, for each eighth of them."""
     ready, part = 0, max(1, len(answers) // 8)
 
     def one_more(answer: asyncio.Future[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Ranks on this machine, forked from one process that has imported what they all import."""
+"""Forks ranks on this machine from one process that has imported what they all import."""
 
 from __future__ import annotations
 

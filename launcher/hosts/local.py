@@ -1,5 +1,5 @@
-"""Processes on this machine: one worker per learner rank, each with a rollout engine replica beside the shard, and one
-per rank of a role of its own."""
+"""Starts a run's ranks on this machine: a process per learner rank, with its shard and an engine replica, and one per
+rank of a role of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an engine server gets to where it runs: a command before its own, an address, and what it may see there."""
+"""Where each engine server runs: the command that starts it on its node, its address, and the GPUs it sees."""
 
 from __future__ import annotations
 

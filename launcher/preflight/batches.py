@@ -1,4 +1,4 @@
-"""Sequences of a step against the data-parallel ranks that share them."""
+"""Compares the sequences of a step with the data-parallel ranks that share them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whether the learner's ranks find room here: GPUs and a torch that can use them, asked without loading torch, or
-memory."""
+"""Whether this machine has the GPUs, the torch with CUDA (not loaded here) or the memory that the learner's ranks
+need."""
 
 from __future__ import annotations
 

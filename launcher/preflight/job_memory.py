@@ -1,4 +1,4 @@
-"""What the fullest GPU must hold against what it has."""
+"""Compares the bytes that the fullest GPU must hold with its memory."""
 
 from __future__ import annotations
 

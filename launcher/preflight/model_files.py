@@ -17,7 +17,7 @@ from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 def check(subject: Subject) -> Iterator[Found]:
     """Yields a problem for each file that ``model.path`` lacks. A tiny model, which the run makes, has none."""
     folder, data = subject.model_folder, subject.config.data
-    if folder is None or not (folder / "config.json").is_file():  # told of its sizes
+    if folder is None or not (folder / "config.json").is_file():  # the check of sizes says so
         return
     if not has_tokenizer(folder):
         yield problem(

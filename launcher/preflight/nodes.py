@@ -1,4 +1,4 @@
-"""A job's ranks and servers against its nodes and their GPUs."""
+"""Compares a job's ranks and servers with its nodes and their GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of problems: there, readable, and their first rows of the fields that are asked for."""
+"""Reads the files of problems: whether they exist, and whether their first rows have the configured fields."""
 
 from __future__ import annotations
 

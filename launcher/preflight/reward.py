@@ -1,4 +1,4 @@
-"""The reward: found, and asked once as a run asks it, for two made-up completions of the first problem."""
+"""Finds the reward function and calls it once, as a run does, with two made-up completions of the first problem."""
 
 from __future__ import annotations
 
@@ -81,6 +81,6 @@ def _prompt(subject: Subject) -> Prompt:
     """The first problem of the training data; its token ids are made up."""
     try:
         text, answer, meta = first_problem(subject.config.data)
-    except RLMegatronError:  # told of the data
+    except RLMegatronError:  # the check of the data says so
         text, answer, meta = "1+1=", "2", {}
     return Prompt(id="made-up", text=text, token_ids=(0, 1), answer=answer, meta=meta)

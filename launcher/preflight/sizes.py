@@ -1,4 +1,4 @@
-"""The model's sizes against the layout, the lengths and the engine."""
+"""Compares the model's sizes with the layout, the lengths and the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check is asked about, and what it answers."""
+"""The subject of a check, and the findings that it yields."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Check = Callable[[Subject], Iterator[Found]]
 
 
 def problem(text: str) -> Found:
-    """What keeps the run from starting, with the way out."""
+    """What keeps the run from starting, and what to do."""
     return Found("problem", text)
 
 

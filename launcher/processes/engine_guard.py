@@ -1,4 +1,4 @@
-"""Between the trainer and an engine server: runs it in a session of its own and ends all of it when the trainer ends.
+"""Runs an engine server in a session of its own, and ends all of its processes when the trainer ends.
 
 The trainer holds the other end of this process's standard input, which closes however the trainer ends, by SIGKILL too;
 closing it is also how the trainer ends one server. Run as ``python engine_guard.py <address> <command...>``: nothing of

@@ -13,7 +13,7 @@ _KEPT_KERNELS = "128"
 
 def variables(*, threads: int, device: str) -> Mapping[str, str]:
     """For a rank of ``learner.device`` with so many CPU threads. One of the CPU sees no GPU, where there are some, and
-    keeps few kernels, where nobody says how many."""
+    keeps few kernels, where no number is given."""
     out = {"OMP_NUM_THREADS": str(threads)}
     if device == "cpu":
         out["CUDA_VISIBLE_DEVICES"] = ""

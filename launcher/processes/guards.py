@@ -1,4 +1,4 @@
-"""How an engine server is started, wherever it is: its guard (engine_guard.py) beside it, held by a pipe."""
+"""Starts an engine server under a guard (engine_guard.py), which ends it when the trainer's end of a pipe closes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a child process writes to its stderr: passed on as it comes; its end is kept, for who must say why it died."""
+"""Passes on what a child process writes to its stderr, and keeps the end of it to say why the process died."""
 
 from __future__ import annotations
 

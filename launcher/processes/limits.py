@@ -1,4 +1,4 @@
-"""Limits that the system sets to a process: raised where that is allowed, and named where a process died of one."""
+"""Raises the system's limits of a process where that is allowed, and names the limit that ended one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread in which one library is asked everything, in turn, and which nobody has to wait for."""
+"""A thread that makes all calls of one library, one after another; the process ends without waiting for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports that a server binds some seconds after they were chosen, and that nobody else is given meanwhile.
+"""Reserves ports for a server that binds them some seconds later.
 
 Systems hand out ports of their own choice from 32768 upwards (Linux's ip_local_port_range): a port that was found there
 and let go belongs to whoever opens a connection next. So these lie below, and are held until they are in use.

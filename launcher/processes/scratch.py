@@ -1,4 +1,4 @@
-"""Folders that are gone once this process is, by SIGKILL too: a small process of its own holds the other end of a pipe.
+"""Temporary folders that a small process of their own removes once this process has ended, by SIGKILL too.
 
 ``python scratch.py <folder...>`` removes them when its standard input ends; standard library alone.
 """

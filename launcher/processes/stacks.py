@@ -1,4 +1,4 @@
-"""Stacks of a run's processes, written when it hangs: taken in C, so that no hang keeps a process from it, and read.
+"""Writes the stacks of a run's processes when it hangs, in C, so that no hang prevents it; and reads them.
 
 A rank that stands in a collective has a frame of torch.distributed innermost. One that has none is what the others wait
 for.

@@ -1,4 +1,4 @@
-"""What lies where in, and beside, a run's folder."""
+"""The paths in, and beside, a run's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which folder a run writes to, and that no other process writes there."""
+"""Chooses the folder of a run, and locks it against other processes."""
 
 from __future__ import annotations
 

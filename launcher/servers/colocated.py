@@ -1,6 +1,5 @@
-"""Learner and engine servers on the same accelerators, in turns: who trains or scores first has the servers' memory.
-
-The next push of weights takes it back (`rollout.served.ServedEngine.load`).
+"""Learner and engine servers take turns on the same accelerators: before a model trains or scores, the servers release
+their memory. The next push of weights takes it back (`ServedEngine.load`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A launcher of learners, wrapped: engine servers sample in place of the learner's ranks."""
+"""Wraps a launcher of learners: engine servers sample in place of the learner's ranks."""
 
 from __future__ import annotations
 

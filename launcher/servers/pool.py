@@ -58,7 +58,7 @@ class ServedEngines:
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
         self._max_length = longest_sequence(config, shape)
         self._kind, self._shapes = FORMATS[self._section.quantization], hf_layout(shape).local_shapes(0)
-        stored(self._shapes, DType(config.learner.dtype), self._kind)  # what has no such format is told first
+        stored(self._shapes, DType(config.learner.dtype), self._kind)  # refuses first what has no such format
         self._places = places or [Place()] * self._section.replicas
         self.refit: Callable[[str], Awaitable[None]] | None = None  # nothing is served before there is one
 

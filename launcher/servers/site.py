@@ -1,4 +1,4 @@
-"""How an engine server gets to where it runs."""
+"""Where an engine server runs, and what starts it there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever looks after the engine servers of a run: sees them die or hang, brings them back and has them refitted."""
+"""Watches the engine servers of a run: restarts one that dies or hangs, and has it refitted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What controller and rank say first."""
+"""The first messages between the controller and a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between the controller and a rank: a pickle, and behind it the memory of its tensors, as it lies there.
+"""Messages between the controller and a rank: a pickle, followed by the raw bytes of its tensors.
 
 Tensors' bytes are written from where they are, and read into the memory that the other side's tensors have: no copy
 but the stream's own. Only pickles of a side that proved itself are read (`channel`), or of a child (`local`).

@@ -1,4 +1,4 @@
-"""What a rank waits for after its imports."""
+"""The setup that the controller sends a rank after its imports."""
 
 from __future__ import annotations
 

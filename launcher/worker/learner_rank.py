@@ -68,7 +68,7 @@ class Worker(RankModels):
         """Plan the way from every learner rank to every engine replica beside one, or to rank 0's mirror.
 
         Who reads a mirror compares it with the checksums of what the learner's ranks hold: digests on the way there
-        would say the same once more. Quantised, or cut inside a word, it is compared with what lies there.
+        would say the same again. Quantised, or cut inside a word, it is compared with what lies there.
         """
         from rl_megatron.types import ParallelDims
         from rl_megatron.weights.checks.sources import add_up, sources_of

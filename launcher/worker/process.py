@@ -70,8 +70,8 @@ def run(connection: Connection, rank: int, store: int | None = None) -> None:
 
 @contextlib.contextmanager
 def telling(connection: Connection) -> Iterator[None]:
-    """Whatever ends this process or one of its threads is told to the controller: also what is no Exception, as torch
-    raises where a checkpoint fails."""
+    """Send the controller whatever ends this process or one of its threads: also what is no Exception, as torch raises
+    where a checkpoint fails."""
     try:
         yield
     except BaseException as error:  # noqa: BLE001  a process boundary: the controller shows it with the rank

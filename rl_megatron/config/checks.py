@@ -40,7 +40,7 @@ def _model_problems(c: RunConfig) -> list[str]:
 
 
 def _layout_problems(learner: LearnerSection) -> list[str]:
-    """Layouts that megatron-core 0.16.1 refuses late or gets silently wrong, each with both numbers and the way out."""
+    """Layouts that megatron-core 0.16.1 refuses late or gets silently wrong, each with both numbers and what to do."""
     d, out = learner.dims, []
     inner = d.tp * d.cp * d.dp
     if inner % (d.ep * d.etp):
@@ -190,7 +190,7 @@ def _quantization_problems(c: RunConfig) -> list[str]:
         )
     if server.addresses:
         out.append(
-            f"{given} is told to servers that are started, but rollout.server.addresses={server.addresses} are running "
+            f"{given} is for servers that are started, but rollout.server.addresses={server.addresses} are running "
             "ones, whose format nobody can see; set rollout.server.quantization=none"
         )
     return out

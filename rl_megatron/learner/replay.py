@@ -1,7 +1,7 @@
-"""Routing replay: this rank's routers take the experts they are told, or say which they took.
+"""Routing replay: this rank's routers take given experts, or say which they took.
 
 megatron-core's RouterReplay does it in each router; here is who gets what: which layers a rank has (PP, VPP), which
-tokens of a micro-batch a TP rank routes (sequence parallelism), and when (each micro-batch anew, and again where its
+tokens of a micro-batch a TP rank routes (sequence parallelism), and when (in each micro-batch, and again where its
 layers are recomputed). A router's weights are those of its scores of the replayed experts, so it still learns.
 
 R2 replays the routes of the learner's own pass over the old policy, R3 those of the rollout engine (Zheng et al.,

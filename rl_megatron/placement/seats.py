@@ -65,7 +65,7 @@ def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str
 def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
     """As `seats_of`, on one machine with so many GPUs: behind those of the ranks, which take the first.
 
-    Where there are too few servers share them if they were told to: in turns, or with a share of each one's memory.
+    Where there are too few, servers share them if the configuration says so: in turns, or with a part of each's memory.
     Raises ConfigError.
     """
     section, ranks = config.rollout.server, config.learner.dims.world_size * (1 + len(config.roles.separate))

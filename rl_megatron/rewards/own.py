@@ -51,7 +51,7 @@ class Async:
 
 
 def numbers(given: object, count: int) -> tuple[float, ...]:
-    """What a function gave as ``count`` floats, NaN and infinity among them. No more than one too many is asked for.
+    """What a function gave as ``count`` floats, NaN and infinity among them. At most one more than ``count`` is read.
 
     Raises RewardError that says what was given instead, and what a number raises that is none.
     """

@@ -1,4 +1,4 @@
-"""One call of a reward function: bounded in time, and whatever it does wrong is told, not raised."""
+"""One call of a reward function: bounded in time; what it does wrong is an answer, not an exception."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Parameters, gradients and optimizer state are exact but for padding; activations are counted from the layers' shapes
 for attention that keeps no scores (FlashAttention) and evenly loaded experts, following arXiv:2205.05198; logits as
-`learner.logprobs` makes them. What an engine takes is what it is told to take.
+`learner.logprobs` makes them. An engine takes the memory fraction that it is configured with.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GB = 1e9
 RESERVED = 0.06  # of a GPU: CUDA and NCCL contexts, what the allocator cannot join
 _BYTES = {"float32": 4, "bfloat16": 2}
 _ADAM = 8  # bytes of both moments
-_SERVER_SHARE = 0.9  # of a GPU that an engine takes where it is not told
+_SERVER_SHARE = 0.9  # of a GPU that an engine takes where memory_fraction is not set
 CHANGES: Mapping[str, str] = {
     "parameters": "raise learner.tp, learner.pp or learner.ep",
     "gradients": "raise learner.tp, learner.pp or learner.ep",

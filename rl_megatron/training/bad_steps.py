@@ -23,7 +23,7 @@ class BadSteps:
     in_a_row: int = 0
 
     def made(self, result: StepResult | SkippedStep, batch: Batch, prompts: Iterable[Prompt]) -> StepResult | None:
-        """The result of a step that was made; one that was not is told, with those of ``prompts`` that it is of.
+        """The result of a step that was made. A skipped one is logged with those of ``prompts`` that it is of.
 
         Raises RLMegatronError where more than ``most`` in a row were not.
         """

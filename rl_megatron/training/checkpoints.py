@@ -44,7 +44,7 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Manifest:
-    """What must be in a checkpoint: without its files' names it vouches for nothing."""
+    """What must be in a checkpoint: without its files' names it verifies nothing."""
 
     checksum: Literal["xxh3_128"]
     config: dict[str, JsonValue]  # see Checkpoint
@@ -143,7 +143,7 @@ def read(folder: Path) -> Checkpoint:
     files = manifest.files
     if _STATE_FILE not in files or not _inside("learner", files):
         raise CheckpointError(
-            f"{folder / _MANIFEST_FILE} vouches for no {_STATE_FILE} or no file of learner/\n{_advice(folder)}"
+            f"{folder / _MANIFEST_FILE} lists no {_STATE_FILE} or no file of learner/\n{_advice(folder)}"
         )
     problems = misfits(folder, {name: wanted for name, wanted in files.items() if name != _STATE_FILE}, read=False)
     problems += misfits(folder, {_STATE_FILE: files[_STATE_FILE]}, read=True)

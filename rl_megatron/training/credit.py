@@ -203,7 +203,7 @@ def _completion_advantages(groups: Sequence[RolloutGroup], rewards: Rewards, sec
         if rewards.greedy is None:
             raise DataError(
                 "algorithm.advantage_mean=greedy, but these completions came without a greedy one: they were sampled "
-                "before it was set; start anew"
+                "before it was set; start a new run"
             )
         return remax_advantages(values, rewards.greedy[ids])
     if mean == "moving":

@@ -99,7 +99,7 @@ class Update:
         if samples.routes is None:
             raise DataError(
                 "algorithm.routing_replay=r3, but these completions came without routes: they were sampled before it "
-                "was set; go on with off or r2 until they are trained on, or start anew"
+                "was set; go on with off or r2 until they are trained on, or start a new run"
             )
         return samples
 

@@ -205,7 +205,7 @@ def engine(rank: int, job: Job) -> list[Any]:
         report = beside.report()
         assert set(report.rows) == set(checksums_of(held, mine.params).rows)
         out.append((update.num_bytes, report))
-    if rank == 0:  # who waits for a rank that leaves hears of it before the group's limit, though its process lives
+    if rank == 0:  # a rank that waits for one that leaves fails before the group's limit, though that process lives
         with pytest.raises(RuntimeError):
             dist.recv(torch.zeros(1), group=receiver._member.group, group_src=3)
     else:

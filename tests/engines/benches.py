@@ -36,7 +36,7 @@ MAX_LENGTH = 2048
 LENGTHS = ("rollout.max_prompt_tokens=100", "rollout.max_new_tokens=1948")
 NEW = (400, 400, 1900, 1900, 1900)
 """Tokens to sample, an attempt each, of a request that is to be met between its first token and its last: where the
-machine is busy, a server has sampled hundreds before anybody hears of one."""
+machine is busy, a server has sampled hundreds before one is known."""
 RETURN_ROUTES = ("local", "sglang")  # on CPUs
 T = TypeVar("T")
 Probes = Literal["auto", "always"]

@@ -127,8 +127,8 @@ def test_a_running_request_goes_on_over_an_update(server: ServedBench, models: t
     by_first = int((gaps[0] > 1e-3).int().argmax())  # the first token that the old weights did not sample
     assert 0 < by_first < new
     assert gaps[0][:by_first].max() < 1e-4
-    assert gaps[1][by_first:].max() < 1e-4  # by the new weights alone: keys and values were computed anew
-    if completion.routes is not None:  # of every position once; a kept request is computed anew, by the new weights
+    assert gaps[1][by_first:].max() < 1e-4  # by the new weights alone: keys and values were computed again
+    if completion.routes is not None:  # of every position once; a kept request is computed again, by the new weights
         found = torch.tensor(decode_routes(completion.routes)).sort(-1).values
         wanted = routes_of(models[1], (*prompt, *token_ids)[:-1])
         assert found.shape == wanted.shape

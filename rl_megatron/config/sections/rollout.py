@@ -64,7 +64,7 @@ class ServerSection(Section):
     scale for each block of 128 x 128, or int8 with one for each output channel (docs/engines.md)."""
     probes: Literal["auto", "always"] = "auto"
     """At which versions log-probs of fixed texts are compared. auto: of all at a server's first, after that of one
-    where checksums cannot vouch for every tensor; always: of all at every version."""
+    where checksums cannot verify every tensor; always: of all at every version."""
     probe_tolerance: PositiveFloat | None = None
     """Largest difference of a probe's log-probs, in nats, at which new weights are served; null: 1e-3 in float32, 0.25
     in bfloat16, 1 where weights are quantised."""

@@ -132,7 +132,7 @@ def _expert_options(shape: ModelShape, fused: bool) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": True,
         "moe_permute_fusion": fused,
-        "moe_enable_routing_replay": True,  # costs nothing while routers are not told what to do (`replay`)
+        "moe_enable_routing_replay": True,  # costs nothing while no routes are replayed (`replay`)
     }
     if shape.dense_layers:  # makes megatron name layers one by one in checkpoints
         options["moe_layer_freq"] = [int(layer in shape.moe_layers) for layer in range(shape.num_layers)]

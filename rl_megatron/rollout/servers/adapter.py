@@ -1,4 +1,4 @@
-"""What an adapter of an engine says and is told: three Protocols, and the data that passes through them."""
+"""What an adapter of an engine says and takes: three Protocols, and the data that passes through them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Description:
     dtype: str
     architecture: str
     max_length: int
-    problems: tuple[str, ...]  # what keeps it from being used, each with the way out
+    problems: tuple[str, ...]  # what keeps it from being used, each with what to do
     no_routes: str | None = None  # why it returns none
 
 
@@ -108,7 +108,7 @@ class Holding(Protocol):
         ...
 
     async def relabel(self, server: Server, version: int) -> None:
-        """Somebody vouched for the weights that it holds."""
+        """Label the weights that it holds as ``version``: they are verified."""
         ...
 
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
@@ -154,7 +154,7 @@ class ForeignWeights(EngineError):
 
 
 def candidate(version: int) -> str:
-    """The label of weights that nobody vouched for yet."""
+    """The label of weights that are not verified yet."""
     return f"{version}?"
 
 

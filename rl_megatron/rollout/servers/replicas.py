@@ -3,7 +3,7 @@
     HEALTHY -> DEAD -> RESTARTING -> STALE -> HEALTHY
 
 Only a healthy replica serves. A stale one answers, but has not proven that it holds the weights that are served: a new
-server, or one that came back by itself. Whoever starts servers moves replicas on (launcher/servers/supervisor.py); the
+server, or one that came back by itself. What starts servers moves replicas on (launcher/servers/supervisor.py); the
 engine waits for them.
 """
 
@@ -74,13 +74,13 @@ class Replica:
         self.state = State.STALE
         self.reason = ""  # why it died last
         self.restarts = 0
-        self.supervised = False  # whether somebody brings it back
+        self.supervised = False  # whether a supervisor restarts it
         self.suspicion: Exception | None = None
         self.suspected = asyncio.Event()
         self._down = asyncio.Event()
 
     def told(self, event: Event, reason: str = "") -> None:
-        """Move on, with a line in the log, and wake who waits."""
+        """Move on, with a line in the log, and wake those who wait."""
         before, self.state = self.state, after(self.state, event)
         if event is Event.DIED:
             self.reason = reason
@@ -134,7 +134,7 @@ class ReplicaSet:
         turn.set()
 
     def fail(self, error: BaseException) -> None:
-        """Whoever looks after the replicas cannot go on."""
+        """The supervisor of the replicas cannot go on."""
         self._failure = error
         self._wake()
 

@@ -1,4 +1,4 @@
-"""Files as arrays without reading them: memory maps that can be let go of, and the safetensors header. No torch.
+"""Files as arrays without reading them: memory maps whose pages can be dropped, and the safetensors header. No torch.
 
 A page of a map that was touched counts as this process's memory until `MappedFile.forget`; the page cache keeps it.
 Format: huggingface/safetensors (8 bytes of header length, a JSON header, then the tensors' bytes).
@@ -56,7 +56,7 @@ class MappedFile:
         return flat.view(dtype.bits).reshape(shape)
 
     def forget(self) -> None:
-        """Let go of the pages that were touched; views stay valid and read them again."""
+        """Drop the pages that were touched; views stay valid and read them again."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 

@@ -159,7 +159,7 @@ class Files:
         return self._files[path]
 
     def forget(self) -> None:
-        """Let go of the pages of all files."""
+        """Drop the pages of all files."""
         for file in self._files.values():
             file.forget()
 

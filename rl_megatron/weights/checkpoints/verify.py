@@ -59,7 +59,7 @@ def _wrong(job: Job, other: Job | None, progress: Progress) -> Iterator[str]:
 
 
 def _bad_sums(folder: Path, files: Files) -> Iterator[str]:
-    """Chunks whose bytes do not fit the zip's checksum; torch may be told to write none, which reads as 0."""
+    """Chunks whose bytes do not fit the zip's checksum; torch may be set to write none, which reads as 0."""
     _, chunks = read_index(folder)
     for chunk in chunks:
         archive = open_chunk(files[folder / chunk.file], chunk)

@@ -46,8 +46,8 @@ def compare(
 ) -> Comparison:
     """What the ranks of one server hold beside the sealed checksums; parameters of ``private`` kinds say nothing.
 
-    A box that several hold, as replicated norms and heads, must be the same everywhere, and counts once. What came in
-    otherwise than it was sealed differs, however it is held.
+    A box that several hold, as replicated norms and heads, must be the same everywhere, and counts once. A tensor
+    that arrived with another checksum than it was sealed with differs, however it is held.
     """
     visible = [replace(one, rows=[row for row in one.rows if kind_of(row[0]) not in private]) for one in reports]
     boxes = _by_tensor(row[1:] for report in visible for row in report.rows)
@@ -72,7 +72,7 @@ def _by_tensor(rows: Iterable[Read]) -> dict[str, dict[Box, set[int]]]:
 
 
 def _differ(boxes: Mapping[Box, set[int]], sealed: int) -> bool:
-    """Whether somebody holds one of them otherwise than another, or all make another tensor."""
+    """Whether two ranks hold one of them with unlike checksums, or all together make another tensor."""
     return any(len(sums) > 1 for sums in boxes.values()) or add(*(min(sums) for sums in boxes.values())) != sealed
 
 

@@ -2,8 +2,8 @@
 
 A worker answers with a checksum of every box that its loader filled (`checksums_of`); the controller adds them up over
 the ranks (`compare`). Some kernels want a layout of their own, made of a parameter behind the loader: there no box is
-what was loaded. Such parameters are told from corrupted ones at a server's first load, where all layers and experts of
-a private one differ and the probe vouches for them; from then on the list stands.
+what was loaded. A server's first load tells such parameters from corrupted ones: all layers and experts of a private
+one differ, and the probe verifies them; from then on the list is fixed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Row = tuple[str, str, Box, int]
 
 
 Read = tuple[str, Box, int]
-"""Hugging Face tensor, its box, the checksum of what came in for it."""
+"""Hugging Face tensor, its box, the checksum of what arrived for it."""
 
 
 Kinds = Mapping[str, frozenset[str]]

@@ -83,7 +83,7 @@ class EngineLayout(Layout):
 
 
 def recorded_layout(hf: Layout, ranks: Sequence[Boxes]) -> EngineLayout:
-    """The layout of engine ranks, each of which told its boxes; ``hf`` is the checkpoint's.
+    """The layout of engine ranks from the boxes that each of them holds; ``hf`` is the checkpoint's.
 
     Raises WeightError naming a tensor that no rank holds whole together, or a pattern whose layers are not cut alike.
     """

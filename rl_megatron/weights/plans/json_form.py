@@ -1,4 +1,4 @@
-"""A plan as JSON, for processes that are told one: lists of what `Plan` has, in the order of its fields."""
+"""A plan as JSON, for processes that get it from another: lists of what `Plan` has, in the order of its fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def from_json(said: Any) -> Plan:
     try:
         return Plan(blocks=tuple(_block(*row) for row in said))
     except (TypeError, ValueError) as error:
-        raise WeightError(f"what rank 0 told is no plan of weights: {error}") from error
+        raise WeightError(f"what rank 0 sent is no plan of weights: {error}") from error
 
 
 def _row(one: Slice) -> list[Any]:

@@ -24,7 +24,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of buffers and connections. Not collective."""
+        """Release buffers and connections. Not collective."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Executes a plan between processes of one node through GPU memory that both ends of a pair map: CUDA IPC.
 
 As shared memory in all else: the rings are device memory, and what passes through the socket is their IPC handle. A
-GPU's copies are waited for before the other end is told of a slot. Upstream: torch ``multiprocessing/reductions.py``,
-whose handles these are, without its pickles. A handle holds the sender's number of its GPU, which may be another one's
+GPU's copies are waited for before the slot is announced. Upstream: torch ``multiprocessing/reductions.py``, whose
+handles these are, without its pickles. A handle holds the sender's number of its GPU, which may be another one's
 where the receiver has a CUDA_VISIBLE_DEVICES of its own: the GPU's UUID goes with it, and the receiver puts in its own.
 """
 

@@ -94,7 +94,7 @@ class DiskTransport(Transport):
         except RuntimeError as error:
             raise SyncError(
                 f"version {version} is not served: rank {self._rank} waited for the others at {self._folder}; a "
-                f"process was lost or is late ({error}). Start it again, connect anew and push"
+                f"process was lost or is late ({error}). Start it again, connect again and push"
             ) from error
         if any(problems):
             raise SyncError(f"version {version} is not served:\n" + "\n".join(filter(None, problems)))

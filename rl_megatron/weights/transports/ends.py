@@ -122,7 +122,7 @@ class Ends:
         self._local_dst = [view(self.dst[part.dst_param], part.dst_box) for part in self._local]
         self._failures: list[str] = []
         self._verify_seconds = 0.0
-        self.arrived: Callable[[Bucket], None] = lambda bucket: None  # told of each that was unpacked
+        self.arrived: Callable[[Bucket], None] = lambda bucket: None  # called with each bucket that was unpacked
         self.bytes_sent: Counter[int] = Counter()  # in a move, by receiver
 
     def buckets(self, bucket_bytes: int, part_bytes: int | None = None) -> dict[tuple[int, int], list[Bucket]]:
@@ -264,7 +264,7 @@ class Ends:
 
 
 def reports_of(group: dist.ProcessGroup | None) -> Callable[[Report], list[Report]]:
-    """How an `Ends` hears from every rank of a group."""
+    """What an `Ends` exchanges reports with, over the ranks of a group."""
 
     def exchange(mine: Report) -> list[Report]:
         problems, dtypes = mine

@@ -1,4 +1,4 @@
-"""Shards of the learner straight into engine ranks: both ends of a plan over a group that they joined."""
+"""Sends the learner's shards straight to engine ranks: both ends of a plan, over a group that they joined."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class Sender:
     def send(self, version: int) -> tuple[WeightUpdate, Report]:
         """Once every rank is ready; with the checksums of what was sent. Raises SyncError where a rank was lost.
 
-        This rank has left the group then, so that those who wait for it there hear of it. A thread computes checksums
-        meanwhile; what the update says of verifying is how long this waited for it.
+        This rank has left the group then, so that the ranks that wait for it there fail at once. A thread computes
+        checksums meanwhile; what the update says of verifying is how long this waited for it.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
             dtype_of = self._transport.ends.dtype_of_last
@@ -128,7 +128,7 @@ class Receiver:
         self._transport.ends.arrived = self._arrivals = _Arrivals(tensors)
 
     def receive(self, version: int, whole: Callable[[Held], None]) -> WeightUpdate:
-        """Once every rank is ready; ``whole`` is told of each box that nothing more comes for.
+        """Once every rank is ready; ``whole`` is called with each box of which every part has arrived.
 
         Raises SyncError where a rank is not ready or was lost, as `Sender.send`.
         """
@@ -147,7 +147,7 @@ class Receiver:
 
 
 class _Arrivals:
-    """Tells of each of a rank's tensors as soon as the last part of it is there, in whatever order they come."""
+    """Calls ``whole`` with the name of each of a rank's tensors once its last part has arrived, in any order."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._sizes = {name: tensor.numel() for name, tensor in tensors.items()}
@@ -155,11 +155,11 @@ class _Arrivals:
         self._whole: Callable[[str], None]
 
     def begin(self, whole: Callable[[str], None]) -> None:
-        """Of another version nothing is there."""
+        """Starts a new version: no tensor of it has arrived."""
         self._left, self._whole = dict(self._sizes), whole
 
     def __call__(self, bucket: Bucket) -> None:
-        """It was unpacked."""
+        """Counts the parts of a bucket that was unpacked."""
         for part in bucket.parts:
             self._left[part.dst_param] -= part.num_elements
             if not self._left[part.dst_param]:

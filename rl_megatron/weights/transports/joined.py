@@ -1,8 +1,8 @@
-"""A process group of learner and engine ranks, and a place where they meet before each version: nobody waits unheard.
+"""A process group of learner and engine ranks, and their rendezvous before each version; the controller can cancel it.
 
 The controller keeps the place, a store. Before the group is made, and before each version moves, every rank says there
-that it is ready; who finds that another cannot come says so, and all go home. So a server that refuses leaves no sender
-in a send.
+that it is ready; where one cannot take part, the controller cancels the meeting for all. So a server that refuses
+leaves no sender in a send.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Keeper:
         )
 
     def place(self, size: int, *, transport: str, backend: str, turns: bool = False) -> Place:
-        """For a group that is not there yet."""
+        """The rendezvous of a new group."""
         return Place(
             host=self.host,
             port=self._store.port,
@@ -77,7 +77,7 @@ class Keeper:
         )
 
     def call_off(self, place: Place, what: str, reason: str) -> None:
-        """Send home who waits for the others to ``what``."""
+        """Cancel ``what`` for all ranks that wait for the others."""
         self._store.set(f"{place.name}/{what}/off", reason)
 
 
@@ -109,7 +109,7 @@ class Member:
         distributed_c10d._world.pg_group_ranks[group] = {number: number for number in range(place.size)}
 
     def meet(self, what: str) -> None:
-        """Return when every rank is here. Raises SyncError where it was called off, or some do not come in time."""
+        """Return when every rank is here. Raises SyncError where it was cancelled, or some do not come in time."""
         at, limit = f"{self.place.name}/{what}", time.monotonic() + self.place.seconds
         self._store.set(f"{at}/{self.rank}", "")
         keys = [f"{at}/{rank}" for rank in range(self.place.size)]
@@ -125,7 +125,7 @@ class Member:
             time.sleep(_LOOK_SECONDS)
 
     def close(self) -> None:
-        """Leave the group, if still in it: who waits for this rank is told so by its connection. Not collective."""
+        """Leave the group, if still in it: ranks that wait for this one see its connection close. Not collective."""
         if self.group is not None:
             dist.destroy_process_group(self.group)
             self.group = None  # whose connections end with the last reference

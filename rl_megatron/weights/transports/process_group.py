@@ -124,7 +124,7 @@ class ProcessGroupTransport(Transport):
             peers = ", ".join(f"rank {peer}" for _, _, peer in ops)
             raise SyncError(
                 f"version {version} is not served: rank {self.ends.rank} cannot reach {peers} ({error}). Start the "
-                "lost process again, connect anew and push"
+                "lost process again, connect again and push"
             ) from error
 
     def _finish(self, step: Step, version: int) -> None:
@@ -157,5 +157,5 @@ def _awaited(step: Step, version: int, rank: int, error: Exception) -> str:
             )
     return (
         f"version {version} is not served: rank {rank} waited for {' and '.join(waits)}; a process was lost or is "
-        f"late ({error}). Start the lost process again, connect anew and push"
+        f"late ({error}). Start the lost process again, connect again and push"
     )

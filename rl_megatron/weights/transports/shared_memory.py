@@ -176,7 +176,7 @@ class SharedMemoryTransport(Transport):
         self._links = []
         return SyncError(
             f"version {version} is not served: {error}. Rank {self.ends.rank} waited for {', '.join(told)}. Start the "
-            "lost process again, connect anew and push"
+            "lost process again, connect again and push"
         )
 
     def _connect(self, buckets: Mapping[tuple[int, int], list[Bucket]], group: dist.ProcessGroup | None) -> list[_Link]:
@@ -237,7 +237,7 @@ class SharedMemoryTransport(Transport):
                 os.close(handle)
 
     def _new_ring(self, num_bytes: int) -> tuple[Tensor, bytes, list[int]]:
-        """[num_bytes] uint8 that another process can map; what it must be told, and the descriptors it needs."""
+        """[num_bytes] uint8 that another process can map; what describes it there, and its file descriptors."""
         handle = os.memfd_create("weights", os.MFD_CLOEXEC)
         os.ftruncate(handle, num_bytes)
         return self._open_ring(num_bytes, b"", [handle]), b"", [handle]

@@ -1,4 +1,4 @@
-"""What the processes of a group tell each other beside tensors: JSON. Nobody unpickles what came over a network.
+"""Messages beside tensors between the processes of a group: JSON. Nothing from a network is unpickled.
 
 gloo and NCCL let in whoever reaches them (docs/security.md), and reading a pickle is running it.
 """

@@ -1,4 +1,4 @@
-"""What is told of folders: inspect, verify, convert, status; and of the command line itself."""
+"""What commands say of folders: inspect, verify, convert, status; and the command line itself."""
 
 from __future__ import annotations
 

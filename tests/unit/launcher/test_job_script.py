@@ -35,4 +35,4 @@ def test_a_run_that_twice_made_no_step_does_not_come_back(tmp_path: Path) -> Non
     assert [status for status, _ in done] == [0, 0, 0, 0, 1], done
     assert all("saved; comes back" in said for _, said in done[:4])
     assert "twice in a row its time was up before a step was made; raise slurm.time" in done[4][1]
-    assert attempt(tmp_path, 5)[0] == 0  # sent anew by a person
+    assert attempt(tmp_path, 5)[0] == 0  # sent again by a person

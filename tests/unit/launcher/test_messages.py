@@ -1,4 +1,4 @@
-"""Messages over a stream: tensors of every kind arrive as they were, in memory of their own, and breaks are told."""
+"""Messages over a stream: tensors of every kind arrive as they were, in memory of their own; breaks raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that ranks are forked from: what it is told to import, and its end."""
+"""The process that ranks are forked from: what it imports, and its end."""
 
 from __future__ import annotations
 

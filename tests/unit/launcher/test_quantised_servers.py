@@ -1,4 +1,4 @@
-"""What servers that are started are told of quantised weights."""
+"""What servers are started with where weights are quantised."""
 
 from __future__ import annotations
 

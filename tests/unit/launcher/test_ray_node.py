@@ -1,4 +1,4 @@
-"""What the nodes of a Ray cluster are told: a bundle a rank and a server, bound to its node, and resources that fit."""
+"""How a Ray cluster's nodes are started: a bundle a rank and a server, bound to its node, and resources that fit."""
 
 from __future__ import annotations
 

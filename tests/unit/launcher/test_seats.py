@@ -75,7 +75,7 @@ def test_outside_a_job_servers_are_here(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_servers_on_this_machine_get_gpus_of_their_own(
     keys: tuple[str, ...], visible: str, seen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or share those of the ranks, where they are told how."""
+    """Or share those of the ranks, where the configuration says how."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = config_of("run.launcher=local", "learner.device=cuda", "learner.ep=1", *keys)
     assert [place.environment for place in places(config, None)] == [{"CUDA_VISIBLE_DEVICES": s} for s in seen]

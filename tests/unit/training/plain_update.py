@@ -50,7 +50,7 @@ class PlainUpdate:
 
     @property
     def routed(self) -> bool:
-        """Whether the policy takes experts that it is told; engine and learner chose the same here."""
+        """Whether the policy takes given experts; engine and learner chose the same here."""
         return self.a.routing_replay != "off"
 
     def step(self, groups: Sequence[RolloutGroup], step: int) -> None:
@@ -215,7 +215,7 @@ class PlainUpdate:
 
 
 def logprobs(weights: Tensor, s: Said, *, routed: bool) -> Tensor:
-    """[tokens]; a policy whose routers are told the experts of odd inputs has other logits there."""
+    """[tokens]; a policy whose routers get the experts of odd inputs has other logits there."""
     scale = torch.tensor([1.0 + (x % 2 if routed else 0) for x in s.inputs], dtype=torch.float64)
     logits = weights[s.inputs] * scale[:, None]
     out: Tensor = logits.log_softmax(-1)[torch.arange(len(s.targets)), s.targets]

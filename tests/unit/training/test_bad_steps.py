@@ -1,4 +1,4 @@
-"""Optimizer steps whose gradient is not finite: who is told to be the cause, and when a run ends."""
+"""Optimizer steps whose gradient is not finite: who is named as the cause, and when a run ends."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_micro_batch_its_ranks_and_its_prompts_are_named(caplog: pytest.LogC
 @pytest.mark.parametrize(("key", "left_out"), [("fail", 0), ("skip:1", 1), ("skip:3", 3)])
 def test_too_many_in_a_row_end_the_run(key: str, left_out: int) -> None:
     steps = BadSteps(name="critic", most=TrainSection(on_nonfinite=key).most_skipped)
-    for _ in range(2):  # a step that is made begins anew
+    for _ in range(2):  # a step that is made ends the row
         for _ in range(left_out):
             assert steps.made(bad(1), BATCH, PROMPTS) is None
         assert steps.made(MADE, BATCH, PROMPTS) is MADE

@@ -1,4 +1,4 @@
-"""Checkpoint folders: who takes digests and who compares them, what a manifest vouches for, and when one is written."""
+"""Checkpoint folders: who takes digests and who compares them, what a manifest lists, and when one is written."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_every_changed_file_is_named_by_the_rank_that_reads_it(tmp_path: Path) -
     ("change", "message"),
     [
         (lambda m: {}, "is torn or not of this version: checksum: Field required"),
-        (lambda m: {**m, "files": {}}, "vouches for no trainer.json or no file of learner/"),
+        (lambda m: {**m, "files": {}}, "lists no trainer.json or no file of learner/"),
         (lambda m: {**m, "files": {k: v for k, v in m["files"].items() if k == "trainer.json"}}, "no file of learner/"),
         (lambda m: {**m, "files": {k: v for k, v in m["files"].items() if k != "trainer.json"}}, "no trainer.json"),
         (lambda m: {**m, "checksum": "sha256"}, "not of this version: checksum: Input should be 'xxh3_128'"),
@@ -162,7 +162,7 @@ def test_every_changed_file_is_named_by_the_rank_that_reads_it(tmp_path: Path) -
         (lambda m: {**m, "files": dict.fromkeys("x" * 9_000, "no digest")}, "not of this version"),
     ],
 )
-def test_a_manifest_that_vouches_for_nothing_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+def test_a_manifest_that_lists_nothing_is_refused(tmp_path: Path, change: Any, message: str) -> None:
     folder = saved(tmp_path)
     manifest = folder / "manifest.json"
     manifest.write_text(json.dumps(change(json.loads(manifest.read_text()))))

@@ -260,7 +260,7 @@ def _cores(ranks: int) -> str:
 
 
 def _answers(path: Path, ranks: int) -> list[dict[str, Any]]:
-    """What each rank's loader said, and says no more."""
+    """What each rank's loader said; its files are removed."""
     files = [path.with_name(f"{path.name}.{rank}") for rank in range(ranks)]
     said = [json.loads(file.read_text()) for file in files]
     for file in files:

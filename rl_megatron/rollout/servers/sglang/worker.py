@@ -74,7 +74,7 @@ def _load(model: Any, path: Path, version: int, private: Sequence[str]) -> Repor
     places = {name: seen(ones, private) for name, ones in layout_of(model, path, partial=True).items()}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        """What the loader did with each is looked at behind it; what nobody can look at then, as it was read."""
+        """Checksums each tensor in the loaded parameter; for parameters with a private layout, the bytes read."""
         for name, tensor in found.items():
             if not places.get(name):
                 beside.read(name, tensor)

@@ -123,9 +123,9 @@ def forget_packed_experts(model: nn.Module) -> None:
 
 
 def repack_tied_heads(model: nn.Module) -> None:
-    """Pack an output layer that is the embedding anew.
+    """Pack an output layer that is the embedding again.
 
-    On CPUs, vLLM 0.32.0 samples from a packed copy of it, which it makes anew only where a checkpoint has a tensor for
+    On CPUs, vLLM 0.32.0 samples from a packed copy of it, which it makes again only where a checkpoint has a tensor for
     the layer: tied to the embedding it would keep the first weights' logits without an error.
     """
     weights = {id(m.weight) for m in model.modules() if type(m).__name__ == "VocabParallelEmbedding"}
@@ -198,7 +198,7 @@ class Straight:
         self._free()
 
     def receive(self, version: int) -> Report:
-        """Take a version and give it to the kernels, as vLLM does with what its loader has filled; what came in."""
+        """Take a version and give it to the kernels, as vLLM does with loaded tensors; checksums of what arrived."""
         self._take()
         beside = Beside()
         self._receiver.receive(version, lambda one: beside.sent(one, self._made[one.param]))
