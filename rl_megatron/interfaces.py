@@ -18,6 +18,7 @@ from rl_megatron.types import (
     GenerationRequest,
     Loss,
     Prompt,
+    Scored,
     Scores,
     SkippedStep,
     StepResult,
@@ -33,8 +34,11 @@ class RewardFunction(Protocol):
 
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
-    ) -> Sequence[float]:
-        """One finite reward per completion, in order. ``texts`` are the completions decoded."""
+    ) -> Sequence[Scored]:
+        """One answer per completion, in order. ``texts`` are the completions decoded.
+
+        `rewards.scoring.score` fills in each ``error``: a function raises, or gives a total that is not finite.
+        """
         ...
 
 

@@ -98,6 +98,15 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """What a reward says of one completion. Its ``total`` is finite unless there is an ``error``."""
+
+    total: float  # the reward; of a weighted sum, the sum
+    parts: Mapping[str, float] = field(default_factory=dict)  # of a weighted sum, by name, before their weights
+    error: str | None = None  # why there is no finite reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
     """G completions of one prompt and their rewards."""
 

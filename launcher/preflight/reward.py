@@ -12,8 +12,8 @@ from rl_megatron.data.prompts import first_problem
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.rewards.scoring import Scores, score
-from rl_megatron.types import Completion, Prompt
+from rl_megatron.rewards.scoring import problems, score
+from rl_megatron.types import Completion, Prompt, Scored
 
 SECONDS = 3.0  # for its answer, where reward.timeout_seconds is more
 MADE_UP = "a made-up completion"
@@ -44,24 +44,24 @@ def check(subject: Subject) -> Iterator[Found]:
 def _asked(subject: Subject, function: RewardFunction) -> Iterator[Found]:
     section, prompt = subject.config.reward, _prompt(subject)
     name = ", ".join(section.functions.values())
-    scores = _ask(function, prompt, min(section.timeout_seconds, SECONDS))
-    if scores is None and section.timeout_seconds > SECONDS:
+    scored = _ask(function, prompt, min(section.timeout_seconds, SECONDS))
+    if scored is None and section.timeout_seconds > SECONDS:
         yield unchecked(f"the reward {name!r}, which gave no answer in {SECONDS:g} s")
         return
-    problems = scores.problems if scores else (f"no answer in reward.timeout_seconds={section.timeout_seconds:g}",)
-    said = f"reward {name!r}, asked before the run about {prompt.text!r:.60}: {'; '.join(problems)}"
-    if problems and section.on_error == "fail":
+    wrong = problems(scored) if scored else [f"no answer in reward.timeout_seconds={section.timeout_seconds:g}"]
+    said = f"reward {name!r}, asked before the run about {prompt.text!r:.60}: {'; '.join(wrong)}"
+    if wrong and section.on_error == "fail":
         yield problem(f"{said}; mend it, or set reward.on_error to drop or to a number")
-    elif problems:
+    elif wrong:
         yield note(f"{said}; reward.on_error={section.on_error}")
-    elif scores is not None:
-        right, wrong = scores.rewards
-        yield seen(f"reward {name!r} gives {right:g} for the answer itself, {wrong:g} for {MADE_UP!r}")
+    elif scored is not None:
+        answer, other = (one.total for one in scored)
+        yield seen(f"reward {name!r} gives {answer:g} for the answer itself, {other:g} for {MADE_UP!r}")
 
 
-def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> Scores | None:
+def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> tuple[Scored, ...] | None:
     """What it gives; None where it does not answer in time, though it block the loop that asks."""
-    answers: list[Scores] = []
+    answers: list[tuple[Scored, ...]] = []
     texts = (prompt.answer, MADE_UP)
     completions = [
         Completion(token_ids=(0,) * n, logprobs=(-1.0,) * n, finish_reason="stop", versions=(0, 0))

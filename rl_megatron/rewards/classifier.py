@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rl_megatron.config.sections.reward import RewardModelSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.rewards.threads import in_daemon_thread
-from rl_megatron.types import Completion, Prompt
+from rl_megatron.types import Completion, Prompt, Scored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,18 +38,18 @@ class ClassifierReward:
         self._max_tokens = _max_tokens(self._model.config, self._tokenizer, section.max_tokens, where)
         self._turn = asyncio.Semaphore(1)
 
-    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """The time waiting for other groups counts towards ``reward.timeout_seconds``."""
         async with self._turn:
             return await in_daemon_thread(partial(self._score, prompt.text, list(texts)))
 
-    def _score(self, prompt: str, texts: Sequence[str]) -> list[float]:
+    def _score(self, prompt: str, texts: Sequence[str]) -> list[Scored]:
         import torch
 
         size = self._section.batch_size
         with torch.inference_mode():
-            parts = [self._forward(prompt, texts[i : i + size]) for i in range(0, len(texts), size)]
-        return [float(reward) for part in parts for reward in part]
+            batches = [self._forward(prompt, texts[i : i + size]) for i in range(0, len(texts), size)]
+        return [Scored(total=float(reward)) for batch in batches for reward in batch]
 
     def _forward(self, prompt: str, texts: Sequence[str]) -> Tensor:
         """[len(texts)] float32."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl_megatron.types import Completion, Prompt
+from rl_megatron.types import Completion, Prompt, Scored
 
 
-async def exact_match(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+async def exact_match(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
     """1.0 where a text equals ``prompt.answer``, else 0.0."""
     answer = prompt.answer.strip()
-    return [float(text.strip() == answer) for text in texts]
+    return [Scored(total=float(text.strip() == answer)) for text in texts]

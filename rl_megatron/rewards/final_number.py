@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from rl_megatron.errors import RewardError
-from rl_megatron.types import Completion, Prompt
+from rl_megatron.types import Completion, Prompt, Scored
 
 MAX_DIGITS = 1000  # a sampled run of digits beyond it equals no answer; Python refuses to read 4300 and more
 
@@ -19,7 +19,7 @@ _NUMBER = re.compile(
 )
 
 
-async def final_number(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+async def final_number(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
     """1.0 where the numbers are equal as exact fractions: ``0.5``, ``1/2``, ``.50`` and ``$0.50`` are one number.
 
     Units are not read: ``%`` and ``$`` do not change a number, and commas between thousands are left out.
@@ -28,7 +28,7 @@ async def final_number(prompt: Prompt, completions: Sequence[Completion], texts:
     wanted = last_number(prompt.answer.rsplit("####", 1)[-1])
     if wanted is None:
         raise RewardError(f"prompt {prompt.id!r}: its answer {prompt.answer!r:.80} holds no number to compare with")
-    return [float(last_number(text) == wanted) for text in texts]
+    return [Scored(total=float(last_number(text) == wanted)) for text in texts]
 
 
 def last_number(text: str) -> Fraction | None:

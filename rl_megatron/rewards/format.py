@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.types import Completion, Prompt
+from rl_megatron.types import Completion, Prompt, Scored
 
 
 class FormatReward:
@@ -19,9 +19,9 @@ class FormatReward:
     def __init__(self, pattern: str) -> None:
         self._pattern = re.compile(pattern)
 
-    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """1.0 or 0.0 for each text."""
-        return [float(self._pattern.fullmatch(text) is not None) for text in texts]
+        return [Scored(total=float(self._pattern.fullmatch(text) is not None)) for text in texts]
 
 
 def format_reward(section: RewardSection) -> FormatReward:

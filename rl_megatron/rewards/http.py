@@ -15,7 +15,7 @@ import httpx2
 
 from rl_megatron.config.sections.reward import HttpSection
 from rl_megatron.errors import ConfigError, RewardError
-from rl_megatron.types import Completion, Prompt
+from rl_megatron.types import Completion, Prompt, Scored
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class HttpReward:
         self._trusted = ssl.create_default_context()
         self._slots = asyncio.Semaphore(section.concurrency)
 
-    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """Raises RewardError that names the URL, the prompt and what was answered."""
         body = _request(prompt, completions, texts)
         wait = self._section.backoff_seconds
@@ -118,8 +118,8 @@ def _request(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[
     return json.dumps(asked).encode()
 
 
-def _rewards(answer: bytes, count: int) -> list[float]:
-    """The numbers of ``{"rewards": [...]}``, NaN for a null. Raises ValueError that shows what is there instead."""
+def _rewards(answer: bytes, count: int) -> list[Scored]:
+    """The rewards of ``{"rewards": [...]}``, NaN for a null. Raises ValueError that shows what is there instead."""
     if len(answer) > MAX_ANSWER_BYTES:
         raise ValueError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
     try:
@@ -134,7 +134,7 @@ def _rewards(answer: bytes, count: int) -> list[float]:
     for i, reward in enumerate(rewards):
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
             raise ValueError(f"rewards[{i}] is {reward!r:.80}; a number or null is wanted")
-    return [math.nan if reward is None else float(reward) for reward in rewards]
+    return [Scored(total=math.nan if reward is None else float(reward)) for reward in rewards]
 
 
 def _shown(answer: bytes) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rl_megatron.config.sections.reward import LengthSection, RewardSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.types import Completion, Prompt
+from rl_megatron.types import Completion, Prompt, Scored
 
 
 class LengthReward:
@@ -18,9 +18,9 @@ class LengthReward:
     def __init__(self, section: LengthSection) -> None:
         self._section = section
 
-    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """A reward for each completion, of its number of tokens alone."""
-        return [self._of(len(completion.token_ids)) for completion in completions]
+        return [Scored(total=self._of(len(completion.token_ids))) for completion in completions]
 
     def _of(self, tokens: int) -> float:
         section = self._section

@@ -8,10 +8,10 @@ from functools import partial
 
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.threads import in_daemon_thread
-from rl_megatron.types import Completion, Prompt
+from rl_megatron.types import Completion, Prompt, Scored
 
 
-async def math_verify(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+async def math_verify(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
     """1.0 where math-verify finds the two equal, else 0.0; what it cannot read is 0.0.
 
     The answer may be plain, LaTeX, or GSM8K's (the part behind ``####``). math-verify's own time limits need the main
@@ -21,7 +21,7 @@ async def math_verify(prompt: Prompt, completions: Sequence[Completion], texts: 
     return await in_daemon_thread(partial(_score, prompt, list(texts)))
 
 
-def _score(prompt: Prompt, texts: Sequence[str]) -> list[float]:
+def _score(prompt: Prompt, texts: Sequence[str]) -> list[Scored]:
     try:
         from math_verify import parse, verify
     except ImportError as error:
@@ -33,7 +33,5 @@ def _score(prompt: Prompt, texts: Sequence[str]) -> list[float]:
     wanted = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)
     if not wanted:
         raise RewardError(f"prompt {prompt.id!r}: math-verify reads no expression in its answer {answer!r:.80}")
-    return [
-        float(verify(wanted, parse(text, parsing_timeout=None), timeout_seconds=None, raise_on_error=False))
-        for text in texts
-    ]
+    read = (parse(text, parsing_timeout=None) for text in texts)
+    return [Scored(total=float(verify(wanted, one, timeout_seconds=None, raise_on_error=False))) for one in read]

@@ -1,4 +1,7 @@
-"""Reward functions of the user's own: run where they can end and hold up nobody, their numbers checked there too."""
+"""Reward functions of the user's own: run where they can end and hold up nobody, their numbers checked there too.
+
+Such a function gives numbers; `scored` alone makes a `Scored` of each.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from itertools import islice
 
 from rl_megatron.errors import RewardError
 from rl_megatron.rewards.threads import in_daemon_thread, on_loop_apart, said
-from rl_megatron.types import Completion, Prompt
+from rl_megatron.types import Completion, Prompt, Scored
 
 
 class Plain:
@@ -18,12 +21,12 @@ class Plain:
 
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
-    ) -> Sequence[float]:
+    ) -> Sequence[Scored]:
         """Calls the function in a daemon thread."""
 
-        def call() -> Sequence[float]:
+        def call() -> Sequence[Scored]:
             try:
-                return numbers(self._function(prompt, completions, texts), len(completions))
+                return scored(self._function(prompt, completions, texts), len(completions))
             except BaseException as error:
                 raise RewardError(said(error)) from error
 
@@ -38,20 +41,20 @@ class Async:
 
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
-    ) -> Sequence[float]:
+    ) -> Sequence[Scored]:
         """Awaits the function on an event loop apart."""
 
-        async def call() -> Sequence[float]:
+        async def call() -> Sequence[Scored]:
             try:
-                return numbers(await self._function(prompt, completions, texts), len(completions))
+                return scored(await self._function(prompt, completions, texts), len(completions))
             except BaseException as error:
                 raise RewardError(said(error)) from error
 
         return await on_loop_apart(call)
 
 
-def numbers(given: object, count: int) -> tuple[float, ...]:
-    """What a function gave as ``count`` floats, NaN and infinity among them. At most one more than ``count`` is read.
+def scored(given: object, count: int) -> tuple[Scored, ...]:
+    """``count`` numbers that a function gave, NaN and infinity among them. At most one more than ``count`` is read.
 
     Raises RewardError that says what was given instead, and what a number raises that is none.
     """
@@ -62,7 +65,7 @@ def numbers(given: object, count: int) -> tuple[float, ...]:
     for i, value in enumerate(islice(given, count + 1)):
         if value is None or isinstance(value, str | bytes):
             raise RewardError(f"gave {_a(value)} for completion {i}; {wanted}")
-        rewards.append(float(value))
+        rewards.append(Scored(total=float(value)))
     if len(rewards) != count:
         many = len(given) if isinstance(given, Sized) else f"more than {count}" if rewards[count:] else len(rewards)
         raise RewardError(f"gave {many} rewards for {count} completions; one for each is wanted")

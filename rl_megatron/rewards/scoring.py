@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 
 from rl_megatron.interfaces import RewardFunction
-from rl_megatron.rewards.own import numbers
 from rl_megatron.rewards.threads import said
-from rl_megatron.rewards.weighted_sum import PartedRewards
-from rl_megatron.types import Completion, Prompt
+from rl_megatron.types import Completion, Prompt, Scored
 
 _MOST_NAMED = 3  # completions without a finite reward
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """What a reward gave the completions of one prompt."""
-
-    rewards: tuple[float, ...]  # NaN where it failed
-    problems: tuple[str, ...] = ()  # what went wrong, each thing once
-    errors: int = 0  # completions without a reward
-    parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # of a weighted sum, unweighted
 
 
 async def score(
@@ -33,30 +21,33 @@ async def score(
     texts: Sequence[str],
     *,
     limit: float,
-) -> Scores:
-    """Ask ``function``, for ``limit`` seconds (reward.timeout_seconds) at most."""
-    count = len(completions)
+) -> tuple[Scored, ...]:
+    """Ask ``function``, for ``limit`` seconds (reward.timeout_seconds) at most.
 
-    def failed(problem: str) -> Scores:
-        return Scores(rewards=(math.nan,) * count, problems=(problem,), errors=count)
-
+    Where it gives no finite reward the total is NaN, and the ``error`` says why: all have the same one where it raises
+    or is late.
+    """
     try:
         async with asyncio.timeout(limit) as time:
             given = await function(prompt, completions, texts)
-        rewards = numbers(given, count)
+        return tuple(_finite(i, one) for i, (one, _) in enumerate(zip(given, completions, strict=True)))
     except Exception as error:  # noqa: BLE001  whatever is raised is named and counted
         late = isinstance(error, TimeoutError) and time.expired()
-        return failed(f"no answer in reward.timeout_seconds={limit:g}" if late else said(error))
-    parts = given.parts if isinstance(given, PartedRewards) else {}
-    finite = tuple(r if math.isfinite(r) else math.nan for r in rewards)
-    bad = [i for i, r in enumerate(finite) if math.isnan(r)]
-    problems = [f"completion {i} got {rewards[i]}, which is not finite{_culprits(parts, i)}" for i in bad[:_MOST_NAMED]]
-    if len(bad) > _MOST_NAMED:
-        problems.append(f"so did {len(bad) - _MOST_NAMED} more")
-    return Scores(rewards=finite, problems=tuple(problems), errors=len(bad), parts=parts)
+        problem = f"no answer in reward.timeout_seconds={limit:g}" if late else said(error)
+        return (Scored(total=math.nan, error=problem),) * len(completions)
 
 
-def _culprits(parts: Mapping[str, tuple[float, ...]], index: int) -> str:
-    """The parts that gave completion ``index`` no finite number, in brackets."""
-    named = [f"{name}: {values[index]}" for name, values in parts.items() if not math.isfinite(values[index])]
-    return f" ({', '.join(named)})" if named else ""
+def problems(scored: Sequence[Scored]) -> list[str]:
+    """The errors of one prompt's completions, each once, and how many more there are than can be shown."""
+    named = list(dict.fromkeys(one.error for one in scored if one.error is not None))
+    more = [f"so did {len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
+    return named[:_MOST_NAMED] + more
+
+
+def _finite(index: int, one: Scored) -> Scored:
+    """With an error where the total of completion ``index`` is not finite; it names the parts that are not."""
+    if math.isfinite(one.total):
+        return one
+    parts = [f"{name}: {value}" for name, value in one.parts.items() if not math.isfinite(value)]
+    named = f" ({', '.join(parts)})" if parts else ""
+    return replace(one, total=math.nan, error=f"completion {index} got {one.total}, which is not finite{named}")

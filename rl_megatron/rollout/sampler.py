@@ -6,27 +6,27 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import RewardError
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
-from rl_megatron.rewards.scoring import score
+from rl_megatron.rewards.scoring import problems, score
 from rl_megatron.rollout.batch import RolloutBatch
-from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams
+from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams, Scored
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Scored:
-    """One prompt's group, None where it was dropped, with what its reward said beside the rewards."""
+class _Answered:
+    """One prompt's group, None where it was dropped, and what its reward said of each completion."""
 
     group: RolloutGroup | None
-    errors: int
-    parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # of completions without an error
+    scored: tuple[Scored, ...]
+    greedy: tuple[Scored, ...] = ()  # of the greedy completion, where there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,27 +50,27 @@ class RolloutSampler:
         """
         section = self.rollout
         choices = (section.group_size, section.temperature, section.top_p)
-        scored = await self._run(prompts, f"step {step}", *choices, routes=self.routes)
+        answered = await self._run(prompts, f"step {step}", *choices, routes=self.routes)
         if self.greedy_baseline:
             greedy = await self._run(prompts, f"step {step}, greedy", 1, 0.0, 1.0)
-            scored = [_with_greedy(*pair) for pair in zip(scored, greedy, strict=True)]
-        kept = tuple(s.group for s in scored if s.group is not None)
+            answered = [_with_greedy(*pair) for pair in zip(answered, greedy, strict=True)]
+        kept = tuple(a.group for a in answered if a.group is not None)
         rewards = [reward for group in kept for reward in group.rewards]
-        parts = _joined_parts([s.parts for s in scored if s.group is not None])
+        parts = [s.parts for a in answered if a.group is not None for s in a.scored if s.error is None and s.parts]
         return RolloutBatch(
             groups=kept,
             num_completions=len(rewards),
             reward_sum=math.fsum(rewards),
-            reward_errors=sum(s.errors for s in scored),
-            dropped_groups=len(scored) - len(kept),
-            part_sums={name: math.fsum(values) for name, values in parts.items()},
-            part_completions=max(map(len, parts.values()), default=0),
+            reward_errors=sum(s.error is not None for a in answered for s in (*a.scored, *a.greedy)),
+            dropped_groups=len(answered) - len(kept),
+            part_sums={name: math.fsum(one[name] for one in parts) for name in (parts[0] if parts else ())},
+            part_completions=len(parts),
         )
 
     async def evaluate(self, prompts: Sequence[Prompt], *, temperature: float, success_reward: float) -> float:
         """Share of ``prompts`` whose one completion gets at least ``success_reward``; a failed reward is no success."""
-        scored = await self._run(prompts, "evaluation", 1, temperature, 1.0)
-        return sum(s.group is not None and s.group.rewards[0] >= success_reward for s in scored) / len(scored)
+        answered = await self._run(prompts, "evaluation", 1, temperature, 1.0)
+        return sum(a.group is not None and a.group.rewards[0] >= success_reward for a in answered) / len(answered)
 
     async def _run(
         self,
@@ -81,7 +81,7 @@ class RolloutSampler:
         top_p: float,
         *,
         routes: bool = False,
-    ) -> list[_Scored]:
+    ) -> list[_Answered]:
         try:
             async with asyncio.TaskGroup() as tasks:
                 requests = [self._request(p, purpose, count, temperature, top_p, routes) for p in prompts]
@@ -112,36 +112,27 @@ class RolloutSampler:
     def _texts(self, completions: Sequence[Completion]) -> tuple[str, ...]:
         return tuple(self.decode(completion.token_ids) for completion in completions)
 
-    async def _group(self, prompt: Prompt, request: GenerationRequest) -> _Scored:
+    async def _group(self, prompt: Prompt, request: GenerationRequest) -> _Answered:
         completions = tuple(await self.engine.generate(request))
         texts = await asyncio.to_thread(self._texts, completions)  # long ones would hold up the event loop
-        scores = await score(self.reward_function, prompt, completions, texts, limit=self.reward.timeout_seconds)
-        rewards, parts, errors = scores.rewards, scores.parts, scores.errors
-        if errors:
-            on_error = self.reward.on_error
+        scored = await score(self.reward_function, prompt, completions, texts, limit=self.reward.timeout_seconds)
+        on_error = self.reward.on_error
+        if told := problems(scored):
             function = ", ".join(self.reward.functions.values())
-            message = f"reward {function!r} of prompt {prompt.id!r}: {'; '.join(scores.problems)}"
+            message = f"reward {function!r} of prompt {prompt.id!r}: {'; '.join(told)}"
             if on_error == "fail":
                 raise RewardError(f"{message}; mend it, or set reward.on_error to drop or to a number")
             logger.warning("%s", message)
             if on_error == "drop":
-                return _Scored(group=None, errors=errors)
-            parts = {name: tuple(v for v, r in zip(p, rewards, strict=True) if r == r) for name, p in parts.items()}
-            rewards = tuple(float(on_error) if math.isnan(r) else r for r in rewards)
+                return _Answered(group=None, scored=scored)
+        rewards = tuple(one.total if one.error is None else float(on_error) for one in scored)
         group = RolloutGroup(prompt=prompt, completions=completions, texts=texts, rewards=rewards)
-        return _Scored(group=group, errors=errors, parts=parts)
+        return _Answered(group=group, scored=scored)
 
 
-def _joined_parts(groups: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, list[float]]:
-    """The values of each part over all groups; none for a part without a value."""
-    names = dict.fromkeys(name for parts in groups for name, values in parts.items() if values)
-    return {name: [value for parts in groups for value in parts.get(name, ())] for name in names}
-
-
-def _with_greedy(sampled: _Scored, greedy: _Scored) -> _Scored:
+def _with_greedy(sampled: _Answered, greedy: _Answered) -> _Answered:
     """The sampled group with the greedy completion; None where either was dropped."""
-    errors = sampled.errors + greedy.errors
-    if sampled.group is None or greedy.group is None:
-        return _Scored(group=None, errors=errors)
-    group = replace(sampled.group, greedy=greedy.group)
-    return replace(sampled, group=group, errors=errors)
+    both = None
+    if sampled.group is not None and greedy.group is not None:
+        both = replace(sampled.group, greedy=greedy.group)
+    return replace(sampled, group=both, greedy=greedy.scored)

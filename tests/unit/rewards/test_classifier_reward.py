@@ -37,7 +37,7 @@ def make(folder: Path, kind: type = LlamaForSequenceClassification, chat: bool =
 
 def score(folder: Path, **model: Any) -> list[float]:
     section = RewardSection(function=f"hf:{folder}", model=model)
-    return list(asyncio.run(resolve_reward(section)(PROMPT, [DONE] * len(TEXTS), TEXTS)))
+    return [one.total for one in asyncio.run(resolve_reward(section)(PROMPT, [DONE] * len(TEXTS), TEXTS))]
 
 
 def expected(folder: Path, ids: list[list[int]]) -> torch.Tensor:

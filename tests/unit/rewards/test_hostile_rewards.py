@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import sys
 import threading
 import types
@@ -13,8 +14,8 @@ from typing import Any
 import pytest
 
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.rewards.scoring import Scores, score
-from rl_megatron.types import Completion, Prompt
+from rl_megatron.rewards.scoring import problems, score
+from rl_megatron.types import Completion, Prompt, Scored
 
 PROMPT = Prompt(id="train:7", text="", token_ids=(1,), answer="")
 DONE = Completion(token_ids=(1,), logprobs=(0.0,), finish_reason="stop", versions=(0, 0))
@@ -56,7 +57,7 @@ def waits_twice() -> Iterator[bool]:
 
 def run(
     monkeypatch: pytest.MonkeyPatch, kind: str, does: Callable[[], object], *, limit: float = 30.0, count: int = 2
-) -> Scores:
+) -> tuple[Scored, ...]:
     module: Any = types.ModuleType("hostile_for_test")
 
     async def later(*_: object) -> object:
@@ -105,10 +106,11 @@ def raises(error: BaseException) -> Callable[[], object]:
 def test_what_is_no_reward_is_named_at_once_and_once(
     monkeypatch: pytest.MonkeyPatch, kind: str, given: Callable[[], object], problem: str
 ) -> None:
-    scores = run(monkeypatch, kind, given)
+    scored = run(monkeypatch, kind, given)
     if kind == "later" and problem.startswith("raised StopIteration"):
         problem = "raised RuntimeError: coroutine raised StopIteration"  # as Python has it
-    assert (scores.problems, scores.errors) == ((problem,), 2)
+    assert ([one.error for one in scored], problems(scored)) == ([problem] * 2, [problem])
+    assert all(math.isnan(one.total) for one in scored)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,8 +119,8 @@ def test_numbers_of_any_kind_are_rewards(monkeypatch: pytest.MonkeyPatch, kind: 
     import torch
 
     for given in ([True, 0], (x / 2 for x in (2, 0)), np.array([1, 0]), torch.tensor([1.0, 0.0]), range(1, -1, -1)):
-        scores = run(monkeypatch, kind, lambda given=given: given)  # type: ignore[misc]
-        assert (scores.rewards, scores.problems) == ((1.0, 0.0), ())
+        scored = run(monkeypatch, kind, lambda given=given: given)  # type: ignore[misc]
+        assert scored == (Scored(total=1.0), Scored(total=0.0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,7 +128,7 @@ def test_numbers_of_any_kind_are_rewards(monkeypatch: pytest.MonkeyPatch, kind: 
 def test_what_blocks_is_left_in_time_and_the_loop_turns_on(
     monkeypatch: pytest.MonkeyPatch, kind: str, given: Callable[[], object]
 ) -> None:
-    assert run(monkeypatch, kind, given, limit=0.05).problems == ("no answer in reward.timeout_seconds=0.05",)
+    assert problems(run(monkeypatch, kind, given, limit=0.05)) == ["no answer in reward.timeout_seconds=0.05"]
 
 
 def test_an_async_reward_that_will_not_be_cancelled_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,8 +146,8 @@ def test_an_async_reward_that_will_not_be_cancelled_is_left_in_time(monkeypatch:
     module.stubborn = stubborn
     monkeypatch.setitem(sys.modules, "stubborn_for_test", module)
     function = resolve_reward("stubborn_for_test:stubborn")
-    scores = asyncio.run(score(function, PROMPT, [DONE], [""], limit=1.0))
-    assert scores.problems == ("no answer in reward.timeout_seconds=1",)
+    scored = asyncio.run(score(function, PROMPT, [DONE], [""], limit=1.0))
+    assert problems(scored) == ["no answer in reward.timeout_seconds=1"]
     assert asked.wait(30)  # it was asked to end, for it had begun
 
 
@@ -163,11 +165,11 @@ def test_a_task_of_an_async_reward_that_exits_ends_nothing_else(monkeypatch: pyt
     module.reward = reward
     monkeypatch.setitem(sys.modules, "leaving_for_test", module)
     for _ in range(2):
-        scores = asyncio.run(score(resolve_reward("leaving_for_test:reward"), PROMPT, [DONE], [""], limit=30.0))
-        assert (scores.rewards, scores.problems) == ((1.0,), ())
+        function = resolve_reward("leaving_for_test:reward")
+        assert asyncio.run(score(function, PROMPT, [DONE], [""], limit=30.0)) == (Scored(total=1.0),)
 
 
 def test_completions_without_a_number_are_named_three_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = run(monkeypatch, "plain", lambda: [float("nan")] * 64, count=64)
-    assert scores.errors == 64
-    assert scores.problems[2:] == ("completion 2 got nan, which is not finite", "so did 61 more")
+    scored = run(monkeypatch, "plain", lambda: [math.nan] * 64, count=64)
+    assert sum(one.error is not None for one in scored) == 64
+    assert problems(scored)[2:] == ["completion 2 got nan, which is not finite", "so did 61 more"]

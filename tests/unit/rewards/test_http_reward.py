@@ -17,7 +17,7 @@ import pytest
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.types import Completion, Prompt
+from rl_megatron.types import Completion, Prompt, Scored
 
 Answer = tuple[int, bytes]
 PROMPT = Prompt(id="train:7", text="2+2=", token_ids=(1,), answer="4", meta={"level": "easy"})
@@ -73,7 +73,7 @@ def server() -> Iterator[Server]:
 
 def score(url: str, *texts: str, options: Mapping[str, float] | None = None) -> list[float]:
     section = RewardSection(function=url, http={"backoff_seconds": 0.001, "timeout_seconds": 60.0, **(options or {})})
-    return list(asyncio.run(resolve_reward(section)(PROMPT, [DONE] * len(texts), texts)))
+    return [one.total for one in asyncio.run(resolve_reward(section)(PROMPT, [DONE] * len(texts), texts))]
 
 
 def test_the_server_is_asked_as_documented_and_its_numbers_are_the_rewards(server: Server) -> None:
@@ -209,7 +209,7 @@ def test_no_more_requests_are_in_flight_than_allowed(server: Server) -> None:
         reward = resolve_reward(section)
         return await asyncio.gather(*(reward(PROMPT, [DONE], ["a"]) for _ in range(9)))
 
-    assert asyncio.run(many()) == [[1.0]] * 9
+    assert asyncio.run(many()) == [[Scored(total=1.0)]] * 9
     assert most == 3
 
 

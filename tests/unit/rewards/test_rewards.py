@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,10 +16,10 @@ from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.types import Completion, Prompt
 
 
-def score(name: str, answer: str, *texts: str) -> Sequence[float]:
+def score(name: str, answer: str, *texts: str) -> list[float]:
     completions = [Completion(token_ids=(1,), logprobs=(0.0,), finish_reason="stop", versions=(0, 0)) for _ in texts]
     prompt = Prompt(id="train:7", text="", token_ids=(1,), answer=answer)
-    return asyncio.run(resolve_reward(name)(prompt, completions, texts))
+    return [one.total for one in asyncio.run(resolve_reward(name)(prompt, completions, texts))]
 
 
 def test_exact_match_looks_past_white_space_only() -> None:
@@ -115,9 +114,9 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_functions_of_the_user_may_be_plain_async_or_objects(user_module: str) -> None:
-    assert score(f"{user_module}:by_length", "a", "xx", "") == (2, 0)
-    assert score(f"{user_module}:later", "a", "a", "b") == (1, 0)
-    assert score(f"{user_module}:scorer", "a", "a", "b") == (0.5, 0.5)
+    assert score(f"{user_module}:by_length", "a", "xx", "") == [2, 0]
+    assert score(f"{user_module}:later", "a", "a", "b") == [1, 0]
+    assert score(f"{user_module}:scorer", "a", "a", "b") == [0.5, 0.5]
 
 
 def test_what_a_plain_function_raises_is_named(user_module: str) -> None:

@@ -22,7 +22,7 @@ def score(section: RewardSection, texts: Sequence[str], lengths: Sequence[int] =
         Completion(token_ids=(1,) * n, logprobs=(0.0,) * n, finish_reason="stop", versions=(0, 0))
         for n in lengths or [1] * len(texts)
     ]
-    return list(asyncio.run(resolve_reward(section)(PROMPT, completions, texts)))
+    return [one.total for one in asyncio.run(resolve_reward(section)(PROMPT, completions, texts))]
 
 
 def test_the_whole_completion_must_match_the_format() -> None:

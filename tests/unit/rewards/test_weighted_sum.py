@@ -15,10 +15,9 @@ from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.rewards.weighted_sum import PartedRewards
 from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.types import Completion, GenerationRequest, Prompt
+from rl_megatron.types import Completion, GenerationRequest, Prompt, Scored
 
 DONE = Completion(token_ids=(1, 2), logprobs=(0.0, 0.0), finish_reason="stop", versions=(0, 0))
 PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(i,), answer=str(i)) for i in range(3)]
@@ -45,16 +44,17 @@ def parts(**given: tuple[str, float]) -> RewardSection:
     return RewardSection(parts={name: {"function": f, "weight": w} for name, (f, w) in given.items()})
 
 
-def score(section: RewardSection, *texts: str) -> Sequence[float]:
+def score(section: RewardSection, *texts: str) -> Sequence[Scored]:
     return asyncio.run(resolve_reward(section)(PROMPTS[1], [DONE] * len(texts), texts))
 
 
 def test_the_sum_is_weighted_and_each_part_is_kept_unweighted(mine: types.ModuleType) -> None:
     section = parts(right=("exact_match", 2.0), late=("parts_for_test:order", -0.5), seen=("exact_match", 0.0))
-    rewards = score(section, "1", "x", "1")
-    assert isinstance(rewards, PartedRewards)
-    assert list(rewards) == [2.0, -0.5, 1.0]
-    assert rewards.parts == {"right": (1, 0, 1), "late": (0, 1, 2), "seen": (1, 0, 1)}
+    assert score(section, "1", "x", "1") == [
+        Scored(total=2.0, parts={"right": 1, "late": 0, "seen": 1}),
+        Scored(total=-0.5, parts={"right": 0, "late": 1, "seen": 0}),
+        Scored(total=1.0, parts={"right": 1, "late": 2, "seen": 1}),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,11 @@ def test_a_part_that_fails_is_named_and_the_others_are_not_waited_for(
         score(section, "1", "2")
 
 
-def test_infinities_do_not_cancel_to_a_number() -> None:
+def test_infinities_do_not_cancel_to_a_number(mine: types.ModuleType) -> None:
     for first, second in ((math.inf, -math.inf), (math.nan, 1.0), (1.7e308, 1.7e308)):
-        (total,) = PartedRewards({"a": 1.0, "b": 1.0}, {"a": (first,), "b": (second,)})
-        assert not math.isfinite(total)
+        mine.first, mine.second = (lambda *_, x=first: [x]), (lambda *_, x=second: [x])
+        (one,) = score(parts(a=("parts_for_test:first", 1.0), b=("parts_for_test:second", 1.0)), "")
+        assert not math.isfinite(one.total)
 
 
 def test_an_unknown_part_is_named_by_its_key() -> None:
@@ -148,4 +149,4 @@ def test_a_part_may_come_from_a_module_of_the_user(tmp_path: Path, monkeypatch: 
         "def half(prompt, completions, texts):\n    return [0.5] * len(texts)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert list(score(parts(half=("own_part_for_test:half", 4.0)), "a", "b")) == [2.0, 2.0]
+    assert [one.total for one in score(parts(half=("own_part_for_test:half", 4.0)), "a", "b")] == [2.0, 2.0]

@@ -13,9 +13,10 @@ import pytest
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import EngineError, RewardError
+from rl_megatron.rewards.own import Plain
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.types import Completion, GenerationRequest, Prompt
+from rl_megatron.types import Completion, GenerationRequest, Prompt, Scored
 
 MakeEngine = Callable[[int], LocalEngine]
 Reward = Callable[[Prompt, Sequence[Completion], Sequence[str]], Sequence[float]]
@@ -44,12 +45,9 @@ def length_reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequ
 
 
 def sampler(make_engine: MakeEngine, reward: Reward, seed: int = 0, **section: object) -> RolloutSampler:
-    async def scored(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> Sequence[float]:
-        return reward(prompt, completions, texts)
-
     return RolloutSampler(
         engine=AsyncEngine(make_engine(8)),
-        reward_function=scored,
+        reward_function=Plain(reward),
         decode=text,
         rollout=RolloutSection(group_size=4, max_new_tokens=9),
         reward=RewardSection(**section),
@@ -128,8 +126,18 @@ def test_a_failing_reward_fails_drops_or_gets_the_number(
     assert (numbered.reward_errors, numbered.dropped_groups) == (errors, 0)
 
 
+def test_greedy_completions_without_a_reward_are_counted_and_get_the_number(make_engine: MakeEngine) -> None:
+    def reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+        return [math.nan, *length_reward(prompt, completions, texts)[1:]]
+
+    ours = replace(sampler(make_engine, reward, on_error=-1.0), greedy_baseline=True)
+    batch = asyncio.run(ours.sample(PROMPTS, step=0))
+    assert (batch.reward_errors, batch.dropped_groups, batch.num_completions) == (10, 0, 20)
+    assert [(group.rewards[0], group.greedy.rewards) for group in batch.groups] == [(-1.0, (-1.0,))] * 5
+
+
 def test_a_late_reward_is_named(make_engine: MakeEngine) -> None:
-    async def never(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> Sequence[float]:
+    async def never(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> Sequence[Scored]:
         await asyncio.Event().wait()
         return []
 
