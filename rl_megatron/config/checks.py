@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.reads import problems_of_unread_keys
-from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.config.sections.rollout import RolloutSection
+from rl_megatron.options.table import problems as option_problems
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
@@ -16,7 +16,7 @@ def problems_of(config: RunConfig) -> list[str]:
     """Everything that does not fit together."""
     return [
         *_model_problems(config),
-        *_layout_problems(config.learner),
+        *option_problems(config.learner),
         *_transport_problems(config),
         *_batch_problems(config),
         *_group_problems(config),
@@ -37,32 +37,6 @@ def _model_problems(c: RunConfig) -> list[str]:
         f"model.path is not given, but the configuration is for model.name={c.model.name}; set model.path to a folder "
         "with its config.json, tokenizer and safetensors, seen by all nodes"
     ]
-
-
-def _layout_problems(learner: LearnerSection) -> list[str]:
-    """Layouts that megatron-core 0.16.1 refuses late or gets silently wrong, each with both numbers and what to do."""
-    d, out = learner.dims, []
-    inner = d.tp * d.cp * d.dp
-    if inner % (d.ep * d.etp):
-        out.append(
-            f"learner: ep*etp = {d.ep}*{d.etp} = {d.ep * d.etp} does not divide "
-            f"tp*cp*dp = {d.tp}*{d.cp}*{d.dp} = {inner}; "
-            f"leave learner.dp out or set it so that {d.ep * d.etp} divides the product"
-        )
-    if d.ep == 1 and d.etp != d.tp:
-        out.append(
-            f"learner.etp={d.etp} with learner.tp={d.tp} and learner.ep=1 lets replicated experts drift apart "
-            f"silently; set learner.etp={d.tp} (or leave it out), or learner.ep > 1"
-        )
-    if learner.layers == "transformer_engine" and learner.half_attention_alone:
-        out.append(
-            f"learner.layers=transformer_engine with learner.cp={d.cp} and learner.dtype=float32: under context "
-            "parallelism it has attention kernels for half precision alone; set learner.dtype=bfloat16, or "
-            "learner.layers=auto, which then takes torch's"
-        )
-    if d.vpp > 1 and d.pp == 1:
-        out.append(f"learner.vpp={d.vpp} needs a pipeline, but learner.pp=1; set learner.vpp=1 or learner.pp >= 2")
-    return out
 
 
 def _mapped_memory_problems(c: RunConfig, key: str, kind: str, other: str) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 _MOST_EXPERTS = 1_000_000  # in all layers; those of a trillion parameters are 23,000
 
@@ -13,9 +14,11 @@ _MOST_EXPERTS = 1_000_000  # in all layers; those of a trillion parameters are 2
 class LatentAttention:
     """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434); the last three are a head's.
 
-    ``query_rank`` is None where queries have no latent (DeepSeek-V2-Lite).
+    ``query_rank`` is None where queries have no latent (DeepSeek-V2-Lite). The latents' norms have ``norm_eps``;
+    transformers gives them no other, whatever rms_norm_eps is.
     """
 
+    norm_eps: ClassVar[float] = 1e-6
     query_rank: int | None
     kv_rank: int
     nope_dim: int
@@ -44,6 +47,15 @@ class Rope:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     attention_factor: float = 1.0
+
+    @property
+    def paired_mscale(self) -> float:
+        """``mscale``, which transformers takes only with the other; else 1."""
+        return self.mscale if self.mscale and self.mscale_all_dim else 1.0
+
+    def grown(self, mscale: float) -> float:
+        """YaRN's factor; 1 where the context is not stretched or ``mscale`` is 0."""
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

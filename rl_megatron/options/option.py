@@ -1,13 +1,18 @@
-"""What an option of the learner is: its keys. One file an option.
+"""What an option of the learner is: keys and refusals. One file an option.
 
 Options import neither torch nor megatron-core: a login node checks and plans by them.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from rl_megatron.section import Section
+
+if TYPE_CHECKING:
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
 
 
 @runtime_checkable
@@ -16,3 +21,7 @@ class Option(Protocol):
 
     keys: ClassVar[type[Section] | None] = None
     """Its keys, which the ``learner`` section has among its own."""
+
+    def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+        """Why it is refused, each with what was given and what to do. ``shape`` is None before a model is read."""
+        yield from ()

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from rl_megatron.options.option import Option
 from rl_megatron.section import Positive, Section
+
+if TYPE_CHECKING:
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
 
 
 class PipelineKeys(Section):
@@ -23,3 +30,10 @@ class Pipeline(Option):
     """Stages, by the 1F1B schedule; or chunks of stages, by its interleaved form (arXiv:2104.04473)."""
 
     keys = PipelineKeys
+
+    def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+        """Chunks of what is one."""
+        if learner.vpp > 1 and learner.pp == 1:
+            yield (
+                f"learner.vpp={learner.vpp} needs a pipeline, but learner.pp=1; set learner.vpp=1 or learner.pp >= 2"
+            )

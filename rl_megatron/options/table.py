@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from rl_megatron.options.device import Device
 from rl_megatron.options.dtype import Precision
@@ -15,6 +16,10 @@ from rl_megatron.options.pipeline import Pipeline
 from rl_megatron.options.recompute import Recompute
 from rl_megatron.options.replicas import Replicas
 from rl_megatron.options.tensor import TensorParallel
+
+if TYPE_CHECKING:
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
 
 OPTIONS: Mapping[str, Option] = {
     "device": Device(),
@@ -30,3 +35,14 @@ OPTIONS: Mapping[str, Option] = {
 }
 """By the name of their file, in the order in which they act on a rank's bytes: what layers keep of a micro-batch
 before how many are in flight."""
+
+
+def options() -> Mapping[str, Option]:
+    """All of them, by name."""
+    return OPTIONS
+
+
+def problems(learner: LearnerSection, shape: ModelShape | None = None) -> Iterator[str]:
+    """Why options refuse; ``shape`` is None before a model is read."""
+    for option in options().values():
+        yield from option.problems(learner, shape)

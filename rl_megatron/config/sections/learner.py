@@ -59,12 +59,6 @@ class LearnerSection(  # pydantic takes the keys of the last base first
         dp = self.dp or experts // math.gcd(experts, self.tp * self.cp)
         return ParallelDims(tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=etp, cp=self.cp, dp=dp)
 
-    @property
-    def half_attention_alone(self) -> bool:
-        """Whether TransformerEngine 2.11 has no attention kernel for this: its own is off under context parallelism,
-        and the fused ones want half precision."""
-        return self.cp > 1 and self.dtype == "float32"
-
 
 class RolesSection(Section):
     """Whose processes hold the models beside the policy; what is trained is the same to the bit."""

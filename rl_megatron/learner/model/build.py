@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,33 +20,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.decoder_config import DecoderConfig, LatentDecoderConfig
 from rl_megatron.learner.model.latent import latent_attention_spec, megatron_latent_options
 from rl_megatron.learner.model.layers import RMSNorm, specialise, torch_layer_spec
-from rl_megatron.learner.model.refusals import refuse, torch_only
+from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.layers import uses_transformer_engine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def uses_transformer_engine(shape: ModelShape, learner: LearnerSection) -> bool:
-    """Whether layers come from TransformerEngine. Raises ConfigError where it is asked for and cannot be used."""
-    lacking = torch_only(shape)
-    if learner.layers == "transformer_engine" and lacking:
-        raise ConfigError(
-            f"learner.layers=transformer_engine: model_type={shape.family!r} has {lacking}, for which our layers are "
-            f"used; use learner.layers=auto or torch"
-        )
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    if learner.layers == "transformer_engine" and not (installed and learner.device == "cuda"):
-        raise ConfigError(
-            f"learner.layers=transformer_engine with learner.device={learner.device}: TransformerEngine is "
-            f"{'installed' if installed else 'not installed'} and needs CUDA; use learner.layers=auto or torch"
-        )
-    wanted = learner.layers != "torch" and lacking is None and not learner.half_attention_alone
-    return wanted and installed and learner.device == "cuda"
 
 
 def padded_vocab(shape: ModelShape, learner: LearnerSection) -> int:
@@ -59,9 +40,9 @@ def padded_vocab(shape: ModelShape, learner: LearnerSection) -> int:
 def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
     """Megatron's configuration of one rank. Fusions that want CUDA kernels are on only with TransformerEngine.
 
-    Raises ConfigError for what megatron cannot build (`buildable`).
+    Raises ConfigError for what is refused (`refusals`), and where the machine lacks what an option needs.
     """
-    d, dtype, fused = learner.dims, DTYPES[learner.dtype], uses_transformer_engine(shape, learner)
+    d, dtype, fused = learner.dims, DTYPES[learner.dtype], uses_transformer_engine(learner, shape)
     refuse(shape, learner)
     options = _attention_options(shape, fused) | (_expert_options(shape, fused) if shape.num_experts else {})
     if d.vpp > 1:  # batched p2p is silently wrong with vpp at pp=2
@@ -154,7 +135,7 @@ def build_chunks(shape: ModelShape, learner: LearnerSection, config: DecoderConf
 
 
 def _build_chunk(shape: ModelShape, learner: LearnerSection, config: DecoderConfig, vp_stage: int | None) -> GPTModel:
-    fused = uses_transformer_engine(shape, learner)
+    fused = uses_transformer_engine(learner, shape)
     virtual: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage} if vp_stage is not None else {}
     model = GPTModel(
         config=config,

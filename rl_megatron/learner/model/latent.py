@@ -26,9 +26,7 @@ from rl_megatron.learner.model.fused import linear, rms_norm, rotate
 from rl_megatron.learner.model.layers import NormColumnLinear
 from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.learner.packed import PackedAttentionParams
-from rl_megatron.models.shape import ModelShape, Rope
-
-LATENT_NORM_EPS = 1e-6  # of the latents' norms; transformers gives them no other, whatever rms_norm_eps is
+from rl_megatron.models.shape import LatentAttention, ModelShape, Rope
 
 
 class WholeLinear(torch.nn.Module):
@@ -51,7 +49,7 @@ class LatentUpLinear(NormColumnLinear):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """[s, b, rank] -> ([s * tp, b, out / tp], None)."""
         out: tuple[Tensor, Tensor | None] = ColumnParallelLinear.forward(
-            self, rms_norm(x, self.layer_norm_weight, LATENT_NORM_EPS), *args, **kwargs
+            self, rms_norm(x, self.layer_norm_weight, LatentAttention.norm_eps), *args, **kwargs
         )
         return out
 
@@ -140,29 +138,11 @@ def _halves(x: Tensor) -> Tensor:
 
 def softmax_scale(head_dim: int, rope: Rope) -> float:
     """What products are multiplied with; DeepSeek grows it by the square of YaRN's factor for all dimensions."""
-    return _grown(rope.factor, rope.mscale_all_dim) ** 2 / math.sqrt(head_dim)
-
-
-def _grown(factor: float, mscale: float) -> float:
-    """YaRN's factor; 1 where the context is not stretched or ``mscale`` is 0."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def megatron_has(shape: ModelShape) -> bool:
-    """Whether megatron's own latent attention, over TransformerEngine, computes what ``shape`` says."""
-    rope = shape.rope
-    mscale = _megatrons_mscale(rope)
-    factor = _grown(rope.factor, mscale) / _grown(rope.factor, rope.mscale_all_dim)
-    known = rope.kind == "default" or (rope.kind == "yarn" and rope.truncate)
-    return known and math.isclose(rope.attention_factor, factor) and shape.norm_eps == LATENT_NORM_EPS
-
-
-def _megatrons_mscale(rope: Rope) -> float:
-    return rope.mscale if rope.mscale and rope.mscale_all_dim else 1.0  # transformers takes both or none
+    return rope.grown(rope.mscale_all_dim) ** 2 / math.sqrt(head_dim)
 
 
 def megatron_latent_options(shape: ModelShape) -> dict[str, Any]:
-    """Options of megatron's own latent attention (MLATransformerConfig), where `megatron_has` it."""
+    """Options of megatron's own latent attention (MLATransformerConfig), where it computes what the shape says."""
     m, rope = shape.latent, shape.rope
     assert m is not None
     stretched = rope.kind == "yarn"
@@ -176,7 +156,7 @@ def megatron_latent_options(shape: ModelShape) -> dict[str, Any]:
         "qk_layernorm": True,
         "rotary_base": shape.rope_theta,
         "rope_type": "yarn" if stretched else "rope",
-        "mscale": _megatrons_mscale(rope),
+        "mscale": rope.paired_mscale,
         "mscale_all_dim": rope.mscale_all_dim,
     }
     if stretched:

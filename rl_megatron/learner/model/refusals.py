@@ -1,4 +1,4 @@
-"""What the learner cannot build of a shape, and which of its parts TransformerEngine's layers do not have."""
+"""What the learner cannot build of a shape: the routers that megatron-core has not, and what the options refuse."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.model.latent import megatron_has
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.table import problems
 
 
 def refuse(shape: ModelShape, learner: LearnerSection) -> None:
     """Raises ConfigError naming every part of the model that megatron-core 0.16 would get wrong or cannot build."""
-    problems = list(_problems(shape, learner))
-    if problems:
-        raise ConfigError(f"model_type={shape.family!r} cannot be trained so:\n  " + "\n  ".join(problems))
+    found = [*_router_problems(shape), *problems(learner, shape)]
+    if found:
+        raise ConfigError(f"model_type={shape.family!r} cannot be trained so:\n  " + "\n  ".join(found))
 
 
-def _problems(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
+def _router_problems(shape: ModelShape) -> Iterator[str]:
     router, top_k = shape.router, shape.experts_per_token
     if router.score == "sigmoid" and (top_k == 1 or not shape.normalize_top_k):
         yield (
@@ -30,18 +30,3 @@ def _problems(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
             f"groups of experts are chosen by their best {summed}; megatron takes num_experts_per_tok / topk_group = "
             f"{top_k} / {router.top_groups} = {top_k // router.top_groups}"
         )
-    if shape.expert_bias and learner.dims.etp > 1:
-        yield f"its experts are spread by ep, not cut: learner.etp={learner.dims.etp} is refused; use etp=1, ep=tp"
-
-
-def torch_only(shape: ModelShape) -> str | None:
-    """The part for which our torch layers are used on GPUs too; None where TransformerEngine has them all."""
-    parts = {
-        "sliding windows": any(shape.windows),
-        "attention sinks": shape.sinks,
-        "norms over all heads": shape.qk_norm == "all",
-        "fused experts with biases": shape.expert_bias,
-        "a factor on rotary embeddings": shape.latent is None and shape.rope.attention_factor != 1,
-        "latent attention with these norms or rotary embeddings": shape.latent is not None and not megatron_has(shape),
-    }
-    return next((part for part, there in parts.items() if there), None)

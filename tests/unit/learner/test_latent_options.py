@@ -13,10 +13,10 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.build import make_config
 from rl_megatron.learner.model.decoder_config import LatentDecoderConfig
 from rl_megatron.learner.model.latent import megatron_latent_options, softmax_scale
-from rl_megatron.learner.model.refusals import torch_only
 from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import Rope, Router
+from rl_megatron.options.layers import torch_only
 
 V3 = NAMED["deepseek-v3"]
 

@@ -6,8 +6,8 @@ import pytest
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.learner.model.build import uses_transformer_engine
 from rl_megatron.models.named import NAMED
+from rl_megatron.options.layers import uses_transformer_engine
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ def test_auto_takes_transformer_engines_where_they_have_an_attention_kernel(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # it is installed
     learner = LearnerSection.model_validate({"device": "cuda", **given})
-    assert uses_transformer_engine(NAMED["qwen3-30b-a3b"], learner) is fused
+    assert uses_transformer_engine(learner, NAMED["qwen3-30b-a3b"]) is fused
