@@ -35,11 +35,11 @@ class Worker(RankModels):
     )
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
-        from rl_megatron.learner.model.build import DTYPES
+        from rl_megatron.learner.model.build import torch_dtype
 
         super().__init__(setup, rank, store)
         config = setup.config
-        self._dtype = DTYPES[config.learner.dtype]
+        self._dtype = torch_dtype(config.learner.dtype)
         self._sender: Sender | None = None  # into engine ranks that are processes of their own
         self._holder = self._make_holder(config, setup.run_folder)
         self.start_from("policy", setup.model_folder)

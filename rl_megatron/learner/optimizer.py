@@ -13,13 +13,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.learner.model.build import DTYPES
+from rl_megatron.learner.model.build import torch_dtype
 
 
 def make_optimizer(chunks: Sequence[DistributedDataParallel], learner: LearnerSection) -> MegatronOptimizer:
     """The optimizer of this rank's chunks. Every rank calls it. The learning rate is set before each step."""
     _fix_torch_adam()
-    section, dtype = learner.optimizer, DTYPES[learner.dtype]
+    section, dtype = learner.optimizer, torch_dtype(learner.dtype)
     config = OptimizerConfig(
         optimizer="adam",
         lr=0.0,

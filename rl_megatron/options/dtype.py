@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from rl_megatron.options.option import Option
+from rl_megatron.options.option import Dtype, Keywords, Option
 from rl_megatron.section import Section
+
+if TYPE_CHECKING:
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
 
 
 class DtypeKeys(Section):
@@ -19,3 +23,13 @@ class Precision(Option):
     """Parameters and activations in ``learner.dtype``; gradients are added up, and experts chosen, in float32."""
 
     keys = DtypeKeys
+
+    def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
+        """The dtype of the model, of what its stages send each other, and of what the optimizer steps on."""
+        dtype, half = Dtype(learner.dtype), learner.dtype == "bfloat16"
+        router = {"moe_router_dtype": "fp32"} if shape.num_experts else {}
+        return Keywords(
+            model={"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": half, **router},
+            ddp={"grad_reduce_in_fp32": True},
+            optimizer={"params_dtype": dtype, "bf16": half},
+        )

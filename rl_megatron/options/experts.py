@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rl_megatron.options.option import Option
+from rl_megatron.options.option import Keywords, Option
 from rl_megatron.section import Positive, Section
 
 if TYPE_CHECKING:
@@ -44,3 +44,8 @@ class ExpertParallel(Option):
             )
         if shape is not None and shape.expert_bias and d.etp > 1:
             yield f"its experts are spread by ep, not cut: learner.etp={d.etp} is refused; use etp=1, ep=tp"
+
+    def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
+        """Both degrees."""
+        d = learner.dims
+        return Keywords(model={"expert_model_parallel_size": d.ep, "expert_tensor_parallel_size": d.etp})

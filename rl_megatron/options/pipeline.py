@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rl_megatron.options.option import Option
+from rl_megatron.options.option import Keywords, Option
 from rl_megatron.section import Positive, Section
 
 if TYPE_CHECKING:
@@ -37,3 +37,15 @@ class Pipeline(Option):
             yield (
                 f"learner.vpp={learner.vpp} needs a pipeline, but learner.pp=1; set learner.vpp=1 or learner.pp >= 2"
             )
+
+    def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
+        """Degrees and uneven stages."""
+        model: dict[str, object] = {
+            "pipeline_model_parallel_size": learner.pp,
+            "num_layers_in_first_pipeline_stage": learner.first_stage_layers,
+            "num_layers_in_last_pipeline_stage": learner.last_stage_layers,
+        }
+        if learner.vpp > 1:  # batched p2p is silently wrong with vpp at pp=2
+            model["virtual_pipeline_model_parallel_size"] = learner.vpp
+            model |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        return Keywords(model=model)

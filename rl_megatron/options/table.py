@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from rl_megatron.errors import ConfigError
 from rl_megatron.options.device import Device
 from rl_megatron.options.dtype import Precision
 from rl_megatron.options.experts import ExpertParallel
 from rl_megatron.options.head import OutputHead
 from rl_megatron.options.layers import Layers
 from rl_megatron.options.optimizer import Optimizer
-from rl_megatron.options.option import Option
+from rl_megatron.options.option import Keywords, Option
 from rl_megatron.options.pipeline import Pipeline
 from rl_megatron.options.recompute import Recompute
 from rl_megatron.options.replicas import Replicas
@@ -46,3 +47,17 @@ def problems(learner: LearnerSection, shape: ModelShape | None = None) -> Iterat
     """Why options refuse; ``shape`` is None before a model is read."""
     for option in options().values():
         yield from option.problems(learner, shape)
+
+
+def keywords(learner: LearnerSection, shape: ModelShape) -> Keywords:
+    """What megatron-core is given for all options. Raises ConfigError where two give the same keyword."""
+    found: dict[str, dict[str, object]] = {"model": {}, "ddp": {}, "optimizer": {}}
+    owners: dict[tuple[str, str], str] = {}
+    for name, option in options().items():
+        given = option.megatron(learner, shape)
+        for kind, mine in (("model", given.model), ("ddp", given.ddp), ("optimizer", given.optimizer)):
+            for keyword, value in mine.items():
+                if (owner := owners.setdefault((kind, keyword), name)) != name:
+                    raise ConfigError(f"the options {owner!r} and {name!r} both give megatron-core {keyword}; drop one")
+                found[kind][keyword] = value
+    return Keywords(model=found["model"], ddp=found["ddp"], optimizer=found["optimizer"])

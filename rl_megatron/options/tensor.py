@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from rl_megatron.options.option import Option
+from typing import TYPE_CHECKING
+
+from rl_megatron.options.option import Keywords, Option
 from rl_megatron.section import Positive, Section
+
+if TYPE_CHECKING:
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
 
 
 class TensorKeys(Section):
@@ -17,3 +23,7 @@ class TensorParallel(Option):
     """Tensor parallelism, never without sequence parallelism: megatron-core trains experts only so."""
 
     keys = TensorKeys
+
+    def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
+        """The degree, and sequence parallelism."""
+        return Keywords(model={"tensor_model_parallel_size": learner.tp, "sequence_parallel": learner.tp > 1})

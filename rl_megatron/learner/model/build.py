@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,19 @@ from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.layers import uses_transformer_engine
+from rl_megatron.options.option import Dtype
+from rl_megatron.options.table import keywords
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+def with_dtypes(keywords: Mapping[str, object]) -> dict[str, Any]:
+    """Options' keywords as megatron-core takes them: with torch's dtypes."""
+    return {name: torch_dtype(value.name) if isinstance(value, Dtype) else value for name, value in keywords.items()}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """By its name in torch."""
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def padded_vocab(shape: ModelShape, learner: LearnerSection) -> int:
@@ -42,11 +53,9 @@ def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
 
     Raises ConfigError for what is refused (`refusals`), and where the machine lacks what an option needs.
     """
-    d, dtype, fused = learner.dims, DTYPES[learner.dtype], uses_transformer_engine(learner, shape)
+    fused = uses_transformer_engine(learner, shape)
     refuse(shape, learner)
     options = _attention_options(shape, fused) | (_expert_options(shape, fused) if shape.num_experts else {})
-    if d.vpp > 1:  # batched p2p is silently wrong with vpp at pp=2
-        options |= {"virtual_pipeline_model_parallel_size": d.vpp, "overlap_p2p_comm": True, "batch_p2p_comm": False}
     if learner.recompute_layers:
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     kind = LatentDecoderConfig if fused and shape.latent else DecoderConfig
@@ -63,16 +72,6 @@ def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
         add_bias_linear=shape.out_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=d.tp,
-        pipeline_model_parallel_size=d.pp,
-        expert_model_parallel_size=d.ep,
-        expert_tensor_parallel_size=d.etp,
-        context_parallel_size=d.cp,
-        sequence_parallel=d.tp > 1,  # megatron trains MoE under TP only with it
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        use_cpu_initialization=learner.device == "cpu",
         perform_initialization=False,  # weights always come from a checkpoint
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # megatron checks it without experts too
@@ -83,9 +82,8 @@ def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
         masked_softmax_fusion=fused,
         persist_layer_norm=fused,
         cross_entropy_loss_fusion=False,
-        num_layers_in_first_pipeline_stage=learner.first_stage_layers,
-        num_layers_in_last_pipeline_stage=learner.last_stage_layers,
         **options,
+        **with_dtypes(keywords(learner, shape).model),
     )
 
 
@@ -110,7 +108,6 @@ def _expert_options(shape: ModelShape, fused: bool) -> dict[str, Any]:
         "moe_router_pre_softmax": router.score == "softmax" and not shape.normalize_top_k,
         "moe_router_score_function": router.score,
         "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp32",
         "moe_grouped_gemm": True,
         "moe_permute_fusion": fused,
         "moe_enable_routing_replay": True,  # costs nothing while no routes are replayed (`replay`)
