@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from rl_megatron.options.option import Option
+from typing import TYPE_CHECKING
+
+from rl_megatron.options.option import Keywords, Option
 from rl_megatron.section import Positive, Section
+
+if TYPE_CHECKING:
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
 
 
 class HeadKeys(Section):
@@ -19,3 +25,7 @@ class OutputHead(Option):
     """Logits in ``learner.dtype``; log-probs in float32, chunk by chunk (`learner.logprobs`)."""
 
     keys = HeadKeys
+
+    def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
+        """Cross entropy is not megatron-core's."""
+        return Keywords(model={"cross_entropy_loss_fusion": False})

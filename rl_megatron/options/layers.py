@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.options.option import Option
+from rl_megatron.options.option import Keywords, Option
 from rl_megatron.section import Section
 
 if TYPE_CHECKING:
@@ -44,6 +44,15 @@ class Layers(Option):
                 f"learner.layers=transformer_engine: model_type={shape.family!r} has {lacking}, for which our layers "
                 "are used; use learner.layers=auto or torch"
             )
+
+    def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
+        """Whether kernels are fused. Gradients are never added up inside a linear's backward, which wants apex."""
+        fused = uses_transformer_engine(learner, shape)
+        latent = fused and shape.latent is not None
+        names = ["bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm"]
+        names += ["moe_permute_fusion"] if shape.num_experts else []
+        names += [] if latent else ["apply_rope_fusion"]
+        return Keywords(model={"gradient_accumulation_fusion": False, **dict.fromkeys(names, fused)})
 
 
 def uses_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool:

@@ -49,13 +49,13 @@ def padded_vocab(shape: ModelShape, learner: LearnerSection) -> int:
 
 
 def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
-    """Megatron's configuration of one rank. Fusions that want CUDA kernels are on only with TransformerEngine.
+    """Megatron's configuration of one rank: what the model is, and the options' keywords.
 
     Raises ConfigError for what is refused (`refusals`), and where the machine lacks what an option needs.
     """
     fused = uses_transformer_engine(learner, shape)
     refuse(shape, learner)
-    options = _attention_options(shape, fused) | (_expert_options(shape, fused) if shape.num_experts else {})
+    options = _attention_options(shape, fused) | (_expert_options(shape) if shape.num_experts else {})
     if learner.recompute_layers:
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     kind = LatentDecoderConfig if fused and shape.latent else DecoderConfig
@@ -76,12 +76,6 @@ def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # megatron checks it without experts too
         calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=fused,
-        bias_dropout_fusion=fused,
-        masked_softmax_fusion=fused,
-        persist_layer_norm=fused,
-        cross_entropy_loss_fusion=False,
         **options,
         **with_dtypes(keywords(learner, shape).model),
     )
@@ -95,11 +89,10 @@ def _attention_options(shape: ModelShape, fused: bool) -> dict[str, Any]:
         "kv_channels": shape.head_dim,
         "qk_layernorm": shape.qk_norm == "head",  # megatron sums those norms' gradients over tp, by their names
         "add_qkv_bias": shape.qkv_bias,
-        "apply_rope_fusion": fused,
     }
 
 
-def _expert_options(shape: ModelShape, fused: bool) -> dict[str, Any]:
+def _expert_options(shape: ModelShape) -> dict[str, Any]:
     router = shape.router
     options: dict[str, Any] = {
         "num_moe_experts": shape.num_experts,
@@ -109,7 +102,6 @@ def _expert_options(shape: ModelShape, fused: bool) -> dict[str, Any]:
         "moe_router_score_function": router.score,
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": True,
-        "moe_permute_fusion": fused,
         "moe_enable_routing_replay": True,  # costs nothing while no routes are replayed (`replay`)
     }
     if shape.dense_layers:  # makes megatron name layers one by one in checkpoints
