@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from rl_megatron.options.option import Option
+from typing import TYPE_CHECKING
+
+from rl_megatron.options.option import Keywords, Option
 from rl_megatron.section import Section
+
+if TYPE_CHECKING:
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
 
 
 class RecomputeKeys(Section):
@@ -17,3 +23,11 @@ class Recompute(Option):
     """Layer by layer, each whole."""
 
     keys = RecomputeKeys
+
+    def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
+        """Full recomputation of every single layer."""
+        if not learner.recompute_layers:
+            return Keywords()
+        return Keywords(
+            model={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        )

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rl_megatron.errors import ConfigError
+from rl_megatron.options.balance import Balance
 from rl_megatron.options.device import Device
+from rl_megatron.options.dispatcher import Dispatcher
 from rl_megatron.options.dtype import Precision
 from rl_megatron.options.experts import ExpertParallel
 from rl_megatron.options.head import OutputHead
@@ -31,6 +33,8 @@ OPTIONS: Mapping[str, Option] = {
     "pipeline": Pipeline(),
     "experts": ExpertParallel(),
     "replicas": Replicas(),
+    "dispatcher": Dispatcher(),
+    "balance": Balance(),
     "head": OutputHead(),
     "optimizer": Optimizer(),
 }

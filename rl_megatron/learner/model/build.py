@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner.model.decoder_config import DecoderConfig, LatentDecoderConfig
-from rl_megatron.learner.model.latent import latent_attention_spec, megatron_latent_options
+from rl_megatron.learner.model.latent import latent_attention_spec, megatron_latent_keywords
 from rl_megatron.learner.model.layers import RMSNorm, specialise, torch_layer_spec
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.learner.model.rotary import inverse_frequencies
@@ -31,9 +31,9 @@ from rl_megatron.options.option import Dtype
 from rl_megatron.options.table import keywords
 
 
-def with_dtypes(keywords: Mapping[str, object]) -> dict[str, Any]:
+def with_dtypes(given: Mapping[str, object]) -> dict[str, Any]:
     """Options' keywords as megatron-core takes them: with torch's dtypes."""
-    return {name: torch_dtype(value.name) if isinstance(value, Dtype) else value for name, value in keywords.items()}
+    return {name: torch_dtype(value.name) if isinstance(value, Dtype) else value for name, value in given.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -55,9 +55,7 @@ def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
     """
     fused = uses_transformer_engine(learner, shape)
     refuse(shape, learner)
-    options = _attention_options(shape, fused) | (_expert_options(shape) if shape.num_experts else {})
-    if learner.recompute_layers:
-        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    of_model = _attention_keywords(shape, fused) | (_expert_keywords(shape) if shape.num_experts else {})
     kind = LatentDecoderConfig if fused and shape.latent else DecoderConfig
     return kind(
         shape=shape,
@@ -73,17 +71,15 @@ def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         perform_initialization=False,  # weights always come from a checkpoint
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # megatron checks it without experts too
         calculate_per_token_loss=True,
-        **options,
+        **of_model,
         **with_dtypes(keywords(learner, shape).model),
     )
 
 
-def _attention_options(shape: ModelShape, fused: bool) -> dict[str, Any]:
+def _attention_keywords(shape: ModelShape, fused: bool) -> dict[str, Any]:
     if fused and shape.latent:
-        return megatron_latent_options(shape)
+        return megatron_latent_keywords(shape)
     return {
         "num_query_groups": shape.num_kv_heads,
         "kv_channels": shape.head_dim,
@@ -92,29 +88,28 @@ def _attention_options(shape: ModelShape, fused: bool) -> dict[str, Any]:
     }
 
 
-def _expert_options(shape: ModelShape) -> dict[str, Any]:
+def _expert_keywords(shape: ModelShape) -> dict[str, Any]:
     router = shape.router
-    options: dict[str, Any] = {
+    out: dict[str, Any] = {
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.expert_width,
         "moe_router_topk": shape.experts_per_token,
         "moe_router_pre_softmax": router.score == "softmax" and not shape.normalize_top_k,
         "moe_router_score_function": router.score,
-        "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": True,
         "moe_enable_routing_replay": True,  # costs nothing while no routes are replayed (`replay`)
     }
     if shape.dense_layers:  # makes megatron name layers one by one in checkpoints
-        options["moe_layer_freq"] = [int(layer in shape.moe_layers) for layer in range(shape.num_layers)]
+        out["moe_layer_freq"] = [int(layer in shape.moe_layers) for layer in range(shape.num_layers)]
     if shape.shared_width:
-        options["moe_shared_expert_intermediate_size"] = shape.shared_width
-    if router.selection_bias:  # frozen: megatron would move it at each step
-        options |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}
+        out["moe_shared_expert_intermediate_size"] = shape.shared_width
+    if router.selection_bias:
+        out["moe_router_enable_expert_bias"] = True
     if router.scaling != 1:
-        options["moe_router_topk_scaling_factor"] = router.scaling
+        out["moe_router_topk_scaling_factor"] = router.scaling
     if router.top_groups < router.groups:
-        options |= {"moe_router_num_groups": router.groups, "moe_router_group_topk": router.top_groups}
-    return options
+        out |= {"moe_router_num_groups": router.groups, "moe_router_group_topk": router.top_groups}
+    return out
 
 
 def build_chunks(shape: ModelShape, learner: LearnerSection, config: DecoderConfig) -> list[GPTModel]:

@@ -141,12 +141,12 @@ def softmax_scale(head_dim: int, rope: Rope) -> float:
     return rope.grown(rope.mscale_all_dim) ** 2 / math.sqrt(head_dim)
 
 
-def megatron_latent_options(shape: ModelShape) -> dict[str, Any]:
-    """Options of megatron's own latent attention (MLATransformerConfig), where it computes what the shape says."""
+def megatron_latent_keywords(shape: ModelShape) -> dict[str, Any]:
+    """Keywords of megatron's own latent attention (MLATransformerConfig), where it computes what the shape says."""
     m, rope = shape.latent, shape.rope
     assert m is not None
     stretched = rope.kind == "yarn"
-    options = {
+    out = {
         "multi_latent_attention": True,  # DecoderConfig's fields stand before MLATransformerConfig's
         "q_lora_rank": m.query_rank,
         "kv_lora_rank": m.kv_rank,
@@ -160,13 +160,13 @@ def megatron_latent_options(shape: ModelShape) -> dict[str, Any]:
         "mscale_all_dim": rope.mscale_all_dim,
     }
     if stretched:
-        options |= {
+        out |= {
             "rotary_scaling_factor": rope.factor,
             "original_max_position_embeddings": rope.original_positions,
             "beta_fast": rope.beta_fast,
             "beta_slow": rope.beta_slow,
         }
-    return options
+    return out
 
 
 def latent_attention_spec(shape: ModelShape) -> ModuleSpec:

@@ -12,7 +12,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.build import make_config
 from rl_megatron.learner.model.decoder_config import LatentDecoderConfig
-from rl_megatron.learner.model.latent import megatron_latent_options, softmax_scale
+from rl_megatron.learner.model.latent import megatron_latent_keywords, softmax_scale
 from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import Rope, Router
@@ -27,7 +27,7 @@ def test_megatrons_own_rotary_embedding_turns_as_ours(name: str, monkeypatch: py
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # where it puts its frequencies
     shape = NAMED[name]
-    options = megatron_latent_options(shape)
+    options = megatron_latent_keywords(shape)
     theirs = YarnRotaryEmbedding(
         options["qk_pos_emb_head_dim"],
         rotary_base=options["rotary_base"],
@@ -55,7 +55,7 @@ def test_megatrons_configuration_takes_the_options(name: str) -> None:
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
-        **megatron_latent_options(shape),
+        **megatron_latent_keywords(shape),
     )
     assert config.multi_latent_attention
     assert (config.rope_type, config.kv_lora_rank, config.v_head_dim) == ("yarn", 512, 128)

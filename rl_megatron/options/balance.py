@@ -1,0 +1,22 @@
+"""What keeps experts evenly loaded: nothing, so that the router learns by the loss alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_megatron.options.option import Keywords, Option
+
+if TYPE_CHECKING:
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
+
+
+class Balance(Option):
+    """No auxiliary loss; biases of the choice stay as the checkpoint has them."""
+
+    def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
+        """megatron-core would move those biases at each step."""
+        if not shape.num_experts:
+            return Keywords()
+        still = {"moe_router_bias_update_rate": 0.0} if shape.router.selection_bias else {}
+        return Keywords(model={"moe_router_load_balancing_type": "none", **still})

@@ -1,0 +1,19 @@
+"""How tokens reach the ranks of their experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_megatron.options.option import Keywords, Option
+
+if TYPE_CHECKING:
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
+
+
+class Dispatcher(Option):
+    """An all-to-all: megatron-core's all-gather wants micro-batches of one length, and ours are packed."""
+
+    def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
+        """Given to a model without experts too: megatron-core checks it against ``variable_seq_lengths``."""
+        return Keywords(model={"moe_token_dispatcher_type": "alltoall", "variable_seq_lengths": True})
