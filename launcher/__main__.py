@@ -291,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except (OSError, RuntimeError) as error:
-        said = limits.told(error)
+        said = limits.refusal(error)
         if said is None:
             raise
         print(f"error: {said}", file=sys.stderr)

@@ -52,8 +52,8 @@ class ConnectedRank(RankProcess):
         hung_up.wait()
         self._gone.set()
         file = file_stem(self.role, self.rank)
-        told = end_of(self.folder / f"{file}.txt") if self.folder is not None else ""
-        said = f"ends with:{told}" if told else "has what it said"
+        tail = end_of(self.folder / f"{file}.txt") if self.folder is not None else ""
+        said = f"ends with:{tail}" if tail else "has what it said"
         how = f"hung up: it was killed, crashed or lost its node; {file}.txt {said}"
         return Ending(how=how, expected=True, killed=True)
 

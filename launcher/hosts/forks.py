@@ -44,8 +44,8 @@ class ForkedRank(RankProcess):
         """Waits for the child's exit, which says more than the end of its pipe."""
         code = self._code.result()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        told = self._last_words.told()
-        said = f"it said last:{told}" if told else "log.txt has what it said"
+        tail = self._last_words.tail()
+        said = f"it said last:{tail}" if tail else "log.txt has what it said"
         return Ending(how=f"{how}; {said}", expected=code == 0, killed=code < 0)
 
     @override

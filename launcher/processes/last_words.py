@@ -38,7 +38,7 @@ class LastWords:
                     print(line, end="", file=sys.stderr, flush=True)
         self._ours.close()
 
-    def told(self) -> str:
+    def tail(self) -> str:
         """The last lines of a child that ended; empty where it wrote none."""
         self._hearing.join(_DRAIN_SECONDS)
         return _indented(tuple(self._lines))

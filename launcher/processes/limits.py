@@ -39,7 +39,7 @@ def describe_open_files() -> str:
     )
 
 
-def told(error: OSError | RuntimeError) -> str | None:
+def refusal(error: OSError | RuntimeError) -> str | None:
     """What the system refused to this process, and how to have it; None where it was not the system."""
     if isinstance(error, OSError):
         if error.errno is None:

@@ -73,8 +73,8 @@ def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path, capsys: pytes
     ],
 )
 def test_what_the_system_refuses_is_told_from_faults_of_ours(error: OSError | RuntimeError, said: str | None) -> None:
-    told = limits.told(error)
-    assert told is None if said is None else told is not None and told.startswith(said)
+    refusal = limits.refusal(error)
+    assert refusal is None if said is None else refusal is not None and refusal.startswith(said)
 
 
 def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback(tmp_path: Path) -> None:

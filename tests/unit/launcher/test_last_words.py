@@ -25,7 +25,7 @@ def test_the_last_lines_of_a_killed_child_are_kept_and_passed_on(capfd: pytest.C
     child.start()
     words.listen()
     child.join()
-    assert words.told() == "".join(f"\n  line {n}" for n in range(14, 20)) + "\n  socket: Too many open files"
+    assert words.tail() == "".join(f"\n  line {n}" for n in range(14, 20)) + "\n  socket: Too many open files"
     assert capfd.readouterr().err.startswith("line 0\nline 1\n")
 
 
