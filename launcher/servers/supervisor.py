@@ -97,27 +97,27 @@ class Supervisor:
         replica.supervised = True
         while True:
             why = await self._until_dead(replica, standing)
-            replica.told(Event.DIED, why)
+            replica.apply(Event.DIED, why)
             await standing.end()
             again = await self._again(replica)
             if again is None:
-                replica.told(Event.GIVEN_UP)
+                replica.apply(Event.GIVEN_UP)
                 return
             standing = again
             await replica.server.close()
             replica.server = standing.server
-            replica.told(Event.ANSWERED)
+            replica.apply(Event.ANSWERED)
 
     async def _again(self, replica: Replica) -> Standing | None:
         """What stands there next; None after ``rollout.server.restarts`` attempts, each waiting twice as long."""
         while replica.restarts < self.section.restarts:
             await asyncio.sleep(self.section.backoff_seconds * 2**replica.restarts)
             replica.restarts += 1
-            replica.told(Event.RESTARTED)
+            replica.apply(Event.RESTARTED)
             try:
                 return await self.bring_back(replica)
             except (EngineError, ConfigError) as error:
-                replica.told(Event.DIED, str(error))
+                replica.apply(Event.DIED, str(error))
         return None
 
     async def _until_dead(self, replica: Replica, standing: Standing) -> str:

@@ -1,4 +1,4 @@
-"""Engine servers as one RolloutEngine: replicas, retries, and new weights served only once somebody vouched for them.
+"""Engine servers as one RolloutEngine: replicas, retries, and new weights served only once they are verified.
 
 An adapter (adapter.py) says a request or an order in its server's words; everything else is here, once.
 """
@@ -22,7 +22,7 @@ from rl_megatron.rollout.servers.replicas import PRESENT, Event, Replica, Replic
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
 from rl_megatron.weights.layouts.recorded import Boxes
-from rl_megatron.weights.servers.mirror import vouched_for
+from rl_megatron.weights.servers.mirror import count_verified
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -75,10 +75,10 @@ class ServedEngine:
             return []
         self._check(request)
         async with self._slots:
-            before = await self._vouched(request)
+            before = await self._served_version(request)
             started = await self._sampled(request)
             completions = await asyncio.gather(*(self._finished(request, c, before) for c in started))
-            after = await self._vouched(request)
+            after = await self._served_version(request)
         if len(completions) != request.num_completions:
             raise EngineError(
                 f"request {request.id!r}: {len(completions)} completions came, {request.num_completions} were asked for"
@@ -104,7 +104,7 @@ class ServedEngine:
             return
         raise EngineError(f"request {request.id!r}: {problem}")
 
-    async def _vouched(self, request: GenerationRequest) -> int:
+    async def _served_version(self, request: GenerationRequest) -> int:
         """The version that is served, once no update is under way."""
         await self._settled.wait()
         if self._version is None:
@@ -117,7 +117,7 @@ class ServedEngine:
         Raises EngineError where the server ended it though no update was under way since ``version`` was served.
         """
         while (completion := as_it_should_end(completion, request)).finish_reason == "abort":
-            served = await self._vouched(request)
+            served = await self._served_version(request)
             if served == version:
                 raise EngineError(
                     f"request {request.id!r}: the server ended it after {len(completion.token_ids)} tokens, though "
@@ -171,11 +171,11 @@ class ServedEngine:
     def _abort(self, server: Server, request: GenerationRequest, name: str) -> None:
         """Have the server end it: by itself it may look after closed connections every few seconds only."""
 
-        async def told() -> None:
+        async def send() -> None:
             with contextlib.suppress(AttemptFailed, EngineError):  # its end ends the request too
                 await self.adapter.abort(server, request, name)
 
-        task = asyncio.ensure_future(told())
+        task = asyncio.ensure_future(send())
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
@@ -261,7 +261,7 @@ class ServedEngine:
         """How many of the mirror's tensors checksums tell of, and those that differ; by URL. Raises SyncError."""
         what = "comparing weights"
         said = await self._on_each(self._loaded(None), what, lambda r: self.adapter.held(r.server, path))
-        return {url: vouched_for(path, checksums, reports) for url, reports in said.items()}
+        return {url: count_verified(path, checksums, reports) for url, reports in said.items()}
 
     async def tokenized(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...] | None:
         """What a replica's own tokenizer makes of a text; None where it has none. Raises EngineError."""
@@ -291,7 +291,7 @@ class ServedEngine:
         loaded = self._loaded(only)
         await self._on_each(loaded, f"version {version}", lambda r: self.adapter.relabel(r.server, version))
         for replica in self._loaded(only):
-            replica.told(Event.REFITTED)
+            replica.apply(Event.REFITTED)
         if only is None:
             self._version = version
             self._settled.set()
@@ -329,7 +329,7 @@ class ServedEngine:
     async def _on_each(
         self, replicas: Mapping[Replica, Server], what: str, order: Callable[[Replica], Coroutine[Any, Any, T]]
     ) -> dict[str, T]:
-        """``order`` on all at once; one that dies meanwhile is done without.
+        """``order`` on all at once; one that dies meanwhile is left out.
 
         Raises SyncError that names the replicas it failed on, ReplicasLost where all died.
         """

@@ -43,7 +43,7 @@ class Server:
     def __init__(self, url: str, *, token: str | None, timeout_seconds: float) -> None:
         self.url, self.token, self._limit = url.rstrip("/"), token, timeout_seconds
         self.in_flight = 0  # requests that want tokens
-        self.paused = False  # whether it was told to make none
+        self.paused = False  # whether its sampling is paused
         self.released = False  # whether its memory is given back
         self._client = httpx2.AsyncClient(
             base_url=self.url,

@@ -79,7 +79,7 @@ class Replica:
         self.suspected = asyncio.Event()
         self._down = asyncio.Event()
 
-    def told(self, event: Event, reason: str = "") -> None:
+    def apply(self, event: Event, reason: str = "") -> None:
         """Move on, with a line in the log, and wake those who wait."""
         before, self.state = self.state, after(self.state, event)
         if event is Event.DIED:

@@ -149,7 +149,7 @@ def check(path: Path, version: int) -> None:
         raise CorruptionError(f"{path}, version {version}: other bytes than the learner has in {', '.join(wrong)}")
 
 
-def vouched_for(path: Path, checksums: Mapping[str, int], reports: Sequence[Report]) -> tuple[int, list[str]]:
+def count_verified(path: Path, checksums: Mapping[str, int], reports: Sequence[Report]) -> tuple[int, list[str]]:
     """For how many tensors what one server holds can be compared with ``checksums``, and those that differ."""
     known = shapes(path)
     found = compare(checksums, known, reports, frozenset())

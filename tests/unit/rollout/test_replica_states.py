@@ -41,7 +41,7 @@ def test_transitions_are_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> N
     caplog.set_level("INFO")
     (replica,) = ReplicaSet("x", [Server("http://127.0.0.1:1", token=None, timeout_seconds=1.0)]).all
     for event in (Event.REFITTED, Event.DIED, Event.RESTARTED, Event.ANSWERED, Event.REFITTED):
-        replica.told(event, "killed" if event is Event.DIED else "")
+        replica.apply(event, "killed" if event is Event.DIED else "")
     assert [record.getMessage() for record in caplog.records] == [
         "replica 0: STALE -> HEALTHY",
         "replica 0: killed\nHEALTHY -> DEAD",
