@@ -15,6 +15,8 @@ LEFT, RIGHT, TOP, BOTTOM = 42.0, 392.0, 10.0, 186.0
 FRAME = {"w": W, "h": H, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM}  # for the template
 MAX_POINTS = 240
 MAX_BARS = 60
+_COLORS, _DASHES = 8, ((99, 0), (9, 5), (1, 5))  # px of line and of gap
+DOTTED = 2 * _COLORS  # added to a solid style: dots of the same color
 _WARM_SHARE = 0.2
 
 
@@ -31,12 +33,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One line. ``color`` is an index into the report's palette."""
+    """One line. ``style`` is an index into ``styles``."""
 
     label: str
-    color: int
+    style: int
     points: Sequence[Point]
-    dashed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +53,8 @@ class Shape:
     """A drawn element: a line, a band or the bars of one part of a stack, as an SVG path."""
 
     kind: str  # line | band | bar
-    color: int
+    style: int
     path: str
-    dashed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +68,14 @@ class Chart:
     x_ticks: Sequence[Tick]
     warm_end: float | None  # right end of the shaded warm start
     shapes: Sequence[Shape]
-    names: Sequence[tuple[str, int]]  # label and color of each series
+    names: Sequence[tuple[str, int]]  # label and style of each series
     hover: Sequence[tuple[float, str, list[tuple[int, float, str]]]]
+
+
+def styles(count: int) -> list[tuple[int, int, int]]:
+    """At least ``count`` of color, px of line and px of gap: solid, then dashed, then dotted; after 24 they repeat."""
+    different = [(color, *dash) for dash in _DASHES for color in range(_COLORS)]
+    return different * math.ceil(max(count, 1) / len(different))
 
 
 def show(value: float) -> str:
@@ -87,8 +93,8 @@ def line_chart(title: str, unit: str, series: Sequence[Series], limits: tuple[fl
     values = [v for p in points for v in (p.y, p.low, p.high) if v is not None]
     y_ticks, y = _y_axis(*(limits or _y_limits(min(values), max(values))))
     x_ticks, x, warm_end = _x_axis([p.x for p in points])
-    shapes = [Shape(kind="band", color=s.color, path=path) for s in series if (path := _band(s.points, x, y))]
-    shapes += [Shape(kind="line", color=s.color, path=_line(s.points, x, y), dashed=s.dashed) for s in series]
+    shapes = [Shape(kind="band", style=s.style, path=path) for s in series if (path := _band(s.points, x, y))]
+    shapes += [Shape(kind="line", style=s.style, path=_line(s.points, x, y)) for s in series]
     hover: dict[float, tuple[str, list[tuple[int, float, str]]]] = {}
     for index, s in enumerate(series):
         for p in s.points:
@@ -107,7 +113,7 @@ def line_chart(title: str, unit: str, series: Sequence[Series], limits: tuple[fl
         x_ticks=x_ticks,
         warm_end=warm_end,
         shapes=shapes,
-        names=[(s.label, s.color) for s in series],
+        names=[(s.label, s.style) for s in series],
         hover=[(_r(x(at)), label, values) for at, (label, values) in sorted(hover.items())],
     )
 
@@ -142,7 +148,7 @@ def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[tu
         y_ticks=y_ticks,
         x_ticks=[t for t in x_ticks if LEFT <= t.at <= RIGHT],
         warm_end=None,
-        shapes=[Shape(kind="bar", color=i, path="".join(p)) for i, p in enumerate(paths)],
+        shapes=[Shape(kind="bar", style=i, path="".join(p)) for i, p in enumerate(paths)],
         names=[(name, i) for i, (name, _) in enumerate(parts)],
         hover=hover,
     )

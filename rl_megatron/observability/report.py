@@ -9,7 +9,17 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rl_megatron.durable import write_atomically
-from rl_megatron.observability.charts import FRAME, Chart, Point, Series, line_chart, show, stacked_bars
+from rl_megatron.observability.charts import (
+    DOTTED,
+    FRAME,
+    Chart,
+    Point,
+    Series,
+    line_chart,
+    show,
+    stacked_bars,
+    styles,
+)
 from rl_megatron.observability.files import JsonRow
 from rl_megatron.observability.history import Run, load_runs, number
 from rl_megatron.observability.metrics import PHASE_SECONDS, documented
@@ -147,8 +157,9 @@ def write_report(run_folders: Sequence[Path], out: Path) -> Path:
         runs=[_summary(run) for run in runs],
         headlines=_charts(HEADLINES, runs),
         sections=_sections(runs),
-        samples=[(run.label, color, _samples(run)) for color, run in enumerate(runs) if run.samples],
+        samples=[(run.label, style, _samples(run)) for style, run in enumerate(runs) if run.samples],
         size=FRAME,
+        styles=styles(len(runs)),
         config=list(runs[0].config.items()) if len(runs) == 1 else [],
         differences=_differences(runs),
     )
@@ -168,10 +179,10 @@ def _charts(curves: Sequence[Curve], runs: Sequence[Run]) -> list[Chart]:
     for curve in [each for given in curves for each in _named(given, runs)]:
         if curve.compared and len(runs) == 1:
             continue
-        lines = [line for color, run in enumerate(runs) for line in _lines(curve, run, color, len(runs))]
+        lines = [line for style, run in enumerate(runs) for line in _lines(curve, run, style, len(runs))]
         values = [p.y for line in lines for p in line.points if p.y is not None]
         if values and not (curve.hide_constant and len(set(values)) == 1):
-            title = curve.title + (" (dotted: greatest)" if any(line.dashed for line in lines) else "")
+            title = curve.title + (" (dotted: greatest)" if len(lines) > len(runs) else "")
             metric = documented(curve.metric)
             charts.append(line_chart(title, metric.unit if metric else "", lines, curve.limits))
     return charts
@@ -186,7 +197,7 @@ def _named(curve: Curve, runs: Sequence[Run]) -> list[Curve]:
     return [replace(curve, metric=m, title=curve.title.replace("<name>", m.rpartition("/")[2])) for m in names]
 
 
-def _lines(curve: Curve, run: Run, color: int, num_runs: int) -> list[Series]:
+def _lines(curve: Curve, run: Run, style: int, num_runs: int) -> list[Series]:
     rows: list[tuple[float, str, JsonRow]] = []
     if curve.metric.startswith("warm_start/"):
         steps = [int(number(row, "warm_start/step") or 0) for row in run.warm_start]
@@ -201,10 +212,10 @@ def _lines(curve: Curve, run: Run, color: int, num_runs: int) -> list[Series]:
     lines = []
     if curve.peak is not None and num_runs == 1:
         points = [Point(x=x, y=number(row, curve.peak), label=label) for x, label, row in rows]
-        lines.append(Series(label="greatest", color=color, points=points, dashed=True))
+        lines.append(Series(label="greatest", style=style + DOTTED, points=points))
     points = [_point(curve, x, label, row, band=num_runs <= MAX_BANDS) for x, label, row in rows]
     name = ("mean" if curve.peak else curve.metric) if num_runs == 1 else run.label
-    lines.append(Series(label=name, color=color, points=points))
+    lines.append(Series(label=name, style=style, points=points))
     return [line for line in lines if any(p.y is not None for p in line.points)]
 
 

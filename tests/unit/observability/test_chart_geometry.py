@@ -29,7 +29,7 @@ def _points(values: list[float | None], first: int = 1) -> list[Point]:
 
 
 def _chart(values: list[float | None], **kwargs: tuple[float, float]) -> Chart:
-    return line_chart("t", "", [Series(label="a", color=0, points=_points(values))], **kwargs)
+    return line_chart("t", "", [Series(label="a", style=0, points=_points(values))], **kwargs)
 
 
 def test_a_line_goes_from_the_left_to_the_right_and_up_with_its_values() -> None:
@@ -45,7 +45,7 @@ def test_a_null_breaks_the_line_and_a_lone_point_is_a_dot() -> None:
 
 def test_the_warm_start_has_a_fifth_of_the_width_however_long_it_was() -> None:
     warm = [Point(x=i / 1000 - 1, y=0.1, label="") for i in range(0, 1001, 100)]
-    chart = line_chart("t", "", [Series(label="a", color=0, points=[*warm, *_points([0.5] * 10)])])
+    chart = line_chart("t", "", [Series(label="a", style=0, points=[*warm, *_points([0.5] * 10)])])
     assert chart.warm_end == pytest.approx(LEFT + 0.2 * (RIGHT - LEFT))
     xs = [x for x, _, _ in chart.hover]
     assert (xs[0], xs[10], xs[-1]) == (LEFT, chart.warm_end, RIGHT)
@@ -54,7 +54,7 @@ def test_the_warm_start_has_a_fifth_of_the_width_however_long_it_was() -> None:
 
 def test_a_band_is_closed_around_its_line() -> None:
     points = [Point(x=x, y=0.5, label="", low=0.25, high=0.75) for x in (0, 1)]
-    band, line = line_chart("t", "", [Series(label="a", color=0, points=points)], (0.0, 1.0)).shapes
+    band, line = line_chart("t", "", [Series(label="a", style=0, points=points)], (0.0, 1.0)).shapes
     low, high = BOTTOM - 0.25 * (BOTTOM - TOP), BOTTOM - 0.75 * (BOTTOM - TOP)
     assert (band.kind, line.kind) == ("band", "line")
     assert band.path == f"M{LEFT} {high}L{RIGHT} {high}L{RIGHT} {low}L{LEFT} {low}Z"

@@ -41,6 +41,17 @@ class Page(HTMLParser):
         names = [a["aria-label"] or "" for tag, a in self.tags if tag == "svg"]
         return {re.split(r"[,.] ", name)[0]: data for name, data in zip(names, hover, strict=True)}
 
+    def styles(self, kind: str) -> list[str]:
+        """The styles of all drawn elements of a kind, each once."""
+        classes = [(a["class"] or "").split() for tag, a in self.tags if tag == "path"]
+        return list(dict.fromkeys(style for k, style in classes if k == kind))
+
+    def themes(self) -> list[dict[str, str]]:
+        """The colors of the light and of the dark page by name."""
+        themes = re.findall(r":root \{(.*?)\}", self.text, re.DOTALL)
+        assert len(themes) == 2
+        return [dict(re.findall(r"(--\w+): (#\w{6})", theme)) for theme in themes]
+
 
 def _run(folder: Path, *, steps: int = 6, warm: int = 2, scale: float = 1.0, **config: Any) -> Path:
     folder.mkdir(parents=True)
@@ -96,6 +107,38 @@ def test_runs_compared_share_axes_and_show_what_differs(tmp_path: Path) -> None:
     assert "train.steps" in page.text
     assert "rollout.group_size" not in page.text, keys
     assert sum(name.startswith("Where the time goes") for name in charts) == 3
+
+
+def _relative_luminance(color: str) -> float:
+    """WCAG 2.2's, of #rrggbb."""
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_twenty_runs_are_told_apart_and_each_can_be_hidden(tmp_path: Path) -> None:
+    page = Page(write_report([_run(tmp_path / f"r{i}", steps=1, warm=0) for i in range(20)], tmp_path / "r.html"))
+    lines = page.styles("line")
+    rules = re.findall(r"\n\.(s\d+)\{--c:var\((--c\d)\);--on:(\d+)px;--off:(\d+)px\}", page.text)
+    looks = {style: (color, off != "0" and (on, off)) for style, color, on, off in rules}
+    assert len({looks[style] for style in lines}) == len(lines) == 20
+    assert "stroke-dasharray: var(--on) var(--off)" in page.text
+    for theme in page.themes():
+        card = _relative_luminance(theme["--card"])
+        for color in {looks[style][0] for style in lines}:
+            low, high = sorted((_relative_luminance(theme[color]), card))
+            assert (high + 0.05) / (low + 0.05) >= 3, f"{color}: a line's contrast by WCAG 2.2, 1.4.11"
+    boxes = [a["id"] for tag, a in page.tags if a.get("type") == "checkbox" and "checked" in a]
+    rule = r"body:has\(#(\w+):not\(:checked\)\) figure:not\(\.stack\) \.(s\d+)\{display:none\}"
+    assert re.findall(rule, page.text) == list(zip(boxes, lines, strict=True))
+
+
+def test_no_two_phases_of_a_step_have_one_color(tmp_path: Path) -> None:
+    page = Page(write_report([_run(tmp_path / "a")], tmp_path / "r.html"))
+    colors = dict(re.findall(r"\.stack \.(s\d+)\{--c:var\((--p\d)\)\}", page.text))
+    assert len(page.styles("bar")) == len(PHASE_SECONDS) + 1
+    for theme in page.themes():
+        assert len({theme[colors[style]] for style in page.styles("bar")}) == len(PHASE_SECONDS) + 1
 
 
 def test_each_reward_part_has_a_chart_of_its_own(tmp_path: Path) -> None:
