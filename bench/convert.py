@@ -27,11 +27,11 @@ import numpy as np
 
 from bench.results import parse, write
 from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
 from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE
 

@@ -25,9 +25,9 @@ from launcher.hosts.local import LocalLauncher
 from launcher.servers.launcher import ServedLauncher
 from rl_megatron.config.io import load
 from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import WeightUpdate
+from rl_megatron.weights.layouts.families import read_shape
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 2

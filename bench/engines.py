@@ -35,12 +35,12 @@ from launcher.servers.engines import SERVERS
 from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load
 from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import GenerationRequest, SamplingParams
+from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.servers.mirror import Mirror
 
 REPO = Path(__file__).resolve().parents[1]

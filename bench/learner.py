@@ -32,10 +32,10 @@ from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Batch, Samples
 from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 

@@ -20,8 +20,8 @@ import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here, befo
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner import checkpoint, world
 from rl_megatron.learner.model.build import build_chunks, make_config
-from rl_megatron.models.folder import read_shape
 from rl_megatron.weights.formats.hf_folder import companions
+from rl_megatron.weights.layouts.families import read_shape
 
 
 def main() -> None:

@@ -28,9 +28,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging
 
 from bench.results import parse, write
-from rl_megatron.models.folder import read_shape
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.types import GenerationRequest, SamplingParams
+from rl_megatron.weights.layouts.families import read_shape
 
 # hidden, layers, heads, kv heads, head dim, experts, expert width, vocabulary, batch, the bar
 SIZES = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.prompts import load_prompts
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.configs.fields import GenerationFields
+from rl_megatron.models.families.fields import GenerationFields
 from rl_megatron.models.json_files import read_json
 from rl_megatron.types import Prompt
 

@@ -6,10 +6,9 @@ import math
 from pathlib import Path
 
 from rl_megatron.config.run import RunConfig, TinyModelSection
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import HEAD_DIM, make_tiny_model, tiny_shape
-from rl_megatron.weights.layouts.families import FAMILIES
+from rl_megatron.weights.layouts.families import read_shape
 
 _LEAST_HEAD_DIM = 32  # of vLLM's attention kernels on CPUs
 
@@ -24,7 +23,7 @@ def starting_folder(config: RunConfig) -> Path:
 def starting_shape(config: RunConfig) -> ModelShape:
     """Its sizes; nothing is made. Raises ConfigError for a folder that holds no model of a known family."""
     if config.model.path is not None:
-        return read_shape(config.model.path, families=FAMILIES)
+        return read_shape(config.model.path)
     return tiny_shape(_tiny(config))
 
 

@@ -22,11 +22,10 @@ from launcher.servers.site import HERE
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.progress import Progress
 from rl_megatron.training.stopping import unless_stopped
-from rl_megatron.weights.layouts.families import FAMILIES
+from rl_megatron.weights.layouts.families import read_shape
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ async def _start(
     stack.callback(thread.close)
     progress.note("preparing the model")
     model_folder = await thread(starting_folder, config)
-    shape = read_shape(model_folder, families=FAMILIES)
+    shape = read_shape(model_folder)
     count = config.learner.dims.world_size
     others = "".join(f", {count} {role} processes" for role in config.roles.separate)
     progress.note(f"starting {count} learner processes{others} and loading data")

@@ -20,11 +20,10 @@ from rich.table import Table
 from launcher.processes.environment import inherited
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import CheckpointError, ConfigError
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, Prompt, RolloutGroup
 from rl_megatron.weights.checkpoints.convert import is_megatron
-from rl_megatron.weights.layouts.families import FAMILIES, megatron_layout
+from rl_megatron.weights.layouts.families import megatron_layout, read_shape
 
 Texts = Sequence[Sequence[int]]
 LogProbs = Sequence[Sequence[float]]
@@ -42,7 +41,7 @@ def compare(
             f"{reference} is a megatron checkpoint, which transformers does not read; give --against a Hugging Face "
             "folder of the same weights"
         )
-    shape = read_shape(config or (reference if is_megatron(folder) else folder), families=FAMILIES)
+    shape = read_shape(config or (reference if is_megatron(folder) else folder))
     texts = made_up_texts(shape.vocab_size, min(_TOKENS, shape.max_positions), num_texts)
     ours = _learner(folder, shape, texts, threads)
     theirs = _transformers(reference, texts, threads)

@@ -9,7 +9,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape, Rope
-from rl_megatron.weights.layouts.families import FAMILIES
+from rl_megatron.weights.layouts.families import FAMILIES, family_of
 from rl_megatron.weights.layouts.learner import learner_layout
 
 
@@ -44,11 +44,11 @@ def misfits(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
 def _engine(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
     """Why the engine cannot sample from the model; servers say themselves what they do not run."""
     served = config.rollout.served
-    allowed = [name for name, family in FAMILIES.items() if family.trains and (family.serves or served)]
-    if shape.family not in allowed:
+    if not (served or family_of(shape).serves):
+        allowed = [name for name, family in FAMILIES.items() if family.serves]
         yield problem(
             f"model_type={shape.family!r}: the engine that samples here does not run it; allowed: "
-            f"{', '.join(map(repr, allowed))}" + ("" if served else "; rollout=vllm or rollout=sglang runs others")
+            f"{', '.join(map(repr, allowed))}; rollout=vllm or rollout=sglang runs others"
         )
     elif not served and shape.rope != Rope():
         yield problem(

@@ -24,7 +24,7 @@ from launcher.servers.site import Place, elsewhere
 from launcher.servers.supervisor import Attached, Standing, Started, Supervisor
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.models.configs.fields import ConfigFields
+from rl_megatron.models.families.fields import ConfigFields
 from rl_megatron.models.json_files import read_json
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers import engine_token

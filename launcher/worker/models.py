@@ -38,8 +38,7 @@ class RankModels:
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
         """``store``: see ``world.join``."""
         from rl_megatron.learner import world
-        from rl_megatron.models.folder import read_shape
-        from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
+        from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 
         config = setup.config
         self._rank, self._model_folder, self._leave = rank, setup.model_folder, world.leave

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import run_ranks
 
 LAYOUTS = {"tp2-ep2": {"tp": 2, "ep": 2}, "pp2-ep2": {"pp": 2, "ep": 2}, "tp2-etp2": {"tp": 2}}

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.models.folder import read_shape
 from rl_megatron.types import Samples
 from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import run_ranks
 from tests.family_models import DENSE, MODELS, SPARSE, save_model
 

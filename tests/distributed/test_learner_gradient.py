@@ -13,10 +13,10 @@ from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.options.optimizer import OptimizerSection
 from rl_megatron.types import Samples
+from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import run_ranks
 
 STEPS = 10

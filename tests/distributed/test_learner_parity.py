@@ -16,10 +16,10 @@ from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.data.samples import select
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.scaling.memory import memory
 from rl_megatron.types import Batch, Samples
+from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ragged import ragged_samples
 from tests.distributed.ranks import run_ranks
 from tests.rows import policy_loss

@@ -17,9 +17,9 @@ from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack, unpack
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Loss, Samples
+from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]

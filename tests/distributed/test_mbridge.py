@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.models.folder import read_shape
+from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import run_ranks
 from tests.family_models import MODELS, save_model
 

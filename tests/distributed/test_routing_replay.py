@@ -24,11 +24,11 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.options.optimizer import OptimizerSection
 from rl_megatron.types import Batch, GenerationRequest, Prompt, RolloutGroup, Samples, SamplingParams
+from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ragged import ragged_samples
 from tests.distributed.ranks import run_ranks
 

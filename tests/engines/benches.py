@@ -21,12 +21,12 @@ from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import RolloutEngine
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, SamplingParams, Scores, WeightUpdate
 from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.servers.mirror import Mirror
 from rl_megatron.weights.servers.probe import Probe
 from rl_megatron.weights.servers.sync import ServedWeights

@@ -10,8 +10,8 @@ import pytest
 
 from launcher.servers.engines import SERVERS
 from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.weights.layouts.families import read_shape
 from tests.engines.benches import Bench, LocalBench, ServedBench, interpreter, served
 
 

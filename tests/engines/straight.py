@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 
 from rl_megatron.errors import SyncError
-from rl_megatron.models.folder import read_shape
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.checks.sources import sources_of
-from rl_megatron.weights.layouts.families import hf_layout
+from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout
 from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.servers.direct import Direct

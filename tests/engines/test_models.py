@@ -20,7 +20,7 @@ from launcher.preflight.sizes import misfits
 from launcher.servers.engines import SERVERS
 from rl_megatron.config.io import load
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.folder import read_shape
+from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.servers.direct import Direct
 from rl_megatron.weights.transports.joined import Keeper

@@ -20,7 +20,6 @@ import numpy as np
 
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import CheckpointError, ConfigError, WeightError
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.boxes import Box, Shape
 from rl_megatron.weights.bytes.dtypes import Bits, DType
@@ -59,7 +58,7 @@ from rl_megatron.weights.formats.hf_folder import (
     raise_uncounted,
     weight_files,
 )
-from rl_megatron.weights.layouts.families import FAMILIES, hf_layout, megatron_layout
+from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.plan import plan
 
@@ -81,7 +80,7 @@ def hf_to_megatron(
     """
     if dtype is DType.F8_E4M3:
         raise ConfigError("dtype=float8_e4m3fn: a megatron checkpoint holds no block scales; give it for Hugging Face")
-    shape = read_shape(source, families=FAMILIES)
+    shape = read_shape(source)
     stored, files = _hf_folder(source, shape, dtype)
     home = {job.name: job for job in stored}
     hf, megatron = _layouts(shape)
@@ -128,7 +127,7 @@ def megatron_to_hf(
     layers become block-scaled float8, the others stay as they are stored. Raises as `hf_to_megatron`.
     """
     companion = config or source
-    shape = read_shape(companion, families=FAMILIES)
+    shape = read_shape(companion)
     quantise = dtype is DType.F8_E4M3
     plain, files = _megatron_folder(source, shape, None if quantise else dtype)
     jobs = _quantised(plain) if quantise else list(plain)
@@ -155,7 +154,7 @@ def left_out(source: Path, config: Path | None = None) -> str | None:
     """
     if is_megatron(source):
         return None
-    shape = read_shape(config or source, families=FAMILIES)
+    shape = read_shape(config or source)
     if not shape.draft_layers:
         return None
     files, placed = weight_files(source)
@@ -172,7 +171,7 @@ def hf_tensors(folder: Path, config: Path | None = None) -> tuple[list[Job], Fil
 
     ``config`` is a folder with config.json where ``folder`` has none. Raises as `hf_to_megatron`.
     """
-    shape = read_shape(config or folder, families=FAMILIES)
+    shape = read_shape(config or folder)
     return _megatron_folder(folder, shape, None) if is_megatron(folder) else _hf_folder(folder, shape, None)
 
 

@@ -58,7 +58,7 @@ class Chunk:
 
 
 def place_of(param: str, *, stacked: bool) -> tuple[str, Shape]:
-    """The stacked tensor's name and the leading indices of a parameter under global names (weights/tables).
+    """The stacked tensor's name and the leading indices of a parameter under global names (weights/layouts/tables).
 
     ``stacked`` says whether layers are; experts always are.
     """

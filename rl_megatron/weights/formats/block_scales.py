@@ -16,7 +16,7 @@ from typing import Any
 
 from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.configs.fields import ConfigFields
+from rl_megatron.models.families.fields import ConfigFields
 from rl_megatron.models.json_files import read_json
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.dtypes import DType

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from rl_megatron.config.errors import shorten
 from rl_megatron.errors import CheckpointError, WeightError
-from rl_megatron.models.configs.fields import ConfigFields
+from rl_megatron.models.families.fields import ConfigFields
 from rl_megatron.models.json_files import JsonFields, read_json
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.boxes import Shape

@@ -1,54 +1,51 @@
-"""The rows of every model family, by Hugging Face's ``model_type``: the one place that knows which there are."""
+"""The registry of model families: config.json of a folder to its sizes, and sizes to the rows of a layout."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from pathlib import Path
 
+from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.families.fields import ConfigFields
+from rl_megatron.models.json_files import Fields, read_json
+from rl_megatron.models.shape import ModelShape, problems
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layouts.layout import Layout, ParamSpec, split_layers
-from rl_megatron.weights.layouts.tables import (
-    deepseek_v3,
-    glm4_moe,
-    gpt_oss,
-    llama,
-    minimax_m2,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
+from rl_megatron.weights.layouts.family import Family
+from rl_megatron.weights.layouts.layout import Layout, split_layers
+from rl_megatron.weights.layouts.tables.deepseek_v3 import DEEPSEEK_V2, DEEPSEEK_V3
+from rl_megatron.weights.layouts.tables.glm4_moe import GLM4_MOE
+from rl_megatron.weights.layouts.tables.gpt_oss import GPT_OSS
+from rl_megatron.weights.layouts.tables.llama import LLAMA, MISTRAL
+from rl_megatron.weights.layouts.tables.minimax_m2 import MINIMAX_M2
+from rl_megatron.weights.layouts.tables.mixtral import MIXTRAL
+from rl_megatron.weights.layouts.tables.qwen2 import QWEN2
+from rl_megatron.weights.layouts.tables.qwen3 import QWEN3
+from rl_megatron.weights.layouts.tables.qwen3_moe import QWEN3_MOE
+
+_ALL = (
+    *(QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2),
+    *(DEEPSEEK_V2, DEEPSEEK_V3),
 )
+FAMILIES: Mapping[str, Family] = {model_type: family for family in _ALL for model_type in family.model_types}
+"""Every family of this package by Hugging Face's ``model_type``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """``tables`` has rows for ``hf``, ``megatron`` and, where plans know engines of it, ``engine``.
-
-    ``trains``: the learner builds it; ``serves``: so does the engine of this repository, ``rollout.local``.
-    """
-
-    tables: Mapping[str, Sequence[ParamSpec]]
-    trains: bool = True
-    serves: bool = False
-
-
-FAMILIES: Mapping[str, Family] = {
-    "qwen2": Family(tables=qwen2.TABLES),
-    "qwen3": Family(tables=qwen3.TABLES),
-    "qwen3_moe": Family(tables=qwen3_moe.TABLES, serves=True),
-    "llama": Family(tables=llama.TABLES),
-    "mistral": Family(tables=llama.TABLES),
-    "mixtral": Family(tables=mixtral.TABLES),
-    "glm4_moe": Family(tables=glm4_moe.TABLES),
-    "gpt_oss": Family(tables=gpt_oss.TABLES),
-    "minimax_m2": Family(tables=minimax_m2.TABLES),
-    "deepseek_v2": Family(tables=deepseek_v3.TABLES_V2),
-    "deepseek_v3": Family(tables=deepseek_v3.TABLES),
-    "kimi_k2": Family(tables=deepseek_v3.TABLES),
-}
-"""``models.configs`` reads each one's config.json."""
+def read_shape(folder: Path) -> ModelShape:
+    """The sizes of the model in a Hugging Face folder. Raises ConfigError for a ``model_type`` that is not known, and
+    as its reader does."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"model.path={folder}: no config.json there; give a Hugging Face checkpoint folder")
+    raw = Fields(read_json(path, ConfigFields).model_dump(exclude_unset=True), path)
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:
+        allowed = ", ".join(map(repr, FAMILIES))
+        raise ConfigError(f"{path}: model_type={shorten(model_type)} is not supported; allowed: {allowed}")
+    shape = FAMILIES[model_type].read(raw, path)
+    if found := list(problems(shape)):
+        raise ConfigError("\n".join(f"{path}: {problem}" for problem in found))
+    return shape
 
 
 def family_of(shape: ModelShape) -> Family:

@@ -6,11 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layouts.families import FAMILIES, family_of
+from rl_megatron.weights.layouts.families import family_of, read_shape
 from rl_megatron.weights.layouts.layout import Layout, split_layers
 
 _DEGREES = tuple(f.name for f in fields(ParallelDims))
@@ -52,4 +51,4 @@ def model_shape(model: str) -> ModelShape:
         return NAMED[model]
     if not Path(model).is_dir():
         raise ConfigError(f"{model}: neither a folder nor a known model; known: {', '.join(NAMED)}")
-    return read_shape(Path(model), families=FAMILIES)
+    return read_shape(Path(model))

@@ -21,10 +21,10 @@ from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
 from rl_megatron.diagnosis.causes import Finding, judge
 from rl_megatron.diagnosis.experiments import Bench, run
 from rl_megatron.diagnosis.sampling import Parameters
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Samples, Scores
+from rl_megatron.weights.layouts.families import read_shape
 
 VOCABULARY = 41
 BOS, EOS = 39, 40

@@ -19,7 +19,7 @@ from launcher.runs.name import choose
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.folder import read_shape
+from rl_megatron.weights.layouts.families import read_shape
 from tests.unit.launcher.sites import data_file, environment, site
 from tests.unit.launcher.test_memory import QWEN3
 

@@ -14,12 +14,11 @@ from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.weights.formats.served import FORMATS
-from rl_megatron.weights.layouts.families import hf_layout
+from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.servers.mirror import Mirror
 
 METHODS = {"none": None, "fp8": "fp8", "int8": "compressed-tensors"}

@@ -17,12 +17,12 @@ from launcher.servers.supervisor import Standing, Supervisor
 from rl_megatron.config.io import load
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import EngineError, ReplicasLost
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.servers.adapter import Description, ForeignWeights
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import NoAnswer, Server
 from rl_megatron.rollout.servers.replicas import Replica, State
+from rl_megatron.weights.layouts.families import read_shape
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, Words, push, running
 
 LIMIT = 60.0

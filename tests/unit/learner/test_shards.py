@@ -17,9 +17,9 @@ from rl_megatron.errors import CheckpointError
 from rl_megatron.learner import world
 from rl_megatron.learner.megatron import MegatronLearner, make_policy
 from rl_megatron.learner.model.layers import GroupedColumnLinear, RMSNorm
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.layouts.families import read_shape
 
 SECTION = LearnerSection()
 

@@ -11,10 +11,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_megatron.models import experts, kv_cache
 from rl_megatron.models.experts import PackedExperts, all_experts, grouped_experts
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.kv_cache import KVCache
 from rl_megatron.models.reference import ReferenceModel
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.weights.layouts.families import read_shape
 
 SIZES = {
     "hidden_size": 48,

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import _publish, make_tiny_model
+from rl_megatron.weights.layouts.families import read_shape
 
 SPEC = TinyModelSection(hidden_size=16, num_heads=2, head_dim=8, num_experts=4, expert_width=8)
 

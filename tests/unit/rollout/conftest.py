@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rl_megatron.models.folder import read_shape
 from rl_megatron.rollout.local.engine import LocalEngine
+from rl_megatron.weights.layouts.families import read_shape
 
 
 @pytest.fixture(scope="session")

@@ -19,15 +19,13 @@ from transformers import CONFIG_MAPPING
 
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError, WeightError
-from rl_megatron.models.configs import READERS
-from rl_megatron.models.configs.fields import ConfigFields
-from rl_megatron.models.folder import read_shape
+from rl_megatron.models.families.fields import ConfigFields
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
-from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
+from rl_megatron.weights.layouts.families import FAMILIES, hf_layout, megatron_layout, read_shape
 
 INDEX = "model.safetensors.index.json"
 SPEC = TinyModelSection(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, num_experts=2)
@@ -103,7 +101,7 @@ def copy_of(folder: Path, out: Path, name: str) -> Path:
     return out
 
 
-@pytest.mark.parametrize("family", READERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_with_any_value_anywhere_is_a_model_or_told(family: str, tmp_path: Path) -> None:
     kind = {"kimi_k2": "deepseek_v3"}.get(family, family)
     config = json.loads(json.dumps(CONFIG_MAPPING[kind]().to_dict() | {"model_type": family}, default=str))

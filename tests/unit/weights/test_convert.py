@@ -22,7 +22,6 @@ from torch import Tensor
 
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import CheckpointError, RLMegatronError
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
@@ -30,6 +29,7 @@ from rl_megatron.weights.bytes.mapped import MappedFile
 from rl_megatron.weights.checkpoints import convert, streaming
 from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import place_of, read_index, read_tensor
+from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 

@@ -14,14 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl_megatron.errors import ConfigError, WeightError
-from rl_megatron.models.configs import READERS
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.shape import Router
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint
-from rl_megatron.weights.layouts.families import FAMILIES, family_of, hf_layout, megatron_layout
+from rl_megatron.weights.layouts import families
+from rl_megatron.weights.layouts.families import FAMILIES, family_of, hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.plan import plan
 from tests.family_models import MODELS, save_model
@@ -43,10 +42,9 @@ def changed(folder: Path, out: Path, **values: Any) -> Path:
     return out
 
 
-def test_every_family_is_read_has_tables_and_is_tested() -> None:
-    assert READERS.keys() == FAMILIES.keys()
-    here = {kind for kind, _ in MODELS.values()} | {"kimi_k2"}  # saved as deepseek_v3, but for its model_type
-    assert here == {name for name, family in FAMILIES.items() if family.trains}
+def test_every_family_is_tested_and_no_model_type_is_of_two() -> None:
+    assert FAMILIES.keys() == {kind for kind, _ in MODELS.values()} | {"kimi_k2"}  # saved as deepseek_v3
+    assert sorted(FAMILIES) == sorted(name for family in families._ALL for name in family.model_types)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -144,14 +142,14 @@ def test_public_configs_have_the_fields_that_matter() -> None:
     path = Path("config.json")
     common = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     common |= {"vocab_size": 99, "rms_norm_eps": 1e-5, "max_position_embeddings": 128, "num_experts_per_tok": 2}
-    minimax = READERS["minimax_m2"](
+    minimax = FAMILIES["minimax_m2"].read(
         {**common, "model_type": "minimax_m2", "head_dim": 32, "rotary_dim": 16, "num_local_experts": 4}
         | {"intermediate_size": 8, "rope_theta": 5e6, "use_mtp": True, "num_mtp_modules": 3},
         path,
     )
     assert (minimax.rotary_dim, minimax.draft_layers, minimax.rope_theta) == (16, 3, 5e6)
     assert minimax.router == Router(score="sigmoid", selection_bias=True)
-    glm = READERS["glm4_moe"](
+    glm = FAMILIES["glm4_moe"].read(
         {**common, "model_type": "glm4_moe", "head_dim": 32, "n_routed_experts": 4, "n_shared_experts": 1}
         | {"moe_intermediate_size": 8, "intermediate_size": 16, "first_k_dense_replace": 1, "attention_bias": True}
         | {"num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5, "use_qk_norm": False, "rope_theta": 1e6},

@@ -17,7 +17,6 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError, RLMegatronError
-from rl_megatron.models.folder import read_shape
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import ParallelDims
@@ -27,7 +26,7 @@ from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxe
 from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.formats.block_scales import BLOCK, is_quantised
 from rl_megatron.weights.formats.quantize import dequantise, quantise
-from rl_megatron.weights.layouts.families import hf_layout
+from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rl_megatron.models.families import deepseek_v3
 from rl_megatron.models.shape import LatentAttention, ModelShape
+from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.layout import Band, ParamSpec, Piece
 from rl_megatron.weights.layouts.tables.blocks import Block, decoder, dense_mlp, experts
 from rl_megatron.weights.layouts.tables.rows import DECODER, LAYER, Size, hidden, matrix, row_cut, vector, whole
@@ -121,11 +123,15 @@ _LATENT_ATTENTION = Block(
         _out(_OUT),
     ),
 )
-TABLES = decoder(
+_TABLES = decoder(
     _LATENT_ATTENTION,
     dense_mlp(),
     experts(bias="gate.e_score_correction_bias", dense_first=True, shared=True),
 )
-HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3, ENGINE_DEEPSEEK_V3 = TABLES["hf"], TABLES["megatron"], TABLES["engine"]
-TABLES_V2 = decoder(_LATENT_ATTENTION, dense_mlp(), experts(dense_first=True, shared=True))
-"""Without a bias for the choice of experts."""
+HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3, ENGINE_DEEPSEEK_V3 = _TABLES["hf"], _TABLES["megatron"], _TABLES["engine"]
+DEEPSEEK_V2 = Family(  # without a bias for the choice of experts
+    model_types=("deepseek_v2",),
+    read=deepseek_v3.read_v2,
+    tables=decoder(_LATENT_ATTENTION, dense_mlp(), experts(dense_first=True, shared=True)),
+)
+DEEPSEEK_V3 = Family(model_types=("deepseek_v3", "kimi_k2"), read=deepseek_v3.read_v3, tables=_TABLES)

@@ -5,10 +5,16 @@ Source: transformers ``models/glm4_moe``.
 
 from __future__ import annotations
 
+from rl_megatron.models.families import glm4_moe
+from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.tables.blocks import attention, decoder, dense_mlp, experts
 
-TABLES = decoder(
-    attention(qkv_bias=True, qk_norm="head"),
-    dense_mlp(),
-    experts(bias="gate.e_score_correction_bias", dense_first=True, shared=True),
+GLM4_MOE = Family(
+    model_types=("glm4_moe",),
+    read=glm4_moe.read,
+    tables=decoder(
+        attention(qkv_bias=True, qk_norm="head"),
+        dense_mlp(),
+        experts(bias="gate.e_score_correction_bias", dense_first=True, shared=True),
+    ),
 )

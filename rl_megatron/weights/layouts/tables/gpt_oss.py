@@ -7,8 +7,10 @@ grouped linears. No engine is planned for: theirs have the four bits of the publ
 
 from __future__ import annotations
 
+from rl_megatron.models.families import gpt_oss
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.boxes import Shape
+from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.layout import Axis, ParamSpec
 from rl_megatron.weights.layouts.tables.blocks import Block, attention, decoder
 from rl_megatron.weights.layouts.tables.rows import DECODER, LAYER, Others, hidden, matrix, num_experts, vector, whole
@@ -65,4 +67,8 @@ _MOE = Block(
     ),
     engine=(),
 )
-TABLES = decoder(attention(qkv_bias=True, out_bias=True, sinks=True), _MOE, planned=False)
+GPT_OSS = Family(
+    model_types=("gpt_oss",),
+    read=gpt_oss.read,
+    tables=decoder(attention(qkv_bias=True, out_bias=True, sinks=True), _MOE, planned=False),
+)

@@ -5,7 +5,11 @@ Source: transformers ``models/minimax_m2``. No engine is planned for: its ranks 
 
 from __future__ import annotations
 
+from rl_megatron.models.families import minimax_m2
+from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.tables.blocks import attention, decoder, experts
 
 _EXPERTS = experts(prefix="block_sparse_moe.", names=("w1", "w3", "w2"), bias="e_score_correction_bias")
-TABLES = decoder(attention(qk_norm="all"), _EXPERTS, planned=False)
+MINIMAX_M2 = Family(
+    model_types=("minimax_m2",), read=minimax_m2.read, tables=decoder(attention(qk_norm="all"), _EXPERTS, planned=False)
+)

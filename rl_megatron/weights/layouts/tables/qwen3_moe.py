@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from rl_megatron.models.families import qwen3_moe
+from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.tables.blocks import attention, decoder, experts
 
-TABLES = decoder(attention(qk_norm="head"), experts())
-HF_QWEN3_MOE, MEGATRON_QWEN3_MOE, ENGINE_QWEN3_MOE = TABLES["hf"], TABLES["megatron"], TABLES["engine"]
+_TABLES = decoder(attention(qk_norm="head"), experts())
+HF_QWEN3_MOE, MEGATRON_QWEN3_MOE, ENGINE_QWEN3_MOE = _TABLES["hf"], _TABLES["megatron"], _TABLES["engine"]
+QWEN3_MOE = Family(model_types=("qwen3_moe",), read=qwen3_moe.read, tables=_TABLES, serves=True)

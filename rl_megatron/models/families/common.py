@@ -1,9 +1,12 @@
-"""What the readers of several families share: refusals, rotary embeddings, the fields that every decoder has."""
+"""What the readers of several families share: refusals, rotary embeddings, the fields that every decoder has.
+
+transformers drops from a file what equals its default only in some versions, so a missing key means that default.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.json_files import Fields
 from rl_megatron.models.shape import Rope
 
+SILU: Mapping[str, object] = {"hidden_act": "silu"}
+"""For `refuse_others`: the activation of every gated MLP here but gpt-oss', which adds to it."""
 _KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -115,3 +120,26 @@ def dense_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         "normalize_top_k": False,
         "dense_width": raw["intermediate_size"],
     }
+
+
+def given(raw: Mapping[str, Any], key: str, default: float) -> Any:
+    """The value of ``key``, or ``default`` where it is null or missing; 0 and false are values."""
+    return default if raw.get(key) is None else raw[key]
+
+
+def windows(raw: Mapping[str, Any], path: Path, kinds: Sequence[str] | None = None) -> tuple[int, ...]:
+    """Sliding windows by layer, from ``layer_types`` or, without them, ``kinds``, or for all layers."""
+    window, layers = int(raw.get("sliding_window") or 0), int(raw["num_hidden_layers"])
+    kinds = raw.get("layer_types") or kinds
+    if not window or raw.get("use_sliding_window") is False:
+        return ()
+    if kinds is None:
+        return (window,) * layers
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown or len(kinds) != layers:
+        raise ConfigError(
+            f"{path}: layer_types={shorten(kinds)} is not supported; allowed: 'full_attention' or "
+            f"'sliding_attention' for each of {layers} layers"
+        )
+    by_layer = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return by_layer if any(by_layer) else ()

@@ -1,4 +1,4 @@
-"""Readers of the families with multi-head latent attention."""
+"""Reads config.json of DeepSeek-V2, V3 and Kimi-K2. Sources: transformers ``models/deepseek_{v2,v3}``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.configs.common import read_rope, refuse_others
+from rl_megatron.models.families.common import read_rope, refuse_others
 from rl_megatron.models.shape import LatentAttention, ModelShape, Router
 
 _FIXED: Mapping[str, object] = {
@@ -21,7 +21,7 @@ _FIXED: Mapping[str, object] = {
 }
 
 
-def deepseek_v2(raw: dict[str, Any], path: Path) -> ModelShape:
+def read_v2(raw: dict[str, Any], path: Path) -> ModelShape:
     """DeepSeek-V2 and V2-Lite: softmax scores, which are not made to add up to 1; groups are rated by their best."""
     refuse_others(raw, path, {**_FIXED, "scoring_func": "softmax", "norm_topk_prob": False})
     method = raw.get("topk_method") or "greedy"
@@ -35,7 +35,7 @@ def deepseek_v2(raw: dict[str, Any], path: Path) -> ModelShape:
     return _decoder(raw, path, router=router, normalize_top_k=False)
 
 
-def deepseek_v3(raw: dict[str, Any], path: Path) -> ModelShape:
+def read_v3(raw: dict[str, Any], path: Path) -> ModelShape:
     """DeepSeek-V3 and Kimi-K2: sigmoid scores and a bias for the choice; groups are rated by their two best."""
     fixed = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
     refuse_others(raw, path, {**_FIXED, **fixed})

@@ -1,0 +1,37 @@
+"""Reads gpt-oss' config.json. Source: transformers ``models/gpt_oss``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rl_megatron.config.errors import shorten
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.families.common import SILU, decoder_fields, given, refuse_others, windows
+from rl_megatron.models.shape import ModelShape, Router
+
+
+def read(raw: dict[str, Any], path: Path) -> ModelShape:
+    """gpt-oss: every other layer sees a window, each head has a sink, all linears but the output's have biases."""
+    refuse_others(raw, path, {**SILU, "attention_bias": True, "swiglu_alpha": 1.702})
+    if "quantization_config" in raw:
+        kind = (raw.get("quantization_config") or {}).get("quant_method")
+        raise ConfigError(
+            f"{path}: quant_method={shorten(kind)} is not supported; convert the checkpoint to bfloat16 first"
+        )
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(raw["num_hidden_layers"])]
+    return ModelShape(
+        **decoder_fields(raw, path),
+        num_experts=raw["num_local_experts"],
+        experts_per_token=raw["num_experts_per_tok"],
+        expert_width=raw["intermediate_size"],
+        normalize_top_k=True,
+        router=Router(logit_bias=True),
+        qkv_bias=True,
+        out_bias=True,
+        qk_norm=None,
+        sinks=True,
+        windows=windows(raw, path, kinds),
+        expert_bias=True,
+        clamped_swiglu=float(given(raw, "swiglu_limit", 7.0)),
+    )

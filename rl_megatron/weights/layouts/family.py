@@ -1,0 +1,30 @@
+"""A model family: how its config.json is read, and its rows in each layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.weights.layouts.layout import ParamSpec
+
+Reader = Callable[[dict[str, Any], Path], ModelShape]
+"""The keys of config.json and its path -> sizes. Raises ConfigError naming the file, the key, its value and what is
+allowed, for each setting that the family's rows do not cover."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """All that is known of a family, in one place, which stands beside the rows: models import no weights.
+
+    ``model_types`` are the ``model_type``s of config.json that ``read`` takes. ``tables`` has rows for ``hf``,
+    ``megatron`` and, where plans know engines of it, ``engine``. ``serves``: the engine of this repository,
+    ``rollout.local``, samples from it; it knows Qwen3-MoE's names alone.
+    """
+
+    model_types: tuple[str, ...]
+    read: Reader
+    tables: Mapping[str, Sequence[ParamSpec]]
+    serves: bool = False
