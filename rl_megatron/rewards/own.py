@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Se
 from itertools import islice
 
 from rl_megatron.errors import RewardError
-from rl_megatron.rewards.threads import in_daemon_thread, on_loop_apart, said
+from rl_megatron.rewards.threads import in_daemon_thread, on_loop_apart
 from rl_megatron.types import Completion, Prompt, Scored
+from rl_megatron.user_code import said
 
 
 class Plain:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,8 @@ from rl_megatron.rewards.http import HttpReward
 from rl_megatron.rewards.length import length_reward
 from rl_megatron.rewards.math_verify import math_verify
 from rl_megatron.rewards.own import Async, Plain
-from rl_megatron.rewards.threads import said
 from rl_megatron.rewards.weighted_sum import WeightedSum
+from rl_megatron.user_code import load
 
 REWARDS: dict[str, RewardFunction] = {
     "exact_match": exact_match,
@@ -58,7 +57,7 @@ def _function(name: str, section: RewardSection, key: str) -> RewardFunction:
     if name.startswith("hf:"):
         return ClassifierReward(Path(name.removeprefix("hf:")).expanduser(), section.model, key=key)
     if ":" in name:
-        return _load(name, key)
+        return _own(name, key)
     if name in CONFIGURED:
         return CONFIGURED[name](section)
     if name not in REWARDS:
@@ -72,28 +71,8 @@ def _function(name: str, section: RewardSection, key: str) -> RewardFunction:
     return REWARDS[name]
 
 
-def _load(path: str, key: str) -> RewardFunction:
-    module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute.isidentifier():
-        raise ConfigError(f"{key}={path!r:.200}: write it as package.module:function")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{key}={path!r:.200}: importing {module_name} failed: {error!s:.500}") from error
-        raise ConfigError(
-            f"{key}={path!r:.200}: no module {error.name!r}; install it or put its folder on PYTHONPATH"
-        ) from error
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a user's module may raise anything, and exit
-        raise ConfigError(f"{key}={path!r:.200}: importing {module_name} {said(error)}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        what = "is not a function" if hasattr(module, attribute) else "is not there"
-        near = difflib.get_close_matches(attribute, [n for n, v in vars(module).items() if callable(v)], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{key}={path!r:.200}: {attribute!r} of {module_name} {what}{hint}")
+def _own(path: str, key: str) -> RewardFunction:
+    function = load(path, key, "function", callable)
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return Async(function)
     return Plain(function)

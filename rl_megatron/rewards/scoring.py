@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rl_megatron.interfaces import RewardFunction
-from rl_megatron.rewards.threads import said
 from rl_megatron.types import Completion, Prompt, Scored
+from rl_megatron.user_code import said
 
 _MOST_NAMED = 3  # completions without a finite reward
 

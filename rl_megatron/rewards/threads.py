@@ -9,23 +9,10 @@ from collections.abc import Callable, Coroutine
 from functools import cache
 from typing import TypeVar
 
-from rl_megatron.errors import RewardError, RLMegatronError
+from rl_megatron.errors import RewardError
+from rl_megatron.user_code import said
 
 T = TypeVar("T")
-
-_MOST_SAID = 500  # characters of a foreign exception
-
-
-def said(error: BaseException) -> str:
-    """``raised <type>: <text>``, bounded; of an error that is the user's to read its text alone."""
-    if isinstance(error, RLMegatronError):
-        return str(error)
-    try:
-        text = str(error)
-    except BaseException:  # noqa: BLE001  the user's class
-        text = "(an exception whose text cannot be had)"
-    text = text if len(text) <= _MOST_SAID else f"{text[:_MOST_SAID]}..."
-    return f"raised {type(error).__name__:.80}: {text}"
 
 
 async def in_daemon_thread(call: Callable[[], T]) -> T:

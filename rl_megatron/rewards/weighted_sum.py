@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from rl_megatron.errors import RewardError
 from rl_megatron.interfaces import RewardFunction
-from rl_megatron.rewards.threads import said
 from rl_megatron.types import Completion, Prompt, Scored
+from rl_megatron.user_code import said
 
 
 class WeightedSum:
