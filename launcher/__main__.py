@@ -18,6 +18,7 @@ from launcher.processes import limits
 from launcher.runs.name import choose
 from rl_megatron.config.io import load
 from rl_megatron.errors import ConfigError, RLMegatronError
+from tools.options import OwnFamily
 
 _NAMES = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_NAMES)
@@ -38,6 +39,7 @@ def options(
     ] = False,
 ) -> None:
     """Reinforcement learning of language models on megatron-core. Each command has --help; docs/ has the rest."""
+    sys.path.append(str(Path.cwd()))  # where the user's own rewards, layers and families may be
 
 
 @app.command()
@@ -58,7 +60,6 @@ def train(
 
     loaded = load(config, overrides or [])
     named = choose(loaded, Path(config).stem, resume=resume)
-    sys.path.append(str(Path.cwd()))  # where a reward function of the user's may be
     findings = preflight(named)
     findings.raise_problems()
     if check:
@@ -88,7 +89,6 @@ def submit(
 
     loaded = load(config, overrides or [])
     named = choose(loaded, Path(config).stem, resume=False, taken=room.taken)
-    sys.path.append(str(Path.cwd()))  # where a reward function of the user's may be
     prepared = room.prepare(named)
     print(prepared.checked.describe(), prepared.findings.describe(), sep="\n", flush=True)
     room.verify(prepared, cluster=not dry_run)
@@ -158,11 +158,12 @@ def convert(
         typer.Option(help="float32, bfloat16, float16, or to HF float8_e4m3fn in blocks; as stored when not given"),
     ] = None,
     shard_gb: Annotated[float | None, typer.Option(help="size of a file [default: 1 to megatron, 2 to HF]")] = None,
+    family: OwnFamily = None,
 ) -> None:
     """Convert a checkpoint to the other kind, streaming; killed and given again, it goes on."""
     from tools import conversion
 
-    conversion.run(source, out, dtype=dtype, shard_gb=shard_gb, config=config)
+    conversion.run(source, out, dtype=dtype, shard_gb=shard_gb, config=config, family=family)
 
 
 @app.command()
@@ -170,6 +171,7 @@ def verify(
     folder: Annotated[Path, typer.Argument(help="checkpoint of either kind", show_default=False)],
     against: Annotated[Path | None, typer.Option(help="checkpoint of either kind to compare with")] = None,
     config: Annotated[Path | None, typer.Option(help="folder with config.json, where the checkpoint has none")] = None,
+    family: OwnFamily = None,
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="compare the learner's forward with transformers', in float32 on the CPU")
     ] = False,
@@ -188,12 +190,12 @@ def verify(
             conversion.must_be_there(path)
         cores = len(os.sched_getaffinity(0))
         right = logprob_check.compare(
-            folder, against=against, config=config, num_texts=texts, tolerance=tolerance, threads=cores
+            folder, against=against, config=config, family=family, num_texts=texts, tolerance=tolerance, threads=cores
         )
     else:
         from tools import verify_checkpoint
 
-        right = verify_checkpoint.run(folder, against=against, config=config)
+        right = verify_checkpoint.run(folder, against=against, config=config, family=family)
     if not right:
         raise typer.Exit(1)
 
@@ -207,15 +209,16 @@ def inspect(
     layout: Annotated[str | None, typer.Argument(help="as megatron,tp=2,pp=2,ep=2: who would hold what")] = None,
     rank: Annotated[int | None, typer.Option(min=0, help="with LAYOUT: list this rank's parameters")] = None,
     svg: Annotated[Path | None, typer.Option(help="with LAYOUT: write a picture here")] = None,
+    family: OwnFamily = None,
 ) -> None:
     """Say what a folder holds: kind, model, tensors, dtypes, sizes, step; or who holds what of a model in a layout."""
     if layout is not None:
         from tools import inspect_layout
 
-        inspect_layout.run(target, layout, rank=rank, svg=svg)
+        inspect_layout.run(target, layout, rank=rank, svg=svg, family=family)
         return
-    if rank is not None or svg is not None:
-        raise ConfigError("--rank and --svg are of a layout; give one, as in megatron,tp=2,pp=2,ep=2")
+    if rank is not None or svg is not None or family is not None:
+        raise ConfigError("--rank, --svg and --family are of a layout; give one, as in megatron,tp=2,pp=2,ep=2")
     from launcher.commands import inspect as inspect_command
     from tools import conversion
 
@@ -242,18 +245,29 @@ def plan(
     element_bytes: Annotated[int, typer.Option(min=1, help="bytes an element; 2 is bfloat16")] = 2,
     gpu_memory_gb: Annotated[float, typer.Option(min=0.001, help="of a GPU; a rank that needs more is named")] = 80.0,
     colocated: Annotated[bool, typer.Option("--colocated", help="rank r of dst lives in process r of src")] = False,
+    family: OwnFamily = None,
 ) -> None:
     """Print what moving a model's weights between two layouts costs, beside gather-and-broadcast."""
     from rl_megatron.weights.plans.cost import Links
 
     if config is not None:
+        if family is not None:
+            raise ConfigError("--family is of a model and two layouts; with --config set learner.model instead")
         show_memory(config, arguments or [])
         return
     if not arguments:
         raise ConfigError("give a model and two layouts, as in kimi-k2 src=megatron,ep=8,dp=8 dst=hf, or --config NAME")
     model, *layouts = arguments
     links = Links(nic=nic * 1e9, nvlink=nvlink * 1e9, per_node=per_node)
-    show(model, layouts, element_bytes=element_bytes, links=links, colocated=colocated, gpu_memory_gb=gpu_memory_gb)
+    show(
+        model,
+        layouts,
+        family=family,
+        element_bytes=element_bytes,
+        links=links,
+        colocated=colocated,
+        gpu_memory_gb=gpu_memory_gb,
+    )
 
 
 @doctor_app.callback(invoke_without_command=True)
@@ -277,7 +291,6 @@ def mismatch(
     from launcher.commands import mismatch as room
 
     subject = room.subject(target, overrides or [])
-    sys.path.append(str(Path.cwd()))  # where a reward function of the user's may be
     if asyncio.run(room.diagnose(subject, num_prompts=prompts, num_completions=completions)):
         raise typer.Exit(1)
 

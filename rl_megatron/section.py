@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 MAX_INTEGER = 2**63 - 1
 Positive = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
@@ -13,6 +15,17 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+_OWN_CODE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def _of_own_code(text: str) -> str:
+    if not _OWN_CODE.fullmatch(text):
+        raise PydanticCustomError("own_code", "Input should be package.module:name of your own code")
+    return text
+
+
+OwnCode = Annotated[str, AfterValidator(_of_own_code)]
+"""Names an object of the user's own packages, as `rl_megatron.user_code.load` finds it."""
 
 
 class Section(BaseModel):

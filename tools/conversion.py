@@ -20,7 +20,13 @@ DTYPES = (DType.F32, DType.BF16, DType.F16, DType.F8_E4M3)
 
 
 def run(
-    source: Path, out: Path, *, dtype: str | None = None, shard_gb: float | None = None, config: Path | None = None
+    source: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    shard_gb: float | None = None,
+    config: Path | None = None,
+    family: str | None = None,
 ) -> None:
     """Convert to the other kind; which one ``source`` is, it shows by itself. Raises RLMegatronError."""
     must_be_there(source)
@@ -33,26 +39,27 @@ def run(
     if out.exists():
         raise CheckpointError(f"{out} exists; remove it or give another name")
     backwards = convert.is_megatron(source)
-    note = convert.left_out(source, config)
+    note = convert.left_out(source, config, family)
     if note is not None:
         print(f"note: {note}", file=sys.stderr)
     with display(source) as progress:
         if backwards:
-            convert.megatron_to_hf(source, out, config=config, dtype=kind, progress=progress, **options)
+            convert.megatron_to_hf(source, out, config=config, family=family, dtype=kind, progress=progress, **options)
         else:
-            convert.hf_to_megatron(source, out, dtype=kind, progress=progress, **options)
+            convert.hf_to_megatron(source, out, family=family, dtype=kind, progress=progress, **options)
     same = "" if dtype else f" --against {source}"
-    _tell(source, out, f"rl-megatron verify {out}{same}" + (f" --config {config}" if config else ""))
+    read = (f" --config {config}" if config else "") + (f" --family {family}" if family else "")
+    _tell(source, out, f"rl-megatron verify {out}{same}{read}", f" learner.model={family}" if family else "")
 
 
-def _tell(source: Path, out: Path, check: str) -> None:
+def _tell(source: Path, out: Path, check: str, model: str) -> None:
     """What was made, and what to do with it."""
     made = contents(out)
     tensors, parameters = sum(part.tensors for part in made.parts), sum(part.parameters for part in made.parts)
     print(f"{out}: {made.kind}, {tensors:,} tensors, {parameters:,} parameters, {convert.total_bytes(out):,} bytes")
     print(f"check it: {check}")
     if has_tokenizer(out):
-        print(f"train it: rl-megatron train model.path={out} ...")
+        print(f"train it: rl-megatron train model.path={out}{model} ...")
     else:
         print(f"note: {source} has no tokenizer, so {out} has none; copy one there before model.path={out}")
 

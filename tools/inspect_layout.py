@@ -21,6 +21,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, coordinates, degree
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from tools import conversion
+from tools.options import OwnFamily
 
 _CELL, _HEIGHT, _LEFT, _TOP = 64, 26, 330, 74
 _STAGE_COLOURS = ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#a463f2", "#6cc5b0", "#97bbf5", "#9c6b4e")
@@ -31,15 +32,18 @@ def main(
     layout: Annotated[str, typer.Argument(help="as megatron,tp=2,pp=2,ep=2", show_default=False)],
     rank: Annotated[int | None, typer.Option(help="list this rank's parameters with their shapes")] = None,
     svg: Annotated[Path | None, typer.Option(help="write the picture here")] = None,
+    family: OwnFamily = None,
 ) -> None:
     """Print who holds what in a layout."""
 
-    conversion.say(lambda: run(model, layout, rank=rank, svg=svg))
+    conversion.say(lambda: run(model, layout, rank=rank, svg=svg, family=family))
 
 
-def run(model: str, layout: str, *, rank: int | None = None, svg: Path | None = None) -> None:
+def run(
+    model: str, layout: str, *, rank: int | None = None, svg: Path | None = None, family: str | None = None
+) -> None:
     """Print it, and write the picture where ``svg`` says. Raises RLMegatronError."""
-    made = parse_layout("layout", layout, model_shape(model))
+    made = parse_layout("layout", layout, model_shape(model, family))
     if rank is not None and rank >= made.dims.world_size:
         raise ConfigError(f"--rank {rank}: the layout {layout} has {made.dims.world_size} ranks, from 0 on")
     console = Console()

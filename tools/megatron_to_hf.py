@@ -16,6 +16,7 @@ import typer
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.checkpoints.convert import is_megatron
 from tools import conversion
+from tools.options import OwnFamily
 
 
 def main(
@@ -27,13 +28,14 @@ def main(
         typer.Option(help="float32, bfloat16, float16, or float8_e4m3fn in blocks; as stored when not given"),
     ] = None,
     shard_gb: Annotated[float, typer.Option(help="size of a file; each is one thread's work")] = 2.0,
+    family: OwnFamily = None,
 ) -> None:
     """Convert a megatron torch_dist checkpoint to Hugging Face safetensors."""
 
     def work() -> None:
         if megatron_dir.is_dir() and not is_megatron(megatron_dir):
             raise ConfigError(f"{megatron_dir} is a Hugging Face folder; tools/hf_to_megatron.py goes the other way")
-        conversion.run(megatron_dir, hf_dir, dtype=dtype, shard_gb=shard_gb, config=config)
+        conversion.run(megatron_dir, hf_dir, dtype=dtype, shard_gb=shard_gb, config=config, family=family)
 
     conversion.say(work)
 

@@ -16,6 +16,7 @@ import typer
 
 from rl_megatron.weights.checkpoints.verify import verify
 from tools import conversion
+from tools.options import OwnFamily
 
 MAX_LINES = 50
 
@@ -24,23 +25,24 @@ def main(
     folder: Annotated[Path, typer.Argument(help="checkpoint to look at", show_default=False)],
     against: Annotated[Path | None, typer.Option(help="checkpoint of either kind to compare with")] = None,
     config: Annotated[Path | None, typer.Option(help="folder with config.json, where the checkpoint has none")] = None,
+    family: OwnFamily = None,
 ) -> None:
     """Verify a checkpoint, alone or against another."""
 
     def work() -> None:
-        if not run(folder, against=against, config=config):
+        if not run(folder, against=against, config=config, family=family):
             sys.exit(1)
 
     conversion.say(work)
 
 
-def run(folder: Path, *, against: Path | None = None, config: Path | None = None) -> bool:
+def run(folder: Path, *, against: Path | None = None, config: Path | None = None, family: str | None = None) -> bool:
     """Whether nothing is wrong; prints what is. Raises RLMegatronError where it cannot be read to its end."""
     conversion.must_be_there(folder)
     if against is not None:
         conversion.must_be_there(against)
     with conversion.display(folder) as progress:
-        problems = list(verify(folder, against=against, config=config, progress=progress))
+        problems = list(verify(folder, against=against, config=config, family=family, progress=progress))
     for line in problems[:MAX_LINES]:
         print(line)
     if len(problems) > MAX_LINES:

@@ -23,7 +23,7 @@ def starting_folder(config: RunConfig) -> Path:
 def starting_shape(config: RunConfig) -> ModelShape:
     """Its sizes; nothing is made. Raises ConfigError for a folder that holds no model of a known family."""
     if config.model.path is not None:
-        return read_shape(config.model.path)
+        return read_shape(config.model.path, config.learner.model)
     return tiny_shape(_tiny(config))
 
 

@@ -58,7 +58,7 @@ async def _start(
     stack.callback(thread.close)
     progress.note("preparing the model")
     model_folder = await thread(starting_folder, config)
-    shape = read_shape(model_folder)
+    shape = read_shape(model_folder, config.learner.model)
     count = config.learner.dims.world_size
     others = "".join(f", {count} {role} processes" for role in config.roles.separate)
     progress.note(f"starting {count} learner processes{others} and loading data")

@@ -32,7 +32,14 @@ _TOKENS = 64
 
 
 def compare(
-    folder: Path, *, against: Path | None, config: Path | None, num_texts: int, tolerance: float, threads: int
+    folder: Path,
+    *,
+    against: Path | None,
+    config: Path | None,
+    family: str | None,
+    num_texts: int,
+    tolerance: float,
+    threads: int,
 ) -> bool:
     """Whether every token's log-prob is within ``tolerance`` nats; prints a line a text. Raises RLMegatronError."""
     reference = against or folder
@@ -41,7 +48,7 @@ def compare(
             f"{reference} is a megatron checkpoint, which transformers does not read; give --against a Hugging Face "
             "folder of the same weights"
         )
-    shape = read_shape(config or (reference if is_megatron(folder) else folder))
+    shape = read_shape(config or (reference if is_megatron(folder) else folder), family)
     texts = made_up_texts(shape.vocab_size, min(_TOKENS, shape.max_positions), num_texts)
     ours = _learner(folder, shape, texts, threads)
     theirs = _transformers(reference, texts, threads)

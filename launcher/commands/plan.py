@@ -24,13 +24,20 @@ from rl_megatron.weights.plans.plan import plan
 
 
 def show(
-    model: str, layouts: Sequence[str], *, element_bytes: int, links: Links, colocated: bool, gpu_memory_gb: float
+    model: str,
+    layouts: Sequence[str],
+    *,
+    family: str | None,
+    element_bytes: int,
+    links: Links,
+    colocated: bool,
+    gpu_memory_gb: float,
 ) -> None:
     """Print the cost of moving ``model`` as ``layouts`` (``src=...``, ``dst=...``) say. Raises ConfigError.
 
     Names a rank whose weights alone are more than ``gpu_memory_gb`` (1e9 bytes).
     """
-    shape = model_shape(model)
+    shape = model_shape(model, family)
     texts = _texts(layouts)
     src, dst = (parse_layout(side, texts[side], shape) for side in ("src", "dst"))
     first = 0 if colocated else src.dims.world_size
@@ -80,7 +87,7 @@ def show_memory(config_name: str, overrides: Sequence[str]) -> None:
     config = load(config_name, [*overrides, *named])
     if config.model.name is None and named:
         raise ConfigError(f"{config_name}: the model's sizes are not known; give model.path, or model.name")
-    shape = model_shape(str(config.model.name if named else config.model.path))
+    shape = model_shape(str(config.model.name if named else config.model.path), config.learner.model)
     expect(config.model.name, shape)
     config = _elsewhere(config, shape)
     stages: dict[str, Memory] = {}

@@ -6,7 +6,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launcher.preflight import batches, devices, engine, job_memory, model_files, nodes, problems_of_data, reward, sizes
+from launcher.preflight import (
+    batches,
+    devices,
+    engine,
+    job_memory,
+    layers,
+    model_files,
+    nodes,
+    problems_of_data,
+    reward,
+    sizes,
+)
 from launcher.preflight.subject import Check, Found, Subject, problem
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, RLMegatronError
@@ -14,6 +25,7 @@ from rl_megatron.errors import ConfigError, RLMegatronError
 CHECKS: Mapping[str, Check] = {
     "sizes": sizes.check,
     "batches": batches.check,
+    "layers": layers.check,
     "model files": model_files.check,
     "data": problems_of_data.check,
     "devices": devices.check,

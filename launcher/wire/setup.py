@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_megatron.config.run import RunConfig
@@ -19,4 +19,5 @@ class Setup:
     rendezvous: str  # a torch.distributed init method
     role: str = LEARNER
     first_device: int = 0  # of rank 0; ranks beside each other take one each
+    code: Path = field(default_factory=Path.cwd)  # where, beside what is installed, the user's own modules may be
     stacks: Path | None = None  # where they go if this start hangs, as ``workers.serving`` says

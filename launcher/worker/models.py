@@ -42,7 +42,7 @@ class RankModels:
 
         config = setup.config
         self._rank, self._model_folder, self._leave = rank, setup.model_folder, world.leave
-        self._shape = read_shape(setup.model_folder)
+        self._shape = read_shape(setup.model_folder, config.learner.model)
         self._device = world.join(
             config.learner,
             rank=rank,

@@ -7,6 +7,7 @@ A worker serves one call at a time, in the order sent.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 import traceback
@@ -55,6 +56,7 @@ def run(connection: Connection, rank: int, store: int | None = None) -> None:
     except EOFError:  # the controller closed the stream
         return
     setup: Setup = messages.unpack(message)
+    sys.path.append(str(setup.code))
     from rl_megatron.observability.log import run_log
 
     if setup.stacks is not None:

@@ -31,12 +31,20 @@ def problems_of(config: RunConfig) -> list[str]:
 
 
 def _model_problems(c: RunConfig) -> list[str]:
-    if c.model.name is None or c.model.path is not None:
+    if c.model.path is not None:
         return []
-    return [
-        f"model.path is not given, but the configuration is for model.name={c.model.name}; set model.path to a folder "
-        "with its config.json, tokenizer and safetensors, seen by all nodes"
-    ]
+    out = []
+    if c.model.name is not None:
+        out.append(
+            f"model.path is not given, but the configuration is for model.name={c.model.name}; set model.path to a "
+            "folder with its config.json, tokenizer and safetensors, seen by all nodes"
+        )
+    if c.learner.model is not None:
+        out.append(
+            f"learner.model={c.learner.model} reads the config.json of model.path, which is not given; set it, or "
+            "leave learner.model out: the tiny model is of a family of this package"
+        )
+    return out
 
 
 def _mapped_memory_problems(c: RunConfig, key: str, kind: str, other: str) -> list[str]:

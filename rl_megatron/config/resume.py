@@ -24,6 +24,7 @@ FREE: Mapping[str, bool] = {
     "rollout.server.options": False,  # may be of numbers
     "rollout.server.quantization": False,
     "learner": True,
+    "learner.model": False,
     "learner.dtype": False,
     "learner.ep": False,  # megatron-core 0.16.1 cannot reshard the optimizer's state over another degree
     "learner.optimizer.distributed": False,  # its state has another form

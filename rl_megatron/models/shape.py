@@ -87,6 +87,9 @@ class ModelShape:
     ``windows`` has for each layer how many positions a query sees, itself among them, 0 meaning all; empty is all 0.
     ``expert_bias`` and ``clamped_swiglu`` (the limit, 0 for plain SwiGLU) are gpt-oss's. ``draft_layers`` behind the
     decoder, for multi-token prediction, are in some checkpoints; nothing here reads or writes them.
+
+    ``family`` is the ``model_type`` of config.json. ``family_at`` says where a family of the user's own is defined, as
+    ``package.module:name``, so that every process that gets the shape finds its rows.
     """
 
     num_layers: int
@@ -104,6 +107,7 @@ class ModelShape:
     tie_embeddings: bool
     max_positions: int
     family: str = "qwen3_moe"
+    family_at: str | None = None
     latent: LatentAttention | None = None
     dense_layers: int = 0
     dense_width: int = 0

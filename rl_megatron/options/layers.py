@@ -1,4 +1,4 @@
-"""``learner.layers``: whose layers the model is made of, TransformerEngine's with their fused kernels or torch's."""
+"""``learner.layers``: whose the layers are: TransformerEngine's with their fused kernels, torch's, or your own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.options.option import Keywords, Option
-from rl_megatron.section import Section
+from rl_megatron.section import OwnCode, Section
 
 if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
@@ -19,9 +19,15 @@ if TYPE_CHECKING:
 class LayersKeys(Section):
     """Its key."""
 
-    layers: Literal["auto", "torch", "transformer_engine"] = "auto"
+    layers: Literal["auto", "torch", "transformer_engine"] | OwnCode = "auto"
     """auto takes TransformerEngine's where it is installed and device=cuda, else torch's, and with float32 and cp > 1,
-    for which it has no attention."""
+    for which it has no attention. ``package.module:name`` is a function of your own, ``(shape, layer) -> ModuleSpec``
+    of megatron's, called for each decoder layer from 0 on (docs/weights.md). Its code is run."""
+
+    @property
+    def own_layers(self) -> str | None:
+        """``layers`` where they are the user's own."""
+        return self.layers if ":" in self.layers else None
 
 
 class Layers(Option):
@@ -63,7 +69,11 @@ def uses_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool:
             f"learner.layers=transformer_engine with learner.device={learner.device}: TransformerEngine is "
             f"{'installed' if there else 'not installed'} and needs CUDA; use learner.layers=auto or torch"
         )
-    wanted = learner.layers != "torch" and torch_only(shape) is None and not _half_attention_alone(learner)
+    wanted = (
+        learner.layers in ("auto", "transformer_engine")
+        and torch_only(shape) is None
+        and not _half_attention_alone(learner)
+    )
     return wanted and there and learner.device == "cuda"
 
 

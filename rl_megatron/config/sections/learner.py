@@ -15,8 +15,16 @@ from rl_megatron.options.pipeline import PipelineKeys
 from rl_megatron.options.recompute import RecomputeKeys
 from rl_megatron.options.replicas import ReplicaKeys
 from rl_megatron.options.tensor import TensorKeys
-from rl_megatron.section import Positive, PositiveFloat, Section
+from rl_megatron.section import OwnCode, Positive, PositiveFloat, Section
 from rl_megatron.types import ParallelDims
+
+
+class ModelKeys(Section):
+    """What the model is."""
+
+    model: OwnCode | None = None
+    """Null: the family is that of ``model.path``'s config.json. A Family of your own, as ``package.module:name`` in a
+    package that is installed (docs/weights.md), which reads that file in place of it. Its code is run."""
 
 
 class WorkKeys(Section):
@@ -47,6 +55,7 @@ class LearnerSection(  # pydantic takes the keys of the last base first
     TensorKeys,
     LayersKeys,
     DtypeKeys,
+    ModelKeys,
     DeviceKeys,
 ):
     """The megatron-core learner. ``etp``, ``dp`` and ``threads`` follow from the others when not given."""

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner.model.decoder_config import DecoderConfig, LatentDecoderConfig
 from rl_megatron.learner.model.latent import latent_attention_spec, megatron_latent_keywords
-from rl_megatron.learner.model.layers import RMSNorm, specialise, torch_layer_spec
+from rl_megatron.learner.model.layers import RMSNorm, own_layer_spec, specialise, torch_layer_spec
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
@@ -123,7 +123,7 @@ def _build_chunk(shape: ModelShape, learner: LearnerSection, config: DecoderConf
     virtual: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage} if vp_stage is not None else {}
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(shape, config, fused, vp_stage),
+        transformer_layer_spec=_block_spec(shape, learner, config, fused, vp_stage),
         vocab_size=padded_vocab(shape, learner),
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(**virtual),
@@ -155,13 +155,18 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
                 set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
-def _block_spec(shape: ModelShape, config: DecoderConfig, fused: bool, vp_stage: int | None) -> Any:
+def _block_spec(
+    shape: ModelShape, learner: LearnerSection, config: DecoderConfig, fused: bool, vp_stage: int | None
+) -> Any:
     if fused:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    latent = latent_attention_spec(shape) if shape.latent else None
-    specs = [torch_layer_spec(shape, layer, latent) for layer in layers]
+    if learner.own_layers is not None:
+        specs = [own_layer_spec(learner.own_layers, shape, layer) for layer in layers]
+    else:
+        latent = latent_attention_spec(shape) if shape.latent else None
+        specs = [torch_layer_spec(shape, layer, latent) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 

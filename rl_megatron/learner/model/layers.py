@@ -34,11 +34,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.attention import AllHeadsNorm, PackedAttention
 from rl_megatron.learner.model.decoder_config import device_of
 from rl_megatron.learner.model.experts import FusedExperts
 from rl_megatron.learner.model.fused import expert_mlp, linear, rms_norm
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.user_code import load
 
 
 class RMSNorm(torch.nn.Module):
@@ -208,6 +210,20 @@ def torch_layer_spec(shape: ModelShape, layer: int, latent: ModuleSpec | None = 
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def own_layer_spec(path: str, shape: ModelShape, layer: int) -> ModuleSpec:
+    """Decoder layer ``layer`` as the user's function at ``path`` makes it, ``package.module:name``.
+
+    Raises ConfigError for what cannot be imported, is no function or gives no ModuleSpec.
+    """
+    spec = load(path, "learner.layers", "function", callable)(shape, layer)
+    if not isinstance(spec, ModuleSpec):
+        raise ConfigError(
+            f"learner.layers={path!r} gave {spec!r:.80} for layer {layer}; a ModuleSpec of megatron-core is wanted, as "
+            "rl_megatron.learner.model.layers.torch_layer_spec gives one"
+        )
+    return spec
 
 
 _DENSE = MLPSubmodules(linear_fc1=NormColumnLinear, linear_fc2=RowParallelLinear)

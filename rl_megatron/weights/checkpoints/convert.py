@@ -67,6 +67,7 @@ def hf_to_megatron(
     source: Path,
     out: Path,
     *,
+    family: str | None = None,
     dtype: DType | None = None,
     shard_bytes: int = 1 << 30,
     progress: Progress = lambda n: None,
@@ -76,11 +77,12 @@ def hf_to_megatron(
     config.json, tokenizer and chat template go along, so that the way back needs nothing else. Raises CheckpointError,
     WeightError or ConfigError naming what is missing, torn, unknown, misshapen or no number; ``out`` is whole or not
     there.
-    Block-scaled float8 is dequantised: to ``dtype``, or to that of config.json.
+    Block-scaled float8 is dequantised: to ``dtype``, or to that of config.json. ``family`` is one of the user's own,
+    as `read_shape` takes it.
     """
     if dtype is DType.F8_E4M3:
         raise ConfigError("dtype=float8_e4m3fn: a megatron checkpoint holds no block scales; give it for Hugging Face")
-    shape = read_shape(source)
+    shape = read_shape(source, family)
     stored, files = _hf_folder(source, shape, dtype)
     home = {job.name: job for job in stored}
     hf, megatron = _layouts(shape)
@@ -117,6 +119,7 @@ def megatron_to_hf(
     out: Path,
     *,
     config: Path | None = None,
+    family: str | None = None,
     dtype: DType | None = None,
     shard_bytes: int = 2 * 10**9,
     progress: Progress = lambda n: None,
@@ -127,7 +130,7 @@ def megatron_to_hf(
     layers become block-scaled float8, the others stay as they are stored. Raises as `hf_to_megatron`.
     """
     companion = config or source
-    shape = read_shape(companion)
+    shape = read_shape(companion, family)
     quantise = dtype is DType.F8_E4M3
     plain, files = _megatron_folder(source, shape, None if quantise else dtype)
     jobs = _quantised(plain) if quantise else list(plain)
@@ -147,14 +150,14 @@ def megatron_to_hf(
     run(source, out, sinks, files, progress, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
 
 
-def left_out(source: Path, config: Path | None = None) -> str | None:
+def left_out(source: Path, config: Path | None = None, family: str | None = None) -> str | None:
     """What of the model in ``source`` is never converted, as a line to show; None where it has no such tensors.
 
     ``config`` is a folder with config.json where ``source`` has none. A megatron checkpoint of ours never has any.
     """
     if is_megatron(source):
         return None
-    shape = read_shape(config or source)
+    shape = read_shape(config or source, family)
     if not shape.draft_layers:
         return None
     files, placed = weight_files(source)
@@ -166,12 +169,12 @@ def left_out(source: Path, config: Path | None = None) -> str | None:
     return f"{layers}: multi-token prediction is not trained and not converted; the new config.json has none"
 
 
-def hf_tensors(folder: Path, config: Path | None = None) -> tuple[list[Job], Files]:
+def hf_tensors(folder: Path, config: Path | None = None, family: str | None = None) -> tuple[list[Job], Files]:
     """The Hugging Face tensors that a checkpoint of either kind holds, ready to be read block by block.
 
     ``config`` is a folder with config.json where ``folder`` has none. Raises as `hf_to_megatron`.
     """
-    shape = read_shape(config or folder)
+    shape = read_shape(config or folder, family)
     return _megatron_folder(folder, shape, None) if is_megatron(folder) else _hf_folder(folder, shape, None)
 
 

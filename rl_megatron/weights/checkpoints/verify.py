@@ -16,20 +16,25 @@ from rl_megatron.weights.checkpoints.torch_dist import open_chunk, read_index
 
 
 def verify(
-    folder: Path, *, against: Path | None = None, config: Path | None = None, progress: Progress = lambda n: None
+    folder: Path,
+    *,
+    against: Path | None = None,
+    config: Path | None = None,
+    family: str | None = None,
+    progress: Progress = lambda n: None,
 ) -> Iterator[str]:
     """A line for each thing that is wrong, none for a sound checkpoint of either kind.
 
     ``against`` is compared tensor by tensor, to the bit. Raises CheckpointError, WeightError or ConfigError where the
     checkpoint cannot be read to its end: a torn or missing file, an unknown, missing or misshapen tensor.
     """
-    jobs, files = hf_tensors(folder, config)
+    jobs, files = hf_tensors(folder, config, family)
     if is_megatron(folder):
         yield from _bad_sums(folder, files)
     others: dict[str, Job] = {}
     other_files = files
     if against is not None:
-        found, other_files = hf_tensors(against, config)
+        found, other_files = hf_tensors(against, config, family)
         others = {job.name: job for job in found}
     seen = 0
     for job in jobs:

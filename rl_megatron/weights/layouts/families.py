@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rl_megatron.config.errors import shorten
@@ -11,6 +12,7 @@ from rl_megatron.models.families.fields import ConfigFields
 from rl_megatron.models.json_files import Fields, read_json
 from rl_megatron.models.shape import ModelShape, problems
 from rl_megatron.types import ParallelDims
+from rl_megatron.user_code import load
 from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.layout import Layout, split_layers
 from rl_megatron.weights.layouts.tables.deepseek_v3 import DEEPSEEK_V2, DEEPSEEK_V3
@@ -31,28 +33,39 @@ FAMILIES: Mapping[str, Family] = {model_type: family for family in _ALL for mode
 """Every family of this package by Hugging Face's ``model_type``."""
 
 
-def read_shape(folder: Path) -> ModelShape:
-    """The sizes of the model in a Hugging Face folder. Raises ConfigError for a ``model_type`` that is not known, and
-    as its reader does."""
+def read_shape(folder: Path, family: str | None = None) -> ModelShape:
+    """The sizes of the model in a Hugging Face folder, read by the family of its ``model_type``, or by the user's own
+    at ``family``, ``package.module:name``.
+
+    Raises ConfigError for a ``model_type`` that is not known, for what is no `Family`, and as readers do.
+    """
+    known = FAMILIES if family is None else {name: _own(family) for name in _own(family).model_types}
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"model.path={folder}: no config.json there; give a Hugging Face checkpoint folder")
     raw = Fields(read_json(path, ConfigFields).model_dump(exclude_unset=True), path)
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
-        allowed = ", ".join(map(repr, FAMILIES))
+    if model_type is None or model_type not in known:
+        allowed = ", ".join(map(repr, known)) + (f", of {family}" if family else "")
         raise ConfigError(f"{path}: model_type={shorten(model_type)} is not supported; allowed: {allowed}")
-    shape = FAMILIES[model_type].read(raw, path)
+    shape = replace(known[model_type].read(raw, path), family=model_type, family_at=family)
     if found := list(problems(shape)):
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in found))
     return shape
 
 
 def family_of(shape: ModelShape) -> Family:
-    """The rows of a shape's family. Raises ConfigError where there are none."""
+    """The family of a shape. Raises ConfigError where there is none."""
+    if shape.family_at is not None:
+        return _own(shape.family_at)
     if shape.family not in FAMILIES:
         raise ConfigError(f"model_type={shape.family!r} has no tables; those with tables: {', '.join(FAMILIES)}")
     return FAMILIES[shape.family]
+
+
+def _own(path: str) -> Family:
+    family: Family = load(path, "learner.model (--family of tools)", "Family", lambda found: isinstance(found, Family))
+    return family
 
 
 def hf_layout(shape: ModelShape, dims: ParallelDims | None = None) -> Layout:

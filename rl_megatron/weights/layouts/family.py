@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.layouts.layout import ParamSpec
 
@@ -21,10 +22,18 @@ class Family:
 
     ``model_types`` are the ``model_type``s of config.json that ``read`` takes. ``tables`` has rows for ``hf``,
     ``megatron`` and, where plans know engines of it, ``engine``. ``serves``: the engine of this repository,
-    ``rollout.local``, samples from it; it knows Qwen3-MoE's names alone.
+    ``rollout.local``, samples from it; it knows Qwen3-MoE's names alone. Raises ConfigError where a table is missing.
     """
 
     model_types: tuple[str, ...]
     read: Reader
     tables: Mapping[str, Sequence[ParamSpec]]
     serves: bool = False
+
+    def __post_init__(self) -> None:
+        missing = {"hf", "megatron"} - self.tables.keys()
+        if missing:
+            raise ConfigError(
+                f"the family of model_type {', '.join(map(repr, self.model_types))} has no table for "
+                f"{' and '.join(sorted(missing))}; give tables for hf and megatron, and for engine where plans know one"
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from rl_megatron.errors import ConfigError
@@ -45,10 +45,11 @@ def parse_layout(side: str, text: str, shape: ModelShape) -> Layout:
     return Layout(table=tables[table], shape=shape, dims=dims, stages=stages, vocab_multiple=multiple)
 
 
-def model_shape(model: str) -> ModelShape:
-    """Sizes of a public model by name, or of a folder with a config.json. Raises ConfigError."""
+def model_shape(model: str, family: str | None = None) -> ModelShape:
+    """Sizes of a public model by name, or of a folder with a config.json, with the rows of the user's own ``family``
+    where that is given. Raises ConfigError."""
     if model in NAMED:
-        return NAMED[model]
+        return replace(NAMED[model], family_at=family)
     if not Path(model).is_dir():
         raise ConfigError(f"{model}: neither a folder nor a known model; known: {', '.join(NAMED)}")
-    return read_shape(Path(model))
+    return read_shape(Path(model), family)

@@ -1,0 +1,210 @@
+"""A family and layers from outside this package: two files and a key, and every model of a run is theirs.
+
+The oracle is transformers' own model, from whose weights and names the family's were made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
+from launcher.__main__ import main
+from launcher.preflight import layers, sizes
+from launcher.preflight.subject import Subject
+from launcher.wire.setup import Setup
+from launcher.worker.models import RankModels
+from rl_megatron.config.io import load
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import ConfigError
+from rl_megatron.types import Samples
+from rl_megatron.weights.layouts.families import hf_layout, read_shape
+from tests.own_family import FAMILY, LAYERS, SKIPPED, save_own_model, write_package
+
+TOKENS = torch.arange(1, 23)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the package is, and on the path."""
+    root, before = tmp_path_factory.mktemp("own"), {*sys.modules}
+    write_package(root)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(root))
+        yield root
+    for name in {*sys.modules} - before:
+        if name.startswith("own_models"):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def model(place: Path) -> Any:
+    """Transformers' model; what it was saved as is in ``hf``."""
+    return save_own_model(place / "hf")
+
+
+def config_of(folder: Path, *more: str) -> RunConfig:
+    return load("tiny_cpu", [f"model.path={folder}", f"learner.model={FAMILY}", "learner.ep=1", *more])
+
+
+def samples() -> Samples:
+    n = len(TOKENS) - 1
+    return Samples(
+        input_ids=TOKENS[:-1],
+        targets=TOKENS[1:],
+        mask=torch.ones(n, dtype=torch.bool),
+        advantages=torch.zeros(n),
+        rollout_logprobs=torch.zeros(n),
+        old_logprobs=torch.zeros(n),
+        cu_seqlens=torch.tensor([0, n]),
+    )
+
+
+def theirs(model: Any) -> Tensor:
+    with torch.no_grad():
+        logprobs = model(TOKENS[None, :-1], use_cache=False).logits[0].log_softmax(-1)
+    return logprobs.gather(1, TOKENS[1:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("role", ["learner", "reference"])
+def test_every_model_of_a_run_reads_by_the_family_and_has_its_layers(
+    role: str, place: Path, model: Any, tmp_path: Path
+) -> None:
+    kept, threads = [*model.model.layers], torch.get_num_threads()
+    for own in (False, True):
+        config = config_of(place / "hf", "algorithm=ppo", f"learner.layers={LAYERS if own else 'auto'}")
+        model.model.layers = torch.nn.ModuleList([x for i, x in enumerate(kept) if not own or i != SKIPPED])
+        setup = Setup(
+            config=config,
+            model_folder=place / "hf",
+            run_folder=tmp_path,
+            rendezvous=f"file://{tmp_path}/rendezvous-{own}",
+            role=role,
+        )
+        rank = RankModels(setup, 0, None)
+        try:
+            policy = "policy" if role == "learner" else "reference"
+            rank.start_from(policy, place / "hf")
+            found = rank.score(policy, [samples()])
+            assert found is not None
+            assert float((found[0] - theirs(model)).abs().max()) < 1e-4
+            if role == "learner":
+                rank.start_from("critic", place / "hf")
+                mine, other = (rank._learners[name].tensors for name in ("policy", "critic"))
+                assert mine.keys() - other.keys() == {"output_layer.weight"}
+                assert all(torch.equal(mine[name], tensor) for name, tensor in other.items())
+        finally:
+            rank.close()
+            model.model.layers = torch.nn.ModuleList(kept)
+            torch.set_num_threads(threads)
+
+
+def main_of(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(a) for a in arguments])
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.usefixtures("model")
+def test_the_tools_read_by_it(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf, megatron, back, given = place / "hf", tmp_path / "megatron", tmp_path / "back", ("--family", FAMILY)
+    assert main_of("convert", hf, megatron, *given) == 0
+    assert f"--family {FAMILY}" in (said := capsys.readouterr().out)
+    assert f"learner.model={FAMILY}" in said
+    assert main_of("convert", megatron, back, *given) == 0
+    found, original = (load_file(folder / "model.safetensors") for folder in (back, hf))
+    assert found.keys() == original.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in original.items())
+    assert "blocks.3.mixer.q_proj.weight" in found
+    for folder in (megatron, back):
+        assert main_of("verify", folder, "--against", hf, *given) == 0
+    assert main_of("inspect", hf, "megatron,tp=2", *given) == 0
+    assert main_of("plan", hf, "src=megatron,tp=2", "dst=hf,dp=1", *given) == 0
+    for command in (("verify", hf), ("plan", hf, "src=megatron,tp=2", "dst=hf,dp=1")):
+        assert main_of(*command) == 1
+        assert "model_type='own_model' is not supported; allowed: 'qwen2'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("model")
+def test_the_preflight_reads_by_it(place: Path) -> None:
+    subject = Subject(config_of(place / "hf", "rollout=vllm", f"learner.layers={LAYERS}"), False)
+    assert [found.text for found in sizes.check(subject)] == []
+    assert [(found.kind, found.text) for found in layers.check(subject)] == [
+        ("unchecked", f"learner.layers={LAYERS}, which ranks import")
+    ]
+    (found,) = sizes.check(Subject(config_of(place / "hf"), False))
+    assert found.text.startswith("model_type='own_model': the engine that samples here does not run it; allowed: 'qwen")
+    for own in ("not_there_at_all.x:f", "__main__:f"):
+        (found,) = layers.check(Subject(config_of(place / "hf", f"learner.layers={own}"), False))
+        assert found.kind == "problem"
+        assert "install it or put its folder on PYTHONPATH" in found.text
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("not_there_at_all:F", r"learner\.model .*='not_there_at_all:F': no module 'not_there_at_all'; install it or"),
+        ("own_models.rows:FAMILYX", r"'FAMILYX' of own_models\.rows is not there; did you mean 'FAMILY'\?"),
+        ("own_models.rows:NAMES", r"'NAMES' of own_models\.rows is not a Family"),
+        (
+            "own_models_half:FAMILY",
+            r"model_type 'own_model' has no table for megatron; give tables for hf and megatron",
+        ),
+        (
+            "rl_megatron.weights.layouts.tables.qwen3:QWEN3",
+            r"model_type='own_model' is not supported; allowed: 'qwen3'",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("model")
+def test_what_is_no_family_of_the_folder_is_refused(family: str, message: str, place: Path) -> None:
+    half = 'import dataclasses, own_models.rows as r\nFAMILY = dataclasses.replace(r.FAMILY, tables={"hf": []})\n'
+    (place / "own_models_half.py").write_text(half)
+    with pytest.raises(ConfigError, match=message):
+        read_shape(place / "hf", family)
+
+
+@pytest.mark.usefixtures("model")
+def test_a_shape_finds_its_rows_wherever_it_goes(place: Path) -> None:
+    shape = read_shape(place / "hf", FAMILY)
+    assert (shape.family, shape.family_at, shape.num_layers, shape.dense_width) == ("own_model", FAMILY, 4, 48)
+    assert hf_layout(shape).local_shapes(0)["blocks.0.mixer.o_proj.weight"] == (32, 64)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ("own_models_layers:nothing", r"gave \{'layer': 0\} for layer 0; a ModuleSpec of megatron-core is wanted"),
+        ("own_models_layers:Skippedx", r"learner\.layers='own_models_layers:Skippedx': .* did you mean 'Skipped'"),
+    ],
+)
+@pytest.mark.usefixtures("model")
+def test_what_is_no_layer_is_refused(own: str, message: str, place: Path) -> None:
+    from rl_megatron.learner.model.layers import own_layer_spec
+
+    with pytest.raises(ConfigError, match=message):
+        own_layer_spec(own, read_shape(place / "hf", FAMILY), 0)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.model=qwen3", "learner.model='qwen3': must be package.module:name of your own code"),
+        (
+            "learner.layers=toch",
+            "learner.layers='toch': must be 'auto', 'torch' or 'transformer_engine' (did you m",
+        ),
+        ("learner.model=a.b:C", "learner.model=a.b:C reads the config.json of model.path, which is not given; set it"),
+    ],
+)
+def test_what_no_name_of_own_code_is_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("tiny_cpu", [override])
+    assert str(caught.value).startswith(message)

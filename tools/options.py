@@ -1,0 +1,12 @@
+"""Options that several tools take."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+OwnFamily = Annotated[
+    str | None,
+    typer.Option("--family", help="a Family of your own, package.module:name, as learner.model; its code is run"),
+]
