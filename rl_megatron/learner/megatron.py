@@ -19,6 +19,7 @@ from rl_megatron.digests import Digest
 from rl_megatron.learner import cpu
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability import activity
+from rl_megatron.options.table import keywords
 from rl_megatron.types import Culprit, Loss, LossOutput, Samples, SkippedStep, StepResult
 
 cpu.install()  # before the modules below bind megatron's functions
@@ -35,7 +36,12 @@ from megatron.core.transformer.module import Float16Module, MegatronModule  # no
 from rl_megatron.learner import checkpoint  # noqa: E402
 from rl_megatron.learner.forward import run_loss, run_scores  # noqa: E402
 from rl_megatron.learner.heads import Head, LogitsHead, ValueHead, VocabHead  # noqa: E402
-from rl_megatron.learner.model.build import build_chunks, keep_selection_biases_float32, make_config  # noqa: E402
+from rl_megatron.learner.model.build import (  # noqa: E402
+    build_chunks,
+    keep_selection_biases_float32,
+    make_config,
+    with_dtypes,
+)
 from rl_megatron.learner.model.decoder_config import DecoderConfig  # noqa: E402
 from rl_megatron.learner.model.value import ValueParameter, put_value_layer  # noqa: E402
 from rl_megatron.learner.naming import global_parameters  # noqa: E402
@@ -225,14 +231,13 @@ class MegatronLearner(MegatronScorer):
         models: Sequence[GPTModel],
         head: Head,
     ) -> None:
-        ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=learner.optimizer.distributed, grad_reduce_in_fp32=True, bucket_size=None
-        )
+        given = keywords(learner, shape)
+        ddp = DistributedDataParallelConfig(**with_dtypes(given.ddp))
         self._trained = [
             DistributedDataParallel(config, ddp, m.to(device), disable_bucketing=i > 0)
             for i, m in enumerate(_modules(config, models))
         ]
-        self._config, self._optimizer = config, make_optimizer(self._trained, learner)
+        self._config, self._optimizer = config, make_optimizer(self._trained, given)
         self._heap = cpu.Heap()
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self._optimizer.scale_loss

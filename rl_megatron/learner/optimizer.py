@@ -12,26 +12,14 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
-from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.learner.model.build import torch_dtype
+from rl_megatron.learner.model.build import with_dtypes
+from rl_megatron.options.option import Keywords
 
 
-def make_optimizer(chunks: Sequence[DistributedDataParallel], learner: LearnerSection) -> MegatronOptimizer:
+def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -> MegatronOptimizer:
     """The optimizer of this rank's chunks. Every rank calls it. The learning rate is set before each step."""
     _fix_torch_adam()
-    section, dtype = learner.optimizer, torch_dtype(learner.dtype)
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=0.0,
-        adam_beta1=section.beta1,
-        adam_beta2=section.beta2,
-        adam_eps=section.eps,
-        weight_decay=section.weight_decay,
-        clip_grad=section.clip_grad,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=section.distributed,
-    )
+    config = OptimizerConfig(**with_dtypes(given.optimizer))
     optimizer = get_megatron_optimizer(config, list(chunks))
     for part in parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):  # neither apex nor TransformerEngine

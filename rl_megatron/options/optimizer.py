@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from rl_megatron.options.option import Option
+from typing import TYPE_CHECKING
+
+from rl_megatron.options.option import Keywords, Option
 from rl_megatron.section import Fraction, NonNegativeFloat, PositiveFloat, Section
+
+if TYPE_CHECKING:
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
 
 
 class OptimizerSection(Section):
@@ -33,3 +39,20 @@ class Optimizer(Option):
     """AdamW over float32 copies of the parameters. The learning rate is set before each step."""
 
     keys = OptimizerKeys
+
+    def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
+        """Gradients are reduced in one bucket, after the backward pass."""
+        section = learner.optimizer
+        return Keywords(
+            ddp={"use_distributed_optimizer": section.distributed, "bucket_size": None},
+            optimizer={
+                "optimizer": "adam",
+                "lr": 0.0,
+                "adam_beta1": section.beta1,
+                "adam_beta2": section.beta2,
+                "adam_eps": section.eps,
+                "weight_decay": section.weight_decay,
+                "clip_grad": section.clip_grad,
+                "use_distributed_optimizer": section.distributed,
+            },
+        )
