@@ -15,7 +15,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.scaling.memory import CHANGES, GB, Memory, check, memory, server_weights
+from rl_megatron.scaling.memory import GB, Memory, check, memory, server_weights
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
@@ -100,7 +100,7 @@ def show_memory(config_name: str, overrides: Sequence[str]) -> None:
         column.no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
-    for term in CHANGES:
+    for term in next(iter(stages.values())).terms:
         if any(found.terms[term] for found in stages.values()):
             table.add_row(term, *(f"{found.terms[term] / GB:.1f}" for found in stages.values()))
     table.add_section()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from rl_megatron.options.option import Dtype, Keywords, Option
+from rl_megatron.options.option import BYTES, Dtype, Keywords, Option, Rank, Terms
 from rl_megatron.section import Section
 
 if TYPE_CHECKING:
@@ -33,3 +33,9 @@ class Precision(Option):
             ddp={"grad_reduce_in_fp32": True},
             optimizer={"params_dtype": dtype, "bf16": half},
         )
+
+    def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
+        """Parameters, their gradients, and all that layers keep of one micro-batch."""
+        size, count = BYTES[learner.dtype], rank.parameters.both
+        new = {"parameters": count * size, "gradients": count * 4, "activations": sum(rank.kept) * size}
+        return {**terms, **{name: float(held) for name, held in new.items()}}

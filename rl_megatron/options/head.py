@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_megatron.options.option import Keywords, Option
+from rl_megatron.options.option import BYTES, Keywords, Option, Rank, Terms
 from rl_megatron.section import Positive, Section
 
 if TYPE_CHECKING:
@@ -29,3 +29,10 @@ class OutputHead(Option):
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
         """Cross entropy is not megatron-core's."""
         return Keywords(model={"cross_entropy_loss_fusion": False})
+
+    def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
+        """On the last stage the logits, their gradient, and two float32 copies of a chunk."""
+        chunk = min(rank.tokens, learner.logprob_chunk_tokens)
+        each = 2 * rank.tokens * BYTES[learner.dtype] + 2 * chunk * 4
+        last = rank.stage == learner.pp - 1
+        return {**terms, "logits": shape.vocab_size / learner.tp * each if last else 0.0}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_megatron.options.option import Keywords, Option
+from rl_megatron.options.option import Keywords, Option, Rank, Terms
 from rl_megatron.section import Fraction, NonNegativeFloat, PositiveFloat, Section
 
 if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
     from rl_megatron.models.shape import ModelShape
+
+_MOMENTS = 8  # bytes of both
 
 
 class OptimizerSection(Section):
@@ -56,3 +58,11 @@ class Optimizer(Option):
                 "use_distributed_optimizer": section.distributed,
             },
         )
+
+    def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
+        """Both moments and, beside half-precision weights, the float32 ones; shared out where ``distributed``."""
+        each, d, held = _MOMENTS + (4 if learner.dtype == "bfloat16" else 0), learner.dims, rank.parameters
+        if not learner.optimizer.distributed:
+            return {**terms, "optimizer": float(held.both * each)}
+        shared = held.dense / (d.dp * d.cp) + held.experts * d.etp * d.ep / (d.tp * d.cp * d.dp)
+        return {**terms, "optimizer": each * shared}

@@ -1,4 +1,4 @@
-"""What an option of the learner is: keys, refusals and megatron-core's keywords. One file an option.
+"""What an option of the learner is: keys, refusals, megatron-core's keywords and bytes. One file an option.
 
 Options import neither torch nor megatron-core: a login node checks and plans by them.
 """
@@ -14,6 +14,11 @@ from rl_megatron.section import Section
 if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
     from rl_megatron.models.shape import ModelShape
+
+Terms = Mapping[str, float]
+"""Bytes that a rank must hold, by what for."""
+BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
+"""Of an element, by dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +38,42 @@ class Keywords:
     optimizer: Mapping[str, object] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elements:
+    """Parameters of one rank: ``dense`` ones are shared out over dp and cp by the optimizer, ``experts`` over less."""
+
+    dense: int
+    experts: int
+
+    @property
+    def both(self) -> int:
+        """All of them."""
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """What a rank of pipeline stage ``stage`` has to do, before any option acts.
+
+    ``tokens`` of a micro-batch are on it, and ``inputs`` and ``kept`` are elements of such a micro-batch, an entry for
+    each of the rank's layers: what enters the layer, and all that it keeps for its backward pass.
+    """
+
+    stage: int
+    parameters: Elements
+    tokens: float
+    inputs: tuple[float, ...]
+    kept: tuple[float, ...]
+
+
 @runtime_checkable
 class Option(Protocol):
     """An option of the learner. Whatever it has nothing to say to stays as it is here."""
 
     keys: ClassVar[type[Section] | None] = None
     """Its keys, which the ``learner`` section has among its own."""
+    changes: ClassVar[Mapping[str, str]] = {}
+    """Where it has terms of its own: what makes each of them smaller."""
 
     def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
         """Why it is refused, each with what was given and what to do. ``shape`` is None before a model is read."""
@@ -50,3 +85,7 @@ class Option(Protocol):
         Raises ConfigError where this machine lacks what it needs.
         """
         return Keywords()
+
+    def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
+        """The terms of a model that is trained, with its bytes: ``terms`` are those of the options before it."""
+        return terms

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rl_megatron.options.option import Keywords, Option
+from rl_megatron.options.option import Keywords, Option, Rank, Terms
 from rl_megatron.section import Positive, Section
 
 if TYPE_CHECKING:
@@ -49,3 +49,11 @@ class Pipeline(Option):
             model["virtual_pipeline_model_parallel_size"] = learner.vpp
             model |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
         return Keywords(model=model)
+
+    def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
+        """Activations of all micro-batches in flight: the more, the earlier the stage."""
+        pp, vpp = learner.pp, learner.vpp
+        in_flight = float(pp - rank.stage)
+        if vpp > 1:  # counted in chunks
+            in_flight = min(2 * (pp - rank.stage - 1) + (vpp - 1) * pp + 1, pp * vpp) / vpp
+        return {**terms, "activations": terms["activations"] * in_flight}

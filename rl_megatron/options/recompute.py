@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_megatron.options.option import Keywords, Option
+from rl_megatron.options.option import BYTES, Keywords, Option, Rank, Terms
 from rl_megatron.section import Section
 
 if TYPE_CHECKING:
@@ -31,3 +31,9 @@ class Recompute(Option):
         return Keywords(
             model={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         )
+
+    def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
+        """Of each layer its input alone is kept."""
+        if not learner.recompute_layers:
+            return terms
+        return {**terms, "activations": sum(rank.inputs) * BYTES[learner.dtype]}

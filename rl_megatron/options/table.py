@@ -14,7 +14,7 @@ from rl_megatron.options.experts import ExpertParallel
 from rl_megatron.options.head import OutputHead
 from rl_megatron.options.layers import Layers
 from rl_megatron.options.optimizer import Optimizer
-from rl_megatron.options.option import Keywords, Option
+from rl_megatron.options.option import Keywords, Option, Rank, Terms
 from rl_megatron.options.pipeline import Pipeline
 from rl_megatron.options.recompute import Recompute
 from rl_megatron.options.replicas import Replicas
@@ -40,6 +40,7 @@ OPTIONS: Mapping[str, Option] = {
 }
 """By the name of their file, in the order in which they act on a rank's bytes: what layers keep of a micro-batch
 before how many are in flight."""
+_TERMS = ("parameters", "gradients", "optimizer", "activations", "logits")
 
 
 def options() -> Mapping[str, Option]:
@@ -65,3 +66,18 @@ def keywords(learner: LearnerSection, shape: ModelShape) -> Keywords:
                     raise ConfigError(f"the options {owner!r} and {name!r} both give megatron-core {keyword}; drop one")
                 found[kind][keyword] = value
     return Keywords(model=found["model"], ddp=found["ddp"], optimizer=found["optimizer"])
+
+
+def memory(learner: LearnerSection, shape: ModelShape, rank: Rank) -> Terms:
+    """Bytes of a trained model on a rank. Raises ConfigError where an option does not say what makes a term smaller."""
+    terms: Terms = dict.fromkeys(_TERMS, 0.0)
+    for name, option in options().items():
+        before, terms = terms, option.memory(learner, shape, rank, terms)
+        if unsaid := terms.keys() - before.keys() - option.changes.keys():
+            raise ConfigError(f"the option {name!r} holds bytes for {min(unsaid)!r}, which its `changes` does not have")
+    return terms
+
+
+def changes() -> Mapping[str, str]:
+    """Of terms that options bring beside the usual: what makes each of them smaller."""
+    return {term: change for option in options().values() for term, change in option.changes.items()}

@@ -14,6 +14,8 @@ from math import prod
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options import table as options
+from rl_megatron.options.option import BYTES, Elements, Rank
 from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.seats import seats_of
@@ -23,8 +25,6 @@ from rl_megatron.weights.layouts.learner import learner_layout
 
 GB = 1e9
 RESERVED = 0.06  # of a GPU: CUDA and NCCL contexts, what the allocator cannot join
-_BYTES = {"float32": 4, "bfloat16": 2}
-_ADAM = 8  # bytes of both moments
 _SERVER_SHARE = 0.9  # of a GPU that an engine takes where memory_fraction is not set
 CHANGES: Mapping[str, str] = {
     "parameters": "raise learner.tp, learner.pp or learner.ep",
@@ -42,12 +42,12 @@ CHANGES: Mapping[str, str] = {
     "rollout.server.addresses",
     "reserved": "take GPUs with more memory",
 }
-"""What makes each term smaller."""
+"""What makes each term smaller; those that an installed option brings say it themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes that ``rank``'s GPU must hold, by what for, in the order of `CHANGES`."""
+    """Bytes that ``rank``'s GPU must hold, by what for, in the order of `CHANGES`; installed options' own last."""
 
     rank: int
     stage: int
@@ -65,19 +65,6 @@ class Memory:
         return max(self.terms, key=lambda term: self.terms[term])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elements:
-    """Parameters of one rank: ``dense`` ones are shared out over dp and cp by the optimizer, ``experts`` over less."""
-
-    dense: int
-    experts: int
-
-    @property
-    def both(self) -> int:
-        """All of them."""
-        return self.dense + self.experts
-
-
 def memory(config: RunConfig, shape: ModelShape) -> list[Memory]:
     """Of the ranks that may be the fullest: the first of each pipeline stage, also of separate roles, and those beside
     an engine's server.
@@ -87,13 +74,13 @@ def memory(config: RunConfig, shape: ModelShape) -> list[Memory]:
     learner, layout = config.learner, learner_layout(config, shape)
     inner = learner.dims.world_size // learner.dims.pp
     beside = _beside_servers(config)
-    held = {stage: elements(layout, stage) for stage in range(learner.dims.pp)}
-    firsts = {stage * inner for stage in held}
+    stages = [_rank(config, layout, stage) for stage in range(learner.dims.pp)]
+    firsts = {rank.stage * inner for rank in stages}
     return [
         Memory(
             rank=r,
             stage=r // inner,
-            terms=_terms(config, layout, r // inner, held[r // inner], role=role, served=r in beside),
+            terms=_terms(config, shape, stages[r // inner], role=role, served=r in beside),
             role=role,
         )
         for role, ranks in ((LEARNER, {*beside, *firsts}), *((role, firsts) for role in config.roles.separate))
@@ -112,10 +99,11 @@ def check(config: RunConfig, shape: ModelShape) -> Memory | None:
         return None
     most, room = fullest(config, shape), config.slurm.gpu_memory_gb * GB
     if most.total > room:
+        change = {**CHANGES, **options.changes()}[most.largest]
         terms = ", ".join(f"{term} {held / GB:.1f}" for term, held in most.terms.items() if held >= 0.05 * GB)
         raise ConfigError(
             f"slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}: {called(most.role, most.rank)} needs "
-            f"{most.total / GB:.1f} GB ({terms}). Largest: {most.largest}; {CHANGES[most.largest]}"
+            f"{most.total / GB:.1f} GB ({terms}). Largest: {most.largest}; {change}"
         )
     share, per_gpu = config.rollout.server.memory_fraction, server_weights(config, shape)
     starts = config.rollout.served and config.rollout.server.addresses is None
@@ -143,7 +131,7 @@ def elements(layout: Layout, stage: int) -> Elements:
 def server_weights(config: RunConfig, shape: ModelShape) -> float:
     """Bytes of the model on each GPU of a server."""
     whole = sum(prod(size) for size in hf_layout(shape).local_shapes(0).values())
-    return whole * _BYTES[config.learner.dtype] / config.rollout.server.tp
+    return whole * BYTES[config.learner.dtype] / config.rollout.server.tp
 
 
 def _beside_servers(config: RunConfig) -> set[int]:
@@ -156,31 +144,26 @@ def _beside_servers(config: RunConfig) -> set[int]:
     return {rank for s in seats for gpu in s.gpus if (rank := nodes.index(s.node) * each + gpu) < count}
 
 
-def _terms(
-    config: RunConfig, layout: Layout, stage: int, held: Elements, *, role: str, served: bool
-) -> dict[str, float]:
+def _terms(config: RunConfig, shape: ModelShape, rank: Rank, *, role: str, served: bool) -> dict[str, float]:
     """A separate critic is a learner whose outputs are values; a separate reference keeps nothing for a gradient."""
-    learner, algorithm, shape = config.learner, config.algorithm, layout.shape
-    size, state = _BYTES[learner.dtype], _optimizer_bytes(config, held)
-    last = stage == learner.dims.pp - 1
-    tokens = learner.max_tokens_per_micro_batch / learner.dims.cp
+    learner, algorithm = config.learner, config.algorithm
+    own, layer = dict(options.memory(learner, shape, rank)), max(rank.kept, default=0.0) * BYTES[learner.dtype]
+    own["activations"] += 2 * layer  # one layer's working set, and the gradients beside it
+    if role == "critic":
+        own["logits"] = 0.0
+    if role == "reference":
+        own |= {"gradients": 0.0, "optimizer": 0.0, "activations": layer}
     beside = {"critic": algorithm.needs_critic, "reference": algorithm.needs_reference}
     here = {name for name, needed in beside.items() if needed and name not in config.roles.separate}
-    trains, is_learner = role != "reference", role == LEARNER
-    terms = {
-        "parameters": float(held.both * size),
-        "gradients": float(held.both * 4) if trains else 0.0,  # reduced in float32
-        "optimizer": state if trains else 0.0,
-        "critic": held.both * (size + 4) + state if is_learner and "critic" in here else 0.0,
-        "reference": float(held.both * size) if is_learner and "reference" in here else 0.0,
-        "activations": _activations(config, shape, layout, stage, tokens, trains=trains) * size,
-        "logits": _logits(config, shape, tokens) if last and role != "critic" else 0.0,
-        "weight push": 4.0 * config.weights.bucket_mb * 2**20 if is_learner else 0.0,  # two buffers each way
-        "engine": 0.0,
-        "reserved": RESERVED * (config.slurm.gpu_memory_gb or 0) * GB,
-    }
-    if not is_learner:
+    reserved = RESERVED * (config.slurm.gpu_memory_gb or 0) * GB
+    terms = {**dict.fromkeys(CHANGES, 0.0), **own, "reserved": reserved}
+    if role != LEARNER:
         return terms
+    if "critic" in here:
+        terms["critic"] = own["parameters"] + own["gradients"] + own["optimizer"]
+    if "reference" in here:
+        terms["reference"] = own["parameters"]
+    terms["weight push"] = 4.0 * config.weights.bucket_mb * 2**20  # two buffers each way
     if not config.rollout.served:
         terms["engine"] = _local_engine(config, shape)
     elif served:
@@ -190,30 +173,18 @@ def _terms(
     return terms
 
 
-def _optimizer_bytes(config: RunConfig, held: Elements) -> float:
-    """Both moments and, beside half-precision weights, the float32 ones; shared out where ``distributed``."""
-    each = _ADAM + (4 if config.learner.dtype == "bfloat16" else 0)
-    d = config.learner.dims
-    if not config.learner.optimizer.distributed:
-        return float(held.both * each)
-    return each * (held.dense / (d.dp * d.cp) + held.experts * d.etp * d.ep / (d.tp * d.cp * d.dp))
-
-
-def _activations(
-    config: RunConfig, shape: ModelShape, layout: Layout, stage: int, tokens: float, *, trains: bool
-) -> float:
-    """Elements kept between forward and backward by all micro-batches in flight, and one layer's working set."""
-    d = config.learner.dims
+def _rank(config: RunConfig, layout: Layout, stage: int) -> Rank:
+    """A rank of a pipeline stage."""
+    learner, shape = config.learner, layout.shape
+    tokens = learner.max_tokens_per_micro_batch / learner.dims.cp
     layers = [layer for layer, stages in _stages(layout).items() if stage in stages]
-    kept = {layer: _layer(config, shape, layer, tokens) for layer in layers}
-    if not trains:
-        return max(kept.values(), default=0.0)
-    inputs = dict.fromkeys(layers, tokens * shape.hidden_size / d.tp)
-    held = inputs if config.learner.recompute_layers else kept
-    in_flight = float(d.pp - stage)  # of 1F1B
-    if d.vpp > 1:  # of its interleaved form, in chunks (arXiv:2104.04473)
-        in_flight = min(2 * (d.pp - stage - 1) + (d.vpp - 1) * d.pp + 1, d.pp * d.vpp) / d.vpp
-    return sum(held.values()) * in_flight + 2 * max(kept.values(), default=0.0)  # and the gradients beside it
+    return Rank(
+        stage=stage,
+        parameters=elements(layout, stage),
+        tokens=tokens,
+        inputs=(tokens * shape.hidden_size / learner.dims.tp,) * len(layers),
+        kept=tuple(_layer(config, shape, layer, tokens) for layer in layers),
+    )
 
 
 def _stages(layout: Layout) -> Mapping[int, tuple[int, ...]]:
@@ -246,17 +217,10 @@ def _attention(shape: ModelShape) -> Iterator[float]:
     yield heads * (2 * (latent.nope_dim + latent.rope_dim) + 2 * latent.value_dim)
 
 
-def _logits(config: RunConfig, shape: ModelShape, tokens: float) -> float:
-    """Bytes of the logits, their gradient, and two float32 copies of a chunk."""
-    learner = config.learner
-    chunk = min(tokens, learner.logprob_chunk_tokens)
-    return shape.vocab_size / learner.dims.tp * (2 * tokens * _BYTES[learner.dtype] + 2 * chunk * 4)
-
-
 def _local_engine(config: RunConfig, shape: ModelShape) -> float:
     """A whole copy of the model and a cache for every slot."""
     rollout = config.rollout
     cache = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
     cached = rollout.slots * (rollout.max_prompt_tokens + rollout.max_new_tokens) * cache
     whole = sum(prod(size) for size in hf_layout(shape).local_shapes(0).values())
-    return float(whole + cached) * _BYTES[config.learner.dtype]
+    return float(whole + cached) * BYTES[config.learner.dtype]
