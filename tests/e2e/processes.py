@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,10 @@ def sometimes_nan(prompt, completions, texts):
     rewards = even(prompt, completions, texts)
     return [math.nan] * len(rewards) if len(rewards) > 1 and sum(prompt.token_ids) % 4 == 0 else rewards
 '''
+
+
+PORTABLE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+"""An environment in which every x86 processor rounds alike."""
 
 
 def eventually(true: Callable[[], object], what: str, limit: float = LIMIT) -> None:
@@ -148,6 +152,7 @@ class Place:
 
     folder: Path
     cache: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
 
     def start(self, name: str, *arguments: str, resume: bool = False) -> Run:
@@ -172,7 +177,7 @@ class Place:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
                 text=True,
             )
         self.runs.append(Run(folder=self.folder / "runs" / name, process=process, output=output))

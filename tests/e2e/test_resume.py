@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from rl_megatron.data.routes import decode_routes
 from rl_megatron.training import checkpoints
-from tests.e2e.processes import Place, Run, alive
+from tests.e2e.processes import PORTABLE, Place, Run, alive
 
 ONE = ("learner.ep=1", "reward.function=my_rewards:even")
+STORED = Path(__file__).with_name("reference.json")
 PIPELINE = (
     *ONE,
     *("learner.pp=2", "train.max_staleness=1", "eval.every=1", "train.lr_decay=none", "algorithm.routing_replay=r3"),
@@ -22,7 +25,8 @@ PIPELINE = (
 
 @pytest.fixture(scope="module")
 def reference(place: Place) -> Run:
-    """A run that is left alone."""
+    """A run that is left alone, of the same numbers on every processor."""
+    place.environment = PORTABLE
     run = place.start("reference", *ONE)
     run.finish()
     return run
@@ -36,6 +40,17 @@ def test_the_reference_learns_from_a_gradient(reference: Run) -> None:
     ]
     assert all(r["grad_norm"] > 0 for r in recorded if r["step"])
     assert [r["step"] for r in recorded if "eval/accuracy" in r and r["phase"] == "rl"] == [0, 2, 4, 6]
+
+
+def test_the_reference_records_what_it_always_did(place: Place, reference: Run) -> None:
+    """Samples and integers exactly, other numbers to 1e-6."""
+    found, stored = place.folder / STORED.name, json.loads(STORED.read_text())
+    metrics, samples = reference.record()
+    found.write_text(json.dumps({"metrics": metrics, "samples": samples}, indent=1) + "\n")
+    assert samples == stored["samples"]
+    for row, wanted in zip(metrics, stored["metrics"], strict=True):
+        close = {name: pytest.approx(x, rel=1e-6, abs=1e-6) for name, x in wanted.items() if isinstance(x, float)}
+        assert row == wanted | close, f"where this is meant to change, copy {found} to {STORED}"
 
 
 def test_the_learner_agrees_with_the_engine_at_every_step(reference: Run) -> None:
