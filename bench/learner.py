@@ -2,8 +2,8 @@
 
     python -m bench.learner [--size tiny mid] [--threads 2] [--ep 1] [--repeats 7] [--json FILE]
 
-Ours is a whole ``train_step``: packing into the micro-batch, forward, GSPO loss, backward, gradient norm, clipping,
-AdamW. transformers' is forward, cross-entropy and backward alone, on the same sequences as one padded batch, with the
+Ours is a whole step: packing into the micro-batch, forward, GSPO loss, backward, gradient norm, clipping, AdamW.
+transformers' is forward, cross-entropy and backward alone, on the same sequences as one padded batch, with the
 experts implementation that was the fastest here. Tokens are real positions. *equal*: all sequences are equally long;
 *long tail*: lengths are geometric, cut at the limit, with a mean of a quarter of it. The two take turns, so that both
 see the same machine; figures are medians. With ``--ep N`` ours is N processes that share the threads.
@@ -105,7 +105,8 @@ def our_step(folder: Path, samples: Samples, learner: LearnerSection, rank: int,
 
     def step() -> None:
         torch.set_num_threads(learner.threads or 1)
-        megatron.train_step(mine, GSPO, 1e-4, num_tokens=batch.num_tokens, num_sequences=batch.num_sequences)
+        megatron.backward(mine, GSPO, num_tokens=batch.num_tokens, num_sequences=batch.num_sequences)
+        megatron.step(1e-4)
 
     return step
 

@@ -15,13 +15,16 @@ from rl_megatron.digests import Digest
 from rl_megatron.types import (
     Batch,
     Completion,
+    Counts,
     GenerationRequest,
     Loss,
+    Metric,
     Prompt,
     Scored,
     Scores,
     SkippedStep,
     StepResult,
+    Want,
     WeightUpdate,
 )
 
@@ -65,23 +68,34 @@ class WeightSync(Protocol):
 class Scorer(Protocol):
     """A model that says something of every position of a batch. Several may be asked at once, and one many things."""
 
-    async def score(self, batch: Batch) -> Scores:
-        """Log-probs of the targets (nats), or values, for each micro-batch of ``batch``."""
+    async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
+        """All that is wanted, in one pass. Routers take the batch's ``routes``, where it has some and none are wanted.
+
+        Raises RLMegatronError for what this model cannot say.
+        """
         ...
 
 
-class Learner(Scorer, Protocol):
-    """Owns the trained parameters of one model, a policy or a critic, and its optimizer, over however many ranks.
+class FrozenModel(Scorer, Protocol):
+    """A model that nobody trains, sharded as the policy: a reference, a teacher, a reward model."""
+
+    async def start_from(self, folder: Path) -> None:
+        """Take a Hugging Face folder's weights (a critic: all but the value layer)."""
+        ...
+
+
+class Learner(FrozenModel, Protocol):
+    """A model that is trained, a policy or a critic, and its optimizer, over however many ranks.
 
     Where micro-batches have ``routes``, its routers take these.
     """
 
-    async def score_with_routes(self, batch: Batch) -> tuple[Scores, Scores]:
-        """As ``score``, and the experts that the pass took, as ``Samples.routes`` for each micro-batch."""
+    async def backward(self, batch: Batch, loss: Loss) -> Mapping[str, Metric[float | Counts]]:
+        """Add a batch's gradients to those since the last ``step``; ``loss``, and the metrics of the loss."""
         ...
 
-    async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult | SkippedStep:
-        """One optimizer step on the whole batch, where its gradient is finite."""
+    async def step(self, learning_rate: float) -> StepResult | SkippedStep:
+        """One optimizer step with the gradients that were added, where they are finite; they are gone then."""
         ...
 
     async def save(self, folder: Path) -> Mapping[str, Digest]:
@@ -100,33 +114,28 @@ class Learner(Scorer, Protocol):
         ...
 
 
-class Critic(Learner, Protocol):
-    """A learner whose scores are values: what is still to come after each position's input token."""
-
-    async def start_from(self, folder: Path) -> None:
-        """Take a Hugging Face folder's weights, all but the value layer."""
-        ...
-
-
-class Reference(Scorer, Protocol):
-    """A frozen policy, sharded as the trained one."""
-
-    async def start_from(self, folder: Path) -> None:
-        """Take a Hugging Face folder's weights; once, before the first ``score``."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """Everything a run needs, as started by a launcher."""
+    """Everything a run needs, as started by a launcher. Models are known by their roles' names."""
 
-    learner: Learner
-    critic: Critic | None
-    reference: Reference | None
+    learners: Mapping[str, Learner]
+    """``policy``, and ``critic`` where the algorithm has one."""
+    frozen: Mapping[str, FrozenModel]
+    """``reference`` where there is one."""
     engine: RolloutEngine
     weights: WeightSync
     engine_metrics: Callable[[], Mapping[str, int]] = dict
     """What a row of metrics says of the engine's servers."""
+
+    @property
+    def policy(self) -> Learner:
+        """The learner whose weights are pushed."""
+        return self.learners["policy"]
+
+    @property
+    def models(self) -> dict[str, Scorer]:
+        """Every model, by its role."""
+        return {**self.learners, **self.frozen}
 
 
 def unheard(text: str) -> None:

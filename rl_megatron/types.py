@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -179,15 +179,31 @@ class LossInputs:
     num_sequences: int
 
 
+Over = Literal["sum", "mean", "min", "max", "histogram"]
+Counts = tuple[float, ...]
+"""Of a histogram's bins (`algorithms.quantiles`)."""
+V_co = TypeVar("V_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric(Generic[V_co]):
+    """A number, or a histogram's counts, and how several under one name become one.
+
+    Parts of a batch (micro-batches, DP and CP ranks) have shares of a sum, mean or histogram: shares add up. Of minima
+    and maxima the extreme counts. Optimizer steps are reduced likewise, but means are averaged by ``weight``.
+    """
+
+    value: V_co
+    over: Over = "mean"
+    weight: float = 1.0  # of an optimizer step's mean among several
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
     """A rank's share of the global loss. Adding shares over micro-batches, DP and CP gives the loss itself."""
 
     loss: Tensor  # [] float32, already over the global denominator
-    means: Mapping[str, Tensor]  # [] each; shares like `loss`: they add up to the global mean
-    minima: Mapping[str, Tensor] = field(default_factory=dict)  # [] each; the global value is the least
-    maxima: Mapping[str, Tensor] = field(default_factory=dict)
-    histograms: Mapping[str, Tensor] = field(default_factory=dict)  # [bins] counts each; they add up
+    metrics: Mapping[str, Metric[Tensor]]  # [] each, [bins] of a histogram; alike in all parts of a batch
 
 
 class Loss(Protocol):
@@ -208,18 +224,23 @@ class Batch:
     num_sequences: int  # real sequences of the whole batch (padding sequences have no masked-in target)
 
 
+Want = Literal["logprobs", "values", "routes", "logits"]
+"""What a model can say of a batch's positions.
+
+``logprobs`` of the targets (nats) and a critic's ``values``, [N] float32 for each micro-batch; ``routes``, the experts
+that the pass took, [N, MoE layers, top_k]; ``logits`` at temperature 1 of the m masked-in positions, [m, V] float32.
+"""
 Scores = Sequence[Sequence["Tensor"]]
-"""[D][M] of a batch's micro-batches, each [N] float32: one number a position. Routes: [N, MoE layers, top_k]."""
+"""[D][M]: what was wanted, for each of a batch's micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One optimizer step. ``metrics`` are global values under the names of docs/metrics.md."""
+    """One optimizer step. ``metrics`` are what the observers on the ranks saw since the last, under names of
+    docs/metrics.md."""
 
-    loss: float
-    grad_norm: float
-    metrics: Mapping[str, float]
-    histograms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # global counts of a LossOutput's bins
+    grad_norm: float  # before clipping
+    metrics: Mapping[str, Metric[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +248,7 @@ class Culprit:
     """A micro-batch that by itself gives a gradient with NaN or infinity, as a rank that computed it found."""
 
     data_rank: int
-    micro_batch: int  # in ``Batch.micro_batches[data_rank]``
+    micro_batch: int  # in ``Batch.micro_batches[data_rank]``; over all ``backward`` of the step
     rank: int
     node: str
 

@@ -1,6 +1,6 @@
 """A policy, a critic and a reference of one table each, in this process: real losses, gradients and steps, no model.
 
-``train_step`` is plain gradient descent at the given rate, so what an update does is seen in the table.
+``step`` is plain gradient descent at the given rate, so what an update does is seen in the table.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.types import (
     Batch,
     Completion,
+    Counts,
     GenerationRequest,
     Loss,
     LossInputs,
+    Metric,
     Prompt,
     Routes,
     Samples,
     Scores,
     StepResult,
+    Want,
     WeightUpdate,
 )
 
@@ -53,6 +56,7 @@ class Toy:
 
     weights: Tensor  # [V, V] logits of a policy, or [V] values of a critic
     heard: list[object] = field(default_factory=list)
+    gradient: Tensor | None = None  # since the last step
 
     @property
     def is_critic(self) -> bool:
@@ -66,30 +70,35 @@ class Toy:
         self.heard.append((what, columns_of(batch)))
         return [[self._of(m, self.weights) for m in row] for row in batch.micro_batches]
 
-    async def score(self, batch: Batch) -> Scores:
-        return self._scores(batch, "score")
-
-    async def score_with_routes(self, batch: Batch) -> tuple[Scores, Scores]:
+    async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
         """Its routers would take expert 1 for odd tokens."""
+        mine: Want = "values" if self.is_critic else "logprobs"
+        if "routes" not in want:
+            return {mine: self._scores(batch, "score")}
         chosen = [[(m.input_ids % 2).to(torch.uint8).reshape(-1, 1, 1) for m in row] for row in batch.micro_batches]
         pairs = [list(zip(*both, strict=True)) for both in zip(batch.micro_batches, chosen, strict=True)]
         routed = tuple(tuple(replace(m, routes=routes) for m, routes in row) for row in pairs)
-        return self._scores(replace(batch, micro_batches=routed), "score with routes"), chosen
+        return {mine: self._scores(replace(batch, micro_batches=routed), "score with routes"), "routes": chosen}
 
-    async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult:
+    async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float | Counts]]:
         weights = self.weights.clone().requires_grad_()
         outputs = [loss(self._inputs(m, batch, weights)) for row in batch.micro_batches for m in row]
         total = torch.stack([output.loss for output in outputs]).sum()
         (gradient,) = torch.autograd.grad(total, weights)
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+        self.heard.append(("backward", columns_of(batch), float(total.detach())))
+        metrics: dict[str, Metric[float | Counts]] = {"loss": Metric(value=float(total.detach()))}
+        for name, kind in outputs[0].metrics.items():
+            if kind.over == "mean":
+                metrics[name] = Metric(value=sum(float(output.metrics[name].value) for output in outputs))
+        return metrics
+
+    async def step(self, learning_rate: float) -> StepResult:
+        gradient, self.gradient = self.gradient, None
+        assert gradient is not None
         self.weights = self.weights - learning_rate * gradient
-        self.heard.append(
-            ("train", columns_of(batch), learning_rate, float(total.detach()), self.weights.numpy().tobytes())
-        )
-        metrics: dict[str, float] = {}
-        for output in outputs:
-            for name, value in output.means.items():
-                metrics[name] = metrics.get(name, 0.0) + float(value)
-        return StepResult(loss=float(total.detach()), grad_norm=float(gradient.norm()), metrics=metrics)
+        self.heard.append(("step", learning_rate, self.weights.numpy().tobytes()))
+        return StepResult(grad_norm=float(gradient.norm()))
 
     def _inputs(self, samples: Samples, batch: Batch, weights: Tensor) -> LossInputs:
         ids, of = sequence_ids(samples.cu_seqlens), self._of(samples, weights)

@@ -1,4 +1,4 @@
-"""The composition root: a RunConfig -> a running Trainer. It chooses the launcher and makes the trainer's parts."""
+"""The composition root: a RunConfig -> processes that are up, and the data. It chooses the launcher."""
 
 from __future__ import annotations
 

@@ -141,9 +141,10 @@ def _rank(writer: Connection, folder: Path, shape: ModelShape, texts: Texts) -> 
                 layout = megatron_layout(shape, vocab_multiple=learner.vocab_multiple)
                 read_boxes(Checkpoint(folder), hf_layout(shape), layout, 0, dict(policy.tensors))
                 policy.adopt()
-            found = policy.score([to_samples([_group(text) for text in texts])])
+            found = policy.score([to_samples([_group(text) for text in texts])], frozenset({"logprobs"}))
             assert found is not None, "the only rank answers"
-            writer.send([part.tolist() for part in torch.split(found[0], [len(text) - 1 for text in texts])])
+            parts = torch.split(found["logprobs"][0], [len(text) - 1 for text in texts])
+            writer.send([part.tolist() for part in parts])
         except Exception as error:  # noqa: BLE001  sent, and raised where it is received
             writer.send(error)
         finally:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from launcher.build.data import Data
 from launcher.build.model import starting_folder
 from launcher.build.roles import Parts, job_of, started
-from launcher.controller.proxies import LearnerGroup, WeightGroup
+from launcher.controller.proxies import WeightGroup
 from launcher.preflight.checks import preflight
 from launcher.runs.folder import mirror_path
 from launcher.runs.stop import stop_signals
@@ -86,7 +86,7 @@ async def diagnose(subject: Subject, *, num_prompts: int, num_completions: int) 
             examination = _Examination(config=config, folder=folder, roles=roles, data=data, shape=shape, kept=kept)
             if subject.checkpoint is not None:
                 progress.note(f"weights of {subject.checkpoint}")
-                await roles.learner.load(subject.checkpoint / "learner", files_of(subject.checkpoint / "learner"))
+                await roles.policy.load(subject.checkpoint / "learner", files_of(subject.checkpoint / "learner"))
             progress.note(f"sampling {num_prompts} x {num_completions} completions and scoring them")
             found = await examination.findings(num_prompts, num_completions)
     _show(found, str(subject.checkpoint or f"{config.model.path or 'the tiny model'}, untrained"))
@@ -131,8 +131,7 @@ class _Examination:
         return await asyncio.to_thread(judge, outcomes, setting, weights, tokenizer)
 
     def _bench(self) -> Bench:
-        rollout, learner = self.config.rollout, self.roles.learner
-        assert isinstance(learner, LearnerGroup)
+        rollout, learner = self.config.rollout, self.roles.policy
         return Bench(
             learner=learner,
             engine=self.roles.engine,

@@ -6,16 +6,14 @@ import contextlib
 import logging
 from pathlib import Path
 
-from launcher.build.data import Data
+from launcher.build.jobs import loops_of
 from launcher.build.roles import Parts, job_of, started
-from launcher.build.trainer import trainer_of
 from launcher.controller.loop_watch import LoopWatch
 from launcher.runs.name import claim
 from launcher.runs.resume import find
 from launcher.runs.stop import Stop, stop_signals
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.prompts import PromptStream
 from rl_megatron.durable import remove_folder
 from rl_megatron.errors import RLMegatronError, Stopped
 from rl_megatron.interfaces import RewardFunction
@@ -24,9 +22,8 @@ from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.report import write_report
 from rl_megatron.training.checkpoints import Checkpoint
+from rl_megatron.training.loop import Loop
 from rl_megatron.training.stopping import unless_stopped
-from rl_megatron.training.trainer import Trainer
-from rl_megatron.training.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
 
@@ -64,41 +61,30 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
 
 async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint | None) -> bool:
     """Whether every step is made. What has been trained is exported, but where the run comes back soon."""
-    config = parts.config
     async with started(parts, progress, stop) as (roles, data, shape):
-        with contextlib.closing(Recorder(parts.folder, config.log, progress)) as recorder:
-            trainer = trainer_of(parts, shape, roles, data, recorder, stop)
-            if not await _begin(trainer, data, start):
-                return False
-            progress.phase("reinforcement")
-            await trainer.run()
-            finished = trainer.step >= config.train.steps
+        with contextlib.closing(Recorder(parts.folder, parts.config.log, progress)) as recorder:
+            warm_start, loop = loops_of(parts, shape, roles, data, recorder, stop)
+            of_warm_start = start is None or start.state.warm_start_step is not None
+            if start is None:
+                recorder.truncate_after(-1)  # killed before its first checkpoint, a run starts over
+            else:
+                progress.note(f"resuming from {start.folder}")
+                await unless_stopped(stop, _restore(warm_start if of_warm_start else loop, start))
+            if of_warm_start:
+                if warm_start.pace.steps:
+                    progress.phase(warm_start.job.name, total=warm_start.pace.steps)
+                if not await warm_start.run():
+                    return False
+            progress.phase(loop.job.name)
+            finished = await loop.run()
             if finished or not stop.comes_back:
-                exported = parts.folder / f"hf_step_{trainer.step:06d}"
+                exported = parts.folder / f"hf_step_{loop.done:06d}"
                 remove_folder(exported)  # where a finished run is resumed
                 await roles.weights.export(exported)
             return finished
 
 
-async def _begin(trainer: Trainer, data: Data, start: Checkpoint | None) -> bool:
-    """Continue from a checkpoint, or warm-start; False where the warm start was stopped.
-
-    Killed before its first checkpoint, a run starts over.
-    """
-    progress, section = trainer.recorder.progress, trainer.config.warm_start
-    prompts = PromptStream(data.train, seed=trainer.config.seed + 1)
-    warm_start = WarmStart(trainer=trainer, prompts=prompts, tokenizer=data.tokenizer)
-    done = None
-    if start is None:
-        trainer.recorder.truncate_after(-1)
-    else:
-        progress.note(f"resuming from {start.folder}")
-        done = start.state.warm_start_step
-        trainer.recorder.truncate_after(start.state.step, warm_start_step=done)
-        if done is None:
-            await unless_stopped(trainer.stop, trainer.restore(start))
-            return True
-        await unless_stopped(trainer.stop, warm_start.restore(start))
-    if section.steps:
-        progress.phase("warm start", total=section.steps)
-    return await warm_start.run(done)
+async def _restore(loop: Loop, start: Checkpoint) -> None:
+    done = start.state.warm_start_step
+    loop.recorder.truncate_after(start.state.step, warm_start_step=done)
+    await loop.restore(start, start.state.step if done is None else done)

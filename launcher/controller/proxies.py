@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -16,19 +16,22 @@ from rl_megatron import digests
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest
 from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
-from rl_megatron.interfaces import Critic, Roles, RolloutEngine, WeightSync
+from rl_megatron.interfaces import Learner, Roles, RolloutEngine, WeightSync
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.training import checkpoints
 from rl_megatron.types import (
     Batch,
     Completion,
+    Counts,
     GenerationRequest,
     Loss,
+    Metric,
     ParallelDims,
     Samples,
     Scores,
     SkippedStep,
     StepResult,
+    Want,
     WeightUpdate,
 )
 from rl_megatron.weights.checks.reports import Report
@@ -44,18 +47,17 @@ logger = logging.getLogger(__name__)
 def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:
     """What the trainer sees of ranks that are ready: the learner's hold what has none of its own."""
     dims, group = config.learner.dims, groups[LEARNER]
-    critic, reference = (LearnerGroup(groups.get(role, group), dims, role) for role in ("critic", "reference"))
-    return Roles(
-        learner=LearnerGroup(group, dims, "policy"),
-        critic=critic if config.algorithm.needs_critic else None,
-        reference=reference if config.algorithm.needs_reference else None,
-        engine=EngineGroup(group),
-        weights=WeightGroup(group),
+    trained = {"policy": True, "critic": config.algorithm.needs_critic}
+    frozen = {"reference": config.algorithm.needs_reference}
+    learners, others = (
+        {role: LearnerGroup(groups.get(role, group), dims, role) for role, needed in roles.items() if needed}
+        for roles in (trained, frozen)
     )
+    return Roles(learners=learners, frozen=others, engine=EngineGroup(group), weights=WeightGroup(group))
 
 
-class LearnerGroup(Critic):
-    """A Learner, Critic or Reference over all ranks that hold it, by its ``role`` there.
+class LearnerGroup(Learner):
+    """A Learner or FrozenModel over all ranks that hold it, by its ``role`` there.
 
     Every call raises WorkerDied where a rank has ended.
     """
@@ -69,38 +71,28 @@ class LearnerGroup(Critic):
         await self._group.each("start_from", self._role, folder.resolve())
 
     @override
-    async def score(self, batch: Batch) -> Scores:
+    async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
         """Sends each data-parallel rank its micro-batches."""
-        scores: list[list[Tensor]] = await self._by_dp_rank("score", batch)
-        return scores
-
-    @override
-    async def score_with_routes(self, batch: Batch) -> tuple[Scores, Scores]:
-        both: list[tuple[list[Tensor], list[Tensor]]] = await self._by_dp_rank("score_with_routes", batch)
-        return [scores for scores, _ in both], [routes for _, routes in both]
-
-    async def logits(self, batch: Batch) -> Scores:
-        """Next-token logits at temperature 1 of each micro-batch's m masked-in positions, [m, V] float32 each."""
-        logits: list[list[Tensor]] = await self._by_dp_rank("logits", batch)
-        return logits
-
-    async def _by_dp_rank(self, call: str, batch: Batch) -> list[Any]:
-        """What one rank of each data-parallel rank answers."""
-        shares = {rank: (self._role, m) for rank, m in (await self._shares(batch)).items()}
-        answers = await self._group.ask(call, shares)
+        shares = {rank: (self._role, m, want) for rank, m in (await self._shares(batch)).items()}
+        answers: list[dict[Want, list[Tensor]] | None] = await self._group.ask("score", shares)
         rows = {self._dims.dp_rank(rank): answer for rank, answer in enumerate(answers) if answer is not None}
-        return [rows[d] for d in range(self._dims.dp)]
+        return {what: [rows[d][what] for d in range(self._dims.dp)] for what in want}
 
     @override
-    async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult | SkippedStep:
-        """Sends each data-parallel rank its micro-batches. Culprits of a skipped step are those of all ranks."""
-        common = (loss, learning_rate, batch.num_tokens, batch.num_sequences)
+    async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float | Counts]]:
+        """Sends each data-parallel rank its micro-batches."""
+        common = (loss, batch.num_tokens, batch.num_sequences)
         shares = {rank: (self._role, m, *common) for rank, m in (await self._shares(batch)).items()}
-        answers = await self._group.ask("train_step", shares)
+        answers: list[dict[str, Metric[float | Counts]] | None] = await self._group.ask("backward", shares)
+        return next(answer for answer in answers if answer is not None)
+
+    @override
+    async def step(self, learning_rate: float) -> StepResult | SkippedStep:
+        """Culprits of a skipped step are those of all ranks."""
+        answers: list[StepResult | SkippedStep] = await self._group.each("step", self._role, learning_rate)
         if skipped := [a for a in answers if isinstance(a, SkippedStep)]:  # then all did
             return replace(skipped[0], culprits=tuple(c for a in skipped for c in a.culprits))
-        result: StepResult = next(a for a in answers if a is not None)
-        return result
+        return answers[0]
 
     async def _shares(self, batch: Batch) -> dict[int, tuple[Samples, ...]]:
         """What each rank computes on: its data-parallel rank's micro-batches, with routes of its own layers alone.

@@ -81,7 +81,7 @@ class ServedLauncher(Launcher):
                 inner=roles.weights,
                 path=path,
                 replicas=engine,
-                learner=roles.learner,
+                learner=roles.policy,
                 dims=config.learner.dims,
                 probe=probe,
                 probes=config.rollout.server.probes,

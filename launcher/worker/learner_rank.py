@@ -11,7 +11,7 @@ from launcher.wire.setup import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import CorruptionError, SyncError
-from rl_megatron.types import Completion, GenerationRequest, Samples, WeightUpdate
+from rl_megatron.types import Completion, GenerationRequest, WeightUpdate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,6 @@ class Worker(RankModels):
     CALLS = (
         *RankModels.CALLS,
         *("generate", "stage", "commit", "sums", "join_engines", "send", "export", "checksums"),
-        *("score_with_routes", "logits"),
     )
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
@@ -174,19 +173,6 @@ class Worker(RankModels):
         from rl_megatron.weights.checks.checksums import checksum
 
         return {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in self._held.items()}
-
-    def logits(self, role: str, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
-        """Logits of ``role``'s model, [m, V] float32 of the m masked-in positions of each micro-batch.
-
-        None off the last stage and off TP/CP rank 0.
-        """
-        return self._learner(role).logits(micro_batches)
-
-    def score_with_routes(
-        self, role: str, micro_batches: Sequence[Samples]
-    ) -> tuple[list[Tensor], list[Tensor]] | None:
-        """As ``score``, and the experts that the pass took, [N, MoE layers, top_k] per micro-batch."""
-        return self._learner(role).score_with_routes(micro_batches)
 
     def close(self) -> None:
         """Leave the process groups, after every rank arrived."""

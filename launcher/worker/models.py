@@ -17,12 +17,13 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.types import Loss, Samples, SkippedStep, StepResult
+from rl_megatron.types import Counts, Loss, Metric, Samples, SkippedStep, StepResult, Want
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_megatron.learner.megatron import MegatronLearner, MegatronScorer
+    from rl_megatron.learner.scorer import MegatronScorer
+    from rl_megatron.learner.trained import MegatronLearner
 
 M = TypeVar("M")
 
@@ -31,7 +32,7 @@ class RankModels:
     """The models of a rank of ``setup.role``, and the world of its ranks."""
 
     CALLS: tuple[str, ...] = (
-        *("start_from", "score", "routed_layers", "train_step"),
+        *("start_from", "score", "routed_layers", "backward", "step"),
         *("save", "verify", "load", "close"),
     )
 
@@ -119,36 +120,29 @@ class RankModels:
     def _learner(self, role: str) -> MegatronLearner:
         return _held(self._learners, role)
 
-    def score(self, role: str, micro_batches: Sequence[Samples]) -> list[Tensor] | None:
-        """Log-probs (nats) or values of ``role``'s model, [N] float32 per micro-batch of this DP rank.
-
-        None off the last stage and off TP/CP rank 0.
-        """
-        return self._scorer(role).score(micro_batches, {} if role in self._scorers else self._reference)
+    def score(
+        self, role: str, micro_batches: Sequence[Samples], want: frozenset[Want]
+    ) -> dict[Want, list[Tensor]] | None:
+        """All that is wanted of each micro-batch; None but on the rank that answers for its DP rank."""
+        return self._scorer(role).score(micro_batches, want, {} if role in self._scorers else self._reference)
 
     def routed_layers(self, role: str) -> tuple[int, ...]:
-        """The MoE layers, numbered within the model, whose routes this rank replays."""
+        """Of which MoE layers this rank wants routes to replay, by their numbers among the model's."""
         return self._scorer(role).routed_layers
 
-    def train_step(
-        self,
-        role: str,
-        micro_batches: Sequence[Samples],
-        loss: Loss,
-        learning_rate: float,
-        num_tokens: int,
-        num_sequences: int,
-    ) -> StepResult | SkippedStep | None:
-        """Make one optimizer step on this DP rank's micro-batches; the result is on last-stage ranks.
+    def backward(
+        self, role: str, micro_batches: Sequence[Samples], loss: Loss, num_tokens: int, num_sequences: int
+    ) -> dict[str, Metric[float | Counts]] | None:
+        """Add the micro-batches' gradients; ``loss`` and its metrics on last-stage ranks."""
+        learner = self._learner(role)
+        return learner.backward(micro_batches, loss, num_tokens=num_tokens, num_sequences=num_sequences)
 
-        All ranks answer SkippedStep where the gradient is not finite.
-        """
-        return self._learner(role).train_step(
-            micro_batches, loss, learning_rate, num_tokens=num_tokens, num_sequences=num_sequences
-        )
+    def step(self, role: str, learning_rate: float) -> StepResult | SkippedStep:
+        """One optimizer step with the gradients that were added. Raises RLMegatronError where there are none."""
+        return self._learner(role).step(learning_rate)
 
     def save(self, role: str, folder: Path) -> dict[str, Digest]:
-        """Write this rank's shards into ``folder``; the digest of each file. Raises CheckpointError."""
+        """Write this rank's shards; what it wrote, by name. Raises CheckpointError."""
         return self._learner(role).save(folder)
 
     def verify(self, folder: Path, files: Mapping[str, Digest]) -> list[str]:
@@ -156,7 +150,7 @@ class RankModels:
         return digests.misfits(folder, files, read=True)
 
     def load(self, role: str, folder: Path) -> None:
-        """Continue from the shards that ``save`` wrote. Raises CheckpointError."""
+        """Continue from what was saved. Raises CheckpointError."""
         self._learner(role).load(folder)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rl_megatron.algorithms.ratios import masked, required
-from rl_megatron.types import LossInputs, LossOutput
+from rl_megatron.types import LossInputs, LossOutput, Metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,9 @@ class ValueLoss:
         num_tokens = max(inputs.num_tokens, 1)
         return LossOutput(
             loss=torch.maximum(free, clipped).sum() / 2 / num_tokens,
-            means={
-                "critic/value_mean": values.detach().sum() / num_tokens,
-                "critic/clip_fraction": (clipped > free).to(values.dtype).sum() / num_tokens,
+            metrics={
+                "critic/value_mean": Metric(value=values.detach().sum() / num_tokens),
+                "critic/clip_fraction": Metric(value=(clipped > free).to(values.dtype).sum() / num_tokens),
             },
         )
 
@@ -76,9 +76,9 @@ class PreferenceLoss:
         slope = spread(self.beta * torch.sigmoid(-margin) * per_pair)
         sign = inputs.segment_ids % 2 * 2 - 1
         loss = (spread(-logsigmoid(margin)) * weight + slope * sign * (logprobs - logprobs.detach())).sum()
-        means = {
-            "preference/accuracy": (spread((margin > 0).to(logprobs.dtype)) * weight).sum(),
-            "preference/margin": (spread(margin) * weight).sum(),
-            "entropy": inputs.entropy.detach().sum() / max(inputs.num_tokens, 1),
+        metrics = {
+            "preference/accuracy": Metric(value=(spread((margin > 0).to(logprobs.dtype)) * weight).sum()),
+            "preference/margin": Metric(value=(spread(margin) * weight).sum()),
+            "entropy": Metric(value=inputs.entropy.detach().sum() / max(inputs.num_tokens, 1)),
         }
-        return LossOutput(loss=loss, means=means)
+        return LossOutput(loss=loss, metrics=metrics)

@@ -20,7 +20,7 @@ from rl_megatron.algorithms.objectives import OBJECTIVES
 from rl_megatron.algorithms.quantiles import histogram
 from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, masked
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.types import Loss, LossInputs, LossOutput
+from rl_megatron.types import Loss, LossInputs, LossOutput, Metric
 
 _RATIO_MEANS = {"token": token_mean, "sequence": seq_mean_token_mean, "sequence_sum": seq_mean_token_mean}
 
@@ -71,8 +71,8 @@ class PolicyLoss:
         weights = AGGREGATIONS[row.aggregation](inputs, lengths, row.max_length or self.max_new_tokens)
         parts = self._extra_terms(inputs, weights)
         output = self._describe(inputs, lengths, raw, limited, correction)
-        means = {**output.means, **{f"loss/{name}": part.detach() for name, part in parts.items()}}
-        return replace(output, loss=(per_token * weights).sum() + sum(parts.values()), means=means)
+        metrics = {**output.metrics, **{f"loss/{name}": Metric(value=part.detach()) for name, part in parts.items()}}
+        return replace(output, loss=(per_token * weights).sum() + sum(parts.values()), metrics=metrics)
 
     def _extra_terms(self, inputs: LossInputs, weights: Tensor) -> dict[str, Tensor]:
         """Terms of the loss, [] each, that stand beside the objective."""
@@ -110,13 +110,13 @@ class PolicyLoss:
             means["correction/dropped_fraction"] = ((correction == 0) * over_tokens).sum()
         return LossOutput(
             loss=ratio.new_zeros(()),
-            means=means,
-            minima={"ratio/min": -_masked_max(-ratio, inputs.mask)},
-            maxima={
-                "ratio/max": _masked_max(ratio, inputs.mask),
-                "mismatch/logprob_abs_max": _masked_max(mismatch, inputs.mask),
+            metrics={
+                **{name: Metric(value=share) for name, share in means.items()},
+                "ratio/min": Metric(value=-_masked_max(-ratio, inputs.mask), over="min"),
+                "ratio/max": Metric(value=_masked_max(ratio, inputs.mask), over="max"),
+                "mismatch/logprob_abs_max": Metric(value=_masked_max(mismatch, inputs.mask), over="max"),
+                "ratio": Metric(value=histogram(log_ratio, inputs.mask), over="histogram"),
             },
-            histograms={"ratio": histogram(log_ratio, inputs.mask)},
         )
 
 
@@ -130,7 +130,7 @@ class CrossEntropy:
         num_tokens = max(inputs.num_tokens, 1)
         return LossOutput(
             loss=-inputs.logprobs.sum() / num_tokens,
-            means={"entropy": inputs.entropy.detach().sum() / num_tokens},
+            metrics={"entropy": Metric(value=inputs.entropy.detach().sum() / num_tokens)},
         )
 
 

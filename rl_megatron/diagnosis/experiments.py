@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from rl_megatron.diagnosis.observation import Observation, size
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import RolloutEngine, Scorer
 from rl_megatron.types import (
-    Batch,
     Completion,
     GenerationRequest,
     ParallelDims,
@@ -26,7 +24,6 @@ from rl_megatron.types import (
     RolloutGroup,
     Samples,
     SamplingParams,
-    Scores,
 )
 
 MOST_LOGITS = 2**26  # values of logits that are fetched
@@ -38,23 +35,11 @@ _PREFIX_SEQUENCES = 16
 PromptChange = Callable[[tuple[int, ...]], tuple[int, ...]]
 
 
-class Policy(Scorer, Protocol):
-    """A learner that also gives its logits and its routes; it takes the routes of samples that have some."""
-
-    async def score_with_routes(self, batch: Batch) -> tuple[Scores, Scores]:
-        """As ``score``, and the experts that the pass took, as ``Samples.routes`` for each micro-batch."""
-        ...
-
-    async def logits(self, batch: Batch) -> Scores:
-        """Next-token logits at temperature 1 of each micro-batch's m masked-in positions, [m, V] float32 each."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     """A learner and an engine that should be one policy, and how a run samples."""
 
-    learner: Policy
+    learner: Scorer
     engine: RolloutEngine
     dims: ParallelDims
     max_tokens: int  # of a micro-batch
@@ -112,7 +97,8 @@ async def observe(bench: Bench, prompts: Sequence[Prompt], completions: int) -> 
         learner, routes, replayed = await _score(bench, free), None, None
     else:
         batch = pack(free, dims=bench.dims, max_tokens=bench.max_tokens)
-        learner, routes = (unpack(batch, x, free) for x in await bench.learner.score_with_routes(batch))
+        said = await bench.learner.score(batch, frozenset({"logprobs", "routes"}))
+        learner, routes = (unpack(batch, said[what], free) for what in ("logprobs", "routes"))
         replayed = await _score(bench, samples)
     return Observation(
         samples=samples,
@@ -255,13 +241,13 @@ def _first_sampled(samples: Samples, most: int) -> Tensor:
 
 async def _score(bench: Bench, samples: Samples) -> Tensor:
     batch = pack(samples, dims=bench.dims, max_tokens=bench.max_tokens)
-    return unpack(batch, await bench.learner.score(batch), samples)
+    return unpack(batch, (await bench.learner.score(batch, frozenset({"logprobs"})))["logprobs"], samples)
 
 
 async def _logits(bench: Bench, samples: Samples) -> Tensor:
     """[m, V] in the order of the masked-in positions."""
     batch = pack(samples, dims=bench.dims, max_tokens=bench.max_tokens)
-    answers = await bench.learner.logits(batch)
+    answers = (await bench.learner.score(batch, frozenset({"logits"})))["logits"]
     count = 0
     numbers = []
     for row in batch.micro_batches:

@@ -23,7 +23,7 @@ from torch import Tensor
 from rl_megatron.learner.heads import Head
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.observability import activity
-from rl_megatron.types import Loss, LossInputs, LossOutput
+from rl_megatron.types import Loss, LossInputs, LossOutput, Want
 
 LossClosure = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
 AroundForward = Callable[[Any, PackedMicroBatch], AbstractContextManager[None]]
@@ -34,16 +34,16 @@ def run_scores(
     chunks: Sequence[MegatronModule],
     micro_batches: Sequence[PackedMicroBatch],
     head: Head,
+    want: frozenset[Want],
     around: AroundForward,
-) -> list[Tensor]:
-    """Scores [t] per micro-batch on the last pipeline stage, nothing elsewhere. Every rank calls it."""
+) -> list[dict[Want, Tensor]]:
+    """``head.scores`` per micro-batch on the last pipeline stage, nothing elsewhere. Every rank calls it."""
 
-    def closure(micro_batch: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        scores = head(output, micro_batch)[head.score]
-        return scores.sum(), _zero_tokens(output), scores
+    def closure(micro_batch: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[Want, Tensor]]:
+        return output.new_zeros(()), _zero_tokens(output), head.scores(output, micro_batch, want)
 
     with torch.no_grad():
-        results: list[Tensor] = _schedule(chunks, micro_batches, closure, around, forward_only=True)
+        results: list[dict[Want, Tensor]] = _schedule(chunks, micro_batches, closure, around, forward_only=True)
     return results
 
 
@@ -57,7 +57,10 @@ def run_loss(
     num_tokens: int,
     num_sequences: int,
 ) -> list[LossOutput]:
-    """Gradients into the chunks' buffers, reduced over DP and CP; loss shares on the last stage. All ranks call it."""
+    """Adds this rank's gradients into the chunks' buffers, not yet reduced; loss shares on the last stage.
+
+    All ranks call it.
+    """
 
     def closure(micro_batch: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
         share = loss(

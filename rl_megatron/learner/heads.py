@@ -3,41 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from typing_extensions import override
 
 from rl_megatron.learner.logprobs import token_logprobs
 from rl_megatron.learner.packed import PackedMicroBatch
+from rl_megatron.types import Want
 
 
 class Head(Protocol):
-    """What the last pipeline stage's output means. Every TP rank calls it."""
+    """What the last pipeline stage's output [1, t, ...] means. Every TP rank calls it."""
 
-    @property
-    def score(self) -> str:
-        """Which of the tensors is the learner's score of a position."""
-        ...
+    says: ClassVar[frozenset[Want]]
+    """What can be wanted of it."""
 
     def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
-        """``logprobs``, ``entropy`` (and ``values``) [t] float32 of LossInputs, from an output [1, t, ...]."""
+        """``logprobs``, ``entropy`` (and ``values``) [t] float32 of LossInputs."""
+        ...
+
+    def scores(self, output: Tensor, micro_batch: PackedMicroBatch, want: frozenset[Want]) -> dict[Want, Tensor]:
+        """Those of ``says`` that are wanted: [t] float32, logits [masked-in, V]."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VocabHead:
+class VocabHead(Head):
     """A policy: logits [1, t, V / tp] become log-probs of the targets and the entropy."""
 
+    says: ClassVar[frozenset[Want]] = frozenset(("logprobs", "logits"))
     temperature: float
     vocab_size: int
     chunk: int
-    score: str = "logprobs"
 
+    @override
     def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
-        """``logprobs`` (nats) and ``entropy`` [t] float32."""
         tp = parallel_state.get_tensor_model_parallel_group()
         logprobs, entropy = token_logprobs(
             output.squeeze(0),
@@ -50,32 +54,37 @@ class VocabHead:
         )
         return {"logprobs": logprobs, "entropy": entropy}
 
+    @override
+    def scores(self, output: Tensor, micro_batch: PackedMicroBatch, want: frozenset[Want]) -> dict[Want, Tensor]:
+        found: dict[Want, Tensor] = {}
+        if "logprobs" in want:
+            found["logprobs"] = self(output, micro_batch)["logprobs"]
+        if "logits" in want:
+            found["logits"] = self._masked_in(output, micro_batch)
+        return found
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitsHead:
-    """A policy's logits before the temperature, of the masked-in positions alone: their whole vocabulary is large."""
-
-    vocab_size: int
-    score: str = "logits"
-
-    def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
-        """``logits`` [masked-in, V] float32, before the temperature."""
+    def _masked_in(self, output: Tensor, micro_batch: PackedMicroBatch) -> Tensor:
+        """Logits before the temperature, of the masked-in positions alone: their whole vocabulary is large."""
         mine = output.squeeze(0)[micro_batch.columns["mask"]].float()
         tp = parallel_state.get_tensor_model_parallel_group()
         if tp.size() > 1:
             shards = [torch.empty_like(mine) for _ in range(tp.size())]
             dist.all_gather(shards, mine.contiguous(), group=tp)
             mine = torch.cat(shards, 1)
-        return {"logits": mine[:, : self.vocab_size]}
+        return mine[:, : self.vocab_size]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueHead:
+class ValueHead(Head):
     """A critic: the output [1, t, 1] is the value after each position's input token."""
 
-    score: str = "values"
+    says: ClassVar[frozenset[Want]] = frozenset(("values",))
 
+    @override
     def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
-        """``values`` [t] float32; ``logprobs`` and ``entropy`` are zeros."""
         values = output.flatten().float()
         return {"values": values, "logprobs": torch.zeros_like(values), "entropy": torch.zeros_like(values)}
+
+    @override
+    def scores(self, output: Tensor, micro_batch: PackedMicroBatch, want: frozenset[Want]) -> dict[Want, Tensor]:
+        return {"values": output.flatten().float()} if "values" in want else {}

@@ -2,52 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from rl_megatron.types import LossOutput
+from rl_megatron.types import Counts, LossOutput, Metric, Over
+
+_SIGNS: Mapping[Over, float] = {"min": -1.0, "max": 1.0}  # the others add up
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reduced:
-    """The global loss, metrics and histograms of a (mini)batch."""
-
-    loss: float
-    metrics: dict[str, float]
-    histograms: dict[str, tuple[float, ...]]
-
-
-def reduce_outputs(outputs: Sequence[LossOutput]) -> Reduced:
-    """Shares of this rank's micro-batches to global values. Last-stage ranks call it together."""
+def reduce_outputs(outputs: Sequence[LossOutput]) -> dict[str, Metric[float | Counts]]:
+    """``loss`` and the metrics of a (mini)batch, from this rank's micro-batches. Last-stage ranks call it together."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    metrics: dict[str, float] = {}
-    names, bins = ["loss", *outputs[0].means], {name: len(x) for name, x in outputs[0].histograms.items()}
-    sums = [
-        torch.cat([torch.stack([o.loss.detach(), *o.means.values()]).double(), *map(_doubles, o.histograms.values())])
-        for o in outputs
-    ]
-    total = torch.stack(sums).sum(0)
+    kinds = outputs[0].metrics
+    adding = [name for name, metric in kinds.items() if metric.over not in _SIGNS]
+    shares = [torch.cat([o.loss.detach()[None], *(_flat(o, name) for name in adding)]).double() for o in outputs]
+    total = torch.stack(shares).sum(0)
     dist.all_reduce(total, group=group)
-    counts = total[len(names) :].split(list(bins.values()))
-    metrics.update(zip(names, total[: len(names)].tolist(), strict=True))
-    for field, sign in (("minima", -1.0), ("maxima", 1.0)):
-        rows = [getattr(o, field) for o in outputs]
-        if rows[0]:
-            most = sign * torch.stack([torch.stack(list(row.values())) for row in rows]).double()
-            most = most.amax(0)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-            metrics.update(zip(rows[0], (sign * most).tolist(), strict=True))
-    return Reduced(
-        loss=metrics.pop("loss"),
-        metrics=metrics,
-        histograms={name: tuple(x.tolist()) for name, x in zip(bins, counts, strict=True)},
-    )
+    loss, *sums = total.split([1, *(kinds[name].value.numel() for name in adding)])
+    values: dict[str, float | Counts] = {}
+    for name, found in zip(adding, sums, strict=True):
+        values[name] = tuple(found.tolist()) if kinds[name].over == "histogram" else found.item()
+    extremes = {name: _SIGNS[metric.over] for name, metric in kinds.items() if metric.over in _SIGNS}
+    if extremes:
+        signs = total.new_tensor(list(extremes.values()))
+        parts = [torch.cat([_flat(o, name) for name in extremes]).double() for o in outputs]
+        most = (torch.stack(parts) * signs).amax(0)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        values.update(zip(extremes, (most * signs).tolist(), strict=True))
+    found = {name: Metric(value=values[name], over=metric.over, weight=metric.weight) for name, metric in kinds.items()}
+    return {"loss": Metric(value=loss.item()), **found}
 
 
-def _doubles(values: Tensor) -> Tensor:
-    return values.double()
+def _flat(output: LossOutput, name: str) -> Tensor:
+    return output.metrics[name].value.flatten()

@@ -26,6 +26,7 @@ from rl_megatron.data.routes import routes_dtype
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import Metric
 
 
 class _Replay(RouterReplay):
@@ -138,23 +139,31 @@ class Routing:
         if left:
             raise RLMegatronError(f"{left} layers were to be recomputed with replayed routes and were not")
 
-    def read(self) -> dict[str, float]:
+    def read(self) -> dict[str, Metric[float]]:
         """``moe/rerouted_fraction``: tokens, in a layer, with other experts than its router would take; resets.
 
         Empty where nothing was replayed since the last read. Every rank calls it: each counts its tokens and layers.
         """
-        counts = [router.counts for routers in self._routers.values() for _, router in routers]
+        counts = self._counts()
         total = torch.stack([torch.zeros(2, dtype=torch.int64, device=self._device), *counts]).sum(0)
-        self.reset()
+        for count in counts:
+            count.zero_()
         dist.all_reduce(total)
         replayed, other = total.tolist()
-        return {"moe/rerouted_fraction": other / replayed} if replayed else {}
+        return {"moe/rerouted_fraction": Metric(value=other / replayed)} if replayed else {}
 
-    def reset(self) -> None:
-        """Forget what was counted."""
-        for routers in self._routers.values():
-            for _, router in routers:
-                router.counts.zero_()
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Tokens of passes within are not counted."""
+        kept = [count.clone() for count in self._counts()]
+        try:
+            yield
+        finally:
+            for count, before in zip(self._counts(), kept, strict=True):
+                count.copy_(before)
+
+    def _counts(self) -> list[Tensor]:
+        return [router.counts for routers in self._routers.values() for _, router in routers]
 
     def blank(self, length: int) -> Tensor:
         """Room for the routes of ``length`` positions, zeros: [length, MoE layers, top_k]."""

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
+class Documented:
     """One documented number, or one for each ``<name>`` of the config's. ``unit`` is "" for a ratio or count."""
 
     name: str
@@ -37,11 +37,11 @@ class Metric:
         return self.unit in ("s", "tokens/s")
 
 
-def _rows(*rows: tuple[str, str, str]) -> dict[str, Metric]:
-    return {name: Metric(name=name, unit=unit, meaning=meaning) for name, unit, meaning in rows}
+def _rows(*rows: tuple[str, str, str]) -> dict[str, Documented]:
+    return {name: Documented(name=name, unit=unit, meaning=meaning) for name, unit, meaning in rows}
 
 
-METRICS: Mapping[str, Metric] = _rows(
+METRICS: Mapping[str, Documented] = _rows(
     ("step", "", "RL step, 1 to train.steps; 0 for rows of the warm start and for an evaluation before the first step"),
     ("phase", "", "`warm_start` (supervised steps) or `rl`"),
     ("warm_start/step", "", "supervised step, 1 to warm_start.steps; 0 for the evaluation before the first"),
@@ -138,6 +138,7 @@ METRICS: Mapping[str, Metric] = _rows(
         "",
         "share of tokens, in a layer, whose replayed experts are others than the router would take",
     ),
+    ("observer/<name>", "", "what an observer of an installed package gives, by the reduction that it names"),
     ("packing/imbalance", "", "work of the slowest rank at each micro-batch over the mean rank's; 1 is even"),
     ("packing/padding_fraction", "", "share of the packed positions that are padding"),
     ("weights/bytes", "bytes", "weight bytes that crossed a process boundary to the rollout engine"),
@@ -188,7 +189,7 @@ PHASE_SECONDS = ("rollout", "logprobs", "reference", "values", "train", "critic"
 """The parts of ``seconds/step``, in the order in which a step runs them."""
 
 
-def documented(name: str) -> Metric | None:
+def documented(name: str) -> Documented | None:
     """The row of the table for a number of this name, as ``reward/part/<name>`` is of ``reward/part/style``."""
     if "<" in name:
         return None
@@ -238,7 +239,7 @@ def checked(row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     return out
 
 
-def _row_of(name: str) -> Metric:
+def _row_of(name: str) -> Documented:
     metric = documented(name)
     if metric is None:
         near = difflib.get_close_matches(name, METRICS, n=1)

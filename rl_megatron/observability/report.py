@@ -119,6 +119,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="The same by k1", metric="mismatch/k1"),
             Curve(title="Expert load, busiest over mean", metric="moe/load_imbalance"),
             Curve(title="Tokens rerouted by replay", metric="moe/rerouted_fraction"),
+            Curve(title="Observer <name>", metric="observer/<name>"),
             Curve(title="Groups with equal rewards", metric="groups/zero_advantage_fraction"),
             Curve(title="Packing imbalance", metric="packing/imbalance"),
             Curve(title="Packing padding", metric="packing/padding_fraction"),

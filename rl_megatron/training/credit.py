@@ -238,20 +238,6 @@ def mean_over_completions(values: Tensor, samples: Samples) -> float:
     return float((sums / count.clamp(min=1)).sum() / count.count_nonzero())
 
 
-def preference_pairs(groups: Sequence[RolloutGroup], rewards: Rewards) -> tuple[list[RolloutGroup], Rewards]:
-    """The best and the worst completion of every group whose ``rewards`` differ, in this order: what DPO trains on."""
-    pairs, kept = [], []
-    for group, values in zip(groups, rewards.values.split([len(g.rewards) for g in groups]), strict=True):
-        of_group = values.tolist()
-        best, worst = (of_group.index(choice(of_group)) for choice in (max, min))
-        if of_group[best] > of_group[worst]:
-            both = [(group.completions[i], group.texts[i], group.rewards[i]) for i in (best, worst)]
-            completions, texts, raw = zip(*both, strict=True)
-            pairs.append(replace(group, completions=completions, texts=texts, rewards=raw))
-            kept += [of_group[best], of_group[worst]]
-    return pairs, replace(rewards, values=torch.tensor(kept))
-
-
 def over_right_tokens(samples: Samples) -> Samples:
     """NLL marks of a minibatch as weights: over how many of its tokens are of right completions."""
     if samples.nll_weights is None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from rl_megatron.algorithms.mismatch import expert_metrics, mismatch_metrics
 from rl_megatron.algorithms.quantiles import ratio_quantiles
 from rl_megatron.observability.recorder import Row
-from rl_megatron.types import Samples, StepResult
+from rl_megatron.types import Counts, Metric, Over, Samples, StepResult
 
-QUANTILES = {"ratio/p01": 0.01, "ratio/p50": 0.5, "ratio/p99": 0.99}
+QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +43,70 @@ def advantage_row(samples: Samples) -> Row:
     return {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std(correction=0))}
 
 
-def critic_row(results: Sequence[StepResult]) -> Row:
-    """The critic's own metrics: its loss, gradient norm and means; the rest of a learner's would hide the policy's."""
-    combined = combine(results)
-    own = {name: value for name, value in combined.items() if name.startswith("critic/")}
-    return {**own, "critic/loss": combined["loss"], "critic/grad_norm": combined["grad_norm"]}
+@dataclass(frozen=True, slots=True)
+class Made:
+    """An optimizer step that was made: ``loss`` and the metrics of the loss, and what the step itself says."""
+
+    of_loss: Mapping[str, Metric[float | Counts]]
+    step: StepResult
+
+    @property
+    def loss(self) -> float:
+        """The batch's."""
+        value = self.of_loss["loss"].value
+        assert isinstance(value, float)
+        return value
 
 
-def combine(results: Sequence[StepResult]) -> Row:
-    """The metrics of several optimizer steps: their means, the extremes of minima and maxima, quantiles of all."""
-    if not results:
+def policy_row(steps: Sequence[Made]) -> Row:
+    """The policy's optimizer steps together: loss, gradient norm, metrics of the loss and of the observers."""
+    if not steps:
         return {}
-    rows = [{"loss": r.loss, "grad_norm": r.grad_norm, **r.metrics} for r in results]
-    over = {"min": min, "max": max}
-    row: Row = {name: over.get(name[-3:], _mean)([row[name] for row in rows]) for name in rows[0]}
-    if counts := [r.histograms["ratio"] for r in results if "ratio" in r.histograms]:
-        total = [math.fsum(column) for column in zip(*counts, strict=True)]
-        row |= dict(zip(QUANTILES, ratio_quantiles(total, list(QUANTILES.values())), strict=True))
-        first, second = _mean([r.metrics["ratio/mean"] for r in results]), float(row.pop("ratio/second_moment") or 0)
+    row = _merged([made.of_loss for made in steps]) | {"grad_norm": _grad_norm(steps)}
+    row |= _merged([made.step.metrics for made in steps])
+    if "ratio/second_moment" in row:
+        first, second = float(row["ratio/mean"] or 0), float(row.pop("ratio/second_moment") or 0)
         row["ratio/effective_fraction"] = first**2 / second if second else math.nan
     return row
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+def critic_row(steps: Sequence[Made]) -> Row:
+    """The critic's, where it made any: its observers would hide the policy's."""
+    if not steps:
+        return {}
+    row = _merged([made.of_loss for made in steps])
+    return {"critic/loss": row.pop("loss"), "critic/grad_norm": _grad_norm(steps), **row}
+
+
+def _grad_norm(steps: Sequence[Made]) -> float:
+    return math.fsum(made.step.grad_norm for made in steps) / len(steps)
+
+
+def _merged(steps: Sequence[Mapping[str, Metric[float | Counts]]]) -> Row:
+    """The metrics of several optimizer steps; a histogram as its quantiles."""
+    row: Row = {}
+    for name, kind in steps[0].items():
+        parts = [step[name] for step in steps]
+        if kind.over == "histogram":
+            row |= _quantiles(name, parts)
+        else:
+            row[name] = _OVER[kind.over](parts)
+    return row
+
+
+def _quantiles(name: str, parts: Sequence[Metric[float | Counts]]) -> Row:
+    total = [math.fsum(column) for column in zip(*(p.value for p in parts if isinstance(p.value, tuple)), strict=True)]
+    names = [f"{name}/{quantile}" for quantile in QUANTILES]
+    return dict(zip(names, ratio_quantiles(total, list(QUANTILES.values())), strict=True))
+
+
+def _weighted_mean(parts: Sequence[Metric[float]]) -> float:
+    return math.fsum(p.value * p.weight for p in parts) / math.fsum(p.weight for p in parts)
+
+
+_OVER: Mapping[Over, Callable[[Sequence[Metric[Any]]], float]] = {
+    "sum": lambda parts: math.fsum(p.value for p in parts),
+    "mean": _weighted_mean,
+    "min": lambda parts: min(p.value for p in parts),
+    "max": lambda parts: max(p.value for p in parts),
+}

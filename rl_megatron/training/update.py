@@ -23,22 +23,23 @@ from rl_megatron.data.samples import split_minibatches, to_samples, with_last_to
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles, Scorer
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.training.bad_steps import BadSteps
 from rl_megatron.training.credit import (
     Memory,
     assign_credit,
     explained_variance,
     mean_over_completions,
     over_right_tokens,
-    preference_pairs,
     reference_kl,
     shape_rewards,
 )
-from rl_megatron.training.measures import Measured, advantage_row, combine, critic_row, mismatch_row
+from rl_megatron.training.measures import Made, Measured, advantage_row, critic_row, mismatch_row, policy_row
+from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.training.schedule import critic_learning_rate, learning_rate, seed_of
-from rl_megatron.types import Batch, Prompt, RolloutGroup, Samples, Scores, StepResult
+from rl_megatron.training.selection import Selection, selection_of
+from rl_megatron.types import Batch, Prompt, RolloutGroup, Samples, Want
 
 T = TypeVar("T")
+LOGPROBS: frozenset[Want] = frozenset({"logprobs"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,13 +50,15 @@ class Update:
     roles: Roles
     attention_cost: float
     memory: Memory = field(init=False)
-    policy_steps: BadSteps = field(init=False)
-    critic_steps: BadSteps = field(init=False)
+    _selection: Selection = field(init=False)
+    policy_steps: OptimizerSteps = field(init=False)
+    critic_steps: OptimizerSteps = field(init=False)
 
     def __post_init__(self) -> None:
         self.memory = Memory(kl_coefficient=self.config.algorithm.kl.coefficient)
+        self._selection = selection_of(self.config.algorithm)
         self.policy_steps, self.critic_steps = (
-            BadSteps(name=name, most=self.config.train.most_skipped) for name in ("policy", "critic")
+            OptimizerSteps(name=name, most=self.config.train.most_skipped) for name in ("policy", "critic")
         )
 
     async def __call__(self, groups: Sequence[RolloutGroup], step: int, watch: Stopwatch) -> Row:
@@ -66,12 +69,11 @@ class Update:
         if not groups:
             return row
         rewards = shape_rewards(groups, section, self.memory, max_new_tokens=longest)
-        if section.preference_beta is not None:
-            groups, rewards = preference_pairs(groups, rewards)
-            row["preference/pairs"] = len(groups)
-            if not groups:
-                self.memory = rewards.memory
-                return row
+        groups, rewards, said = self._selection.choose(groups, rewards)
+        row |= said
+        if not groups:
+            self.memory = rewards.memory
+            return row
         found = await self._measure(self._samples_of(groups), watch)
         row |= mismatch_row(found)
         samples, memory = assign_credit(
@@ -111,12 +113,8 @@ class Update:
             dims=learner.dims,
             max_tokens=learner.max_tokens_per_micro_batch,
             attention_cost=self.attention_cost,
-            unit=self._unit,
+            unit=self._selection.unit,
         )
-
-    @property
-    def _unit(self) -> int:
-        return 1 if self.config.algorithm.preference_beta is None else 2
 
     async def _measure(self, samples: Samples, watch: Stopwatch) -> Measured:
         """What the models say of the rollouts before any of them changes; only what the algorithm needs."""
@@ -126,37 +124,38 @@ class Update:
         asked |= section.routing_replay == "r2"
         current = next_values = None
         async with AtOnce(watch) as at_once:
-            policy = at_once.begin("logprobs", self._policy(batch)) if asked else None
-            reference = critic = None
-            if roles.reference is not None:
-                reference = at_once.begin("reference", roles.reference.score(_by_own_routes(batch)))
-            if roles.critic is not None:
-                critic = at_once.begin("values", self._values(samples, roles.critic))
+            policy = reference = critic = None
+            if asked:
+                policy = at_once.begin("logprobs", roles.policy.score(batch, self._wanted_of_policy))
+            if "reference" in roles.models:
+                reference = at_once.begin("reference", roles.models["reference"].score(_by_own_routes(batch), LOGPROBS))
+            if "critic" in roles.models:
+                critic = at_once.begin("values", self._values(samples, roles.models["critic"]))
             if policy is not None:
-                scores, routes = await at_once.end(policy)
-                current = unpack(batch, scores, samples)
-                if routes is not None:
-                    samples = replace(samples, routes=unpack(batch, routes, samples))
+                said = await at_once.end(policy)
+                current = unpack(batch, said["logprobs"], samples)
+                if "routes" in said:
+                    samples = replace(samples, routes=unpack(batch, said["routes"], samples))
                 if section.old_logprobs == "learner":
                     samples = replace(samples, old_logprobs=current)
             if reference is not None:
-                samples = replace(samples, ref_logprobs=unpack(batch, await at_once.end(reference), samples))
+                said = await at_once.end(reference)
+                samples = replace(samples, ref_logprobs=unpack(batch, said["logprobs"], samples))
             if critic is not None:
                 values, next_values = await at_once.end(critic)
                 samples = replace(samples, old_values=values)
         return Measured(samples, current, next_values)
 
-    async def _policy(self, batch: Batch) -> tuple[Scores, Scores | None]:
+    @property
+    def _wanted_of_policy(self) -> frozenset[Want]:
         """Log-probs, and routes where they are recorded to be replayed."""
-        if self.config.algorithm.routing_replay == "r2":
-            return await self.roles.learner.score_with_routes(batch)
-        return await self.roles.learner.score(batch), None
+        return LOGPROBS | {"routes"} if self.config.algorithm.routing_replay == "r2" else LOGPROBS
 
     async def _values(self, samples: Samples, critic: Scorer) -> tuple[Tensor, Tensor]:
         """Values [N] before each sampled token, and [S] after each completion's last one."""
         longer, is_last = with_last_tokens(samples)
         batch = self.pack(longer)
-        values = unpack(batch, await critic.score(batch), longer)
+        values = unpack(batch, (await critic.score(batch, frozenset({"values"})))["values"], longer)
         return values[~is_last], values[is_last]
 
     def _with_second_moment_limited(self, samples: Samples, current: Tensor | None, row: Row) -> Samples:
@@ -201,26 +200,29 @@ class Update:
         rate, critic_rate = learning_rate(c, step), critic_learning_rate(c, step)
         loss = loss_of(c.algorithm, kl_coefficient=self.memory.kl_coefficient, max_new_tokens=c.rollout.max_new_tokens)
         value_loss = ValueLoss(clip=c.algorithm.critic.clip)
-        packed = map(self.pack, minibatches(samples, c, step, unit=self._unit))
+        packed = map(self.pack, minibatches(samples, c, step, unit=self._selection.unit))
         batches = [batch for batch in packed if batch.num_tokens]  # Adam's momentum moves weights at a gradient of 0
-        policy: list[StepResult | None] = []  # None: it was left out
-        critic: list[StepResult | None] = []
+        critic = roles.learners.get("critic")
+        policy_steps: list[Made | None] = []  # None: it was left out
+        critic_steps: list[Made | None] = []
         for batch in batches:
             async with AtOnce(watch) as at_once:
                 trained = valued = None
-                if roles.critic is None or step > c.algorithm.critic.only_steps:
-                    trained = at_once.begin("train", roles.learner.train_step(batch, loss, rate))
-                if roles.critic is not None:
-                    asked = roles.critic.train_step(_by_own_routes(batch), value_loss, critic_rate)
+                if critic is None or step > c.algorithm.critic.only_steps:
+                    trained = at_once.begin("train", self.policy_steps.step(roles.policy, batch, loss, rate, prompts))
+                if critic is not None:
+                    routed = _by_own_routes(batch)
+                    asked = self.critic_steps.step(critic, routed, value_loss, critic_rate, prompts)
                     valued = at_once.begin("critic", asked)
                 if trained is not None:
-                    policy.append(self.policy_steps.made(await at_once.end(trained), batch, prompts))
+                    policy_steps.append(await at_once.end(trained))
                 if valued is not None:
-                    critic.append(self.critic_steps.made(await at_once.end(valued), batch, prompts))
-        row: Row = {"learning_rate": rate, "steps/skipped": [*policy, *critic].count(None), **advantage_row(samples)}
+                    critic_steps.append(await at_once.end(valued))
+        skipped = [*policy_steps, *critic_steps].count(None)
+        row: Row = {"learning_rate": rate, "steps/skipped": skipped, **advantage_row(samples)}
         row |= packing_metrics(batches, dims=c.learner.dims, attention_cost=self.attention_cost)
-        row |= combine([made for made in policy if made is not None])
-        if learnt := [made for made in critic if made is not None]:
+        row |= policy_row([made for made in policy_steps if made is not None])
+        if learnt := [made for made in critic_steps if made is not None]:
             row |= {"critic/learning_rate": critic_rate, "critic/explained_variance": explained_variance(samples)}
             row |= critic_row(learnt)
         return row

@@ -49,7 +49,8 @@ def test_a_local_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     async def trained() -> float:
         async with LocalLauncher(model, tmp_path).start(config) as roles:
-            return (await roles.learner.train_step(batch, policy_loss(objective="importance"), 1e-3)).grad_norm
+            await roles.policy.backward(batch, policy_loss(objective="importance"))
+            return (await roles.policy.step(1e-3)).grad_norm
 
     assert asyncio.run(trained()) > 0
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"  # ours is as it was

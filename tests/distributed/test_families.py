@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -20,14 +19,16 @@ from torch import Tensor
 
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.training.measures import Made
 from rl_megatron.types import Samples
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import run_ranks
 from tests.family_models import DENSE, MODELS, SPARSE, save_model
+from tests.optimizer_step import train_step
 
 if TYPE_CHECKING:
-    from rl_megatron.learner.megatron import MegatronLearner
+    from rl_megatron.learner.trained import MegatronLearner
 
 pytestmark = pytest.mark.slow
 LENGTHS = (13, 22)  # of two packed sequences
@@ -57,22 +58,6 @@ def make_samples() -> Samples:
     )
 
 
-@dataclass(frozen=True)
-class LogitsHead:
-    """A head whose score is all logits, gathered over TP."""
-
-    vocab_size: int
-    score: str = "logits"
-
-    def __call__(self, output: Tensor, _: Any) -> dict[str, Tensor]:
-        from megatron.core import parallel_state
-
-        group = parallel_state.get_tensor_model_parallel_group()
-        parts = [torch.empty_like(output) for _ in range(group.size())]
-        torch.distributed.all_gather(parts, output.contiguous(), group=group)
-        return {"logits": torch.cat(parts, -1)[0, :, : self.vocab_size]}
-
-
 def check(folder: Path, layout: str, learner: LearnerSection, rank: int, device: torch.device) -> dict[str, float]:
     """Largest difference of logits, and the loss and gradient norm; empty off the last stage."""
     from rl_megatron.learner.megatron import make_policy
@@ -94,27 +79,28 @@ def check(folder: Path, layout: str, learner: LearnerSection, rank: int, device:
         assert torch.equal(tensor, through_table[name]), name
     if layout in SAVED_IN:
         policy.save(folder / "saved")
-    error = logits_error(policy, torch.load(folder / "logits.pt"), shape.vocab_size)
+    error = logits_error(policy, torch.load(folder / "logits.pt"))
     samples, n = make_samples(), sum(LENGTHS)
     micro_batches = [samples] if learner.vpp == 1 else [samples, samples]
-    result = policy.train_step(
-        micro_batches, CrossEntropy(), 0.0, num_tokens=n * len(micro_batches), num_sequences=2 * len(micro_batches)
+    result = train_step(
+        policy,
+        micro_batches,
+        CrossEntropy(),
+        0.0,
+        num_tokens=n * len(micro_batches),
+        num_sequences=2 * len(micro_batches),
     )
     for name, tensor in policy.tensors.items():
         assert "expert_bias" not in name or torch.equal(tensor, through_table[name]), "a frozen buffer moved"
-    return {} if result is None or error is None else {"logits": error, "loss": result.loss, "norm": result.grad_norm}
+    if error is None or not isinstance(result, Made):
+        return {}
+    return {"logits": error, "loss": result.loss, "norm": result.step.grad_norm}
 
 
-def logits_error(policy: MegatronLearner, wanted: Tensor, vocab_size: int) -> float | None:
-    from rl_megatron.learner.forward import run_scores
-
-    packed = policy._pack([make_samples()])
-    results = run_scores(policy._chunks, packed, LogitsHead(vocab_size), policy._routing.replaying)
-    if not results:
-        return None
-    source = packed[0].source
-    assert (source >= 0).any()
-    return float((results[0][source >= 0] - wanted[source[source >= 0]]).abs().max())
+def logits_error(policy: MegatronLearner, wanted: Tensor) -> float | None:
+    """Of all positions; None off the rank that answers."""
+    said = policy.score([make_samples()], frozenset({"logits"}))
+    return None if said is None else float((said["logits"][0] - wanted).abs().max())
 
 
 def rank_main(rank: int, root: Path) -> None:

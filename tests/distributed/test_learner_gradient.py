@@ -15,9 +15,11 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.options.optimizer import OptimizerSection
+from rl_megatron.training.measures import Made
 from rl_megatron.types import Samples
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import run_ranks
+from tests.optimizer_step import train_step
 
 STEPS = 10
 LEARNING_RATE = 2e-3
@@ -64,8 +66,8 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> 
     batch = pack(make_samples(), dims=learner.dims, max_tokens=400)
     counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
     mine = batch.micro_batches[learner.dims.dp_rank(rank)]
-    results = [megatron.train_step(mine, CrossEntropy(), LEARNING_RATE, **counts) for _ in range(STEPS)]
-    seen = [(result.loss, result.grad_norm) for result in results if result is not None]
+    results = [train_step(megatron, mine, CrossEntropy(), LEARNING_RATE, **counts) for _ in range(STEPS)]
+    seen = [(result.loss, result.step.grad_norm) for result in results if isinstance(result, Made)]
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     world.leave()
 

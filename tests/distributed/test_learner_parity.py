@@ -18,10 +18,12 @@ from rl_megatron.data.packing import pack
 from rl_megatron.data.samples import select
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.scaling.memory import memory
-from rl_megatron.types import Batch, Samples
+from rl_megatron.training.measures import Made
+from rl_megatron.types import Batch, Samples, SkippedStep
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ragged import ragged_samples
 from tests.distributed.ranks import run_ranks
+from tests.optimizer_step import train_step
 from tests.rows import policy_loss
 
 STEPS = 5
@@ -57,23 +59,28 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     megatron.adopt()
     dp = learner.dims.dp_rank(rank)
     batch = pack(make_samples(), dims=learner.dims, max_tokens=max_tokens)
-    logprobs = megatron.score(batch.micro_batches[dp])
+    said = megatron.score(batch.micro_batches[dp], frozenset({"logprobs", "logits"}))
     seen: dict[str, Any] = {"steps": [], "stage": rank * learner.dims.pp // learner.dims.world_size}
-    if logprobs is not None:
+    if said is not None:
+        logprobs, logits = said["logprobs"], said["logits"]
         seen["logprobs"] = [x.tolist() for x in logprobs]
         seen["ids"] = [m.input_ids.tolist() for m in batch.micro_batches[dp]]
-    if (logits := megatron.logits(batch.micro_batches[dp])) is not None:
-        assert logprobs is not None
         seen["logits"] = [gap_to_logits(*each) for each in zip(logits, logprobs, batch.micro_batches[dp], strict=True)]
     for _ in range(STEPS):
-        result = megatron.train_step(
-            batch.micro_batches[dp], CISPO, 1e-3, num_tokens=batch.num_tokens, num_sequences=batch.num_sequences
+        result = train_step(
+            megatron,
+            batch.micro_batches[dp],
+            CISPO,
+            1e-3,
+            num_tokens=batch.num_tokens,
+            num_sequences=batch.num_sequences,
         )
-        if result is not None:
-            seen["steps"].append((result.loss, result.grad_norm))
-            seen["metrics"] = dict(result.metrics)
+        if isinstance(result, Made):
+            seen["steps"].append((result.loss, result.step.grad_norm))
+            seen["metrics"] = {n: m.value for n, m in {**result.of_loss, **result.step.metrics}.items()}
     seen["bytes"] = held_bytes(megatron)
     seen["culprits"] = skipped(megatron, batch, dp)
+    seen["parts"] = in_parts(megatron, batch, dp)
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     world.leave()
 
@@ -91,10 +98,31 @@ def skipped(megatron: Any, batch: Batch, dp: int) -> list[tuple[int, int]]:
         replace(m, advantages=torch.full_like(m.advantages, torch.inf)) if BAD in ids else m
         for m, ids in zip(batch.micro_batches[dp], batch.sequences[dp], strict=True)
     ]
-    result = megatron.train_step(row, CISPO, 1e-3, num_tokens=batch.num_tokens, num_sequences=batch.num_sequences)
+    result = train_step(megatron, row, CISPO, 1e-3, num_tokens=batch.num_tokens, num_sequences=batch.num_sequences)
+    assert isinstance(result, SkippedStep)
     assert not math.isfinite(result.grad_norm)
     assert all(map(torch.equal, held, before))
     return [(c.data_rank, c.micro_batch) for c in result.culprits]
+
+
+def in_parts(megatron: Any, batch: Batch, dp: int) -> dict[str, float]:
+    """How a step of one backward pass for each half, with a score between them, differs from one of a single pass."""
+    row, counts = batch.micro_batches[dp], {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
+    half = len(row) // 2
+    found = []
+    for parts in ([row], [row[:half], row[half:]] if half else [row]):
+        losses = []
+        for part in parts:
+            losses.append(megatron.backward(part, CISPO, **counts))
+            megatron.score(part, frozenset({"logprobs"}))
+        made = megatron.step(0.0)
+        buffers = [b.grad_data for c in megatron._trained for b in (*c.buffers, *c.expert_parallel_buffers)]
+        gradient = torch.cat([buffer.flatten() for buffer in buffers])  # a copy
+        loss = sum(said["loss"].value for said in losses) if losses[0] else 0.0
+        found.append((gradient, loss, made.metrics["moe/load_imbalance"].value))
+    (gradient, loss, load), (of_parts, *others) = found
+    distance = float((of_parts - gradient).norm() / gradient.norm())
+    return {"gradient": distance, "loss": abs(others[0] - loss), "load": abs(others[1] - load)}
 
 
 def held_bytes(megatron: Any) -> dict[str, int]:
@@ -181,6 +209,8 @@ def test_layout_changes_neither_loss_nor_gradient(name: str, model: Path, alone:
     learner = LearnerSection.model_validate(LAYOUTS[name])
     seen = run(tmp_path / "cispo", model, learner, max_tokens=200)
     assert_same(seen, alone)
+    for rank in seen:
+        assert rank["parts"] == pytest.approx({"gradient": 0, "loss": 0, "load": 0}, abs=1e-6)
     assert 0 < max(gap for rank in seen for gap in rank.get("logits", [])) < 1e-5
 
 

@@ -35,7 +35,8 @@ async def step(roles: Roles, number: int, g: torch.Generator) -> None:
     await asyncio.gather(*map(roles.engine.generate, requests))
     samples = ragged_samples(16 + number % 8, g)
     batch = pack(samples, dims=ParallelDims(), max_tokens=4096)
-    await roles.learner.train_step(batch, CrossEntropy(), 1e-4)
+    await roles.policy.backward(batch, CrossEntropy())
+    await roles.policy.step(1e-4)
     await roles.weights.push(number)
 
 

@@ -27,10 +27,11 @@ from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.options.optimizer import OptimizerSection
-from rl_megatron.types import Batch, GenerationRequest, Prompt, RolloutGroup, Samples, SamplingParams
+from rl_megatron.types import Batch, GenerationRequest, Prompt, RolloutGroup, Samples, SamplingParams, Want
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ragged import ragged_samples
 from tests.distributed.ranks import run_ranks
+from tests.optimizer_step import train_step
 
 TINY = TinyModelSection(num_layers=4)
 EXPERTS, TOP_K = TINY.num_experts, TINY.experts_per_token
@@ -56,6 +57,8 @@ BAD_ROUTES = {
     "an expert twice for one token": lambda routes: torch.zeros_like(routes),
     f"or one of {EXPERTS} and above": lambda routes: routes + EXPERTS - 1,
 }
+
+LOGPROBS: frozenset[Want] = frozenset({"logprobs"})
 
 
 def make_samples() -> Samples:
@@ -100,12 +103,13 @@ def one_layout(rank: int, learner: LearnerSection, model: Path, rendezvous: Path
     dp = learner.dims.dp_rank(rank)
     row = _with_layers(batch.micro_batches[dp], policy.routed_layers)
     seen: dict[str, Any] = {"batch": batch, "dp": dp}
-    seen["recorded"] = policy.score_with_routes(unrouted.micro_batches[dp])
-    seen["free"] = policy.score(unrouted.micro_batches[dp])
-    seen["replayed"] = policy.score(row)
+    said = policy.score(unrouted.micro_batches[dp], LOGPROBS | {"routes"})
+    seen["recorded"] = said and (said["logprobs"], said["routes"])
+    seen["free"] = (policy.score(unrouted.micro_batches[dp], LOGPROBS) or {}).get("logprobs")
+    seen["replayed"] = (policy.score(row, LOGPROBS) or {}).get("logprobs")
     counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
     with taken_routes(policy) as seen["taken"]:
-        seen["result"] = policy.train_step(row, CrossEntropy(), 0.0, **counts)
+        seen["result"] = train_step(policy, row, CrossEntropy(), 0.0, **counts)
     seen["wanted"] = wanted_routes(batch.micro_batches[dp], learner)
     seen["router_gradients"] = {
         name: parameter.main_grad.clone()  # type: ignore[attr-defined]
@@ -115,11 +119,11 @@ def one_layout(rank: int, learner: LearnerSection, model: Path, rendezvous: Path
     for what, routes in BAD_ROUTES.items():
         bad = replace(row[0], routes=routes(row[0].routes))
         with pytest.raises(RLMegatronError, match=what):
-            policy.train_step([bad], CrossEntropy(), 0.0, **counts)
-    seen["free_result"] = policy.train_step(unrouted.micro_batches[dp], CrossEntropy(), 0.0, **counts)
+            train_step(policy, [bad], CrossEntropy(), 0.0, **counts)
+    seen["free_result"] = train_step(policy, unrouted.micro_batches[dp], CrossEntropy(), 0.0, **counts)
     if learner.dims.world_size == 1:
         seen["mismatch"] = [
-            (policy.score([s])[0] - s.rollout_logprobs)[s.mask].abs()  # type: ignore[index]
+            (policy.score([s], LOGPROBS)["logprobs"][0] - s.rollout_logprobs)[s.mask].abs()  # type: ignore[index]
             for s in (rollouts(shape, model), free(rollouts(shape, model)))
         ]
     world.leave()
@@ -283,10 +287,11 @@ def test_layouts_agree_on_scores_loss_and_gradient(name: str, seen: Any, oracle:
         for which in ("result", "free_result"):
             if rank[which] is not None:
                 assert rank[which].loss == pytest.approx(alone[which].loss, rel=1e-6)
-                assert rank[which].grad_norm == pytest.approx(alone[which].grad_norm, rel=1e-4)
+                assert rank[which].step.grad_norm == pytest.approx(alone[which].step.grad_norm, rel=1e-4)
         if rank["result"] is not None:
-            assert rank["result"].metrics["moe/rerouted_fraction"] == pytest.approx(oracle.rerouted, abs=1e-9)
-            assert "moe/rerouted_fraction" not in rank["free_result"].metrics
+            rerouted = rank["result"].step.metrics["moe/rerouted_fraction"].value
+            assert rerouted == pytest.approx(oracle.rerouted, abs=1e-9)
+            assert "moe/rerouted_fraction" not in rank["free_result"].step.metrics
     gradients = {n: g for rank in ranks for n, g in rank["router_gradients"].items()}
     assert len(gradients) == TINY.num_layers
     for layer, wanted in enumerate(oracle.router_gradients):
@@ -297,7 +302,7 @@ def test_layouts_agree_on_scores_loss_and_gradient(name: str, seen: Any, oracle:
 def test_the_loss_is_that_of_transformers_with_the_same_experts(seen: Any, oracle: Oracle) -> None:
     result, free_result = seen["alone"][0]["result"], seen["alone"][0]["free_result"]
     assert result.loss == pytest.approx(oracle.loss, rel=1e-6)
-    assert result.grad_norm == pytest.approx(oracle.grad_norm, rel=1e-4)
+    assert result.step.grad_norm == pytest.approx(oracle.grad_norm, rel=1e-4)
     assert all(g.norm() > 1e-3 for g in oracle.router_gradients)
     assert abs(result.loss - free_result.loss) > 1e-3
     assert (joined(seen["alone"], "replayed") - joined(seen["alone"], "free")).abs().mean() > 0.01

@@ -34,7 +34,7 @@ import launcher.worker.learner_rank
 def broken(*given):
     raise KeyError("planted")
 
-launcher.worker.learner_rank.Worker.train_step = broken
+launcher.worker.learner_rank.Worker.backward = broken
 """
 KEYS = (
     "learner.ep=2",

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+import psutil
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -217,19 +218,16 @@ def config_of(engine: str, *, routes: bool = True, **keys: object) -> RunConfig:
     return load("tiny_cpu", [f"rollout={engine}", "rollout.slots=64", *python, *LENGTHS, *given, *replay])
 
 
-@contextlib.contextmanager
-def sparing_a_core() -> Iterator[None]:
-    """What starts within leaves a core to this process.
+def spare_a_core() -> None:
+    """Have all servers that run leave a core to this process.
 
     Linux shares cores between sessions, and lets a server's have all of them for seconds: with two other busy processes
     a test that wants to meet a request of a second heard of it when it was over, 21 times of 22; of 60 so, never.
     """
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores - {min(cores)} or cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
+    for process in psutil.Process().children(recursive=True):
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, cores - {min(cores)} or cores)
 
 
 @contextlib.contextmanager
@@ -247,8 +245,7 @@ def served(
         stack = contextlib.AsyncExitStack()
         servers = ServedEngines(config, SERVERS[engine](shape), model, folder, shape)
         try:
-            with sparing_a_core():
-                running = runner.run(stack.enter_async_context(servers.running(path)))
+            running = runner.run(stack.enter_async_context(servers.running(path)))
             mirror = Mirror(path, shapes, torch.float32, model / "config.json")
             bench = ServedBench(engine, running, FolderSync(mirror=mirror), path, runner, probes)
             servers.refit = bench.weights.refit

@@ -168,7 +168,7 @@ def main() -> int:
     options = parser.parse_args()
     for name in PRELOADED:
         importlib.import_module(name)
-    paths = [f"rl_megatron/training/{n}.py" for n in ("update", "measures", "schedule", "credit")]
+    paths = [f"rl_megatron/training/{n}.py" for n in ("update", "measures", "schedule", "credit", "selection")]
     paths += ["rl_megatron/data/packing.py"]
     paths += sorted(str(p.relative_to(REPO)) for p in (REPO / "rl_megatron/algorithms").glob("*.py"))
     equivalents = named_equivalents()

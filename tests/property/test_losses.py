@@ -17,6 +17,7 @@ from torch import Tensor
 from rl_megatron.algorithms.losses import CrossEntropy, PolicyLoss
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import LossInputs, LossOutput
+from tests.reduction import joined, values
 from tests.rows import changed, policy_loss
 
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30]
@@ -206,7 +207,7 @@ def test_value_gradient_and_fractions_equal_the_written_out_reference(
     close(gradient, expected)
     assert torch.isfinite(gradient).all()
     for name, mean in means.items():
-        close(output.means[name], mean)
+        close(output.metrics[name].value, mean)
 
 
 @every_row
@@ -217,19 +218,20 @@ def test_metrics_equal_plain_means_and_extremes(loss: PolicyLoss, seed: int, len
     kept = [token for tokens in sequences for token in tokens if token.kept]
     output = loss(tensors(sequences))
     num = max(len(kept), 1)
-    close(output.means["entropy"], sum(t.entropy for t in kept) / num)
-    close(output.means["mismatch/logprob_abs_mean"], sum(abs(t.old - t.rollout) for t in kept) / num)
-    close(output.maxima["mismatch/logprob_abs_max"], max((abs(t.old - t.rollout) for t in kept), default=-math.inf))
+    close(output.metrics["entropy"].value, sum(t.entropy for t in kept) / num)
+    close(output.metrics["mismatch/logprob_abs_mean"].value, sum(abs(t.old - t.rollout) for t in kept) / num)
+    close(
+        output.metrics["mismatch/logprob_abs_max"].value, max((abs(t.old - t.rollout) for t in kept), default=-math.inf)
+    )
     gaps = [t.old - t.rollout for t in kept]
-    close(output.means["kl/rollout"], sum(math.exp(gap) - gap - 1 for gap in gaps) / num)
+    close(output.metrics["kl/rollout"].value, sum(math.exp(gap) - gap - 1 for gap in gaps) / num)
     deltas = [clamp(t.logprob - t.old, -20, 20) for t in kept]
-    close(output.means["kl/old_policy"], sum(math.exp(d) - d - 1 for d in deltas) / num)
+    close(output.metrics["kl/old_policy"].value, sum(math.exp(d) - d - 1 for d in deltas) / num)
     if loss.row.ratio_level == "token":
-        close(output.minima["ratio/min"], min((math.exp(d) for d in deltas), default=math.inf))
-        close(output.maxima["ratio/max"], max((math.exp(d) for d in deltas), default=-math.inf))
-        close(output.means["ratio/clamped_fraction"], sum(abs(t.logprob - t.old) > 20 for t in kept) / num)
-    for metrics in (output.means, output.minima, output.maxima):
-        assert not any(value.requires_grad for value in metrics.values())
+        close(output.metrics["ratio/min"].value, min((math.exp(d) for d in deltas), default=math.inf))
+        close(output.metrics["ratio/max"].value, max((math.exp(d) for d in deltas), default=-math.inf))
+        close(output.metrics["ratio/clamped_fraction"].value, sum(abs(t.logprob - t.old) > 20 for t in kept) / num)
+    assert not any(value.requires_grad for value in values(output).values())
 
 
 @every_row_and_a_correction
@@ -266,12 +268,8 @@ def test_shares_of_micro_batches_add_up(
         pieces.update(zip(mine, piece.split([len(sequences[s]) for s in mine]), strict=True))
     close(sum((share.loss for share in shares), torch.zeros(())), whole.loss)
     close(torch.cat([pieces[s] for s in range(len(sequences))]), gradient)
-    for name, value in whole.means.items():
-        close(sum((share.means[name] for share in shares), torch.zeros(())), value)
-    for name, value in whole.minima.items():
-        close(torch.stack([share.minima[name] for share in shares]).amin(), value)
-    for name, value in whole.maxima.items():
-        close(torch.stack([share.maxima[name] for share in shares]).amax(), value)
+    for name, value in joined(shares).items():
+        close(value, values(whole)[name])
 
 
 class TwoRanks:
@@ -328,11 +326,11 @@ def test_a_context_parallel_split_changes_only_segment_sum(
     assert first is not None
     assert second is not None
     close(first[0].loss + second[0].loss, whole.loss)
-    joined = torch.empty_like(gradient)
-    joined[halves[0]], joined[halves[1]] = first[1], second[1]
-    close(joined, gradient)
-    for name, value in whole.means.items():
-        close(first[0].means[name] + second[0].means[name], value)
+    both = torch.empty_like(gradient)
+    both[halves[0]], both[halves[1]] = first[1], second[1]
+    close(both, gradient)
+    for name, value in joined([first[0], second[0]]).items():
+        close(value, values(whole)[name])
 
 
 @pytest.mark.parametrize("loss", [*ROWS, CrossEntropy()])
@@ -346,7 +344,7 @@ def test_garbage_outside_the_mask_changes_nothing(
     (a, gradient_a), (b, gradient_b) = evaluate(loss, tensors(dirty)), evaluate(loss, tensors(clean))
     assert torch.equal(a.loss, b.loss)
     assert torch.equal(gradient_a, gradient_b)
-    assert all(torch.equal(a.means[name], b.means[name]) for name in a.means)
+    assert all(torch.equal(value, values(b)[name]) for name, value in values(a).items())
 
 
 @settings(parent=quick, max_examples=50)
@@ -363,4 +361,4 @@ def test_float32_stays_finite_at_extreme_ratios(seed: int, lengths: list[int]) -
         assert output.loss.dtype == torch.float32
         assert torch.isfinite(output.loss)
         assert torch.isfinite(gradient).all()
-        assert all(torch.isfinite(value) for value in output.means.values())
+        assert all(torch.isfinite(value) for value in values(output, "mean").values())

@@ -105,8 +105,8 @@ def test_weights_scale_the_loss_of_every_token(
     assert inputs.logprobs.grad is not None
     torch.testing.assert_close(inputs.logprobs.grad, expected, rtol=1e-9, atol=1e-9)
     kept = weights[inputs.mask]
-    assert output.means["correction/weight_mean"].item() == pytest.approx(kept.sum().item() / num)
-    assert output.means["correction/dropped_fraction"].item() == pytest.approx((kept == 0).sum().item() / num)
+    assert output.metrics["correction/weight_mean"].value.item() == pytest.approx(kept.sum().item() / num)
+    assert output.metrics["correction/dropped_fraction"].value.item() == pytest.approx((kept == 0).sum().item() / num)
 
 
 def test_a_sequence_weight_does_not_grow_with_the_length() -> None:

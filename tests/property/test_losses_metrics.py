@@ -13,8 +13,9 @@ from torch import Tensor
 
 from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.algorithms.quantiles import histogram, ratio_quantiles
-from rl_megatron.training.measures import combine
-from rl_megatron.types import LossInputs, StepResult
+from rl_megatron.training.measures import Made, policy_row
+from rl_megatron.types import Counts, LossInputs, Metric, StepResult
+from tests.reduction import values
 from tests.rows import policy_loss
 
 GSPO = policy_loss(ratio_level="sequence", aggregation="seq_mean_token_mean", clip_low=0.03, clip_high=0.04)
@@ -70,7 +71,7 @@ def batch(
 def test_the_two_sides_of_the_clip_fraction_are_all_of_it(
     loss: PolicyLoss, seed: int, lengths: list[int], scale: float
 ) -> None:
-    means = loss(batch(lengths, seed, scale=scale, kept=0.8)).means
+    means = values(loss(batch(lengths, seed, scale=scale, kept=0.8)))
     low, high, both = (float(means[f"clip_fraction{side}"]) for side in ("/low", "/high", ""))
     assert low + high == pytest.approx(both, abs=1e-12)
     assert min(low, high) >= 0
@@ -82,7 +83,7 @@ def test_clip_sides_of_known_tokens() -> None:
     x = batch([4], 0)
     log_ratios = torch.tensor([1.5, 0.5, 1.5, 0.5]).double().log()
     x = replace(x, logprobs=x.old_logprobs + log_ratios, advantages=torch.tensor([1.0, -1.0, -1.0, 1.0]).double())
-    means = policy_loss()(x).means
+    means = values(policy_loss()(x))
     assert (means["clip_fraction/low"].item(), means["clip_fraction/high"].item()) == (0.25, 0.25)
 
 
@@ -130,15 +131,12 @@ def test_the_effective_fraction_is_kishs_over_the_number_of_weights(
     x = batch(lengths, seed)
     gaps = (x.logprobs - x.old_logprobs).detach()
     weights = (gaps if loss is not GSPO else torch.stack([part.mean() for part in gaps.split(lengths)])).exp()
-    output = loss(x)
-    result = StepResult(
-        loss=0.0,
-        grad_norm=0.0,
-        metrics={name: value.item() for name, value in output.means.items()},
-        histograms={"ratio": tuple(output.histograms["ratio"].tolist())},
-    )
+    means: dict[str, Metric[float | Counts]] = {
+        name: Metric(value=value.item()) for name, value in values(loss(x), "mean").items()
+    }
+    made = Made({"loss": Metric(value=0.0), **means}, StepResult(grad_norm=0.0))
     expected = weights.sum().square() / weights.square().sum() / len(weights)
-    assert combine([result])["ratio/effective_fraction"] == pytest.approx(expected.item(), rel=1e-9)
+    assert policy_row([made])["ratio/effective_fraction"] == pytest.approx(expected.item(), rel=1e-9)
 
 
 def test_an_entropy_term_has_the_weight_of_a_token_whatever_its_correction() -> None:
@@ -159,9 +157,9 @@ def test_log_ratios_of_ten_thousand_are_clamped_counted_and_finite(loss: PolicyL
     (gradient,) = torch.autograd.grad(output.loss, x.logprobs)
     assert torch.isfinite(output.loss)
     assert torch.isfinite(gradient).all()
-    assert all(torch.isfinite(value) for value in output.means.values())
+    assert all(torch.isfinite(value) for value in values(output, "mean").values())
     counted = 3 / 8 if loss.row.ratio_level == "token" else 1 / 2
-    assert output.means["ratio/clamped_fraction"].item() == pytest.approx(counted)
+    assert output.metrics["ratio/clamped_fraction"].value.item() == pytest.approx(counted)
 
 
 def test_a_hundred_thousand_tokens_accumulate_in_float32() -> None:
@@ -189,7 +187,7 @@ def test_bfloat16_inputs_are_summed_in_float32(loss: PolicyLoss) -> None:
     wanted, found = loss(single), loss(low)
     assert found.loss.dtype == torch.float32
     torch.testing.assert_close(found.loss, wanted.loss)
-    torch.testing.assert_close(dict(found.means), dict(wanted.means))
+    torch.testing.assert_close(values(found, "mean"), values(wanted, "mean"))
     (gradient,) = torch.autograd.grad(found.loss, low.logprobs)
     (expected,) = torch.autograd.grad(wanted.loss, single.logprobs)
     torch.testing.assert_close(gradient, expected.bfloat16())

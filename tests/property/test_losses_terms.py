@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
 from rl_megatron.types import Loss, LossInputs, LossOutput
+from tests.reduction import joined, values
 from tests.rows import policy_loss
 
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30]
@@ -200,8 +201,8 @@ def test_kl_entropy_and_nll_stand_beside_the_objective(
     close(output.loss, total + kl_part + nll_part)
     close(grads["logprobs"], by_logprob)
     close(grads["entropy"], by_entropy)
-    close(output.means["loss/kl"], kl_part)
-    close(output.means["loss/nll"], nll_part)
+    close(output.metrics["loss/kl"].value, kl_part)
+    close(output.metrics["loss/nll"].value, nll_part)
 
 
 @quick
@@ -249,8 +250,8 @@ def test_the_critics_loss(seed: int, lengths: list[int], clip: float) -> None:
     output, grads = gradients(ValueLoss(clip=clip), inputs_of(sequences))
     close(output.loss, total)
     close(grads["values"], slopes)
-    close(output.means["critic/clip_fraction"], clipped_share)
-    close(output.means["critic/value_mean"], mean)
+    close(output.metrics["critic/clip_fraction"].value, clipped_share)
+    close(output.metrics["critic/value_mean"].value, mean)
 
 
 @quick
@@ -276,7 +277,7 @@ def test_dpo(seed: int, lengths: list[int], scale: float) -> None:
     output, grads = gradients(PreferenceLoss(beta=beta), inputs_of(sequences, num_sequences=2 * num_pairs))
     close(output.loss, total)
     close(grads["logprobs"], slopes)
-    close(output.means["preference/accuracy"], right)
+    close(output.metrics["preference/accuracy"].value, right)
 
 
 every_loss = pytest.mark.parametrize("loss", LOSSES, ids=["policy", "gspo", "value", "preference"])
@@ -285,11 +286,7 @@ pairs = st.lists(st.integers(0, 6), min_size=2, max_size=6).map(lambda lengths: 
 
 def assert_adds_up(shares: Sequence[LossOutput], whole: LossOutput) -> None:
     close(torch.stack([share.loss for share in shares]).sum(), whole.loss)
-    kinds = {"means": torch.sum, "histograms": torch.sum, "minima": torch.amin, "maxima": torch.amax}
-    for kind, together in kinds.items():
-        for name, value in getattr(whole, kind).items():
-            parts = torch.stack([getattr(share, kind)[name] for share in shares])
-            torch.testing.assert_close(together(parts, 0), value, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(joined(shares), values(whole), rtol=1e-9, atol=1e-9)
 
 
 @every_loss
@@ -386,6 +383,4 @@ def test_garbage_outside_the_mask_of_every_column_changes_nothing(
     for name in LEARNED:
         assert torch.equal(grads_a[name], grads_b[name])
         assert torch.isfinite(grads_a[name]).all()
-    for kind in ("means", "minima", "maxima", "histograms"):
-        first, second = getattr(a, kind), getattr(b, kind)
-        assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(value, values(b)[name]) for name, value in values(a).items())

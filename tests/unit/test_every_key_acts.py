@@ -27,8 +27,8 @@ from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Stopwatch
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.training.checkpoints import CheckpointStore
-from rl_megatron.training.trainer import Trainer
+from rl_megatron.training.evaluation import Evaluation
+from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.training.update import Update
 from rl_megatron.types import Prompt
 from tests.toy_roles import VOCABULARY, Toy, ToyEngine, ToyWeights, decode, table
@@ -134,25 +134,24 @@ class Rig:
         weights = ToyWeights(engine)
         needs = config.algorithm
         roles: Any = Roles(
-            learner=policy,
-            critic=value if needs.needs_critic else None,
-            reference=reference if needs.needs_reference else None,
+            learners={"policy": policy, **({"critic": value} if needs.needs_critic else {})},
+            frozen={"reference": reference} if needs.needs_reference else {},
             engine=engine,
             weights=weights,
         )
         heard = [policy.heard, value.heard, reference.heard, engine.heard]
         trainer = self._trainer(config, roles)
         try:
-            await trainer._start_models()
-            for _ in range(2):
-                await trainer.train_once(Stopwatch())
+            await trainer.start_models(fresh=True)
+            for number in (1, 2):
+                await trainer.step(STARTED + number, Stopwatch())
         except RLMegatronError as error:
             return [*heard, str(error)]
         finally:
             trainer.recorder.close()
         return heard
 
-    def _trainer(self, config: RunConfig, roles: Roles) -> Trainer:
+    def _trainer(self, config: RunConfig, roles: Roles) -> Reinforcement:
         sampler = RolloutSampler(
             engine=roles.engine,
             reward_function=resolve_reward(config.reward),
@@ -164,20 +163,16 @@ class Rig:
             greedy_baseline=config.algorithm.advantage_mean == "greedy",
             routes=config.algorithm.routing_replay == "r3",
         )
-        return Trainer(
+        return Reinforcement(
             config=config,
             roles=roles,
-            source=sampler,
             sampler=sampler,
             prompts=PromptStream(self.prompts, seed=0),
-            eval_prompts=self.prompts,
+            evaluation=Evaluation(sampler=sampler, prompts=self.prompts, section=config.eval),
             update=Update(config=config, roles=roles, attention_cost=0.0),
             start_folder=self.folder / "hf_start",
-            checkpoints=CheckpointStore(self.folder / "checkpoints", keep=1, config={}),
             recorder=Recorder(self.folder, config.log, self.progress),
-            stop=asyncio.Event(),
-            step=STARTED,
-            batches_sampled=STARTED,
+            batches_taken=STARTED,
         )
 
 

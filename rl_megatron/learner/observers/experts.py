@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
+from typing_extensions import override
+
+from rl_megatron.learner.observers.observer import Observer
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import Metric
 
 
-class ExpertLoadMeter:
+class ExpertLoadMeter(Observer):
     """Forward hooks on every router of this rank; counts [num_layers, num_experts] float32 since the last read."""
 
-    def __init__(self, chunks: Sequence[GPTModel], num_layers: int, num_experts: int, device: torch.device) -> None:
-        self._counts = torch.zeros(num_layers, num_experts, device=device)
-        for chunk in chunks:
-            for layer in chunk.decoder.layers:
+    def __init__(self, models: Sequence[GPTModel], shape: ModelShape, device: torch.device) -> None:
+        self._counts = torch.zeros(shape.num_layers, shape.num_experts, device=device)
+        for model in models:
+            for layer in model.decoder.layers:
                 if layer.is_moe_layer:
                     layer.mlp.router.register_forward_hook(self._hook(layer.layer_number - 1))
 
@@ -27,18 +33,24 @@ class ExpertLoadMeter:
 
         return count
 
-    def reset(self) -> None:
-        """Forget what was counted."""
-        self._counts.zero_()
+    @override
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        kept = self._counts.clone()
+        try:
+            yield
+        finally:
+            self._counts.copy_(kept)
 
-    def read(self) -> dict[str, float]:
+    @override
+    def read(self) -> dict[str, Metric[float]]:
         """``moe/load_imbalance``: most over mean tokens of an expert, in the worst layer (1 is even); resets.
 
-        Empty for a model without experts. Every rank calls it.
+        Empty for a model without experts.
         """
         if not self._counts.numel():
             return {}
         dist.all_reduce(self._counts)
         worst = (self._counts.amax(1) / self._counts.mean(1).clamp(min=1)).max().item()
-        self.reset()
-        return {"moe/load_imbalance": worst}
+        self._counts.zero_()
+        return {"moe/load_imbalance": Metric(value=worst)}

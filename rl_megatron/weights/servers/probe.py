@@ -98,6 +98,7 @@ async def scores_of(learner: Scorer, dims: ParallelDims, texts: Sequence[Scored]
     ]
     samples = to_samples(groups)
     batch = pack(samples, dims=dims, max_tokens=len(groups) * PROBE_LENGTH)
-    values = unpack(batch, await learner.score(batch), samples)
+    said = await learner.score(batch, frozenset({"logprobs"}))
+    values = unpack(batch, said["logprobs"], samples)
     bounds = pairwise(samples.cu_seqlens.tolist())
     return [values[start:stop][samples.mask[start:stop]].tolist() for start, stop in bounds]

@@ -41,8 +41,8 @@ def test_value_loss_is_the_worse_of_the_free_and_the_clipped() -> None:
     output.loss.backward()
     # token 0: (1-0)² = 1 > (0.7-0)²; token 1: (1-2)² = 1 < (0.7-2)² = 1.69, whose gradient the clip removes
     assert output.loss.item() == pytest.approx((1 + 1.69) / 2 / 2)
-    assert output.means["critic/clip_fraction"].item() == pytest.approx(0.5)
-    assert output.means["critic/value_mean"].item() == pytest.approx(1.0)
+    assert output.metrics["critic/clip_fraction"].value.item() == pytest.approx(0.5)
+    assert output.metrics["critic/value_mean"].value.item() == pytest.approx(1.0)
     assert values.grad is not None
     assert values.grad.tolist() == pytest.approx([0.5, 0.0, 0.0])
 
@@ -50,7 +50,7 @@ def test_value_loss_is_the_worse_of_the_free_and_the_clipped() -> None:
 def test_value_loss_without_clipping_is_half_the_squared_error() -> None:
     batch = inputs([True], [1], values=torch.tensor([3.0]), old_values=torch.zeros(1), returns=torch.ones(1))
     output = ValueLoss()(batch)
-    assert (output.loss.item(), output.means["critic/clip_fraction"].item()) == (2.0, 0.0)
+    assert (output.loss.item(), output.metrics["critic/clip_fraction"].value.item()) == (2.0, 0.0)
 
 
 def test_a_column_that_the_batch_lacks_is_named() -> None:
@@ -80,8 +80,8 @@ def test_dpo_of_two_pairs() -> None:
     assert logprobs.grad.tolist() == pytest.approx(
         [0, -slopes[0], -slopes[0], slopes[0], -slopes[1], slopes[1], slopes[1], 0]
     )
-    assert output.means["preference/accuracy"].item() == pytest.approx(0.5)
-    assert output.means["preference/margin"].item() == pytest.approx(sum(margins) / 2)
+    assert output.metrics["preference/accuracy"].value.item() == pytest.approx(0.5)
+    assert output.metrics["preference/margin"].value.item() == pytest.approx(sum(margins) / 2)
 
 
 @pytest.mark.parametrize("without", [0, 1], ids=["chosen", "rejected"])
@@ -93,7 +93,7 @@ def test_a_pair_without_a_trained_token_on_one_side_is_padding(without: int) -> 
     output = PreferenceLoss(beta=1.0)(batch)
     output.loss.backward()
     assert output.loss.item() == pytest.approx(math.log(1 + math.exp(-1)))
-    assert output.means["preference/margin"].item() == pytest.approx(1.0)
+    assert output.metrics["preference/margin"].value.item() == pytest.approx(1.0)
     assert logprobs.grad is not None
     assert logprobs.grad[:3].tolist() == [0.0] * 3
 

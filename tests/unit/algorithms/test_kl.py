@@ -102,7 +102,7 @@ def test_kl_in_the_loss_is_a_term_under_its_coefficient_and_ignores_garbage_outs
     output = loss(x)  # advantages are 0: nothing but the KL is left
     output.loss.backward()
     assert output.loss.item() == pytest.approx(0.5 * 0.106531, abs=1e-6)
-    assert output.means["loss/kl"].item() == pytest.approx(output.loss.item())
+    assert output.metrics["loss/kl"].value.item() == pytest.approx(output.loss.item())
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0.5 * (1 - math.exp(-0.5) + 0.106531), 0.0], abs=1e-6)
 

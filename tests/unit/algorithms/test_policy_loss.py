@@ -129,7 +129,7 @@ def test_cispo_caps_are_absolute_ratios_and_keep_every_gradient() -> None:
     output.loss.backward()
     assert inputs.logprobs.grad is not None
     assert inputs.logprobs.grad.tolist() == pytest.approx([-5 / 2, -4 / 2])
-    assert output.means["clip_fraction"].item() == pytest.approx(0.5)
+    assert output.metrics["clip_fraction"].value.item() == pytest.approx(0.5)
 
 
 def test_gspo_is_grpo_with_a_sequence_ratio() -> None:
@@ -176,8 +176,8 @@ def test_at_ratio_one_clip_and_uncapped_cispo_have_the_gradient_of_reinforce(agg
 
 
 def test_entropy_is_the_one_given_and_not_that_of_the_sampled_token() -> None:
-    assert policy_loss()(ragged()).means["entropy"].item() == pytest.approx(0.7)
-    assert CrossEntropy()(ragged()).means["entropy"].item() == pytest.approx(0.7)
+    assert policy_loss()(ragged()).metrics["entropy"].value.item() == pytest.approx(0.7)
+    assert CrossEntropy()(ragged()).metrics["entropy"].value.item() == pytest.approx(0.7)
 
 
 def test_kl_to_the_old_policy_is_the_k3_estimate_of_the_sampler_against_the_current() -> None:
@@ -186,7 +186,7 @@ def test_kl_to_the_old_policy_is_the_k3_estimate_of_the_sampler_against_the_curr
     drawn = [0, 0, 1, 2]  # the proportions of pi_old
     inputs = batch([new.log()[drawn].tolist()], old=[old.log()[drawn].tolist()])
     kl = (old * (old / new).log()).sum().item()
-    assert policy_loss()(inputs).means["kl/old_policy"].item() == pytest.approx(kl)
+    assert policy_loss()(inputs).metrics["kl/old_policy"].value.item() == pytest.approx(kl)
 
 
 def test_cross_entropy_is_the_mean_over_kept_tokens() -> None:

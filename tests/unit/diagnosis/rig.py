@@ -23,7 +23,7 @@ from rl_megatron.diagnosis.experiments import Bench, run
 from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.local.engine import LocalEngine
-from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Samples, Scores
+from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Samples, Scores, Want
 from rl_megatron.weights.layouts.families import read_shape
 
 VOCABULARY = 41
@@ -62,18 +62,13 @@ class Learner:
     model: Qwen3MoeForCausalLM
     temperature: float = 1.0
 
-    async def score(self, batch: Batch) -> Scores:
-        return [[self._logprobs(m) for m in row] for row in batch.micro_batches]
-
-    async def score_with_routes(self, batch: Batch) -> tuple[Scores, Scores]:
-        scores, routes = [], []
-        for row in batch.micro_batches:
-            scores.append([self._logprobs(m) for m in row])
-            routes.append([self._routes(m) for m in row])
-        return scores, routes
-
-    async def logits(self, batch: Batch) -> Scores:
-        return [[self._forward(m)[m.mask] for m in row] for row in batch.micro_batches]
+    async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
+        says: dict[Want, Callable[[Samples], Tensor]] = {
+            "logprobs": self._logprobs,
+            "routes": self._routes,
+            "logits": lambda m: self._forward(m)[m.mask],
+        }
+        return {what: [[says[what](m) for m in row] for row in batch.micro_batches] for what in want}
 
     def _logprobs(self, samples: Samples) -> Tensor:
         z = self._forward(samples) / self.temperature

@@ -36,7 +36,7 @@ class Stages:
 
     async def ask(self, name: str, arguments: Mapping[int, Any]) -> list[Any]:
         self.sent = {rank: given[1] for rank, given in arguments.items()}
-        return [None, None, ["scores of 0"], ["scores of 1"]]
+        return [None, None, {"logprobs": ["scores of 0"]}, {"logprobs": ["scores of 1"]}]
 
 
 def batch(num_layers: int | None) -> Batch:
@@ -63,7 +63,8 @@ def batch(num_layers: int | None) -> Batch:
 def score(given: Batch) -> dict[int, tuple[Samples, ...]]:
     stages = Stages()
     learner = LearnerGroup(cast(WorkerGroup, stages), ParallelDims(pp=2, dp=2), "policy")
-    assert asyncio.run(learner.score(given)) == [["scores of 0"], ["scores of 1"]]
+    said = asyncio.run(learner.score(given, frozenset({"logprobs"})))
+    assert said == {"logprobs": [["scores of 0"], ["scores of 1"]]}
     return stages.sent
 
 

@@ -15,8 +15,9 @@ from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import CheckpointError
 from rl_megatron.learner import world
-from rl_megatron.learner.megatron import MegatronLearner, make_policy
+from rl_megatron.learner.megatron import make_policy
 from rl_megatron.learner.model.layers import GroupedColumnLinear, RMSNorm
+from rl_megatron.learner.trained import MegatronLearner
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.layouts.families import read_shape

@@ -25,7 +25,9 @@ from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
 from rl_megatron.training import checkpoints
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
-from rl_megatron.training.trainer import Trainer
+from rl_megatron.training.evaluation import Evaluation
+from rl_megatron.training.jobs.rl import Reinforcement
+from rl_megatron.training.loop import Loop, Pace
 from rl_megatron.types import ParallelDims
 
 STATE = TrainerState(step=3, batches_sampled=4, prompts={"epoch": 0, "next": 8}, buffer=())
@@ -196,19 +198,25 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
     async def evaluate(*_: Any, **__: Any) -> float:
         return 0.25
 
-    trainer = Trainer(
-        config=load("tiny_cpu", ["train.steps=0", f"warm_start.steps={warm_start_steps}"]),
-        roles=cast(Any, SimpleNamespace(learner=learner, critic=None, reference=None)),
-        source=cast(Any, None),
-        sampler=cast(Any, SimpleNamespace(evaluate=evaluate)),
+    sampler, recorder = cast(Any, SimpleNamespace(evaluate=evaluate)), cast(Any, SimpleNamespace(write=rows.append))
+    config = load("tiny_cpu", ["train.steps=0", f"warm_start.steps={warm_start_steps}"])
+    job = Reinforcement(
+        config=config,
+        roles=cast(Any, SimpleNamespace(learners={"policy": learner}, frozen={})),
+        sampler=sampler,
         prompts=cast(Any, SimpleNamespace(state=dict)),
-        eval_prompts=(),
+        evaluation=Evaluation(sampler=sampler, prompts=(), section=config.eval),
         update=cast(Any, SimpleNamespace(memory=None)),
         start_folder=tmp_path / "hf_start",
+        recorder=recorder,
+    )
+    loop = Loop(
+        job=job,
+        pace=Pace(steps=0, rows=1, evaluations=1, checkpoints=1),
         checkpoints=CheckpointStore(tmp_path, keep=2, config={}),
-        recorder=cast(Any, SimpleNamespace(write=rows.append)),
+        recorder=recorder,
         stop=asyncio.Event(),
     )
-    asyncio.run(trainer.run())
+    assert asyncio.run(loop.run())
     assert rows == [{"step": 0, "phase": "rl", "eval/accuracy": 0.25}]
     assert learner.saves == saves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 
@@ -22,10 +23,10 @@ from rl_megatron.training.credit import (
     groups_that_differ,
     mean_over_completions,
     over_right_tokens,
-    preference_pairs,
     reference_kl,
     shape_rewards,
 )
+from rl_megatron.training.selection import selection_of
 from rl_megatron.types import Completion, FinishReason, Prompt, RolloutGroup, Samples
 
 PROMPT = (1, 2)
@@ -233,9 +234,12 @@ def test_right_completions_tokens_share_the_nll_weight_of_a_minibatch() -> None:
     ]
 
 
-def pairs_of(groups: list[RolloutGroup], **section: object) -> tuple[list[RolloutGroup], Rewards]:
-    algorithm = AlgorithmSection.model_validate(section)
-    return preference_pairs(groups, shape_rewards(groups, algorithm, Memory(kl_coefficient=0.0), max_new_tokens=4))
+def pairs_of(groups: list[RolloutGroup], **section: object) -> tuple[Sequence[RolloutGroup], Rewards]:
+    algorithm = AlgorithmSection.model_validate({"preference_beta": 0.1, **section})
+    rewards = shape_rewards(groups, algorithm, Memory(kl_coefficient=0.0), max_new_tokens=4)
+    pairs, of_pairs, row = selection_of(algorithm).choose(groups, rewards)
+    assert row == {"preference/pairs": len(pairs)}
+    return pairs, of_pairs
 
 
 def test_pairs_are_of_the_rewards_that_the_algorithm_takes() -> None:

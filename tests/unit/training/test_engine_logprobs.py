@@ -17,7 +17,21 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.update import Update
-from rl_megatron.types import Batch, Completion, Loss, LossInputs, Prompt, RolloutGroup, Samples, Scores, StepResult
+from rl_megatron.types import (
+    Batch,
+    Completion,
+    Counts,
+    Loss,
+    LossInputs,
+    Metric,
+    Prompt,
+    RolloutGroup,
+    Samples,
+    Scores,
+    StepResult,
+    Want,
+)
+from tests.reduction import values
 
 LENGTHS, GROUP = (3, 5, 2, 6), 4
 
@@ -33,10 +47,13 @@ class Learner:
 
     rows: list[dict[str, float]] = field(default_factory=list)
 
-    async def score(self, batch: Batch) -> Scores:
-        return [[learner_says(m) for m in row] for row in batch.micro_batches]
+    async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
+        return {"logprobs": [[learner_says(m) for m in row] for row in batch.micro_batches]}
 
-    async def train_step(self, batch: Batch, loss: Loss, learning_rate: float) -> StepResult:
+    async def step(self, learning_rate: float) -> StepResult:
+        return StepResult(grad_norm=0.0)
+
+    async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float | Counts]]:
         (samples,) = batch.micro_batches[0]
         ids, columns = sequence_ids(samples.cu_seqlens), samples.columns
         inputs = {k: v for k, v in columns.items() if k not in ("input_ids", "targets", "routes")}
@@ -51,8 +68,10 @@ class Learner:
                 num_sequences=batch.num_sequences,
             )
         )
-        metrics = {name: float(value) for name, value in output.means.items()}
-        return StepResult(loss=float(output.loss.detach()), grad_norm=0.0, metrics=metrics)
+        means: dict[str, Metric[float | Counts]] = {
+            name: Metric(value=value.item()) for name, value in values(output, "mean").items()
+        }
+        return {"loss": Metric(value=float(output.loss.detach())), **means}
 
 
 def groups() -> list[RolloutGroup]:
@@ -73,7 +92,7 @@ def groups() -> list[RolloutGroup]:
 def update(**algorithm: Any) -> Row:
     config = RunConfig.model_validate({"algorithm": algorithm, "train": {"minibatches": 1}})
     learner: Any = Learner()
-    roles = Roles(learner=learner, critic=None, reference=None, engine=learner, weights=learner)
+    roles = Roles(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
     work = Update(config=config, roles=roles, attention_cost=0.0)
     return asyncio.run(work(groups(), 1, Stopwatch()))
 

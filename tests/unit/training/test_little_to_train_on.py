@@ -18,9 +18,11 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout.batch import RolloutBatch
-from rl_megatron.training.trainer import Trainer
+from rl_megatron.training.evaluation import Evaluation
+from rl_megatron.training.jobs.rl import Reinforcement
+from rl_megatron.training.loop import Loop, Pace
 from rl_megatron.training.update import Update
-from rl_megatron.types import Prompt, RolloutGroup, StepResult
+from rl_megatron.types import Counts, Metric, Prompt, RolloutGroup, StepResult
 from tests.unit.training.test_engine_logprobs import Learner, groups
 
 WANTED = 4  # groups of a step
@@ -44,33 +46,34 @@ class Steps(Learner):
 
     taken = 0
 
-    async def train_step(self, *_: object) -> StepResult:
+    async def backward(self, *_: object) -> dict[str, Metric[float | Counts]]:
+        return {"loss": Metric(value=0.5)}
+
+    async def step(self, learning_rate: float) -> StepResult:
         self.taken += 1
-        return StepResult(loss=0.5, grad_norm=0.0, metrics={})
+        return StepResult(grad_norm=0.0)
 
     async def push(self, version: int) -> Any:
         return SimpleNamespace(num_bytes=0, verify_seconds=0.0, quantization_error=None)
 
 
-def trainer(folder: Path, batches: Sequence[RolloutBatch], learner: Any, **sections: dict[str, Any]) -> Trainer:
+def job(folder: Path, batches: Sequence[RolloutBatch], learner: Any, **sections: dict[str, Any]) -> Reinforcement:
     rollout = {"prompts_per_step": WANTED, **sections.pop("rollout", {})}
     if rollout.get("dynamic_sampling", "off") != "off":
         rollout["max_refills"] = 2
     given = {"train": {"minibatches": 1}, "log": {"tensorboard": False}, "rollout": rollout, **sections}
     config = RunConfig.model_validate(given)
-    roles = Roles(learner=learner, critic=None, reference=None, engine=learner, weights=learner)
-    return Trainer(
+    roles = Roles(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
+    source = cast(Any, Source(iter(batches)))
+    return Reinforcement(
         config=config,
         roles=roles,
-        source=Source(iter(batches)),
-        sampler=cast(Any, None),
+        sampler=source,
         prompts=PromptStream([TEACHES.prompt] * 8, seed=0),
-        eval_prompts=(),
+        evaluation=Evaluation(sampler=source, prompts=(), section=config.eval),
         update=Update(config=config, roles=roles, attention_cost=0.0),
         start_folder=folder,
-        checkpoints=cast(Any, None),
         recorder=Recorder(folder, config.log, Progress(1, "plain", "run", run_folder=folder)),
-        stop=asyncio.Event(),
     )
 
 
@@ -79,8 +82,8 @@ def step(folder: Path, batches: Sequence[RolloutBatch], **sections: dict[str, An
     learner = Steps()
 
     async def once() -> Row:
-        it = trainer(folder, batches, learner, **sections)
-        row = await it.train_once(Stopwatch())
+        it = job(folder, batches, learner, **sections)
+        row = await it.step(1, Stopwatch())
         it.recorder.write(row)
         return row
 
@@ -152,8 +155,10 @@ def test_a_stop_before_the_first_step_waits_for_nothing_and_leaves_nothing(tmp_p
         with pytest.raises(Stopped, match="before the first step"):
             await it.run()
 
-    it = trainer(tmp_path, [], Steps(), warm_start={"steps": 0})
-    it.sampler = cast(Any, Sampler())
+    of = job(tmp_path, [], Steps(), warm_start={"steps": 0})
+    of.evaluation = replace(of.evaluation, sampler=cast(Any, Sampler()))
+    pace = Pace(steps=1, rows=1, evaluations=1, checkpoints=1)
+    it = Loop(job=of, pace=pace, checkpoints=cast(Any, None), recorder=of.recorder, stop=asyncio.Event())
     asyncio.run(run())
     assert not list(tmp_path.iterdir())
     assert it.saved is None

@@ -9,9 +9,9 @@ import torch
 
 from rl_megatron.algorithms.quantiles import histogram
 from rl_megatron.config.run import RunConfig
-from rl_megatron.training.measures import combine
+from rl_megatron.training.measures import Made, critic_row, policy_row
 from rl_megatron.training.schedule import critic_learning_rate, learning_rate, seed_of
-from rl_megatron.types import StepResult
+from rl_megatron.types import Counts, Metric, StepResult
 
 
 def rates(**train: object) -> list[float]:
@@ -61,15 +61,18 @@ def test_quantiles_and_effective_samples_are_those_of_all_optimizer_steps_togeth
     """Half of the ratios are 1, half are e^0.1: counts of both minibatches decide, not the mean of their medians."""
     first, second = torch.zeros(30), torch.full((10,), 0.1)
     results = [
-        StepResult(
-            loss=0.0,
-            grad_norm=1.0,
-            metrics={"ratio/mean": x.exp().mean().item(), "ratio/second_moment": (2 * x).exp().mean().item()},
-            histograms={"ratio": tuple(histogram(x, torch.ones_like(x).bool()).tolist())},
+        Made(
+            {
+                "loss": Metric(value=0.0),
+                "ratio/mean": Metric(value=x.exp().mean().item()),
+                "ratio/second_moment": Metric(value=(2 * x).exp().mean().item()),
+                "ratio": Metric(value=tuple(histogram(x, torch.ones_like(x).bool()).tolist()), over="histogram"),
+            },
+            StepResult(grad_norm=1.0),
         )
         for x in (first, second)
     ]
-    row = combine(results)
+    row = policy_row(results)
     assert row["ratio/p50"] == 1.0
     assert row["ratio/p99"] == pytest.approx(math.exp(0.1), rel=0.006)
     mean, square = (1 + math.exp(0.1)) / 2, (1 + math.exp(0.2)) / 2
@@ -84,9 +87,31 @@ def test_seeds_differ_with_each_part_and_repeat() -> None:
     assert all(0 <= s < 2**63 for s in seeds)
 
 
-def test_metrics_of_a_step_are_means_and_extremes_of_its_optimizer_steps() -> None:
+def test_each_metric_of_several_optimizer_steps_is_reduced_as_it_says_whatever_its_name() -> None:
+    first: dict[str, Metric[float | Counts]] = {
+        "a/max": Metric(value=0.5, over="min"),
+        "b/min": Metric(value=1.5, over="max"),
+        "c/sum": Metric(value=1.0),
+        "d": Metric(value=2.0, over="sum"),
+        "e": Metric(value=1.0, weight=3.0),
+    }
+    second: dict[str, Metric[float | Counts]] = {
+        "a/max": Metric(value=0.7, over="min"),
+        "b/min": Metric(value=1.9, over="max"),
+        "c/sum": Metric(value=2.0),
+        "d": Metric(value=3.0, over="sum"),
+        "e": Metric(value=5.0, weight=1.0),
+    }
     results = [
-        StepResult(loss=1.0, grad_norm=2.0, metrics={"ratio/min": 0.5, "ratio/max": 1.5, "entropy": 1.0}),
-        StepResult(loss=3.0, grad_norm=4.0, metrics={"ratio/min": 0.7, "ratio/max": 1.9, "entropy": 2.0}),
+        Made(
+            first | {"loss": Metric(value=1.0)},
+            StepResult(grad_norm=2.0, metrics={"moe/load_imbalance": Metric(value=1.0)}),
+        ),
+        Made(
+            second | {"loss": Metric(value=3.0)},
+            StepResult(grad_norm=4.0, metrics={"moe/load_imbalance": Metric(value=2.0)}),
+        ),
     ]
-    assert combine(results) == {"loss": 2.0, "grad_norm": 3.0, "ratio/min": 0.5, "ratio/max": 1.9, "entropy": 1.5}
+    own = {"a/max": 0.5, "b/min": 1.9, "c/sum": 1.5, "d": 5.0, "e": 2.0}
+    assert policy_row(results) == {"loss": 2.0, "grad_norm": 3.0, "moe/load_imbalance": 1.5, **own}
+    assert critic_row(results) == {"critic/loss": 2.0, "critic/grad_norm": 3.0, **own}

@@ -89,9 +89,8 @@ def test_models_after_three_steps_are_those_of_plain_loops(name: str) -> None:
     policy, reference, critic = (Toy(weights) for weights in tables)
     needs, unused = config.algorithm, Toy(torch.zeros(1))
     roles: Any = Roles(
-        learner=policy,
-        critic=critic if needs.needs_critic else None,
-        reference=reference if needs.needs_reference else None,
+        learners={"policy": policy, **({"critic": critic} if needs.needs_critic else {})},
+        frozen={"reference": reference} if needs.needs_reference else {},
         engine=unused,
         weights=unused,
     )
@@ -125,11 +124,11 @@ def test_the_learner_is_asked_before_it_trains_only_for_what_is_used(
     algorithm = {"old_logprobs": old_logprobs, "routing_replay": routing_replay}
     config = RunConfig.model_validate({"algorithm": algorithm, "train": {"minibatches": 1}})
     policy, unused = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
-    roles: Any = Roles(learner=policy, critic=None, reference=None, engine=unused, weights=unused)
+    roles: Any = Roles(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
     sampled = groups(3, table(VOCABULARY, VOCABULARY, seed=4))
     asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
     heard: list[Any] = policy.heard
-    assert [what for what, *_ in heard] == [*asked, "train"]
+    assert [what for what, *_ in heard] == [*asked, "backward", "step"]
 
 
 def test_the_row_tells_the_means_of_the_optimizer_steps_of_each_model() -> None:
@@ -139,17 +138,18 @@ def test_the_row_tells_the_means_of_the_optimizer_steps_of_each_model() -> None:
     policy, critic = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(table(VOCABULARY, seed=2))
     models, unused = {"": policy, "critic/": critic}, Toy(torch.zeros(1))
     before = {name: model.weights for name, model in models.items()}
-    roles: Any = Roles(learner=policy, critic=critic, reference=None, engine=unused, weights=unused)
+    roles: Any = Roles(learners={"policy": policy, "critic": critic}, frozen={}, engine=unused, weights=unused)
     sampled = groups(3, table(VOCABULARY, VOCABULARY, seed=4))
     row = asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
     for name, model in models.items():
         heard: list[Any] = model.heard
-        steps = [step for step in heard if step[0] == "train"]
-        assert len(steps) == 2
-        after = [torch.frombuffer(bytearray(step[4]), dtype=torch.float32).view_as(model.weights) for step in steps]
-        gradients = [(x - y) / steps[0][2] for x, y in pairwise([before[name], *after])]
-        assert row[name + "loss"] == pytest.approx(sum(step[3] for step in steps) / 2)
-        assert row[name + "learning_rate"] == steps[0][2]
+        losses = [said[2] for said in heard if said[0] == "backward"]
+        steps = [step for step in heard if step[0] == "step"]
+        assert len(steps) == len(losses) == 2
+        after = [torch.frombuffer(bytearray(step[2]), dtype=torch.float32).view_as(model.weights) for step in steps]
+        gradients = [(x - y) / steps[0][1] for x, y in pairwise([before[name], *after])]
+        assert row[name + "loss"] == pytest.approx(sum(losses) / 2)
+        assert row[name + "learning_rate"] == steps[0][1]
         assert row[name + "grad_norm"] == pytest.approx(sum(float(g.norm()) for g in gradients) / 2, rel=1e-2)
     assert row["critic/learning_rate"] == 0.5
     assert "critic/explained_variance" in row

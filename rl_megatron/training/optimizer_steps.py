@@ -1,4 +1,4 @@
-"""What is done about optimizer steps that were not made because their gradient is not finite."""
+"""Optimizer steps of one model, and what is done about those whose gradient is not finite."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.types import Batch, Prompt, Samples, SkippedStep, StepResult
+from rl_megatron.interfaces import Learner
+from rl_megatron.training.measures import Made
+from rl_megatron.types import Batch, Loss, Prompt, Samples, SkippedStep, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -15,21 +17,25 @@ _SHOWN = 8  # names in a message
 
 
 @dataclass(slots=True, kw_only=True)
-class BadSteps:
-    """Of one model, its ``name``. ``most``: how many in a row may be left out."""
+class OptimizerSteps:
+    """Those of the model called ``name``. ``most``: how many in a row may be left out."""
 
     name: str
     most: int
     in_a_row: int = 0
 
-    def made(self, result: StepResult | SkippedStep, batch: Batch, prompts: Iterable[Prompt]) -> StepResult | None:
-        """The result of a step that was made. A skipped one is logged with those of ``prompts`` that it is of.
+    async def step(
+        self, learner: Learner, batch: Batch, loss: Loss, learning_rate: float, prompts: Iterable[Prompt]
+    ) -> Made | None:
+        """One optimizer step of ``learner`` on the whole batch, of ``prompts``.
 
-        Raises RLMegatronError where more than ``most`` in a row were not.
+        One that was left out is None, and logged. Raises RLMegatronError where more than ``most`` in a row were.
         """
+        said = await learner.backward(batch, loss)
+        result = await learner.step(learning_rate)
         if isinstance(result, StepResult):
             self.in_a_row = 0
-            return result
+            return Made(said, result)
         self.in_a_row += 1
         told = f"the {self.name}'s gradient norm is {result.grad_norm}: {_cause(result, batch, prompts)}"
         if self.in_a_row > self.most:

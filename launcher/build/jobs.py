@@ -1,0 +1,86 @@
+"""The jobs of a run, in order, of roles, data and configuration."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+from launcher.build.data import Data
+from launcher.build.roles import Parts
+from rl_megatron.config.resume import fixed
+from rl_megatron.data.packing import causal_attention_cost
+from rl_megatron.data.prompts import PromptStream
+from rl_megatron.interfaces import Roles
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.observability.recorder import Recorder
+from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.training.checkpoints import CheckpointStore
+from rl_megatron.training.evaluation import Evaluation
+from rl_megatron.training.group_job import GroupJob
+from rl_megatron.training.jobs.pairs import PreferencePairs
+from rl_megatron.training.jobs.rl import Reinforcement
+from rl_megatron.training.jobs.sft import Supervised
+from rl_megatron.training.loop import Loop, Pace
+from rl_megatron.training.update import Update
+
+
+def loops_of(
+    parts: Parts, shape: ModelShape, roles: Roles, data: Data, recorder: Recorder, stop: asyncio.Event
+) -> tuple[Loop, Loop]:
+    """The warm start, which may have no step, and what follows it; of a run whose processes are up."""
+    config = parts.config
+    sampler = _sampler(parts, roles, data)
+    evaluation = Evaluation(sampler=sampler, prompts=data.held_out, section=config.eval)
+    attention_cost = causal_attention_cost(
+        linear_parameters=shape.active_parameters,
+        attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
+    )
+    update = Update(config=config, roles=roles, attention_cost=attention_cost)
+    warm = Supervised(
+        config=config,
+        roles=roles,
+        prompts=PromptStream(data.train, seed=config.seed + 1),
+        tokenizer=data.tokenizer,
+        evaluation=evaluation,
+        optimizer_steps=update.policy_steps,
+        attention_cost=attention_cost,
+    )
+    common = {
+        "config": config,
+        "roles": roles,
+        "prompts": PromptStream(data.train, seed=config.seed),
+        "evaluation": evaluation,
+        "update": update,
+        "start_folder": parts.folder / "hf_start",
+        "recorder": recorder,
+    }
+    job = _on_groups(common, sampler, data)
+    store = CheckpointStore(parts.folder / "checkpoints", keep=config.checkpoint.keep, config=fixed(config))
+    looped = partial(Loop, checkpoints=store, recorder=recorder, stop=stop)
+    check, train = config.warm_start.check_every, config.train.steps
+    first = Pace(steps=config.warm_start.steps, rows=check, evaluations=check, checkpoints=None)
+    then = Pace(steps=train, rows=1, evaluations=config.eval.every, checkpoints=config.checkpoint.every)
+    return looped(job=warm, pace=first), looped(job=job, pace=then)
+
+
+def _on_groups(common: dict[str, Any], sampler: RolloutSampler, data: Data) -> GroupJob:
+    """Pairs, where the data has rejected answers."""
+    if data.train[0].rejected:
+        return PreferencePairs(**common, tokenizer=data.tokenizer, eos=data.stop_token_ids[0])
+    return Reinforcement(**common, sampler=sampler)
+
+
+def _sampler(parts: Parts, roles: Roles, data: Data) -> RolloutSampler:
+    config = parts.config
+    return RolloutSampler(
+        engine=roles.engine,
+        reward_function=parts.reward,
+        decode=partial(data.tokenizer.decode, skip_special_tokens=True),
+        rollout=config.rollout,
+        reward=config.reward,
+        stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
+        seed=config.seed,
+        greedy_baseline=config.algorithm.advantage_mean == "greedy",
+        routes=config.algorithm.routing_replay == "r3",
+    )

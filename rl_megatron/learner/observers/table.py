@@ -1,0 +1,63 @@
+"""The observers of a model: those of this package, and those that installed packages name as entry points."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.learner.observers.experts import ExpertLoadMeter
+from rl_megatron.learner.observers.observer import Observer
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import Metric
+
+OBSERVERS: Mapping[str, type[Observer]] = {"experts": ExpertLoadMeter}
+GROUP = "rl_megatron.observers"
+"""Of entry points: a name, and a class that is an Observer."""
+_PREFIX = "observer/"
+
+
+class Observers:
+    """All observers of one model on this rank, as one. Every rank makes it. Raises ConfigError."""
+
+    def __init__(self, models: Sequence[GPTModel], shape: ModelShape, device: torch.device) -> None:
+        self._own = [kind(models, shape, device) for kind in OBSERVERS.values()]
+        self._installed = {name: kind(models, shape, device) for name, kind in _installed().items()}
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Passes within are seen by none."""
+        with contextlib.ExitStack() as stack:
+            for observer in (*self._own, *self._installed.values()):
+                stack.enter_context(observer.unseen())
+            yield
+
+    def read(self) -> dict[str, Metric[float]]:
+        """What all of them saw since the last call. Every rank calls it. Raises RLMegatronError for a strange name."""
+        found = {name: metric for observer in self._own for name, metric in observer.read().items()}
+        for called, observer in self._installed.items():
+            said = observer.read()
+            if strange := [name for name in said if not name.startswith(_PREFIX)]:
+                raise RLMegatronError(
+                    f"the observer {called!r} of an installed package gives {strange[0]!r}; its names must begin with "
+                    f"{_PREFIX!r}, as {_PREFIX}{called}"
+                )
+            found.update(said)
+        return found
+
+
+def _installed() -> dict[str, type[Observer]]:
+    found: dict[str, type[Observer]] = {}
+    for point in entry_points(group=GROUP):
+        try:
+            found[point.name] = point.load()
+        except Exception as error:  # a stranger's module may raise anything
+            raise ConfigError(
+                f"the observer {point.name!r} ({point.value}) of an installed package cannot be loaded: "
+                f"{type(error).__name__}: {error}; mend it or uninstall it"
+            ) from error
+    return found

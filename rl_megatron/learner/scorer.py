@@ -1,0 +1,148 @@
+"""A model on one rank that says something of each position: a reference as it is, and the half of a learner.
+
+Every method is collective: all ranks call it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from torch import Tensor
+
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.learner.forward import run_scores
+from rl_megatron.learner.heads import Head
+from rl_megatron.learner.model.build import keep_selection_biases_float32
+from rl_megatron.learner.model.decoder_config import DecoderConfig
+from rl_megatron.learner.model.value import ValueParameter
+from rl_megatron.learner.naming import global_parameters
+from rl_megatron.learner.observers.table import Observers
+from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
+from rl_megatron.learner.replay import Routing, gather_recorded
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.types import Samples, Want
+
+
+class MegatronScorer:
+    """Model and schedule of one rank. Weights are undefined until ``tensors`` are filled and adopted.
+
+    ``chunks`` are as the pipeline schedule calls them, around ``models``.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        learner: LearnerSection,
+        device: torch.device,
+        models: Sequence[GPTModel],
+        head: Head,
+        chunks: Sequence[MegatronModule],
+    ) -> None:
+        self._device, self._dims, self._models, self._head = device, learner.dims, models, head
+        self._chunks = chunks
+        keep_selection_biases_float32(models)
+        self._observers = Observers(models, shape, device)
+        self._routing = Routing(chunks, models, shape, device, recomputes=learner.recompute_layers)
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """This rank's parameters under global names, but for a critic's value layer; writing into them changes the
+        model (then call ``adopt``)."""
+        return {name: p.data for name, p in global_parameters(self._models) if not isinstance(p, ValueParameter)}
+
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """Of which MoE layers this rank wants routes to replay, by their numbers among the model's."""
+        return self._routing.layers
+
+    def adopt(self) -> None:
+        """Take over parameters that were written from outside."""
+
+    def score(
+        self, micro_batches: Sequence[Samples], want: frozenset[Want], weights: Mapping[str, Tensor] | None = None
+    ) -> dict[Want, list[Tensor]] | None:
+        """All that is wanted (`types.Want`), on the CPU, of each micro-batch of this DP rank, in one pass.
+
+        None off the last stage and off TP/CP rank 0. ``weights`` stand for the model's own ``tensors`` during the pass.
+        Raises RLMegatronError for what the model cannot say.
+        """
+        if strange := want - self._head.says - {"routes"}:
+            raise RLMegatronError(f"this model says {sorted(self._head.says)} of a position, not {sorted(strange)}")
+        packed, records = self._pack(micro_batches), "routes" in want
+        if records:
+            packed = [replace(p, routes=self._routing.blank(len(p.source))) for p in packed]
+        around = self._routing.recording if records else self._routing.replaying
+        with self._swapped(weights or {}), self._observers.unseen(), self._routing.unseen(), torch.no_grad():
+            results = run_scores(self._chunks, packed, self._head, want, around)
+            self._routing.finish()
+        found: dict[Want, list[Tensor]] = {}
+        if records:
+            found["routes"] = gather_recorded(packed, [len(m.input_ids) for m in micro_batches])
+        if not parallel_state.is_pipeline_last_stage():
+            return None
+        for name in want - {"routes"}:
+            restore = self._restore_masked_in if name == "logits" else self._restore
+            found[name] = [restore(r[name], p, m) for r, p, m in zip(results, packed, micro_batches, strict=False)]
+        first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+        return found if first else None
+
+    @contextlib.contextmanager
+    def _swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """The parameters point to other memory meanwhile: nothing is copied."""
+        own = [(p, p.data, weights[name]) for name, p in global_parameters(self._models) if name in weights]
+        try:
+            for parameter, _, other in own:
+                parameter.data = other
+            yield
+        finally:
+            for parameter, mine, _ in own:
+                parameter.data = mine
+
+    def _pack(self, micro_batches: Sequence[Samples]) -> list[PackedMicroBatch]:
+        """This rank's share of each; interleaved pipelines want a multiple of pp: masked copies of the last fill up."""
+        for micro_batch in micro_batches:
+            self._routing.check(micro_batch.routes)
+        missing = -len(micro_batches) % self._dims.pp if self._dims.vpp > 1 else 0
+        masked = replace(micro_batches[-1], mask=torch.zeros_like(micro_batches[-1].mask))
+        return [
+            pack_micro_batch(
+                samples,
+                tp=self._dims.tp,
+                cp=self._dims.cp,
+                cp_rank=parallel_state.get_context_parallel_rank(),
+                device=self._device,
+            )
+            for samples in (*micro_batches, *[masked] * missing)
+        ]
+
+    def _restore(self, scores: Tensor, packed: PackedMicroBatch, samples: Samples) -> Tensor:
+        """This rank's [t] back at the samples' positions [N], joined over CP."""
+        source = packed.source.to(self._device)
+        real = source >= 0
+        return self._joined(scores[real], source[real], len(samples.input_ids))
+
+    def _restore_masked_in(self, logits: Tensor, packed: PackedMicroBatch, samples: Samples) -> Tensor:
+        """This rank's [masked-in, V] in the order of the samples' masked-in positions, joined over CP."""
+        places = packed.source.to(self._device)[packed.columns["mask"]]
+        rows = samples.mask.long().cumsum(0).to(self._device)[places] - 1  # among the masked-in positions
+        return self._joined(logits, rows, int(samples.mask.sum()))
+
+    def _joined(self, mine: Tensor, rows: Tensor, count: int) -> Tensor:
+        out = mine.new_zeros((count, *mine.shape[1:]), dtype=torch.float32)
+        out[rows] = mine
+        if self._dims.cp > 1:
+            dist.all_reduce(out, group=parallel_state.get_context_parallel_group())
+        return out.cpu()
+
+
+def modules(config: DecoderConfig, models: Sequence[GPTModel]) -> list[MegatronModule]:
+    """The models as the pipeline schedule calls them."""
+    return [Float16Module(config, m) for m in models] if config.bf16 else list(models)

@@ -1,0 +1,158 @@
+"""A model on one rank that is trained: gradients are added by ``backward``, ``step`` makes an optimizer step of them.
+
+Every method is collective: all ranks call it.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.digests import Digest
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.learner import checkpoint, cpu
+from rl_megatron.learner.forward import run_loss
+from rl_megatron.learner.heads import Head, ValueHead
+from rl_megatron.learner.model.build import with_dtypes
+from rl_megatron.learner.model.decoder_config import DecoderConfig
+from rl_megatron.learner.optimizer import make_optimizer, step
+from rl_megatron.learner.packed import PackedMicroBatch
+from rl_megatron.learner.reduce import reduce_outputs
+from rl_megatron.learner.scorer import MegatronScorer, modules
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.observability import activity
+from rl_megatron.options.table import keywords
+from rl_megatron.types import Counts, Culprit, Loss, LossOutput, Metric, Samples, SkippedStep, StepResult
+
+Added = tuple[Sequence[Samples], Callable[[Sequence[PackedMicroBatch]], object]]
+"""Micro-batches, and what adds the gradient of such."""
+
+
+class MegatronLearner(MegatronScorer):
+    """A scorer that is trained: with gradients and an optimizer."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        learner: LearnerSection,
+        device: torch.device,
+        config: DecoderConfig,
+        models: Sequence[GPTModel],
+        head: Head,
+    ) -> None:
+        given = keywords(learner, shape)
+        ddp = DistributedDataParallelConfig(**with_dtypes(given.ddp))
+        self._trained = [
+            DistributedDataParallel(config, ddp, m.to(device), disable_bucketing=i > 0)
+            for i, m in enumerate(modules(config, models))
+        ]
+        self._optimizer = make_optimizer(self._trained, given)
+        self._heap = cpu.Heap()
+        self._added: list[Added] = []  # since the last step
+        config.grad_scale_func = self._optimizer.scale_loss
+        super().__init__(shape, learner, device, models, head, self._trained)
+
+    def adopt(self) -> None:
+        """Take over parameters that were written from outside (the optimizer keeps its own float32 copies)."""
+        self._optimizer.reload_model_params()
+
+    def load_weights(self, folder: Path) -> None:
+        """Start from a ``torch_dist`` checkpoint's model, all but a critic's value layer. Raises CheckpointError."""
+        is_critic = isinstance(self._head, ValueHead)
+        checkpoint.load_weights(folder, self._trained, without="output_layer." if is_critic else None)
+        self.adopt()
+
+    def backward(
+        self, micro_batches: Sequence[Samples], loss: Loss, *, num_tokens: int, num_sequences: int
+    ) -> dict[str, Metric[float | Counts]] | None:
+        """Add the gradients of this DP rank's micro-batches to those since the last ``step``.
+
+        ``loss``, and its metrics, on last-stage ranks. Ranks' gradients are added up by ``step``, once: megatron's
+        schedule would do so behind each call, and count the first ones again.
+        """
+        if not self._added:
+            self._clear()
+        add = partial(self._add, loss=loss, num_tokens=num_tokens, num_sequences=num_sequences)
+        packed = self._pack(micro_batches)
+        outputs = add(packed)
+        self._added.append((micro_batches, add))
+        return reduce_outputs(outputs) if parallel_state.is_pipeline_last_stage() else None
+
+    def step(self, learning_rate: float) -> StepResult | SkippedStep:
+        """One optimizer step with what was added since the last. Where that is not finite, all ranks skip it.
+
+        Raises RLMegatronError where nothing was added.
+        """
+        if not self._added:
+            raise RLMegatronError("an optimizer step without a backward pass before it")
+        added, self._added = self._added, []
+        self._heap.step()
+        activity.part("optimizer")
+        finalize_model_grads(self._trained)
+        grad_norm = step(self._optimizer, learning_rate)
+        activity.part("after the optimizer")
+        replayed = any(m.routes is not None for micro_batches, _ in added for m in micro_batches)
+        observed = self._observers.read() | (self._routing.read() if replayed else {})
+        if not math.isfinite(grad_norm):
+            return SkippedStep(grad_norm=grad_norm, culprits=self._culprits(added))
+        return StepResult(grad_norm=grad_norm, metrics=observed)
+
+    def _clear(self) -> None:
+        for chunk in self._trained:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def _add(
+        self, packed: Sequence[PackedMicroBatch], *, loss: Loss, num_tokens: int, num_sequences: int
+    ) -> list[LossOutput]:
+        outputs = run_loss(
+            self._trained,
+            packed,
+            self._head,
+            loss,
+            self._routing.replaying,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+        )
+        self._routing.finish()
+        return outputs
+
+    def _culprits(self, added: Sequence[Added]) -> tuple[Culprit, ...]:
+        """Those of this rank's that give a gradient which is not finite by themselves, not added up over ranks.
+
+        Experts' gradients are left out: tokens of other ranks are in them.
+        """
+        found = []
+        each = [(micro_batch, add) for micro_batches, add in added for micro_batch in micro_batches]
+        for number, (micro_batch, add) in enumerate(each):
+            activity.part(f"the gradient is not finite: micro-batch {number + 1} of {len(each)} by itself")
+            self._clear()
+            with self._observers.unseen(), self._routing.unseen():
+                add(self._pack([micro_batch]))
+            buffers = [buffer.grad_data for chunk in self._trained for buffer in chunk.buffers]
+            if not all(bool(buffer.isfinite().all()) for buffer in buffers):
+                found.append(number)
+        data_rank, rank, node = parallel_state.get_data_parallel_rank(), dist.get_rank(), socket.gethostname()
+        return tuple(Culprit(data_rank=data_rank, micro_batch=m, rank=rank, node=node) for m in found)
+
+    def save(self, folder: Path) -> dict[str, Digest]:
+        """Write this rank's shards into ``folder``; what it wrote there, by name. Raises CheckpointError."""
+        return checkpoint.save(folder, self._trained, self._optimizer)
+
+    def load(self, folder: Path) -> None:
+        """Continue from ``save``. Raises CheckpointError."""
+        checkpoint.load(folder, self._trained, self._optimizer)

@@ -1,0 +1,179 @@
+"""A job whose steps train the policy on batches of groups, whatever these come from; and push its weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.data.prompts import PromptStream
+from rl_megatron.durable import remove_folder
+from rl_megatron.interfaces import Learner, Roles
+from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
+from rl_megatron.rollout.batch import RolloutBatch
+from rl_megatron.training.checkpoints import TrainerState, files_of
+from rl_megatron.training.credit import groups_that_differ
+from rl_megatron.training.evaluation import Evaluation
+from rl_megatron.training.update import Update
+from rl_megatron.types import RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+_FOLDERS = {"policy": "learner"}  # of a checkpoint, by role; others have their role's name
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupJob(ABC):
+    """A Job of ``training.loop``; its subclasses say where groups come from.
+
+    ``train.max_staleness`` batches are taken ahead of the one that is trained on.
+    """
+
+    config: RunConfig
+    roles: Roles
+    prompts: PromptStream
+    evaluation: Evaluation
+    update: Update
+    start_folder: Path  # keeps the policy that this job starts from, where a reference or a critic starts from it
+    recorder: Recorder
+    name: str = "reinforcement"
+    number: int = 0  # of the last step
+    batches_taken: int = 0
+    buffer: deque[RolloutBatch] = field(default_factory=deque)
+
+    @abstractmethod
+    async def take(self) -> RolloutBatch:
+        """The next batch to train on. Raises DataError where there is nothing in it to train on, by a fault."""
+
+    @property
+    def first_step_is_saved(self) -> bool:
+        """Behind a warm start."""
+        return self.config.warm_start.steps > 0
+
+    async def start(self, *, fresh: bool) -> Row | None:
+        """Give reference and critic their weights; evaluate the policy as it is."""
+        await self.start_models(fresh=fresh)
+        return {"step": 0, "phase": "rl", **await self.evaluation.row()} if fresh else None
+
+    async def start_models(self, *, fresh: bool) -> None:
+        """The reference takes its weights; so does the critic, unless a checkpoint gave it its own."""
+        roles, kl, critic = self.roles, self.config.algorithm.kl, self.config.algorithm.critic
+        wanted = (
+            "reference" in roles.frozen and kl.reference is None,
+            "critic" in roles.learners and critic.path is None,
+        )
+        if fresh and any(wanted):
+            remove_folder(self.start_folder)  # of a run that was killed before its first checkpoint
+            await roles.weights.export(self.start_folder)
+        if fresh and "critic" in roles.learners:
+            path, model = critic.path or self.start_folder, roles.learners["critic"]
+            trained = not (path / "config.json").is_file()  # shards of a critic, not a model to start from
+            await (model.load(path, files_of(path)) if trained else model.start_from(path))
+        if "reference" in roles.frozen:
+            await roles.frozen["reference"].start_from(kl.reference or self.start_folder)
+
+    async def step(self, number: int, watch: Stopwatch) -> Row:
+        """The metrics row of a batch taken, trained on and pushed."""
+        staleness, self.number = self.config.train.max_staleness, number
+        while len(self.buffer) < max(1, staleness):
+            with watch("rollout"):
+                self.buffer.append(await self.take())
+        batch = self.buffer.popleft()
+        ahead = asyncio.ensure_future(self.take()) if len(self.buffer) < staleness else None
+        try:
+            row = self._describe(batch) | await self.update(batch.groups, number, watch)
+            if not row["tokens/train"]:
+                logger.warning("step %d has no token to train on, and is skipped: weights stay as they are", number)
+            if ahead is not None:
+                with watch("rollout"):
+                    self.buffer.append(await ahead)
+        except BaseException:
+            if ahead is not None:
+                ahead.cancel()
+                await asyncio.wait([ahead])
+            raise
+        with watch("weights"):
+            pushed = await self.roles.weights.push(number)
+        watch.count("rollout", int(row["tokens/rollout"] or 0))
+        watch.count("train", int(row["tokens/train"] or 0))
+        row |= {"weights/bytes": pushed.num_bytes, "seconds/verify": pushed.verify_seconds}
+        if pushed.quantization_error is not None:
+            row["weights/quantization_error"] = pushed.quantization_error
+        return {**row, **self.roles.engine_metrics()}
+
+    def teaches(self, groups: Sequence[RolloutGroup]) -> list[bool]:
+        """Of each group."""
+        c = self.config
+        return groups_that_differ(groups, c.algorithm, max_new_tokens=c.rollout.max_new_tokens)
+
+    def _describe(self, rollouts: RolloutBatch) -> Row:
+        """What can be said of a rollout batch before training on it; also records sample completions."""
+        self.recorder.write_samples(self.number, rollouts.groups)
+        return {
+            "step": self.number,
+            "phase": "rl",
+            "reward/errors": rollouts.reward_errors,
+            "reward/sampled_mean": rollouts.reward_sum / max(1, rollouts.num_completions),
+            **rollouts.part_means(),
+            "groups/trained": len(rollouts.groups),
+            "groups/dropped": rollouts.dropped_groups,
+            "groups/filtered": rollouts.filtered_groups,
+            "tokens/rollout": 0,
+            **(self._describe_groups(rollouts.groups) if rollouts.groups else {}),
+        }
+
+    def _describe_groups(self, groups: Sequence[RolloutGroup]) -> Row:
+        rewards = np.array([r for g in groups for r in g.rewards])
+        completions = [c for g in groups for c in g.completions]
+        lengths = np.array([len(c.token_ids) for c in completions])
+        staleness = self.number - 1 - np.array([c.versions[0] for c in completions])
+        return {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
+            "groups/zero_advantage_fraction": float(np.mean(np.logical_not(self.teaches(groups)))),
+            "response/length_mean": float(lengths.mean()),
+            "response/length_max": int(lengths.max()),
+            "response/truncated_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),
+            "staleness/mean": float(staleness.mean()),
+            "staleness/max": int(staleness.max()),
+            "tokens/rollout": int(lengths.sum()),
+        }
+
+    async def evaluate(self, watch: Stopwatch) -> Row:
+        """Held-out accuracy of the weights that were pushed last."""
+        with watch("eval"):
+            return await self.evaluation.row()
+
+    def enough(self, row: Row) -> bool:
+        """Never before its steps are made."""
+        return False
+
+    def learners(self) -> dict[str, Learner]:
+        """By the folder of a checkpoint that their shards lie in."""
+        return {_FOLDERS.get(role, role): learner for role, learner in self.roles.learners.items()}
+
+    def state(self) -> TrainerState:
+        """The position in the data, waiting batches, and what the algorithm remembers."""
+        return TrainerState(
+            step=self.number,
+            batches_sampled=self.batches_taken,
+            prompts=self.prompts.state(),
+            buffer=tuple(self.buffer),
+            memory=self.update.memory,
+        )
+
+    async def restore(self, state: TrainerState) -> None:
+        """Continue from ``state``: the weights are pushed."""
+        self.number, self.batches_taken = state.step, state.batches_sampled
+        self.prompts.restore(state.prompts)
+        self.buffer = deque(state.buffer)
+        if state.memory is not None:
+            self.update.memory = state.memory
+        await self.roles.weights.push(self.number)

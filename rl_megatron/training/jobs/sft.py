@@ -1,0 +1,85 @@
+"""Supervised steps on right answers; they end when held-out accuracy is high enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rl_megatron.algorithms.losses import CrossEntropy
+from rl_megatron.config.run import RunConfig
+from rl_megatron.data.packing import pack
+from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.samples import supervised_samples
+from rl_megatron.interfaces import Learner, Roles
+from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.training.checkpoints import TrainerState
+from rl_megatron.training.evaluation import Evaluation
+from rl_megatron.training.optimizer_steps import OptimizerSteps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(slots=True, kw_only=True)
+class Supervised:
+    """A Job of ``training.loop``: cross-entropy on ``Prompt.answer``, by the keys of ``warm_start``."""
+
+    config: RunConfig
+    roles: Roles
+    prompts: PromptStream
+    tokenizer: PreTrainedTokenizerBase
+    evaluation: Evaluation
+    optimizer_steps: OptimizerSteps
+    attention_cost: float
+    name: str = "warm start"
+    first_step_is_saved: bool = False
+    number: int = 0  # of the last step
+
+    async def start(self, *, fresh: bool) -> Row | None:
+        """Push the weights; evaluate them, where a step is to follow."""
+        if not fresh:
+            return None
+        await self.roles.weights.push(0)
+        return {**self._row(), **await self.evaluation.row()} if self.config.warm_start.steps else None
+
+    async def step(self, number: int, watch: Stopwatch) -> Row:
+        """An optimizer step on ``warm_start.batch_size`` problems; the loss is null where it was left out."""
+        c, self.number = self.config, number
+        prompts = self.prompts.take(c.warm_start.batch_size)
+        samples = supervised_samples(prompts, [p.answer for p in prompts], self.tokenizer)
+        batch = pack(
+            samples,
+            dims=c.learner.dims,
+            max_tokens=c.learner.max_tokens_per_micro_batch,
+            attention_cost=self.attention_cost,
+        )
+        rate = c.warm_start.learning_rate
+        made = await self.optimizer_steps.step(self.roles.policy, batch, CrossEntropy(), rate, prompts)
+        return {**self._row(), "warm_start/loss": None if made is None else made.loss}
+
+    def _row(self) -> Row:
+        return {"step": 0, "phase": "warm_start", "warm_start/step": self.number}
+
+    async def evaluate(self, watch: Stopwatch) -> Row:
+        """Push the weights; held-out accuracy."""
+        await self.roles.weights.push(0)
+        return await self.evaluation.row()
+
+    def enough(self, row: Row) -> bool:
+        """Where held-out accuracy reached ``warm_start.stop_at_accuracy``."""
+        return float(row.get("eval/accuracy") or 0) >= self.config.warm_start.stop_at_accuracy
+
+    def learners(self) -> dict[str, Learner]:
+        """The policy alone."""
+        return {"learner": self.roles.policy}
+
+    def state(self) -> TrainerState:
+        """The position in the data."""
+        prompts = self.prompts.state()
+        return TrainerState(step=0, batches_sampled=0, prompts=prompts, buffer=(), warm_start_step=self.number)
+
+    async def restore(self, state: TrainerState) -> None:
+        """Continue from ``state``: the weights are pushed."""
+        self.number = state.warm_start_step or 0
+        self.prompts.restore(state.prompts)
+        await self.roles.weights.push(0)
