@@ -243,7 +243,7 @@ def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path, transpo
             assert set(found.differing) == {name}
 
 
-def test_who_waits_for_a_rank_that_does_not_come_is_sent_home() -> None:
+def test_a_rank_that_waits_for_another_is_cancelled_and_the_keeper_knows_who_is_absent() -> None:
     keeper = Keeper("127.0.0.1", 60.0)
     place = keeper.place(1, transport="process_group", backend="gloo")
     member = Member(place, 0)
@@ -251,12 +251,13 @@ def test_who_waits_for_a_rank_that_does_not_come_is_sent_home() -> None:
     with pytest.raises(SyncError, match=r"rank 0 waited 0\.2 s for ranks \[1\]"):
         member.meet("version 1")
     member.place = replace(place, size=2)
-    called_off = partial(keeper.call_off, place, "version 2", "http://engine: status 400")
-    threading.Timer(0.2, called_off).start()
-    with pytest.raises(SyncError, match="version 2 was called off: http://engine: status 400"):
+    cancel = partial(keeper.cancel, place, "version 2", "http://engine: status 400")
+    threading.Timer(0.2, cancel).start()
+    with pytest.raises(SyncError, match="version 2 was cancelled: http://engine: status 400"):
         member.meet("version 2")
+    assert keeper.absent(member.place, "version 2") == [1]
     member.close()
     place = keeper.place(2, transport="process_group", backend="gloo")
-    keeper.call_off(place, JOINING, "a server died")
-    with pytest.raises(SyncError, match="joining the group was called off: a server died"):
+    keeper.cancel(place, JOINING, "a server died")
+    with pytest.raises(SyncError, match="joining the group was cancelled: a server died"):
         Member(place, 0)

@@ -1,4 +1,4 @@
-"""One version from the learner's ranks straight into those of engine servers; where one fails, all are sent home."""
+"""Pushes one weight version from learner ranks directly into engine ranks; where one end fails, cancels the other."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Direct:
     async def _both(
         self, place: Place, what: str, sending: asyncio.Future[Any], receiving: asyncio.Future[Any]
     ) -> None:
-        """Wait for both ends; where one fails, or a server dies, all are sent home.
+        """Wait for both ends; where one fails, or a server dies, the other is cancelled.
 
         Raises what one of them raised, or ReplicasLost where a server died: the others can be met anew.
         """
@@ -129,15 +129,30 @@ class Direct:
         try:
             await asyncio.wait((both, dead), return_when=asyncio.FIRST_COMPLETED)
             if not both.done() or both.exception() is not None:
-                self._keeper.call_off(place, what, str(both.exception()) if both.done() else "a server died")
+                self._keeper.cancel(place, what, str(both.exception()) if both.done() else "a server died")
                 await asyncio.wait((sending, receiving))
                 await asyncio.wait([dead], timeout=_GRACE_SECONDS)  # what a death breaks may be heard before
                 failed = sending.exception(), receiving.exception()
                 if any(failed):
-                    raise _cause(*failed, died=dead.done())
+                    raise self._cause(place, what, *failed, died=dead.done())
             await both
         finally:
             dead.cancel()
+
+    def _cause(
+        self, place: Place, what: str, sender: BaseException | None, receiver: BaseException | None, *, died: bool
+    ) -> BaseException:
+        """The error of the end whose ranks did not come to ``what``, or that a server died.
+
+        The other end came and was cancelled. The servers' error is the cause where both came, or both did not.
+        """
+        absent = self._keeper.absent(place, what)
+        learner_alone = bool(absent) and absent[-1] < self._learner_ranks
+        cause = sender if receiver is None or (sender is not None and learner_alone) else receiver
+        assert cause is not None
+        if died and isinstance(cause, SyncError):
+            return ReplicasLost(f"a server died while the learner met it, or sent to it: {cause}")
+        return cause
 
     async def _one_dies(self) -> None:
         while self._met <= frozenset(self._receivers.names()):
@@ -156,13 +171,3 @@ class Direct:
         joined = asyncio.ensure_future(self._receivers.join(self._path, asdict(place), first))
         await self._both(place, JOINING, joining, joined)
         return place
-
-
-def _cause(sender: BaseException | None, receiver: BaseException | None, *, died: bool) -> BaseException:
-    """Of two that failed, the one that was not merely called off by the other; or that a server died."""
-    called_off = sender is not None and "called off" in str(receiver)
-    cause = sender if receiver is None or called_off else receiver
-    assert cause is not None
-    if died and isinstance(cause, SyncError):
-        return ReplicasLost(f"a server died while the learner met it, or sent to it: {cause}")
-    return cause

@@ -76,9 +76,13 @@ class Keeper:
             turns=turns,
         )
 
-    def call_off(self, place: Place, what: str, reason: str) -> None:
+    def cancel(self, place: Place, what: str, reason: str) -> None:
         """Cancel ``what`` for all ranks that wait for the others."""
-        self._store.set(f"{place.name}/{what}/off", reason)
+        self._store.set(f"{place.name}/{what}/cancelled", reason)
+
+    def absent(self, place: Place, what: str) -> list[int]:
+        """Ranks that have not come to ``what``."""
+        return [rank for rank in range(place.size) if not self._store.check([f"{place.name}/{what}/{rank}"])]
 
 
 class Member:
@@ -114,8 +118,8 @@ class Member:
         self._store.set(f"{at}/{self.rank}", "")
         keys = [f"{at}/{rank}" for rank in range(self.place.size)]
         while not self._store.check(keys):
-            if self._store.check([f"{at}/off"]):
-                raise SyncError(f"{what} was called off: {self._store.get(f'{at}/off').decode()}")
+            if self._store.check([f"{at}/cancelled"]):
+                raise SyncError(f"{what} was cancelled: {self._store.get(f'{at}/cancelled').decode()}")
             if time.monotonic() > limit:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise SyncError(

@@ -1,4 +1,4 @@
-"""A way straight into engines that does not come about: who waits for others is sent home, and the cause is told."""
+"""Where a push directly into engines fails, the end that waits is cancelled, and the error of the other is raised."""
 
 from __future__ import annotations
 
@@ -26,19 +26,23 @@ LIMIT = 100.0  # seconds, which nobody may wait
 
 @dataclass
 class Ends:
-    """A learner's rank and a server's; one waits for the other. See direct.Senders, direct.Receivers."""
+    """A learner's rank and a server's; the one that has no error waits for the other."""
 
-    why: Exception | None  # of the learner's not to come; None: the server dies
+    learner: Exception | None = None  # why it does not come
+    server: Exception | None = None  # likewise; it dies where neither has an error
     alive: list[str] = field(default_factory=lambda: ["it"])
 
     async def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
-        if self.why is not None:
-            raise self.why
-        self.alive.clear()
+        if self.learner is not None:
+            raise self.learner
+        if self.server is None:
+            self.alive.clear()
         await asyncio.to_thread(Member, place, 0)
 
     async def join(self, path: Path, place: Mapping[str, object], first: Mapping[str, int]) -> None:
-        if self.why is None:
+        if self.server is not None:
+            raise self.server
+        if self.learner is None:
             while self.alive:
                 await asyncio.sleep(0.01)
             raise SyncError("the server is gone")
@@ -62,10 +66,20 @@ class Ends:
         raise AssertionError
 
 
-@pytest.mark.parametrize("why", [WeightError("no plan leads there"), SyncError("the learner is gone")])
-def test_a_learner_that_does_not_come_is_told_as_the_cause(why: Exception, tmp_path: Path) -> None:
-    with pytest.raises(type(why), match=str(why)):
-        asyncio.run(push(Ends(why), tmp_path))
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ("learner", WeightError("no plan leads there")),
+        ("learner", SyncError("the learner is gone")),
+        ("server", SyncError("http://it: status 400")),
+        ("server", SyncError("http://it: its reservation was cancelled, and was called off")),
+    ],
+)
+def test_the_error_of_the_end_that_does_not_come_is_raised(end: str, why: Exception, tmp_path: Path) -> None:
+    """Whatever its text: the other end's is that it was cancelled, with the same text."""
+    with pytest.raises(type(why)) as raised:
+        asyncio.run(push(Ends(**{end: why}), tmp_path))
+    assert raised.value is why
 
 
 async def push(ends: Ends, folder: Path) -> None:
@@ -85,7 +99,7 @@ async def push(ends: Ends, folder: Path) -> None:
 
 def test_a_server_that_dies_meanwhile_is_no_end(tmp_path: Path) -> None:
     with pytest.raises(ReplicasLost, match="a server died while the learner met it"):
-        asyncio.run(push(Ends(None), tmp_path))
+        asyncio.run(push(Ends(), tmp_path))
 
 
 def test_ranks_meet_at_one_address_and_what_comes_there_is_never_unpickled() -> None:
