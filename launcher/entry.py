@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from types import FrameType
+
+from rl_megatron.errors import RLMegatronError
 
 _INTERRUPTED = 130  # a shell's status of what Ctrl-C ended
 
@@ -12,8 +15,10 @@ _INTERRUPTED = 130  # a shell's status of what Ctrl-C ended
 def main() -> None:
     """Import the command line and run it."""
     before = signal.signal(signal.SIGINT, _leave)
-    from launcher.__main__ import main as run
-
+    try:
+        from launcher.__main__ import main as run
+    except RLMegatronError as error:  # of an installed option, whose keys the configuration is made with
+        sys.exit(f"error: {error}")
     signal.signal(signal.SIGINT, before)
     run()
 

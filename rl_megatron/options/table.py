@@ -1,9 +1,15 @@
-"""The options of the learner, and all of them at once."""
+"""The options of the learner: those of this package, and those that other packages bring; all of them at once.
+
+A package brings one by an entry point of the group `GROUP`: ``name = "its.module:OPTION"``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from functools import cache
+from importlib.metadata import entry_points
+from types import new_class
+from typing import TYPE_CHECKING, TypeVar
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.options.balance import Balance
@@ -19,11 +25,14 @@ from rl_megatron.options.pipeline import Pipeline
 from rl_megatron.options.recompute import Recompute
 from rl_megatron.options.replicas import Replicas
 from rl_megatron.options.tensor import TensorParallel
+from rl_megatron.section import Section
 
 if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
     from rl_megatron.models.shape import ModelShape
 
+S = TypeVar("S", bound=Section)
+GROUP = "rl_megatron.options"
 OPTIONS: Mapping[str, Option] = {
     "device": Device(),
     "dtype": Precision(),
@@ -39,13 +48,48 @@ OPTIONS: Mapping[str, Option] = {
     "optimizer": Optimizer(),
 }
 """By the name of their file, in the order in which they act on a rank's bytes: what layers keep of a micro-batch
-before how many are in flight."""
+before how many are in flight. Installed ones come behind them."""
 _TERMS = ("parameters", "gradients", "optimizer", "activations", "logits")
 
 
+@cache
+def installed() -> Mapping[str, Option]:
+    """Options of other packages, by name. Raises ConfigError for what cannot be loaded, or is no option."""
+    found: dict[str, Option] = {}
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        said = f"the option {entry.name!r} that {entry.dist.name if entry.dist else 'a package'} brings ({entry.value})"
+        try:
+            option = entry.load()
+        except Exception as error:  # a package of the user's may raise anything
+            raise ConfigError(f"{said} cannot be loaded: {error!r:.500}; mend or uninstall it") from error
+        if not isinstance(option, Option):
+            raise ConfigError(f"{said} is a {type(option).__name__}; an object with the methods of Option is wanted")
+        if entry.name in OPTIONS or entry.name in found:
+            raise ConfigError(f"{said} has the name of another option; rename it, or uninstall one of them")
+        found[entry.name] = option
+    return found
+
+
 def options() -> Mapping[str, Option]:
-    """All of them, by name."""
-    return OPTIONS
+    """All of them, by name. Raises as `installed` does; so do the functions below."""
+    return {**OPTIONS, **installed()}
+
+
+def with_installed_keys(section: type[S]) -> type[S]:
+    """A decorator: the section, and behind its own the keys of `installed` options."""
+    kinds = {name: option.keys for name, option in installed().items() if option.keys is not None}
+    seen = set(section.model_fields)
+    for name, keys in kinds.items():
+        if twice := seen & keys.model_fields.keys():
+            raise ConfigError(f"the option {name!r} brings learner.{min(twice)}, which is there already; rename it")
+        seen |= keys.model_fields.keys()
+    if not kinds:
+        return section
+    named = {"__module__": section.__module__, "__qualname__": section.__qualname__, "__doc__": section.__doc__}
+    made: type[S] = new_class(
+        section.__name__, (*reversed(kinds.values()), section), exec_body=lambda names: names.update(named)
+    )
+    return made
 
 
 def problems(learner: LearnerSection, shape: ModelShape | None = None) -> Iterator[str]:

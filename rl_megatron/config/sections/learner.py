@@ -14,6 +14,7 @@ from rl_megatron.options.optimizer import OptimizerKeys
 from rl_megatron.options.pipeline import PipelineKeys
 from rl_megatron.options.recompute import RecomputeKeys
 from rl_megatron.options.replicas import ReplicaKeys
+from rl_megatron.options.table import with_installed_keys
 from rl_megatron.options.tensor import TensorKeys
 from rl_megatron.section import OwnCode, Positive, PositiveFloat, Section
 from rl_megatron.types import ParallelDims
@@ -43,6 +44,7 @@ class WorldKeys(Section):
     """How long a collective may wait for its ranks."""
 
 
+@with_installed_keys
 class LearnerSection(  # pydantic takes the keys of the last base first
     OptimizerKeys,
     WorldKeys,

@@ -1,0 +1,163 @@
+"""An option that another package brings: one file and its entry point, and nothing changed here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.options import table
+from rl_megatron.options.option import Keywords, Option
+from tests.unit.options.given import TINY, keywords
+
+REPO = Path(__file__).parents[3]
+FILE = '''
+from rl_megatron.options.option import Keywords, Option
+from rl_megatron.section import NonNegative, Section
+
+
+class ResidualKeys(Section):
+    residual_copies: NonNegative = 0
+    """Copies in float32 of what runs past the layers."""
+
+
+class Residual(Option):
+    keys = ResidualKeys
+    changes = {"residual": "lower learner.residual_copies"}
+
+    def problems(self, learner, shape):
+        if learner.residual_copies and learner.pp > 1:
+            yield f"learner.residual_copies={learner.residual_copies} with learner.pp={learner.pp}; set learner.pp=1"
+
+    def megatron(self, learner, shape):
+        return Keywords(model={"fp32_residual_connection": learner.residual_copies > 0})
+
+    def memory(self, learner, shape, rank, terms):
+        return {**terms, "residual": 4.0 * sum(rank.inputs) * learner.residual_copies}
+
+
+OPTION = Residual()
+'''
+SAYS = """
+import json
+from rl_megatron.config.docs import render
+from rl_megatron.config.io import load
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.named import NAMED
+from rl_megatron.options.table import options
+from rl_megatron.scaling.memory import check, memory
+
+GIVEN = ["model.path=/models/given", "learner.residual_copies=3"]
+
+def refused(keys, look=lambda config: None):
+    try:
+        look(load("qwen3_30b_a3b", [*GIVEN, *keys]))
+    except ConfigError as error:
+        return str(error)
+
+shape = NAMED["qwen3-30b-a3b"]
+config = load("qwen3_30b_a3b", GIVEN)
+print(json.dumps({
+    "listed": list(options())[-1],
+    "documented": [line for line in render().splitlines() if "residual_copies" in line],
+    "last key": list(config.model_dump()["learner"])[-1],
+    "refused": refused(["learner.pp=2", "slurm.nodes=2"]),
+    "misspelled": refused(["learner.residual_copied=1"]),
+    "keyword": options()["residual"].megatron(config.learner, shape).model,
+    "bytes": memory(config, shape)[0].terms["residual"],
+    "advice": refused(["learner.residual_copies=1000"], lambda c: check(c, shape)),
+}))
+"""
+
+
+def package(folder: Path, text: str) -> Path:
+    """A folder to put on PYTHONPATH, as an installer leaves a package of one file."""
+    (folder / "residual_option.py").write_text(text)
+    told = folder / "residual_option-1.0.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: residual-option\nVersion: 1.0\n")
+    (told / "entry_points.txt").write_text("[rl_megatron.options]\nresidual = residual_option:OPTION\n")
+    return folder
+
+
+def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": f"{folder}:{REPO}", "PATH": "/usr/bin:/bin"}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_it_is_listed_refuses_and_has_its_keys_keywords_and_bytes(tmp_path: Path) -> None:
+    done = run(package(tmp_path, FILE), SAYS)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["listed"] == "residual"
+    assert said["documented"] == [
+        "| `learner.residual_copies` | integer ≥ 0 | `0` | Copies in float32 of what runs past the layers. |"
+    ]
+    assert said["last key"] == "residual_copies"
+    assert said["refused"] == "learner.residual_copies=3 with learner.pp=2; set learner.pp=1"
+    assert "did you mean 'learner.residual_copies'?" in said["misspelled"]
+    assert said["keyword"] == {"fp32_residual_connection": True}
+    assert said["bytes"] == 3 * 4 * 48 * 16384 * 2048 / 4  # copies, bytes, layers, tokens, hidden size over tp
+    assert said["advice"].endswith("Largest: residual; lower learner.residual_copies")
+
+
+def test_one_that_cannot_be_loaded_is_told_with_its_package(tmp_path: Path) -> None:
+    done = run(package(tmp_path, "raise OSError('no licence')"), "from launcher.entry import main; main()")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: the option 'residual' that residual-option brings (residual_option:OPTION) cannot be loaded: "
+        "OSError('no licence'); mend or uninstall it\n"
+    )
+
+
+@pytest.fixture
+def residual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Option:
+    path = package(tmp_path, FILE) / "residual_option.py"
+    spec = importlib.util.spec_from_file_location("residual_option", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Option = module.OPTION
+    monkeypatch.setattr(table, "installed", lambda: {"residual": found})
+    return found
+
+
+def test_megatron_is_given_its_keyword_beside_the_others(residual: Option, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = table.with_installed_keys(LearnerSection).model_validate({"residual_copies": 1})
+    given = keywords(TINY, learner, installed=False)["DecoderConfig"]
+    assert given.pop("fp32_residual_connection") is True
+    monkeypatch.setattr(table, "installed", dict)
+    assert given == keywords(TINY, LearnerSection(), installed=False)["DecoderConfig"]
+
+
+def test_a_keyword_of_another_option_is_refused(residual: Option, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residual, "megatron", lambda *_: Keywords(model={"bf16": True}), raising=False)
+    with pytest.raises(ConfigError, match="the options 'dtype' and 'residual' both give megatron-core bf16; drop one"):
+        table.keywords(LearnerSection(), TINY)
+
+
+def test_a_key_that_is_there_already_is_refused(residual: Option) -> None:
+    section = table.with_installed_keys(LearnerSection)
+    with pytest.raises(ConfigError, match=r"the option 'residual' brings learner\.residual_copies, which is there"):
+        table.with_installed_keys(section)
+
+
+def test_bytes_without_advice_are_refused(residual: Option, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residual, "memory", lambda learner, shape, rank, terms: {**terms, "more": 1.0}, raising=False)
+    rank: Any = None
+    monkeypatch.setattr(table, "OPTIONS", {})
+    with pytest.raises(ConfigError, match="the option 'residual' holds bytes for 'more', which its `changes` does not"):
+        table.memory(LearnerSection(), TINY, rank)
+
+
+def test_the_keys_of_every_option_here_are_the_learners_by_inheritance() -> None:
+    kinds = [option.keys for option in table.OPTIONS.values() if option.keys is not None]
+    assert [keys.__name__ for keys in kinds if not issubclass(LearnerSection, keys)] == []
