@@ -1,4 +1,4 @@
-"""Problems, rewards and models of the user's own, from the command line."""
+"""Problems, rewards and layers of the user's own, from the command line."""
 
 from __future__ import annotations
 
@@ -58,7 +58,21 @@ def test_the_quickstart_is_followed_to_its_resume(place: Place) -> None:
         assert int(row["answer"]) == int(row["prompt"].split()[1]) + 1
 
 
-def test_parquet_with_other_names_and_math_verify(place: Place) -> None:
+LAYERS = """
+from pathlib import Path
+
+from rl_megatron.learner.model.layers import torch_layer_spec
+
+
+def spec(shape, layer):
+    with Path(__file__).with_name("layers.txt").open("a") as file:
+        file.write(f"{shape.family} {layer}\\n")
+    return torch_layer_spec(shape, layer)
+"""
+
+
+def test_parquet_with_other_names_math_verify_and_layers_beside_the_command(place: Place) -> None:
+    (place.folder / "own_layers.py").write_text(LAYERS)
     for name, problems in (("train", PROBLEMS[4:]), ("test", PROBLEMS[:4])):
         columns = {
             "problem": [p["question"] for p in problems],
@@ -71,7 +85,9 @@ def test_parquet_with_other_names_and_math_verify(place: Place) -> None:
         *("data=gsm8k", "data.train=train.parquet", "data.eval=test.parquet", "data.prompt_field=problem"),
         *("data.answer_field=solution", "data.chat_template=true", "reward.function=math_verify", "learner.ep=1"),
         *("rollout.max_prompt_tokens=128", "rollout.max_new_tokens=8", "warm_start.steps=0", "train.steps=2"),
+        "learner.layers=own_layers:spec",
     )
     run.finish()
+    assert (place.folder / "layers.txt").read_text().splitlines() == ["qwen3_moe 0", "qwen3_moe 1"]
     assert [row["reward/errors"] for row in run.rows() if row["step"]] == [0, 0]
     assert "user: A baker has" in (run.folder / "samples.jsonl").read_text()
