@@ -175,6 +175,7 @@ def verify(
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="compare the learner's forward with transformers', in float32 on the CPU")
     ] = False,
+    layers: Annotated[str, typer.Option(help="with --logprobs: as learner.layers")] = "auto",
     texts: Annotated[int, typer.Option(min=1, help="with --logprobs: how many, of 64 tokens")] = 8,
     tolerance: Annotated[float, typer.Option(min=0, help="with --logprobs: largest difference, nats")] = 1e-3,
 ) -> None:
@@ -190,7 +191,14 @@ def verify(
             conversion.must_be_there(path)
         cores = len(os.sched_getaffinity(0))
         right = logprob_check.compare(
-            folder, against=against, config=config, family=family, num_texts=texts, tolerance=tolerance, threads=cores
+            folder,
+            against=against,
+            config=config,
+            family=family,
+            layers=layers,
+            num_texts=texts,
+            tolerance=tolerance,
+            threads=cores,
         )
     else:
         from tools import verify_checkpoint

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
@@ -37,6 +38,7 @@ def compare(
     against: Path | None,
     config: Path | None,
     family: str | None,
+    layers: str,
     num_texts: int,
     tolerance: float,
     threads: int,
@@ -48,9 +50,15 @@ def compare(
             f"{reference} is a megatron checkpoint, which transformers does not read; give --against a Hugging Face "
             "folder of the same weights"
         )
+    try:
+        learner = LearnerSection(layers=layers)
+    except ValidationError as error:
+        raise ConfigError(
+            f"--layers={layers!r:.200}: must be auto, torch or package.module:name of your own"
+        ) from error
     shape = read_shape(config or (reference if is_megatron(folder) else folder), family)
     texts = made_up_texts(shape.vocab_size, min(_TOKENS, shape.max_positions), num_texts)
-    ours = _learner(folder, shape, texts, threads)
+    ours = _learner(folder, shape, learner, texts, threads)
     theirs = _transformers(reference, texts, threads)
     table, worst = differences(ours, theirs, tolerance)
     console = Console()
@@ -96,11 +104,12 @@ def _transformers(folder: Path, texts: Texts, threads: int) -> list[list[float]]
     return found
 
 
-def _learner(folder: Path, shape: ModelShape, texts: Texts, threads: int) -> list[list[float]]:
+def _learner(folder: Path, shape: ModelShape, learner: LearnerSection, texts: Texts, threads: int) -> list[list[float]]:
     """The same, of a learner of one rank."""
     reader, writer = multiprocessing.Pipe(duplex=False)
     with inherited(threads=threads, device="cpu"):
-        process = multiprocessing.get_context("spawn").Process(target=_rank, args=(writer, folder, shape, texts))
+        given = (writer, folder, shape, learner, texts)
+        process = multiprocessing.get_context("spawn").Process(target=_rank, args=given)
         process.start()
     writer.close()
     try:
@@ -117,7 +126,7 @@ def _learner(folder: Path, shape: ModelShape, texts: Texts, threads: int) -> lis
     return list(found)
 
 
-def _rank(writer: Connection, folder: Path, shape: ModelShape, texts: Texts) -> None:
+def _rank(writer: Connection, folder: Path, shape: ModelShape, learner: LearnerSection, texts: Texts) -> None:
     """The learner's process: sends the log-probs, or what it raised."""
     warnings.simplefilter("ignore")  # megatron's, of packages that it could use
     from rl_megatron.learner.megatron import make_policy  # first: it makes megatron run here
@@ -130,7 +139,6 @@ def _rank(writer: Connection, folder: Path, shape: ModelShape, texts: Texts) -> 
     from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
     from rl_megatron.weights.layouts.families import hf_layout
 
-    learner = LearnerSection()
     with tempfile.TemporaryDirectory() as place:
         try:
             device = world.join(learner, rank=0, rendezvous=f"file://{place}/store", seed=0)

@@ -15,6 +15,19 @@ from launcher.__main__ import app, main
 from launcher.commands.logprobs import differences
 from tests.family_models import save_model
 
+LAYERS = """
+from pathlib import Path
+
+from rl_megatron.learner.model.latent import latent_attention_spec
+from rl_megatron.learner.model.layers import torch_layer_spec
+
+
+def spec(shape, layer):
+    with Path(__file__).with_name("seen.txt").open("a") as file:
+        file.write(str(layer))
+    return torch_layer_spec(shape, layer, latent_attention_spec(shape))
+"""
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -64,9 +77,11 @@ def test_who_holds_what_of_a_layout_is_told_by_the_same_command(capsys: pytest.C
 
 
 def test_verify_compares_to_the_bit_and_with_transformers(
-    folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Starts a learner's process (6 s): the only test of the command's own forward."""
+    (tmp_path / "layers_of_own.py").write_text(LAYERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
     assert main_of("verify", folders / "megatron", "--against", folders / "hf") == 0
     assert "no problems, compared with" in capfd.readouterr().out
     bent = shutil.copytree(folders / "hf", tmp_path / "bent")
@@ -76,10 +91,14 @@ def test_verify_compares_to_the_bit_and_with_transformers(
     assert main_of("verify", bent, "--against", folders / "hf") == 1
     assert "model.norm.weight: " in capfd.readouterr().out
 
-    assert main_of("verify", folders / "megatron", "--logprobs", "--against", bent, "--texts", "2") == 1
+    given = ("--logprobs", "--against", bent, "--texts", "2")
+    assert main_of("verify", folders / "megatron", *given, "--layers", "layers_of_own:spec") == 1
+    assert (tmp_path / "seen.txt").read_text() == "0123"
     said = capfd.readouterr()
     assert said.out.count("DIFFERENT") == 2
     assert "Warning" not in said.err
+    assert main_of("verify", folders / "megatron", *given, "--layers", "mine") == 1
+    assert "--layers='mine': must be auto, torch or your own package.module:name" in capfd.readouterr().err
     assert main_of("verify", folders / "megatron", "--logprobs") == 1
     assert "which transformers does not read; give --against" in capfd.readouterr().err
 
