@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import torch
 
+import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner import megatron, optimizer
-from rl_megatron.learner.heads import LogitsHead
+from rl_megatron.learner import optimizer, trained
+from rl_megatron.learner.heads import ValueHead
 from rl_megatron.learner.model import build
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape, Rope, Router
@@ -161,7 +162,7 @@ def keywords(shape: ModelShape, learner: LearnerSection, *, installed: bool) -> 
         patch.setattr(importlib.util, "find_spec", find)
         for kind in ("DecoderConfig", "LatentDecoderConfig"):
             patch.setattr(build, kind, record(kind))
-        patch.setattr(megatron, "DistributedDataParallelConfig", record("DistributedDataParallelConfig"))
+        patch.setattr(trained, "DistributedDataParallelConfig", record("DistributedDataParallelConfig"))
         patch.setattr(optimizer, "OptimizerConfig", record("OptimizerConfig"))
         patch.setattr(optimizer, "get_megatron_optimizer", stop)
         try:
@@ -169,7 +170,7 @@ def keywords(shape: ModelShape, learner: LearnerSection, *, installed: bool) -> 
         except ConfigError as error:
             return {"refused": reasons(error)}
         with pytest.raises(Stop):
-            megatron.MegatronLearner(shape, learner, torch.device("cpu"), config, [], LogitsHead(vocab_size=1))
+            trained.MegatronLearner(shape, learner, torch.device("cpu"), config, [], ValueHead())
     return seen
 
 

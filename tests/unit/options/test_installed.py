@@ -47,6 +47,7 @@ OPTION = Residual()
 '''
 SAYS = """
 import json
+import pickle
 from rl_megatron.config.docs import render
 from rl_megatron.config.io import load
 from rl_megatron.errors import ConfigError
@@ -64,6 +65,7 @@ def refused(keys, look=lambda config: None):
 
 shape = NAMED["qwen3-30b-a3b"]
 config = load("qwen3_30b_a3b", GIVEN)
+assert pickle.loads(pickle.dumps(config)) == config  # as ranks are sent it
 print(json.dumps({
     "listed": list(options())[-1],
     "documented": [line for line in render().splitlines() if "residual_copies" in line],
