@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
+from rl_megatron.errors import ConfigError
+from rl_megatron.user_code import load
 
 
 def check(subject: Subject) -> Iterator[Found]:
@@ -29,16 +31,29 @@ def check(subject: Subject) -> Iterator[Found]:
     if given is not None and not given.is_file():
         yield problem(f"{key}: no such file; give the interpreter that {rollout.engine} is installed in")
         return
-    there = installed(rollout.engine, given) if given else importlib.util.find_spec(rollout.engine) is not None
+    try:
+        module = module_of(rollout.engine)
+    except ConfigError as error:
+        yield problem(str(error))
+        return
+    there = installed(module, given) if given else importlib.util.find_spec(module) is not None
     if there is None:
-        yield unchecked(f"whether {rollout.engine} is installed in {key}, whose packages are not beside it")
+        yield unchecked(f"whether {module} is installed in {key}, whose packages are not beside it")
     elif not there:
         yield problem(
-            f"{key}: {rollout.engine} is not installed there; docs/engines.md says how to install it, and "
+            f"{key}: {module} is not installed there; docs/engines.md says how to install it, and "
             "rollout.python=<its environment>/bin/python where it is"
         )
     else:
-        yield unchecked(f"that {rollout.engine} starts")
+        yield unchecked(f"that {module} starts")
+
+
+def module_of(engine: str) -> str:
+    """What is imported to serve: the engine's own name, or what the user's Adapter says. Raises ConfigError."""
+    if ":" not in engine:
+        return engine
+    adapter = load(engine, "rollout.engine", "class with a module", lambda found: hasattr(found, "module"))
+    return str(adapter.module)
 
 
 def installed(module: str, python: Path) -> bool | None:

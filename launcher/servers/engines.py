@@ -1,16 +1,25 @@
-"""The one table of engines that are servers."""
+"""The one table of engines that are servers, and the one that a configuration names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.servers.adapter import Adapter
 from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
 from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
+from rl_megatron.user_code import load
 from rl_megatron.weights.servers.probe import PROBE_LENGTH
 
-SERVERS: Mapping[str, type[SGLangAdapter] | type[VLLMAdapter]] = {"sglang": SGLangAdapter, "vllm": VLLMAdapter}
+SERVERS: Mapping[str, Callable[[ModelShape], Adapter]] = {"sglang": SGLangAdapter, "vllm": VLLMAdapter}
+
+
+def adapter_of(engine: str, shape: ModelShape) -> Adapter:
+    """The adapter to servers of ``rollout.engine``. Raises ConfigError where the user's own cannot be loaded."""
+    make = SERVERS.get(engine) or load(engine, "rollout.engine", "class", callable)
+    adapter: Adapter = make(shape)
+    return adapter
 
 
 def longest_sequence(config: RunConfig, shape: ModelShape) -> int:

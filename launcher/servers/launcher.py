@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from launcher.runs.folder import mirror_path
 from launcher.servers.colocated import colocated
-from launcher.servers.engines import SERVERS, longest_sequence
+from launcher.servers.engines import adapter_of, longest_sequence
 from launcher.servers.pool import ServedEngines
 from launcher.servers.site import HERE, Place
 from rl_megatron.config.run import RunConfig
@@ -58,7 +58,7 @@ class ServedLauncher(Launcher):
         """Raises ConfigError where a server does not fit, EngineError where none comes up."""
         if config.rollout.server.colocated and config.learner.device == "cpu":
             logger.warning("rollout.server.colocated: on CPUs servers are asked for their memory, but give none back")
-        adapter = SERVERS[config.rollout.engine](self._shape)
+        adapter = adapter_of(config.rollout.engine, self._shape)
         path = mirror_path(config, self._run_folder)
         async with contextlib.AsyncExitStack() as stack:
             servers = ServedEngines(config, adapter, self._model_folder, self._run_folder, self._shape, self._places)

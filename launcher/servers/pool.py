@@ -188,7 +188,7 @@ class ServedEngines:
                 extra=tuple(shlex.split(section.options or "")),
             )
         )
-        log = self._run_folder.resolve() / f"{self._config.rollout.engine}_{number}.log"
+        log = self._run_folder.resolve() / f"{self._adapter.name.lower()}_{number}.log"
         guard = await place.start(
             Order(
                 before=place.before,

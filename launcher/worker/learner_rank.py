@@ -74,7 +74,7 @@ class Worker(RankModels):
         from rl_megatron.weights.formats.served import FORMATS
         from rl_megatron.weights.plans.plan import plan
         from rl_megatron.weights.transports.commit import Replica
-        from rl_megatron.weights.transports.connect import connect
+        from rl_megatron.weights.transports.connect import Ends, connect
 
         holders = 1 if config.rollout.served else self._layout.dims.world_size
         replicas = replace(self._hf, dims=ParallelDims(dp=holders))
@@ -86,15 +86,15 @@ class Worker(RankModels):
         self._sealed = (
             config.rollout.served and not quantised and all(add_up(one, self._dtype.itemsize) for one in sources)
         )
-        transport = connect(
-            config.weights.model_copy(update={"verify": config.weights.verify and not self._sealed}),
-            transfers,
+        ends = Ends(
+            section=config.weights.model_copy(update={"verify": config.weights.verify and not self._sealed}),
+            moves=transfers,
             src=tensors,
             dst=self._held,
             folder=folder,
             timeout_seconds=config.learner.timeout_seconds,
         )
-        self._replica = Replica(transport, self._holder)
+        self._replica = Replica(connect(ends), self._holder)
 
     @property
     def _held(self) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl_megatron.section import NonNegative, Positive, PositiveFloat, Section
+from rl_megatron.section import NonNegative, OwnCode, Positive, PositiveFloat, Section
 
 
 class ServerSection(Section):
@@ -73,8 +73,9 @@ class ServerSection(Section):
 class RolloutSection(Section):
     """How a step's completions are sampled."""
 
-    engine: Literal["local", "vllm", "sglang"] = "local"
-    """What samples: an engine inside the learner's processes, or servers."""
+    engine: Literal["local", "vllm", "sglang"] | OwnCode = "local"
+    """What samples: an engine inside the learner's processes, or servers. ``package.module:name`` is an Adapter of your
+    own to servers (docs/engines.md). Its code is run."""
     python: Path | None = None
     """Interpreter that the engine is installed in; null: the one that trains."""
     prompts_per_step: Positive = 32

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from rl_megatron.section import Positive, Section
+from rl_megatron.section import OwnCode, Positive, Section
 
 
 class WeightsSection(Section):
     """How the learner's weights reach the rollout engines (docs/weights.md says what each transport is for)."""
 
-    transport: Literal["process_group", "shared_memory", "cuda_ipc", "memory", "disk"] = "process_group"
-    """process_group: gloo or NCCL; shared_memory, cuda_ipc: one node; memory: one process; disk: a folder all see."""
+    transport: Literal["process_group", "shared_memory", "cuda_ipc", "memory", "disk"] | OwnCode = "process_group"
+    """process_group: gloo or NCCL; shared_memory, cuda_ipc: one node; memory: one process; disk: a folder all see.
+    ``package.module:name`` is a function of your own that makes a Transport (docs/weights.md). Its code is run."""
     verify: bool = True
     """Whether receivers compare a 64-bit digest of every box that they hold with the sender's. What engine servers
     hold is verified in any case, by checksums of their own (docs/engines.md)."""

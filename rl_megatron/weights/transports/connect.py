@@ -1,13 +1,15 @@
-"""The transport that a configuration names."""
+"""The one table of transports, and the one that a configuration names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from rl_megatron.config.sections.weights import WeightsSection
+from rl_megatron.user_code import load
 from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
@@ -20,31 +22,70 @@ from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
 _MIB = 2**20
 
 
-def connect(
-    section: WeightsSection,
-    moves: Plan,
-    *,
-    src: Mapping[str, Tensor],
-    dst: Mapping[str, Tensor],
-    folder: Path,
-    timeout_seconds: float,
-) -> Transport:
-    """Collective over the default process group, but for ``memory``, which needs none. Raises as the transports do.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """What a transport is made of in one process: its ends of the plan, and what the configuration says."""
 
-    ``folder`` is where ``disk`` keeps versions unless the section says where. A process group has a time limit of its
-    own; ``timeout_seconds`` is that of shared memory and CUDA IPC.
+    section: WeightsSection
+    moves: Plan
+    src: Mapping[str, Tensor]
+    """This rank's tensors that are read, under the plan's names."""
+    dst: Mapping[str, Tensor]
+    """Those that are written in place."""
+    folder: Path
+    """Where versions may be kept, unless ``section.folder`` says where."""
+    timeout_seconds: float
+    """The limit of each wait for another process; a process group has one of its own."""
+
+
+def _process_group(ends: Ends) -> Transport:
+    kind = DeltaTransport if ends.section.delta else ProcessGroupTransport
+    bucket = ends.section.bucket_mb * _MIB
+    return kind(ends.moves, src=ends.src, dst=ends.dst, bucket_bytes=bucket, verify=ends.section.verify)
+
+
+def _shared_memory(ends: Ends) -> Transport:
+    return SharedMemoryTransport(
+        ends.moves, src=ends.src, dst=ends.dst, timeout_seconds=ends.timeout_seconds, verify=ends.section.verify
+    )
+
+
+def _cuda_ipc(ends: Ends) -> Transport:
+    return CudaIpcTransport(
+        ends.moves,
+        src=ends.src,
+        dst=ends.dst,
+        slot_bytes=ends.section.bucket_mb * _MIB,
+        timeout_seconds=ends.timeout_seconds,
+        verify=ends.section.verify,
+    )
+
+
+def _disk(ends: Ends) -> Transport:
+    folder = ends.section.folder or ends.folder
+    return DiskTransport(ends.moves, src=ends.src, dst=ends.dst, folder=folder, verify=ends.section.verify)
+
+
+def _memory(ends: Ends) -> Transport:
+    return MemoryTransport(ends.moves, src=ends.src, dst=ends.dst, verify=ends.section.verify)
+
+
+TRANSPORTS: Mapping[str, Callable[[Ends], Transport]] = {
+    "process_group": _process_group,
+    "shared_memory": _shared_memory,
+    "cuda_ipc": _cuda_ipc,
+    "memory": _memory,
+    "disk": _disk,
+}
+
+
+def connect(ends: Ends) -> Transport:
+    """The transport of ``section.transport``; one of the user's own is a function of Ends.
+
+    Collective over the default process group, but for ``memory``, which needs none. Raises ConfigError where the user's
+    cannot be loaded, and as the transports do.
     """
-    verify = section.verify
-    if section.transport == "memory":
-        return MemoryTransport(moves, src=src, dst=dst, verify=verify)
-    if section.transport == "shared_memory":
-        return SharedMemoryTransport(moves, src=src, dst=dst, timeout_seconds=timeout_seconds, verify=verify)
-    if section.transport == "cuda_ipc":
-        slot = section.bucket_mb * _MIB
-        return CudaIpcTransport(
-            moves, src=src, dst=dst, slot_bytes=slot, timeout_seconds=timeout_seconds, verify=verify
-        )
-    if section.transport == "disk":
-        return DiskTransport(moves, src=src, dst=dst, folder=section.folder or folder, verify=verify)
-    kind = DeltaTransport if section.delta else ProcessGroupTransport
-    return kind(moves, src=src, dst=dst, bucket_bytes=section.bucket_mb * _MIB, verify=verify)
+    name = ends.section.transport
+    make = TRANSPORTS.get(name) or load(name, "weights.transport", "function", callable)
+    transport: Transport = make(ends)
+    return transport
