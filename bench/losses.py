@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.utils import logging
@@ -83,7 +84,10 @@ def median_seconds(call: Callable[[], object], repeats: int) -> float:
 def rollouts(length: int) -> list[RolloutGroup]:
     """Groups of 8 completions of ``length`` tokens that make ``TOKENS``, behind prompts of 16."""
     completion = Completion(
-        token_ids=tuple(range(length)), logprobs=(-1.0,) * length, finish_reason="stop", versions=(0, 0)
+        token_ids=np.arange(length, dtype=np.int32),
+        logprobs=np.full(length, -1.0, np.float32),
+        finish_reason="stop",
+        versions=(0, 0),
     )
     return [
         RolloutGroup(

@@ -1,5 +1,7 @@
 """Every type that crosses a room. Data only: no behaviour beyond trivial views, no torch import at run time.
 
+What engines answer is numpy columns, read-only; what is trained on is tensors.
+
 Letters: P prompts, G group size, S sequences, N tokens of a ragged batch (all sequences concatenated),
 D data-parallel ranks, M micro-batches. Log-probs are nats, float32, of the sampling distribution.
 A *position* is one (input token, target token) pair: a sequence of L tokens has L - 1 positions.
@@ -10,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+
+from rl_megatron.columns import LogProbs, TokenIds, freeze
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,15 +90,18 @@ class Routes:
     __pydantic_config__: ClassVar = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
     """What an engine sampled. The stop token, where one ended it, is the last of ``token_ids``."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # [len(token_ids)], nats
+    token_ids: TokenIds  # [L] int32
+    logprobs: LogProbs  # [L] float32, nats
     finish_reason: FinishReason
     versions: tuple[int, int]  # oldest and newest weight version that sampled a token of it
     routes: Routes | None = None  # of prompt and completion but the last token, where the engine was asked for them
+
+    def __post_init__(self) -> None:
+        freeze(self.token_ids, self.logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ from rl_megatron.types import (
     Want,
     WeightUpdate,
 )
+from tests.completions import completion
 
 VOCABULARY = 12
 NOT_OF_A_LOSS = ("input_ids", "targets", "routes")
@@ -158,10 +159,10 @@ class ToyEngine:
         ]
         inputs = (*request.token_ids, *tokens[:-1])
         routes = Routes(data=bytes(t % 2 for t in inputs), shape=(len(inputs), 1, 1))
-        return Completion(
-            token_ids=tuple(tokens),
-            logprobs=tuple(logprobs),
-            finish_reason="length" if wanted > limit else "stop",
+        return completion(
+            tokens,
+            logprobs,
+            finish="length" if wanted > limit else "stop",
             versions=(self.version, self.version),
             routes=routes if request.routes else None,
         )

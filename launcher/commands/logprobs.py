@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
@@ -161,7 +162,8 @@ def _rank(writer: Connection, folder: Path, shape: ModelShape, learner: LearnerS
 
 def _group(text: Sequence[int]) -> RolloutGroup:
     """A text as something whose every token but the first was sampled."""
-    rest = tuple(text[1:])
-    completion = Completion(token_ids=rest, logprobs=(0.0,) * len(rest), finish_reason="length", versions=(0, 0))
+    rest = np.array(text[1:], np.int32)
+    zeros = np.zeros(len(rest), np.float32)
+    completion = Completion(token_ids=rest, logprobs=zeros, finish_reason="length", versions=(0, 0))
     prompt = Prompt(id="text", text="", token_ids=tuple(text[:1]), answer="")
     return RolloutGroup(prompt=prompt, completions=(completion,), texts=("",), rewards=(0.0,))

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from launcher.preflight.subject import Found, Subject, note, problem, seen, unchecked
 from rl_megatron.data.prompts import first_problem
 from rl_megatron.errors import RLMegatronError
@@ -64,7 +66,12 @@ def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> tuple[Scored
     answers: list[tuple[Scored, ...]] = []
     texts = (prompt.answer, MADE_UP)
     completions = [
-        Completion(token_ids=(0,) * n, logprobs=(-1.0,) * n, finish_reason="stop", versions=(0, 0))
+        Completion(
+            token_ids=np.zeros(n, np.int32),
+            logprobs=np.full(n, -1.0, np.float32),
+            finish_reason="stop",
+            versions=(0, 0),
+        )
         for n in (len(text.encode()) + 1 for text in texts)
     ]
 

@@ -7,9 +7,8 @@ Letters: S sequences, N positions of all of them, L tokens of one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,14 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rl_megatron.columns import LogProbs, TokenIds
 from rl_megatron.data.routes import joined_routes
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt, RolloutGroup, Samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-TokenIds = Sequence[int]
 
 
 def to_samples(groups: Sequence[RolloutGroup]) -> Samples:
@@ -34,12 +32,11 @@ def to_samples(groups: Sequence[RolloutGroup]) -> Samples:
     sequence without a sampled token, and for routes that do not fit their sequence.
     """
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
+    prompts = [(np.array(group.prompt.token_ids, np.int32), group.completions) for group in groups]
     samples = _join(
         [prompt.id for prompt, _ in pairs],
-        [prompt.token_ids for prompt, _ in pairs],
-        [completion.token_ids for _, completion in pairs],
-        chain.from_iterable(completion.logprobs for _, completion in pairs),
-        torch.zeros(len(pairs)),
+        [np.concatenate((prompt, c.token_ids)) for prompt, completions in prompts for c in completions],
+        [completion.logprobs for _, completion in pairs],
     )
     return replace(samples, routes=joined_routes(pairs))
 
@@ -51,10 +48,10 @@ def supervised_samples(
     eos = tokenizer.eos_token_id
     if not isinstance(eos, int):
         raise DataError("the tokenizer has no eos_token, so a supervised target would have no end; add one to it")
-    encoded = tokenizer(list(target_texts), add_special_tokens=False)["input_ids"]
-    targets = [(*ids, eos) for ids in encoded]
-    zeros = np.zeros(sum(map(len, targets)), dtype=np.float32)
-    return _join([p.id for p in prompts], [p.token_ids for p in prompts], targets, zeros, torch.ones(len(targets)))
+    targets = tokenizer(list(target_texts), add_special_tokens=False)["input_ids"]
+    rows = [np.array((*p.token_ids, *ids, eos), np.int32) for p, ids in zip(prompts, targets, strict=True)]
+    samples = _join([p.id for p in prompts], rows, [np.zeros(len(ids) + 1, np.float32) for ids in targets])
+    return replace(samples, advantages=samples.mask.float())
 
 
 def rows_of(cu_seqlens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,43 +109,27 @@ def split_minibatches(samples: Samples, num: int, seed: int, *, unit: int = 1) -
     return [select(samples, torch.from_numpy(members_of(part, unit))) for part in np.array_split(order, num)]
 
 
-def _join(
-    ids: Sequence[str],
-    prompts: Sequence[TokenIds],
-    continuations: Sequence[TokenIds],
-    logprobs: Iterable[float],
-    advantages: Tensor,
-) -> Samples:
-    """Prompt + continuation a sequence; ``logprobs`` are of all continuation tokens, one after the other."""
-    if not len(prompts) == len(continuations) == len(advantages):
-        raise ValueError(f"{len(prompts)} prompts, {len(continuations)} continuations, {len(advantages)} advantages")
-    num_prompt = np.fromiter(map(len, prompts), np.int64, len(prompts))
-    num_new = np.fromiter(map(len, continuations), np.int64, len(prompts))
-    empty = np.flatnonzero((num_prompt == 0) | (num_new == 0))
+def _join(ids: Sequence[str], rows: Sequence[TokenIds], logprobs: Sequence[LogProbs]) -> Samples:
+    """Rows of tokens, the last ``len(logprobs)`` of each sampled. ``ids`` are their prompts', for errors."""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    num_new = np.fromiter(map(len, logprobs), np.int64, len(rows))
+    empty = np.flatnonzero((num_new == 0) | (num_new >= lengths))
     if len(empty):
         raise DataError(
             f"prompt {ids[empty[0]]!r}: a sequence needs a prompt token and a sampled token, at least one each"
         )
-    lengths = num_prompt + num_new
-    ends = np.cumsum(lengths)
-    starts, total = ends - lengths, int(lengths.sum())
-    interleaved = chain.from_iterable(chain.from_iterable(zip(prompts, continuations, strict=True)))
-    tokens = np.fromiter(interleaved, np.int64, total)
-    is_new = np.arange(total) >= np.repeat(starts + num_prompt, lengths)
-    token_logprobs = np.zeros(total, np.float32)
-    token_logprobs[is_new] = np.fromiter(logprobs, np.float32, int(num_new.sum()))
-    is_input, is_target = np.ones(total, bool), np.ones(total, bool)
-    is_input[ends - 1] = False
-    is_target[starts] = False
-    mask = torch.from_numpy(is_new[is_target])
-    per_position = torch.repeat_interleave(advantages.float(), torch.from_numpy(lengths - 1))
-    old_and_rollout = torch.from_numpy(token_logprobs[is_target])
+    cu_seqlens = np.concatenate(([0], np.cumsum(lengths - 1)))
+    total, ends = int(cu_seqlens[-1]), cu_seqlens[1:]
+    mask, rollout = np.zeros(total, np.bool_), np.zeros(total, np.float32)
+    for start, end, column in zip((ends - num_new).tolist(), ends.tolist(), logprobs, strict=True):
+        mask[start:end] = True
+        rollout[start:end] = column
     return Samples(
-        input_ids=torch.from_numpy(tokens[is_input]),
-        targets=torch.from_numpy(tokens[is_target]),
-        mask=mask,
-        advantages=per_position * mask,
-        rollout_logprobs=old_and_rollout,
-        old_logprobs=old_and_rollout.clone(),
-        cu_seqlens=torch.from_numpy(np.concatenate(([0], np.cumsum(lengths - 1)))),
+        input_ids=torch.from_numpy(np.concatenate([row[:-1] for row in rows], dtype=np.int64)),
+        targets=torch.from_numpy(np.concatenate([row[1:] for row in rows], dtype=np.int64)),
+        mask=torch.from_numpy(mask),
+        advantages=torch.zeros(total),
+        rollout_logprobs=torch.from_numpy(rollout),
+        old_logprobs=torch.from_numpy(rollout.copy()),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
     )

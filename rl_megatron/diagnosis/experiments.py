@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,7 +128,7 @@ async def _greedy(bench: Bench, prompts: Sequence[Prompt]) -> tuple[Tensor, Tens
     for prompt, completion in zip(ids, alone, strict=True):
         half = min(len(completion.token_ids) // 2, longest - len(prompt))
         if half > 0:
-            longer = prompt + completion.token_ids[:half]
+            longer = (*prompt, *completion.token_ids[:half].tolist())
             again = await bench.engine.generate(_request(bench, "greedy again", longer, new=new - half, greedy=True))
             rest = replace(
                 completion, token_ids=completion.token_ids[half:], logprobs=completion.logprobs[half:], routes=None
@@ -138,10 +139,10 @@ async def _greedy(bench: Bench, prompts: Sequence[Prompt]) -> tuple[Tensor, Tens
 
 def _compared(one: Completion, other: Completion) -> Tensor:
     """Gaps up to the first token that is not the same; that of two unlike tokens is between the likeliest of each."""
-    pairs = zip(one.token_ids, other.token_ids, strict=False)
-    same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one.token_ids), len(other.token_ids)))
-    stop = min(same + 1, len(one.logprobs), len(other.logprobs))
-    return torch.tensor(one.logprobs[:stop]).double() - torch.tensor(other.logprobs[:stop]).double()
+    shorter = min(len(one.token_ids), len(other.token_ids))
+    unlike = np.flatnonzero(one.token_ids[:shorter] != other.token_ids[:shorter])
+    stop = int(unlike[0]) + 1 if len(unlike) else shorter
+    return torch.from_numpy(np.subtract(one.logprobs[:stop], other.logprobs[:stop], dtype=np.float64))
 
 
 async def _behind_one_token(bench: Bench) -> tuple[Tensor, Tensor | None]:
@@ -219,8 +220,8 @@ def _groups_of(samples: Samples) -> list[RolloutGroup]:
         one = _sequence(samples, number)
         first = int(one.mask.int().argmax())
         completion = Completion(
-            token_ids=tuple(one.targets[first:].tolist()),
-            logprobs=tuple(one.rollout_logprobs[first:].tolist()),
+            token_ids=one.targets[first:].int().numpy(),
+            logprobs=one.rollout_logprobs[first:].numpy(),
             finish_reason="length",
             versions=(0, 0),
         )

@@ -110,7 +110,7 @@ class RolloutSampler:
         )
 
     def _texts(self, completions: Sequence[Completion]) -> tuple[str, ...]:
-        return tuple(self.decode(completion.token_ids) for completion in completions)
+        return tuple(self.decode(completion.token_ids.tolist()) for completion in completions)
 
     async def _group(self, prompt: Prompt, request: GenerationRequest) -> _Answered:
         completions = tuple(await self.engine.generate(request))

@@ -152,7 +152,9 @@ def read(folder: Path) -> Checkpoint:
     try:
         state = _STATE.validate_json((folder / _STATE_FILE).read_bytes())
     except ValidationError as error:
-        raise CheckpointError(f"{folder / _STATE_FILE} is not of this version: {_said(error)}") from error
+        raise CheckpointError(
+            f"{folder / _STATE_FILE} is not of this version: {_said(error)}\nresume with the version that wrote it"
+        ) from error
     return Checkpoint(folder=folder, state=state, files=files, config=manifest.config)
 
 

@@ -27,8 +27,9 @@ from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.options.optimizer import OptimizerSection
-from rl_megatron.types import Batch, GenerationRequest, Prompt, RolloutGroup, Samples, SamplingParams, Want
+from rl_megatron.types import Batch, GenerationRequest, Prompt, Samples, SamplingParams, Want
 from rl_megatron.weights.layouts.families import read_shape
+from tests.completions import group
 from tests.distributed.ragged import ragged_samples
 from tests.distributed.ranks import run_ranks
 from tests.optimizer_step import train_step
@@ -147,10 +148,7 @@ def rollouts(shape: ModelShape, model: Path) -> Samples:
         for p in prompts
     ]
     return to_samples(
-        [
-            RolloutGroup(prompt=prompt, completions=tuple(completions), texts=("", ""), rewards=(0.0, 0.0))
-            for prompt, completions in zip(prompts, engine.generate(asked), strict=True)
-        ]
+        [group(prompt, completions) for prompt, completions in zip(prompts, engine.generate(asked), strict=True)]
     )
 
 

@@ -118,12 +118,12 @@ class Decoding:
                 f"request {request.id!r}: log-probs by weight version {version} are not finite: its weights are not, "
                 "or too large; resume from the last checkpoint with a lower learning rate"
             )
-        tokens, logprobs = self._out_tokens[inside].tolist(), self._out_logprobs[inside].tolist()
+        tokens, logprobs = self._out_tokens[inside].int().cpu().numpy(), self._out_logprobs[inside].cpu().numpy()
         routes = self._routes(inside, lengths)
         return [
             Completion(
-                token_ids=tuple(tokens[end - length : end]),
-                logprobs=tuple(logprobs[end - length : end]),
+                token_ids=tokens[end - length : end],
+                logprobs=logprobs[end - length : end],
                 finish_reason="stop" if by_stop else "length",
                 versions=(version, version),
                 routes=its_routes,

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from rl_megatron.data.routes import encode_routes
 from rl_megatron.errors import DataError, EngineError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, GenerationRequest, Routes
 
+TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+"""What a column of token ids can hold, in an adapter's form of an answer."""
 _LOGPROBS = (-1000.0, 0.01)  # nats: of what float32 can sample, vLLM's -9999 for -inf not; above 0 by rounding alone
 
 
@@ -23,13 +27,15 @@ def problem_of(completion: Completion, request: GenerationRequest, *, vocab_size
         return f"{len(logprobs)} log-probs came with {len(tokens)} tokens"
     if len(tokens) > most:
         return f"{len(tokens)} tokens came, {most} were asked for at most"
-    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        at = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
+    known = (tokens >= 0) & (tokens < vocab_size)
+    if not known.all():
+        at = int(known.argmin())
         return f"token {at} has id {tokens[at]}; the vocabulary has {vocab_size}"
     least, most_likely = _LOGPROBS
-    for at, logprob in enumerate(logprobs):
-        if not least <= logprob <= most_likely:  # NaN too
-            return f"token {at} has log-prob {logprob}, at which nothing is sampled"
+    possible = (logprobs >= least) & (logprobs <= most_likely)  # NaN is neither
+    if not possible.all():
+        at = int(possible.argmin())
+        return f"token {at} has log-prob {logprobs[at]}, at which nothing is sampled"
     return None
 
 
@@ -38,7 +44,7 @@ def as_it_should_end(completion: Completion, request: GenerationRequest) -> Comp
     params = request.params
     if completion.finish_reason != "abort":
         return completion
-    if completion.token_ids and completion.token_ids[-1] in params.stop_token_ids:
+    if len(completion.token_ids) and completion.token_ids[-1] in params.stop_token_ids:
         return replace(completion, finish_reason="stop")
     if len(completion.token_ids) == params.max_new_tokens:
         return replace(completion, finish_reason="length")
@@ -50,7 +56,7 @@ def rest_of(request: GenerationRequest, completion: Completion) -> GenerationReq
     left = request.params.max_new_tokens - len(completion.token_ids)
     return replace(
         request,
-        token_ids=(*request.token_ids, *completion.token_ids),
+        token_ids=(*request.token_ids, *completion.token_ids.tolist()),
         num_completions=1,
         params=replace(request.params, max_new_tokens=left),
     )
@@ -58,14 +64,14 @@ def rest_of(request: GenerationRequest, completion: Completion) -> GenerationReq
 
 def joined(first: Completion, more: Completion) -> Completion:
     """One completion of two, the second sampled with the first behind its prompt."""
-    if not first.token_ids:
+    if not len(first.token_ids):
         return more
-    routes = more.routes if more.token_ids else first.routes
+    routes = more.routes if len(more.token_ids) else first.routes
     if first.routes is not None and routes is not None:  # those of the first part chose its tokens
         routes = replace(routes, data=first.routes.data + routes.data[len(first.routes.data) :])
     return Completion(
-        token_ids=first.token_ids + more.token_ids,
-        logprobs=first.logprobs + more.logprobs,
+        token_ids=np.concatenate((first.token_ids, more.token_ids)),
+        logprobs=np.concatenate((first.logprobs, more.logprobs)),
         finish_reason=more.finish_reason,
         versions=(min(first.versions[0], more.versions[0]), max(first.versions[1], more.versions[1])),
         routes=routes,

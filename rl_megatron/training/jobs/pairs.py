@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.training.group_job import GroupJob
@@ -44,7 +46,10 @@ class PreferencePairs(GroupJob):
                 f"rollout.max_new_tokens={most}; raise it"
             )
         return Completion(
-            token_ids=tokens, logprobs=(0.0,) * len(tokens), finish_reason="stop", versions=(version, version)
+            token_ids=np.array(tokens, np.int32),
+            logprobs=np.zeros(len(tokens), np.float32),
+            finish_reason="stop",
+            versions=(version, version),
         )
 
     @property

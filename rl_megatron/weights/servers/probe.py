@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
+
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.data.samples import to_samples
 from rl_megatron.interfaces import Scorer
@@ -63,7 +65,10 @@ class Probe:
 
     def continued(self, completions: Sequence[Sequence[Completion]]) -> list[Scored]:
         """What an engine sampled behind the texts."""
-        return [(t[:-_SAMPLED], c.token_ids, c.logprobs) for t, (c,) in zip(self.texts, completions, strict=True)]
+        return [
+            (text[:-_SAMPLED], tuple(one.token_ids.tolist()), one.logprobs.tolist())
+            for text, (one,) in zip(self.texts, completions, strict=True)
+        ]
 
     def scored(self, logprobs: Sequence[Sequence[float]]) -> list[Scored]:
         """What an engine says of the texts."""
@@ -90,7 +95,14 @@ async def scores_of(learner: Scorer, dims: ParallelDims, texts: Sequence[Scored]
     groups = [
         RolloutGroup(
             prompt=Prompt(id=f"probe {i}", text="", token_ids=prompt, answer=""),
-            completions=(Completion(token_ids=behind, logprobs=tuple(said), finish_reason="length", versions=(0, 0)),),
+            completions=(
+                Completion(
+                    token_ids=np.array(behind, np.int32),
+                    logprobs=np.array(said, np.float32),
+                    finish_reason="length",
+                    versions=(0, 0),
+                ),
+            ),
             texts=("",),
             rewards=(0.0,),
         )

@@ -17,7 +17,9 @@ from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.config.io import load
 from rl_megatron.data.samples import to_samples
 from rl_megatron.training.credit import Memory, assign_credit, shape_rewards
-from rl_megatron.types import Completion, Loss, LossInputs, Prompt, RolloutGroup, Samples
+from rl_megatron.types import Loss, LossInputs, Prompt, Samples
+from tests import completions
+from tests.completions import completion
 
 LENGTHS = [5, 9, 1, 3]
 
@@ -64,14 +66,8 @@ def assert_same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None:
 
 def credited(*keys: str) -> Samples:
     """One group of four completions of unlike lengths and rewards, with the advantages of a row."""
-    group = RolloutGroup(
-        prompt=Prompt(id="a", text="", token_ids=(1, 2), answer=""),
-        completions=tuple(
-            Completion(token_ids=(7,) * n, logprobs=(-0.5,) * n, finish_reason="stop", versions=(0, 0)) for n in LENGTHS
-        ),
-        texts=("",) * 4,
-        rewards=(1.0, 0.0, 0.25, 0.5),
-    )
+    prompt = Prompt(id="a", text="", token_ids=(1, 2), answer="")
+    group = completions.group(prompt, [completion((7,) * n) for n in LENGTHS], (1.0, 0.0, 0.25, 0.5))
     section = load("tiny_cpu", list(keys)).algorithm
     rewards = shape_rewards([group], section, Memory(kl_coefficient=0.0), max_new_tokens=9)
     return assign_credit(to_samples([group]), [group], rewards, section, success_reward=1.0)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,21 +9,17 @@ from rl_megatron.data.samples import select, split_minibatches, supervised_sampl
 from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Samples
+from tests import completions
 
 COLUMNS = ("input_ids", "targets", "mask", "advantages", "rollout_logprobs", "old_logprobs")
 
 
 def completion(*tokens: int, logprobs: tuple[float, ...]) -> Completion:
-    return Completion(token_ids=tokens, logprobs=logprobs, finish_reason="stop", versions=(0, 0))
+    return completions.completion(tokens, logprobs)
 
 
-def group(name: str, prompt: tuple[int, ...], *completions: Completion) -> RolloutGroup:
-    return RolloutGroup(
-        prompt=Prompt(id=name, text="", token_ids=prompt, answer=""),
-        completions=completions,
-        texts=("",) * len(completions),
-        rewards=(0.0,) * len(completions),
-    )
+def group(name: str, prompt: tuple[int, ...], *of: Completion) -> RolloutGroup:
+    return completions.group(Prompt(id=name, text="", token_ids=prompt, answer=""), of)
 
 
 @pytest.fixture
@@ -102,24 +97,6 @@ def test_minibatches_hold_every_sequence_once_and_depend_on_the_seed_alone() -> 
 def test_more_minibatches_than_sequences_is_an_error(samples: Samples) -> None:
     with pytest.raises(DataError, match="3 sequences into 4 minibatches"):
         split_minibatches(samples, 4, seed=0)
-
-
-def test_many_sequences_agree_with_a_loop() -> None:
-    rng = np.random.default_rng(0)
-    groups, inputs, targets = [], [], []
-    for i in range(50):
-        tokens = rng.integers(0, 99, rng.integers(2, 20)).tolist()
-        cut = int(rng.integers(1, len(tokens)))
-        new = completion(*tokens[cut:], logprobs=tuple(float(t) for t in tokens[cut:]))
-        groups.append(group(str(i), tuple(tokens[:cut]), new))
-        inputs += tokens[:-1]
-        targets += tokens[1:]
-    samples = to_samples(groups)
-    assert samples.input_ids.tolist() == inputs
-    assert samples.targets.tolist() == targets
-    masked_in = samples.mask
-    assert torch.equal(samples.rollout_logprobs[masked_in], samples.targets[masked_in].float())
-    assert not samples.rollout_logprobs[~masked_in].any()
 
 
 def test_the_last_token_becomes_an_input_for_the_critic(samples: Samples) -> None:

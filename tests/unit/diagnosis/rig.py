@@ -25,6 +25,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Samples, Scores, Want
 from rl_megatron.weights.layouts.families import read_shape
+from tests.completions import completion
 
 VOCABULARY = 41
 BOS, EOS = 39, 40
@@ -174,7 +175,7 @@ class Transformers:
         scores = torch.stack(out.logits if self.raw else out.scores, 1).float().log_softmax(-1)
         logprobs = scores.gather(2, tokens[:, :, None])[:, :, 0]
         return [
-            Completion(token_ids=tuple(t), logprobs=tuple(lp), finish_reason="length", versions=(1, 1))
+            completion(t, lp, finish="length", versions=(1, 1))
             for t, lp in zip(tokens.tolist(), logprobs.tolist(), strict=True)
         ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def test_what_only_transformers_samples_with(policy: Policy, engine: dict[str, o
 
 
 def rolled(by: int) -> Callable[[Completion], Completion]:
-    return lambda c: replace(c, logprobs=c.logprobs[by:] + c.logprobs[:by])
+    return lambda c: replace(c, logprobs=np.roll(c.logprobs, -by))
 
 
 @pytest.mark.parametrize("by", [1, -1])

@@ -14,9 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.types import Completion, Prompt
+from rl_megatron.types import Prompt
+from tests.completions import completion
 
-DONE = Completion(token_ids=(1,), logprobs=(0.0,), finish_reason="stop", versions=(0, 0))
+DONE = completion((1,))
 PROMPT = Prompt(id="p", text="a b ", token_ids=(1,), answer="")
 WORDS = ["[pad]", "[unk]", "a", "b", "c", "d", "e", "U"]
 TEXTS = ["c", "a b c d e", "", "d d d d d d d d d d d d d d", "e a"]

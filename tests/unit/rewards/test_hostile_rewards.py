@@ -15,10 +15,11 @@ import pytest
 
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.scoring import problems, score
-from rl_megatron.types import Completion, Prompt, Scored
+from rl_megatron.types import Prompt, Scored
+from tests.completions import completion
 
 PROMPT = Prompt(id="train:7", text="", token_ids=(1,), answer="")
-DONE = Completion(token_ids=(1,), logprobs=(0.0,), finish_reason="stop", versions=(0, 0))
+DONE = completion((1,))
 WANTED = "; a list of one number for each completion is wanted"
 KINDS = ("plain", "later")  # a function, and an async one
 

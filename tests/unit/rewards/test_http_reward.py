@@ -17,11 +17,12 @@ import pytest
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.types import Completion, Prompt, Scored
+from rl_megatron.types import Prompt, Scored
+from tests.completions import completion
 
 Answer = tuple[int, bytes]
 PROMPT = Prompt(id="train:7", text="2+2=", token_ids=(1,), answer="4", meta={"level": "easy"})
-DONE = Completion(token_ids=(1, 2, 3), logprobs=(0.0,) * 3, finish_reason="length", versions=(0, 0))
+DONE = completion((1, 2, 3), finish="length")
 
 
 class Server(ThreadingHTTPServer):

@@ -13,11 +13,12 @@ import pytest
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.final_number import last_number
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.types import Completion, Prompt
+from rl_megatron.types import Prompt
+from tests.completions import completion
 
 
 def score(name: str, answer: str, *texts: str) -> list[float]:
-    completions = [Completion(token_ids=(1,), logprobs=(0.0,), finish_reason="stop", versions=(0, 0)) for _ in texts]
+    completions = [completion((1,)) for _ in texts]
     prompt = Prompt(id="train:7", text="", token_ids=(1,), answer=answer)
     return [one.total for one in asyncio.run(resolve_reward(name)(prompt, completions, texts))]
 

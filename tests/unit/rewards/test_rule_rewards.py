@@ -12,16 +12,14 @@ from rl_megatron.config.io import load
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.types import Completion, Prompt
+from rl_megatron.types import Prompt
+from tests.completions import completion
 
 PROMPT = Prompt(id="train:7", text="q", token_ids=(1,), answer="4")
 
 
 def score(section: RewardSection, texts: Sequence[str], lengths: Sequence[int] = ()) -> list[float]:
-    completions = [
-        Completion(token_ids=(1,) * n, logprobs=(0.0,) * n, finish_reason="stop", versions=(0, 0))
-        for n in lengths or [1] * len(texts)
-    ]
+    completions = [completion((1,) * n) for n in lengths or [1] * len(texts)]
     return [one.total for one in asyncio.run(resolve_reward(section)(PROMPT, completions, texts))]
 
 

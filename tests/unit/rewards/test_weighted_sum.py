@@ -18,8 +18,9 @@ from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.types import Completion, GenerationRequest, Prompt, Scored
+from tests.completions import completion
 
-DONE = Completion(token_ids=(1, 2), logprobs=(0.0, 0.0), finish_reason="stop", versions=(0, 0))
+DONE = completion((1, 2))
 PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(i,), answer=str(i)) for i in range(3)]
 
 
@@ -87,10 +88,7 @@ class Engine:
     """Answers each request with its prompt's number, then with x."""
 
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
-        return [
-            Completion(token_ids=(token,), logprobs=(0.0,), finish_reason="stop", versions=(0, 0))
-            for token in (request.token_ids[0], 99)[: request.num_completions]
-        ]
+        return [completion((token,)) for token in (request.token_ids[0], 99)[: request.num_completions]]
 
 
 def sampler(section: RewardSection, decode: Callable[[Sequence[int]], str] = lambda t: str(t[0])) -> RolloutSampler:

@@ -21,6 +21,7 @@ from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
 from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
+from tests.completions import completion, plain
 
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=3, stop_token_ids=(), seed=0)
 REQUEST = GenerationRequest(id="step 1: train:7", token_ids=(1, 2), num_completions=1, params=PARAMS)
@@ -74,8 +75,8 @@ def ask(engine: str, answer: object) -> list[Completion]:
 
 @pytest.mark.parametrize("engine", ADAPTERS)
 def test_a_good_answer_is_taken(engine: str) -> None:
-    (completion,) = ask(engine, good(engine))
-    assert (completion.token_ids, completion.logprobs, completion.versions) == ((5, 6), (-1.0, -2.0), (4, 4))
+    (taken,) = ask(engine, good(engine))
+    assert plain(taken) == ([5, 6], [-1.0, -2.0], "length", (4, 4), None)
 
 
 @pytest.mark.parametrize("engine", ADAPTERS)
@@ -90,6 +91,7 @@ def test_a_good_answer_is_taken(engine: str) -> None:
         (1, None, "Input should be a valid number, got None"),  # what orjson makes of NaN
         (0, 10, "token 1 has id 10; the vocabulary has 10"),
         (0, -1, "token 1 has id -1"),
+        (0, 2**31, "Input should be less than 2147483648, got 2147483648"),
         (0, "x" * 9999, "Input should be a valid integer, unable to parse string as an integer, got 'xxx"),
     ],
 )
@@ -164,10 +166,10 @@ def test_scores_that_are_not_of_the_text_are_named(engine: str) -> None:
 
 
 def test_a_completion_longer_than_asked_for_or_without_its_log_probs_is_none() -> None:
-    done = Completion(token_ids=(1,) * 3, logprobs=(-1.0, 0.001, 0.0), finish_reason="stop", versions=(0, 0))
+    done = completion((1,) * 3, (-1.0, 0.001, 0.0))
     assert problem_of(done, REQUEST, vocab_size=10) is None
-    assert problem_of(replace(done, token_ids=(), logprobs=()), REQUEST, vocab_size=10) is None
-    longer = replace(done, token_ids=(1,) * 4, logprobs=(0.0,) * 4)
+    assert problem_of(completion(()), REQUEST, vocab_size=10) is None
+    longer = completion((1,) * 4)
     assert problem_of(longer, REQUEST, vocab_size=10) == "4 tokens came, 3 were asked for at most"
-    lacking = replace(done, logprobs=(0.0,))
+    lacking = completion((1,) * 3, (0.0,))
     assert problem_of(lacking, REQUEST, vocab_size=10) == "1 log-probs came with 3 tokens"

@@ -25,6 +25,7 @@ from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest, Routes, SamplingParams
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes
+from tests.completions import completion
 
 Answer = Callable[[str, dict[str, Any], int], tuple[int, object]]
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token_ids=(), seed=0)
@@ -46,14 +47,10 @@ class Words(Adapter):
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
         body = {"id": request_id, "prompt": request.token_ids, "new": request.params.max_new_tokens}
         answer = {"tokens": [7], "finish": "stop", **await server.sampled("/generate", body, TypeAdapter(dict))}
-        version, tokens = version_of(answer["label"]), tuple(answer["tokens"])
-        done = Completion(
-            token_ids=tokens,
-            logprobs=(-0.5,) * len(tokens),
-            finish_reason=answer["finish"],
-            versions=(version, version),
-        )
-        return [done] * request.num_completions
+        version = version_of(answer["label"])
+        return [
+            completion(answer["tokens"], finish=answer["finish"], versions=(version, version))
+        ] * request.num_completions
 
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
         await server.post("/abort", {"id": request_id})
@@ -340,7 +337,7 @@ def test_what_an_update_ends_is_asked_again_with_what_it_has(sampled: list[int])
 
         fake.answer = answer
         done = asyncio.run(ask())
-        assert done.token_ids == (*sampled, *[4] * (2 - len(sampled)))
+        assert done.token_ids.tolist() == [*sampled, *[4] * (2 - len(sampled))]
         assert done.finish_reason == "length"
         assert done.versions == (1 if sampled else 2, 2)
         assert prompts == [([1, 2], 2), ([1, 2, *sampled], 2 - len(sampled))]
@@ -362,20 +359,18 @@ def test_what_ends_without_an_update_is_an_error(fakes: list[Fake]) -> None:
 def test_routes_of_a_completion_in_two_parts_are_those_that_chose_its_tokens() -> None:
     def part(tokens: int, positions: int, expert: int) -> Completion:
         routes = Routes(data=bytes([expert] * positions * 2), shape=(positions, 1, 2))
-        return Completion(
-            token_ids=(5,) * tokens, logprobs=(0.0,) * tokens, finish_reason="stop", versions=(1, 1), routes=routes
-        )
+        return completion((5,) * tokens, versions=(1, 1), routes=routes)
 
     whole = joined(part(2, 4, 0), part(3, 7, 9))  # a prompt of 3 tokens
     assert whole.routes == Routes(data=bytes([0] * 8 + [9] * 6), shape=(7, 1, 2))
-    ended_at_once = Completion(token_ids=(), logprobs=(), finish_reason="abort", versions=(2, 2))
+    ended_at_once = completion((), finish="abort", versions=(2, 2))
     assert joined(whole, ended_at_once).routes == whole.routes
 
 
 @pytest.mark.parametrize(("tokens", "finish"), [((3,), "abort"), ((), "abort"), ((9,), "stop"), ((3, 4), "length")])
 def test_what_was_ended_at_its_end_has_nothing_left(tokens: tuple[int, ...], finish: str) -> None:
     params = replace(PARAMS, stop_token_ids=(9,))
-    cut = Completion(token_ids=tokens, logprobs=(0.0,) * len(tokens), finish_reason="abort", versions=(1, 1))
+    cut = completion(tokens, finish="abort", versions=(1, 1))
     assert as_it_should_end(cut, replace(REQUEST, params=params)).finish_reason == finish
 
 

@@ -14,6 +14,7 @@ from rl_megatron.data.routes import decode_routes
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
+from tests.completions import plain
 
 MakeEngine = Callable[[int], LocalEngine]
 LENGTHS = (1, 5, 2, 17, 9, 1, 30)
@@ -32,7 +33,7 @@ def ragged(num: int = 1, **changes: object) -> list[GenerationRequest]:
 
 def logprobs_by_transformers(model: Qwen3MoeForCausalLM, asked: GenerationRequest, got: Completion) -> torch.Tensor:
     """Log-probs of the completion's tokens under the sampling distribution, from one plain forward, in float64."""
-    ids = torch.tensor([asked.token_ids + got.token_ids])
+    ids = torch.tensor([[*asked.token_ids, *got.token_ids.tolist()]])
     with torch.no_grad():
         logits = model(ids).logits[0, len(asked.token_ids) - 1 : -1].double()
     probabilities = (logits / (asked.params.temperature or 1.0)).softmax(-1)
@@ -45,7 +46,7 @@ def logprobs_by_transformers(model: Qwen3MoeForCausalLM, asked: GenerationReques
                     mass += float(row[token])
             row[[token for token in range(len(row)) if token not in kept]] = 0
         probabilities /= probabilities.sum(-1, keepdim=True)
-    return probabilities.log()[range(len(got.token_ids)), got.token_ids]
+    return probabilities.log()[range(len(got.token_ids)), got.token_ids.tolist()]
 
 
 @pytest.mark.parametrize("slots", [64, 5])
@@ -73,7 +74,7 @@ def test_greedy_tokens_equal_transformers_generate(
         expected = theirs.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40, pad_token_id=0
         )
-        assert got.token_ids == tuple(expected[0, ids.shape[1] :].tolist())
+        assert got.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
 
 
 def test_a_completion_does_not_depend_on_what_else_is_in_the_batch(make_engine: MakeEngine) -> None:
@@ -87,12 +88,13 @@ def test_a_completion_does_not_depend_on_what_else_is_in_the_batch(make_engine: 
     few = narrow.generate(requests)
     alone = [wide.generate([asked])[0] for asked in requests]
     for group, in_few, by_itself in zip(together, few, alone, strict=True):
-        tokens = [got.token_ids for got in group]
-        assert tokens == [got.token_ids for got in in_few] == [got.token_ids for got in by_itself]
+        tokens = [got.token_ids.tolist() for got in group]
+        assert tokens == [got.token_ids.tolist() for got in in_few] == [got.token_ids.tolist() for got in by_itself]
         for got, other in zip(group, by_itself, strict=True):
             assert got.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-    assert together == wide.generate(requests)  # and the same bits again
-    assert len({got.token_ids for got in together[0]}) == 4  # completions of one prompt differ
+    again = wide.generate(requests)  # and the same bits
+    assert [list(map(plain, group)) for group in together] == [list(map(plain, group)) for group in again]
+    assert len({got.token_ids.tobytes() for got in together[0]}) == 4  # completions of one prompt differ
 
 
 def test_stop_tokens_and_limits_end_completions(make_engine: MakeEngine) -> None:
@@ -105,7 +107,7 @@ def test_stop_tokens_and_limits_end_completions(make_engine: MakeEngine) -> None
         for whole, cut in zip(group, cut_group, strict=True):
             first = next((i for i, token in enumerate(whole.token_ids) if token in stops), None)
             length = 30 if first is None else first + 1
-            assert cut.token_ids == whole.token_ids[:length]
+            assert cut.token_ids.tolist() == whole.token_ids[:length].tolist()
             assert cut.finish_reason == ("length" if first is None else "stop")
             assert len(cut.logprobs) == length
             reasons.add(cut.finish_reason)
@@ -124,14 +126,15 @@ def test_routes_of_prompt_and_completion_are_transformers_top_k(
     asked = [replace(r, routes=i != 2) for i, r in enumerate(ragged(num=3, stop_token_ids=tuple(range(0, 41, 6))))]
     answers = make_engine(slots).generate(asked)
     assert [[got.routes is None for got in group] for group in answers] == [[i == 2] * 3 for i in range(len(asked))]
-    plain = make_engine(slots).generate([replace(r, routes=False) for r in asked])
-    assert [[replace(got, routes=None) for got in group] for group in answers] == plain
+    unrouted = make_engine(slots).generate([replace(r, routes=False) for r in asked])
+    without = [[plain(replace(got, routes=None)) for got in group] for group in answers]
+    assert without == [list(map(plain, group)) for group in unrouted]
     lengths = set()
     for request, group in zip(asked, answers, strict=True):
         for got in group if request.routes else ():
             assert got.routes is not None
             lengths.add(len(got.token_ids))
-            tokens = torch.tensor([request.token_ids + got.token_ids])[:, :-1]
+            tokens = torch.tensor([[*request.token_ids, *got.token_ids.tolist()]])[:, :-1]
             with torch.no_grad():
                 logits = theirs(tokens, output_router_logits=True).router_logits
             wanted = torch.stack([x.topk(2, -1).indices.sort(-1).values for x in logits], 1)

@@ -73,7 +73,7 @@ def test_groups_come_in_order_with_texts_and_rewards(make_engine: MakeEngine) ->
     assert (batch.reward_errors, batch.dropped_groups) == (0, 0)
     for group in batch.groups:
         assert len(group.completions) == 4
-        assert group.texts == tuple(text(c.token_ids) for c in group.completions)
+        assert group.texts == tuple(text(c.token_ids.tolist()) for c in group.completions)
         assert group.rewards == tuple(len(c.token_ids) for c in group.completions)
 
 

@@ -56,9 +56,9 @@ class PlainUpdate:
     def step(self, groups: Sequence[RolloutGroup], step: int) -> None:
         said = [
             Said(
-                inputs=[group.prompt.token_ids[-1], *c.token_ids[:-1]],
-                targets=list(c.token_ids),
-                engine=list(c.logprobs),
+                inputs=[group.prompt.token_ids[-1], *c.token_ids[:-1].tolist()],
+                targets=c.token_ids.tolist(),
+                engine=c.logprobs.tolist(),
                 oldest=c.versions[0],
                 cut=c.finish_reason != "stop",
                 raw=reward,

@@ -27,25 +27,18 @@ from rl_megatron.training.credit import (
     shape_rewards,
 )
 from rl_megatron.training.selection import selection_of
-from rl_megatron.types import Completion, FinishReason, Prompt, RolloutGroup, Samples
+from rl_megatron.types import FinishReason, Prompt, RolloutGroup, Samples
+from tests import completions
+from tests.completions import completion
 
 PROMPT = (1, 2)
 NO_BASELINE = {"advantage_mean": "none", "advantage_std": "none"}
 
 
-def completion(length: int, finish: FinishReason = "stop") -> Completion:
-    return Completion(
-        token_ids=tuple(range(10, 10 + length)), logprobs=(-0.5,) * length, finish_reason=finish, versions=(0, 0)
-    )
-
-
 def group(name: str, rewards: list[float], lengths: list[int], finish: FinishReason = "stop") -> RolloutGroup:
-    return RolloutGroup(
-        prompt=Prompt(id=name, text=name, token_ids=PROMPT, answer=""),
-        completions=tuple(completion(n, finish) for n in lengths),
-        texts=tuple(f"{name}{i}" for i in range(len(lengths))),
-        rewards=tuple(rewards),
-    )
+    prompt = Prompt(id=name, text=name, token_ids=PROMPT, answer="")
+    of = [completion(range(10, 10 + length), finish=finish) for length in lengths]
+    return completions.group(prompt, of, rewards, [f"{name}{i}" for i in range(len(lengths))])
 
 
 GROUPS = [group("a", [1.0, 0.0, 0.0], [3, 2, 4]), group("b", [1.0, 1.0], [1, 2])]

@@ -19,7 +19,6 @@ from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.update import Update
 from rl_megatron.types import (
     Batch,
-    Completion,
     Counts,
     Loss,
     LossInputs,
@@ -31,6 +30,7 @@ from rl_megatron.types import (
     StepResult,
     Want,
 )
+from tests.completions import completion, group
 from tests.reduction import values
 
 LENGTHS, GROUP = (3, 5, 2, 6), 4
@@ -75,18 +75,12 @@ class Learner:
 
 
 def groups() -> list[RolloutGroup]:
-    completions = [
-        Completion(
-            token_ids=tuple(11 * s + t for t in range(length)),
-            logprobs=tuple(-0.3 - 0.37 * ((s + 2 * t) % 5) for t in range(length)),
-            finish_reason="stop",
-            versions=(0, 0),
-        )
+    of = [
+        completion([11 * s + t for t in range(length)], [-0.3 - 0.37 * ((s + 2 * t) % 5) for t in range(length)])
         for s, length in enumerate(LENGTHS)
     ]
     prompt = Prompt(id="p", text="p", token_ids=(1, 2), answer="")
-    rewards = tuple(float(s % 2) for s in range(GROUP))
-    return [RolloutGroup(prompt=prompt, completions=tuple(completions), texts=("",) * GROUP, rewards=rewards)]
+    return [group(prompt, of, [float(s % 2) for s in range(GROUP)])]
 
 
 def update(**algorithm: Any) -> Row:
@@ -100,7 +94,7 @@ def update(**algorithm: Any) -> Row:
 def gaps() -> list[list[float]]:
     """Learner less engine of each token of each completion, in plain Python."""
     return [
-        [-(t * 7 % 13) / 5 - 0.1 - engine for t, engine in zip(c.token_ids, c.logprobs, strict=True)]
+        [-(t * 7 % 13) / 5 - 0.1 - engine for t, engine in zip(c.token_ids.tolist(), c.logprobs.tolist(), strict=True)]
         for c in groups()[0].completions
     ]
 

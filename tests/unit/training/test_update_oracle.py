@@ -15,6 +15,7 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.update import Update
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Routes
+from tests.completions import completion, group
 from tests.toy_roles import VOCABULARY, Toy, table
 from tests.unit.training.plain_update import PlainUpdate
 
@@ -53,23 +54,22 @@ def groups(step: int, engine: torch.Tensor) -> list[RolloutGroup]:
     """Four prompts, four completions each, of several versions; the engine's log-probs are of another table."""
     rng = random.Random(step)
 
-    def completion(before: int) -> Completion:
+    def sampled(before: int) -> Completion:
         tokens = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))]
         inputs, oldest = [before, *tokens[:-1]], rng.choice([0, 1, 2])
-        return Completion(
-            token_ids=tuple(tokens),
-            logprobs=tuple(float(engine[x].log_softmax(-1)[y]) for x, y in zip(inputs, tokens, strict=True)),
-            finish_reason=rng.choice(["stop", "stop", "length"]),
+        return completion(
+            tokens,
+            [float(engine[x].log_softmax(-1)[y]) for x, y in zip(inputs, tokens, strict=True)],
+            finish=rng.choice(["stop", "stop", "length"]),
             versions=(oldest, rng.choice([oldest, 2])),
             routes=Routes(data=bytes(x % 2 for x in (1, *inputs)), shape=(1 + len(inputs), 1, 1)),
         )
 
     return [
-        RolloutGroup(
-            prompt=Prompt(id=f"p{p}", text="", token_ids=(1, p), answer=""),
-            completions=tuple(completion(p) for _ in range(4)),
-            texts=("",) * 4,
-            rewards=tuple(rng.choice([0.0, 0.5, 1.0]) for _ in range(4)),
+        group(
+            Prompt(id=f"p{p}", text="", token_ids=(1, p), answer=""),
+            [sampled(p) for _ in range(4)],
+            [rng.choice([0.0, 0.5, 1.0]) for _ in range(4)],
         )
         for p in range(4)
     ]

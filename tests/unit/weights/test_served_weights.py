@@ -21,6 +21,7 @@ from rl_megatron.weights.checks.reports import NO_KINDS, Beside, Kinds, Report, 
 from rl_megatron.weights.servers.mirror import Mirror, Seal
 from rl_megatron.weights.servers.probe import Probe
 from rl_megatron.weights.servers.sync import ServedWeights
+from tests.completions import completion
 
 SHAPES = {"norm": (4,), **{f"layers.{i}.{x}": (4, 8) for i in range(2) for x in ("gate", "up")}}
 
@@ -89,7 +90,7 @@ class Both:
         return {"it": [[self._answer(-1.0 + (self.by if i < self.off else 0.0))] for i in range(len(requests))]}
 
     def _answer(self, logprob: float) -> Completion:
-        return Completion(token_ids=(1, 2), logprobs=(-1.0, logprob), finish_reason="length", versions=(1, 1))
+        return completion((1, 2), (-1.0, logprob), finish="length", versions=(1, 1))
 
     async def score_everywhere(
         self, texts: Sequence[Sequence[int]], *, only: str | None = None

@@ -20,7 +20,7 @@ from typing_extensions import TypedDict, override
 from rl_megatron.errors import ConfigError, CorruptionError, EngineError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, StartOptions, candidate, version_of
-from rl_megatron.rollout.servers.answers import checked_routes
+from rl_megatron.rollout.servers.answers import TokenId, checked_routes
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
 from rl_megatron.weights.checks.reports import Report
@@ -48,7 +48,7 @@ class _Finish(TypedDict):
 
 
 class _Meta(TypedDict):
-    output_token_logprobs: list[tuple[float, int, Any]]  # log-prob, token id, text
+    output_token_logprobs: list[tuple[float, TokenId, Any]]  # log-prob, token id, text
     finish_reason: _Finish
     weight_version: NotRequired[Any]
     weight_versions: NotRequired[list[_Span] | None]
@@ -279,8 +279,8 @@ def _completion(said: _Meta, request: GenerationRequest, shape: ModelShape) -> C
     versions = [version_of(span["version"]) for span in spans]
     positions = len(request.token_ids) + len(tokens) - 1
     return Completion(
-        token_ids=tuple(token for _, token, _ in tokens),
-        logprobs=tuple(logprob for logprob, _, _ in tokens),
+        token_ids=np.fromiter((token for _, token, _ in tokens), np.int32, len(tokens)),
+        logprobs=np.fromiter((logprob for logprob, _, _ in tokens), np.float32, len(tokens)),
         finish_reason=said["finish_reason"]["type"],
         versions=(min(versions), max(versions)),
         routes=_routes(said.get("routed_experts"), positions, shape) if request.routes and tokens else None,

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict, override
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, StartOptions, candidate, version_of
-from rl_megatron.rollout.servers.answers import checked_routes
+from rl_megatron.rollout.servers.answers import TokenId, checked_routes
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
 from rl_megatron.weights.checks.reports import Report
@@ -45,7 +45,7 @@ class _Span(TypedDict):
 
 class _Choice(TypedDict):
     index: int
-    token_ids: list[int] | None
+    token_ids: list[TokenId] | None
     logprobs: _LogProbs | None
     finish_reason: FinishReason
     weight_versions: list[_Span] | None
@@ -241,13 +241,13 @@ class VLLMAdapter(Adapter):
 
 
 def _completion(choice: _Choice, request: GenerationRequest, shape: ModelShape) -> Completion:
-    token_ids = tuple(choice["token_ids"] or ())
-    content = (choice["logprobs"]["content"] if choice["logprobs"] else None) or ()
+    token_ids = choice["token_ids"] or []
+    content = (choice["logprobs"]["content"] if choice["logprobs"] else None) or []
     spans = choice["weight_versions"] or ([{"version": None}] if token_ids else [])  # what has no tokens has none
     versions = [version_of(span["version"]) for span in spans]
     return Completion(
-        token_ids=token_ids,
-        logprobs=tuple(one["logprob"] for one in content),
+        token_ids=np.array(token_ids, np.int32),
+        logprobs=np.fromiter((one["logprob"] for one in content), np.float32, len(content)),
         finish_reason=choice["finish_reason"],
         versions=(min(versions, default=0), max(versions, default=0)),
         routes=_routes(choice.get("routed_experts"), len(request.token_ids) + len(token_ids) - 1, shape)
