@@ -34,7 +34,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.samples import to_samples
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.training.credit import Memory, assign_credit, shape_rewards
-from rl_megatron.types import Completion, LossInputs, Prompt, RolloutGroup
+from rl_megatron.types import Completion, LossInputs, Prompt, RolloutGroup, Span
 
 TOKENS = 65_536
 BAR = 0.02  # of a train step
@@ -87,7 +87,7 @@ def rollouts(length: int) -> list[RolloutGroup]:
         token_ids=np.arange(length, dtype=np.int32),
         logprobs=np.full(length, -1.0, np.float32),
         finish_reason="stop",
-        versions=(0, 0),
+        spans=(Span(0, 0),),
     )
     return [
         RolloutGroup(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bench.results import parse, write
 from rl_megatron.data.samples import to_samples
-from rl_megatron.types import Completion, Prompt, RolloutGroup
+from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
 
 BAR_SECONDS = 0.1
 PROMPT, GROUP, LONGEST, VOCABULARY = 128, 16, 32_768, 150_000
@@ -38,7 +38,7 @@ def rollouts(sequences: int, positions: int) -> list[RolloutGroup]:
             token_ids=rng.integers(0, VOCABULARY, length, dtype=np.int32),
             logprobs=-rng.random(length, dtype=np.float32),
             finish_reason="stop",
-            versions=(0, 0),
+            spans=(Span(0, 0),),
         )
         for length in lengths.tolist()
     ]

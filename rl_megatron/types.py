@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from rl_megatron.columns import LogProbs, TokenIds, freeze
 
@@ -90,6 +90,13 @@ class Routes:
     __pydantic_config__: ClassVar = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}
 
 
+class Span(NamedTuple):
+    """Tokens from ``start`` on, up to those of the next span, were sampled by weights ``version``."""
+
+    start: int
+    version: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
     """What an engine sampled. The stop token, where one ended it, is the last of ``token_ids``."""
@@ -97,7 +104,7 @@ class Completion:
     token_ids: TokenIds  # [L] int32
     logprobs: LogProbs  # [L] float32, nats
     finish_reason: FinishReason
-    versions: tuple[int, int]  # oldest and newest weight version that sampled a token of it
+    spans: tuple[Span, ...]  # starts ascend from 0
     routes: Routes | None = None  # of prompt and completion but the last token, where the engine was asked for them
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_megatron.types import Completion, FinishReason, Prompt, RolloutGroup, Routes
+from rl_megatron.types import Completion, FinishReason, Prompt, RolloutGroup, Routes, Span
 
 
 def completion(
@@ -14,7 +14,7 @@ def completion(
     logprobs: Sequence[float] | None = None,
     *,
     finish: FinishReason = "stop",
-    versions: tuple[int, int] = (0, 0),
+    spans: Sequence[tuple[int, int]] = ((0, 0),),
     routes: Routes | None = None,
 ) -> Completion:
     """Without ``logprobs`` each is -0.5."""
@@ -22,14 +22,14 @@ def completion(
         token_ids=np.array(tokens, np.int32),
         logprobs=np.array([-0.5] * len(tokens) if logprobs is None else logprobs, np.float32),
         finish_reason=finish,
-        versions=versions,
+        spans=tuple(Span(*span) for span in spans),
         routes=routes,
     )
 
 
 def plain(one: Completion) -> tuple[object, ...]:
     """All that it holds, to be compared."""
-    return one.token_ids.tolist(), one.logprobs.tolist(), one.finish_reason, one.versions, one.routes
+    return one.token_ids.tolist(), one.logprobs.tolist(), one.finish_reason, one.spans, one.routes
 
 
 def group(

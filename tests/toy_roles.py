@@ -163,7 +163,7 @@ class ToyEngine:
             tokens,
             logprobs,
             finish="length" if wanted > limit else "stop",
-            versions=(self.version, self.version),
+            spans=((0, self.version),),
             routes=routes if request.routes else None,
         )
 

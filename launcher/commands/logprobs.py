@@ -23,7 +23,7 @@ from launcher.processes.environment import inherited
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.types import Completion, Prompt, RolloutGroup
+from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
 from rl_megatron.weights.checkpoints.convert import is_megatron
 from rl_megatron.weights.layouts.families import megatron_layout, read_shape
 
@@ -164,6 +164,6 @@ def _group(text: Sequence[int]) -> RolloutGroup:
     """A text as something whose every token but the first was sampled."""
     rest = np.array(text[1:], np.int32)
     zeros = np.zeros(len(rest), np.float32)
-    completion = Completion(token_ids=rest, logprobs=zeros, finish_reason="length", versions=(0, 0))
+    completion = Completion(token_ids=rest, logprobs=zeros, finish_reason="length", spans=(Span(0, 0),))
     prompt = Prompt(id="text", text="", token_ids=tuple(text[:1]), answer="")
     return RolloutGroup(prompt=prompt, completions=(completion,), texts=("",), rewards=(0.0,))

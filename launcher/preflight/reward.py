@@ -15,7 +15,7 @@ from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.scoring import problems, score
-from rl_megatron.types import Completion, Prompt, Scored
+from rl_megatron.types import Completion, Prompt, Scored, Span
 
 SECONDS = 3.0  # for its answer, where reward.timeout_seconds is more
 MADE_UP = "a made-up completion"
@@ -70,7 +70,7 @@ def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> tuple[Scored
             token_ids=np.zeros(n, np.int32),
             logprobs=np.full(n, -1.0, np.float32),
             finish_reason="stop",
-            versions=(0, 0),
+            spans=(Span(0, 0),),
         )
         for n in (len(text.encode()) + 1 for text in texts)
     ]

@@ -25,6 +25,7 @@ from rl_megatron.types import (
     RolloutGroup,
     Samples,
     SamplingParams,
+    Span,
 )
 
 MOST_LOGITS = 2**26  # values of logits that are fetched
@@ -223,7 +224,7 @@ def _groups_of(samples: Samples) -> list[RolloutGroup]:
             token_ids=one.targets[first:].int().numpy(),
             logprobs=one.rollout_logprobs[first:].numpy(),
             finish_reason="length",
-            versions=(0, 0),
+            spans=(Span(0, 0),),
         )
         ids = tuple(one.input_ids[: first + 1].tolist())
         out.append(_group(Prompt(id=str(number), text="", token_ids=ids, answer=""), [completion]))

@@ -133,7 +133,7 @@ class GroupJob(ABC):
         rewards = np.array([r for g in groups for r in g.rewards])
         completions = [c for g in groups for c in g.completions]
         lengths = np.array([len(c.token_ids) for c in completions])
-        staleness = self.number - 1 - np.array([c.versions[0] for c in completions])
+        staleness = self.number - 1 - np.array([c.spans[0].version for c in completions])
         return {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()),

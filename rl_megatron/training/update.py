@@ -172,7 +172,7 @@ class Update:
         """Step s trains version s - 1, the proximal one, into version s."""
         if self.config.algorithm.old_logprobs != "interpolated":
             return samples
-        versions = torch.tensor([c.versions[0] for g in groups for c in g.completions])
+        versions = torch.tensor([c.spans[0].version for g in groups for c in g.completions])
         everywhere = torch.repeat_interleave(versions, samples.cu_seqlens.diff())
         return replace(samples, proximal_share=proximal_share(everywhere, proximal_version=step - 1, version=step))
 

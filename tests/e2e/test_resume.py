@@ -150,7 +150,7 @@ def test_a_pipeline_with_rollouts_ahead_resumes_its_buffer_and_exports_what_samp
 
     (sampled,) = checkpoints.read(run.folder / "checkpoints/step_000004").state.buffer
     completions = [(g.prompt.token_ids, c) for g in sampled.groups for c in g.completions]
-    assert {c.versions for _, c in completions} == {(3, 3)}  # the weights that this folder holds
+    assert {c.spans for _, c in completions} == {((0, 3),)}  # the weights that this folder holds
     model = AutoModelForCausalLM.from_pretrained(run.folder / "hf_step_000003", dtype=torch.float32)
     for prompt, completion in completions:
         tokens = torch.tensor([[*prompt, *completion.token_ids]])

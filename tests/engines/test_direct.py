@@ -32,10 +32,10 @@ def test_shards_go_straight_into_engines(
             for completion in server.generate(request(n=3))[0]:
                 expected = logprobs_of(folder, request().token_ids, completion.token_ids, 1.0)
                 torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
-                assert completion.versions == (version, version)
+                assert completion.spans == ((0, version),)
         assert sender.least_bytes == sum(t.nbytes for t in sender.tensors.values()) * len(server.engine.servers)
     server.push(models[1], 5)
-    assert server.generate(request())[0][0].versions == (5, 5)
+    assert server.generate(request())[0][0].spans == ((0, 5),)
 
 
 def test_a_lone_server_that_is_killed_comes_back_with_what_went_straight_into_it(
@@ -52,7 +52,7 @@ def test_a_lone_server_that_is_killed_comes_back_with_what_went_straight_into_it
                 victim = process_of(server, 0)
                 answered = while_sampling(server, partial(os.killpg, victim.pid, signal.SIGKILL))
                 check(server, folder, answered, version, restarts=1)
-        assert server.generate(request())[0][0].versions == (2, 2)
+        assert server.generate(request())[0][0].spans == ((0, 2),)
 
 
 def test_a_server_that_refuses_leaves_no_sender_waiting(
@@ -86,5 +86,5 @@ def test_a_server_that_refuses_leaves_no_sender_waiting(
             server.run(server.weights.push(4))
         sender.flipped = ""
         server.run(server.weights.push(4))
-        assert server.generate(request())[0][0].versions == (4, 4)
+        assert server.generate(request())[0][0].spans == ((0, 4),)
     assert server.engine.adapter is adapter

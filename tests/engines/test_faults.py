@@ -66,7 +66,7 @@ def test_what_goes_wrong_inside_vllm_is_named_and_never_served(
             refused(server, models[1 - version % 2], version, told)
         break_("")
         server.push(models[1], 9)
-        assert server.generate(request())[0][0].versions == (9, 9)
+        assert server.generate(request())[0][0].spans == ((0, 9),)
         break_("dies")
         with pytest.raises(RLMegatronError, match=r"no vLLM server is left|version 10 failed, and is not served"):
             server.push(models[0], 10)
@@ -84,7 +84,7 @@ def test_what_goes_wrong_inside_sglang_is_named_and_never_served(
         refused(server, models[1], 101, r"wrote in model\.layers\.1\.self_attn\.q_proj\.weight$")
         refused(server, models[1], 102, r"wrote in model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight$")
         server.push(models[1], 104)
-        assert server.generate(request())[0][0].versions == (104, 104)
+        assert server.generate(request())[0][0].spans == ((0, 104),)
 
 
 @pytest.mark.parametrize("name", sorted(SERVERS))
@@ -104,7 +104,7 @@ def test_a_server_that_is_not_started_again_is_done_without(
         assert first.url in server.engine.replicas.all[0].reason
         assert "status" in server.engine.replicas.all[0].reason
         server.push(models[0], 2)
-        assert server.generate(request())[0][0].versions == (2, 2)
+        assert server.generate(request())[0][0].spans == ((0, 2),)
         assert server.engine.servers == [second]
 
 

@@ -63,7 +63,7 @@ def samples_from(server: ServedBench, folder: Path, version: int) -> None:
         for c in completions:
             expected = logprobs_of(folder, asked.token_ids, c.token_ids, 1.0)
             torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
-            assert c.versions == (version, version)
+            assert c.spans == ((0, version),)
 
 
 def check_straight(server: ServedBench, name: str, learners: Learners) -> None:

@@ -78,8 +78,8 @@ def until_healthy(server: ServedBench, restarts: int) -> None:
 def check(server: ServedBench, model: Path, answered: Answered, version: int, restarts: int) -> None:
     """Every answer is there, sampled by the weights that are served; so is what each replica samples on its own."""
     for asked, completions in answered:
-        wanted = asked.params.max_new_tokens, (version, version)
-        assert [(len(c.token_ids), c.versions) for c in completions] == [wanted] * 2
+        wanted = asked.params.max_new_tokens, ((0, version),)
+        assert [(len(c.token_ids), c.spans) for c in completions] == [wanted] * 2
         for c in completions:
             expected = logprobs_of(model, asked.token_ids, c.token_ids, 1.0)
             torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
@@ -88,7 +88,7 @@ def check(server: ServedBench, model: Path, answered: Answered, version: int, re
         (c,) = server.run(server.engine.adapter.generate(replica.server, request(), "mine"))
         expected = logprobs_of(model, request().token_ids, c.token_ids, 1.0)
         torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
-        assert c.versions == (version, version)
+        assert c.spans == ((0, version),)
 
 
 @pytest.mark.parametrize("name", sorted(SERVERS))

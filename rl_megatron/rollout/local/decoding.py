@@ -22,7 +22,7 @@ from rl_megatron.errors import EngineError
 from rl_megatron.models.kv_cache import KVCache
 from rl_megatron.models.reference import CausalAttention, ReferenceModel
 from rl_megatron.rollout.local.sampling import RowSampling, choose_tokens, stream_keys, uniforms
-from rl_megatron.types import Completion, GenerationRequest, Routes
+from rl_megatron.types import Completion, GenerationRequest, Routes, Span
 
 # Padded prompt tokens prefilled at once: bounds a block's memory.
 MAX_PREFILL_TOKENS = 16384
@@ -125,7 +125,7 @@ class Decoding:
                 token_ids=tokens[end - length : end],
                 logprobs=logprobs[end - length : end],
                 finish_reason="stop" if by_stop else "length",
-                versions=(version, version),
+                spans=(Span(0, version),),
                 routes=its_routes,
             )
             for end, length, by_stop, its_routes in zip(accumulate(lengths), lengths, stopped, routes, strict=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from pydantic import Field
 from rl_megatron.data.routes import encode_routes
 from rl_megatron.errors import DataError, EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.types import Completion, GenerationRequest, Routes
+from rl_megatron.types import Completion, GenerationRequest, Routes, Span
 
 TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 """What a column of token ids can hold, in an adapter's form of an answer."""
@@ -31,6 +33,9 @@ def problem_of(completion: Completion, request: GenerationRequest, *, vocab_size
     if not known.all():
         at = int(known.argmin())
         return f"token {at} has id {tokens[at]}; the vocabulary has {vocab_size}"
+    starts = [span.start for span in completion.spans]
+    if starts[:1] != [0] or any(b <= a for a, b in pairwise([*starts, max(1, len(tokens))])):
+        return f"its weight versions begin at tokens {starts} of {len(tokens)}; they ascend from 0"
     least, most_likely = _LOGPROBS
     possible = (logprobs >= least) & (logprobs <= most_likely)  # NaN is neither
     if not possible.all():
@@ -62,18 +67,30 @@ def rest_of(request: GenerationRequest, completion: Completion) -> GenerationReq
     )
 
 
+def spans_of(parts: Iterable[tuple[int, int]]) -> tuple[Span, ...]:
+    """From (first token, version) of each part; neighbours of one version are one span."""
+    spans: list[Span] = []
+    for start, version in parts:
+        if not spans or version != spans[-1].version:
+            spans.append(Span(start, version))
+    return tuple(spans)
+
+
 def joined(first: Completion, more: Completion) -> Completion:
     """One completion of two, the second sampled with the first behind its prompt."""
     if not len(first.token_ids):
         return more
-    routes = more.routes if len(more.token_ids) else first.routes
+    if not len(more.token_ids):
+        return replace(first, finish_reason=more.finish_reason)
+    routes = more.routes
     if first.routes is not None and routes is not None:  # those of the first part chose its tokens
         routes = replace(routes, data=first.routes.data + routes.data[len(first.routes.data) :])
+    behind = ((len(first.token_ids) + span.start, span.version) for span in more.spans)
     return Completion(
         token_ids=np.concatenate((first.token_ids, more.token_ids)),
         logprobs=np.concatenate((first.logprobs, more.logprobs)),
         finish_reason=more.finish_reason,
-        versions=(min(first.versions[0], more.versions[0]), max(first.versions[1], more.versions[1])),
+        spans=spans_of((*first.spans, *behind)),
         routes=routes,
     )
 

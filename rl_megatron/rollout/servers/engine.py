@@ -83,7 +83,7 @@ class ServedEngine:
             raise EngineError(
                 f"request {request.id!r}: {len(completions)} completions came, {request.num_completions} were asked for"
             )
-        strays = {v for c in completions for v in c.versions if not before <= v <= after}
+        strays = {s.version for c in completions for s in c.spans if not before <= s.version <= after}
         if strays:
             raise EngineError(
                 f"request {request.id!r} was sampled with version {min(strays)}, but {before} to {after} were served: "

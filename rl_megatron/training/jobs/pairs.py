@@ -10,7 +10,7 @@ import numpy as np
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.training.group_job import GroupJob
-from rl_megatron.types import Completion, Prompt, RolloutGroup
+from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ class PreferencePairs(GroupJob):
             token_ids=np.array(tokens, np.int32),
             logprobs=np.zeros(len(tokens), np.float32),
             finish_reason="stop",
-            versions=(version, version),
+            spans=(Span(0, version),),
         )
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.data.samples import to_samples
 from rl_megatron.interfaces import Scorer
-from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, RolloutGroup, SamplingParams
+from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, RolloutGroup, SamplingParams, Span
 
 _TEXTS, _TEXT_TOKENS = 4, 16
 _SAMPLED = 4  # tokens of a text, where engines cannot score it
@@ -100,7 +100,7 @@ async def scores_of(learner: Scorer, dims: ParallelDims, texts: Sequence[Scored]
                     token_ids=np.array(behind, np.int32),
                     logprobs=np.array(said, np.float32),
                     finish_reason="length",
-                    versions=(0, 0),
+                    spans=(Span(0, 0),),
                 ),
             ),
             texts=("",),

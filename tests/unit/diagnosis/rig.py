@@ -175,7 +175,7 @@ class Transformers:
         scores = torch.stack(out.logits if self.raw else out.scores, 1).float().log_softmax(-1)
         logprobs = scores.gather(2, tokens[:, :, None])[:, :, 0]
         return [
-            completion(t, lp, finish="length", versions=(1, 1))
+            completion(t, lp, finish="length", spans=((0, 1),))
             for t, lp in zip(tokens.tolist(), logprobs.tolist(), strict=True)
         ]
 

@@ -149,7 +149,7 @@ def test_requests_of_a_server_that_dies_are_answered_once_by_what_was_refitted(
             it.places[0].why.set_result("killed")
             answers = await asyncio.gather(*requests)
             it.may_start.set()
-            assert [[c.versions for c in answer] for answer in answers] == [[(4, 4)]] * 6
+            assert [[c.spans for c in answer] for answer in answers] == [[((0, 4),)]] * 6
             await it.reach(0, State.HEALTHY)
             assert it.places[0].was_ended
             orders = [path for path in fakes[2].asked if path != "/health"]
@@ -175,7 +175,7 @@ def test_a_server_that_dies_of_a_push_gets_the_new_version(fakes: list[Fake], re
             await pushing
             await it.reach(0, State.HEALTHY)
             assert fakes[2].label == "5"
-            assert (await it.engine.generate(REQUEST))[0].versions == (5, 5)
+            assert (await it.engine.generate(REQUEST))[0].spans == ((0, 5),)
             go.set()
 
     run(test)
@@ -198,7 +198,7 @@ def test_a_server_that_dies_again_and_again_is_given_up(fakes: list[Fake], repli
             await it.reach(0, State.GONE)
             assert it.engine.metrics() == {"engine/healthy": replicas - 1, "engine/restarts": 2}
             if replicas == 2:
-                assert (await it.engine.generate(REQUEST))[0].versions == (4, 4)
+                assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
                 return
             with pytest.raises(EngineError, match="no Words server is left:\nno more ports"):
                 await it.engine.generate(REQUEST)
@@ -228,7 +228,7 @@ def test_a_server_that_hangs_is_ended_and_its_requests_go_elsewhere(fakes: list[
             await it.push(4)
             go = stuck(fakes[0], "/generate")
             health = stuck(fakes[0], "/health") if path == "/health" else go
-            assert (await it.engine.generate(REQUEST))[0].versions == (4, 4)
+            assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
             assert it.places[0].was_ended
             assert fakes[2].asked.count("/generate") == 1
             said = "it hangs or was stopped" if path == "/health" else "made no token in rollout.server.timeout_"
@@ -260,7 +260,7 @@ def test_a_server_that_makes_tokens_is_healthy_however_long_a_request_takes(
         async with bed(fakes[:1], [], **limits) as it:
             await it.push(4)
             fakes[0].answer = answer
-            assert (await it.engine.generate(REQUEST))[0].versions == (4, 4)
+            assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
             assert it.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 0}
 
     run(test)
@@ -275,7 +275,7 @@ def test_a_failed_request_is_no_death_where_the_server_says_that_it_is_well(fake
     async def test() -> None:
         async with bed(fakes[:1], []) as it:
             await it.push(4)
-            assert (await it.engine.generate(REQUEST))[0].versions == (4, 4)
+            assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
             assert it.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 0}
 
     run(test)
@@ -286,7 +286,7 @@ def test_a_server_of_somebody_else_that_came_back_with_other_weights_is_refitted
         async with bed(fakes[:1], fakes[:1]) as it:
             await it.push(4)
             fakes[0].label = "default"
-            assert (await it.engine.generate(REQUEST))[0].versions == (4, 4)
+            assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
             assert "'default'" in it.engine.replicas.all[0].reason
             assert fakes[0].label == "4"
 
@@ -327,7 +327,7 @@ def test_a_server_by_address_that_was_out_of_reach_serves_again_once_it_is_refit
 
             await push(engine, 4)
             servers.refit = refit
-            assert (await engine.generate(REQUEST))[0].versions == (4, 4)
+            assert (await engine.generate(REQUEST))[0].spans == ((0, 4),)
             assert engine.metrics() == {"engine/healthy": 1, "engine/restarts": 1}
             assert fake.asked.count("/load") == 2
 

@@ -34,7 +34,7 @@ def good(engine: str) -> Any:
         meta = {"output_token_logprobs": [[-1.0, 5, None], [-2.0, 6, None]], "weight_version": "4"}
         return [{"meta_info": {**meta, "finish_reason": {"type": "length"}}}]
     choice = {"index": 0, "token_ids": [5, 6], "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}}
-    return {"choices": [{**choice, "weight_versions": [{"version": "4"}], "finish_reason": "length"}]}
+    return {"choices": [{**choice, "weight_versions": [{"version": "4", "start": 0}], "finish_reason": "length"}]}
 
 
 def tokens(answer: Any, engine: str) -> Any:
@@ -76,7 +76,7 @@ def ask(engine: str, answer: object) -> list[Completion]:
 @pytest.mark.parametrize("engine", ADAPTERS)
 def test_a_good_answer_is_taken(engine: str) -> None:
     (taken,) = ask(engine, good(engine))
-    assert plain(taken) == ([5, 6], [-1.0, -2.0], "length", (4, 4), None)
+    assert plain(taken) == ([5, 6], [-1.0, -2.0], "length", ((0, 4),), None)
 
 
 @pytest.mark.parametrize("engine", ADAPTERS)
@@ -173,3 +173,22 @@ def test_a_completion_longer_than_asked_for_or_without_its_log_probs_is_none() -
     assert problem_of(longer, REQUEST, vocab_size=10) == "4 tokens came, 3 were asked for at most"
     lacking = completion((1,) * 3, (0.0,))
     assert problem_of(lacking, REQUEST, vocab_size=10) == "1 log-probs came with 3 tokens"
+
+
+@pytest.mark.parametrize(
+    ("starts", "taken"),
+    [([0], True), ([0, 2], True), ([], False), ([1], False), ([0, 0], False), ([0, 2, 1], False), ([0, 3], False)],
+)
+def test_versions_begin_at_tokens_that_ascend(starts: list[int], taken: bool) -> None:
+    done = completion((1,) * 3, spans=[(start, number) for number, start in enumerate(starts)])
+    problem = problem_of(done, REQUEST, vocab_size=10)
+    assert problem == (None if taken else f"its weight versions begin at tokens {starts} of 3; they ascend from 0")
+
+
+@pytest.mark.parametrize("engine", ADAPTERS)
+def test_weights_that_were_vouched_for_meanwhile_are_one_version(engine: str) -> None:
+    answer = good(engine)
+    spans = [{"version": "4?", "start": 0}, {"version": "4", "start": 1}]
+    (answer["choices"][0] if engine == "vllm" else answer[0]["meta_info"])["weight_versions"] = spans
+    (taken,) = ask(engine, answer)
+    assert taken.spans == ((0, 4),)

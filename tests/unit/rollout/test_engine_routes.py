@@ -85,7 +85,7 @@ def by_vllm(experts: np.ndarray | None, shape: ModelShape, asked: GenerationRequ
         "index": 0,
         "token_ids": [5, 6],
         "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]},
-        "weight_versions": [{"version": "1"}],
+        "weight_versions": [{"version": "1", "start": 0}],
         "finish_reason": "length",
     }
     if experts is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest, Routes, SamplingParams
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes
-from tests.completions import completion
+from tests.completions import completion, plain
 
 Answer = Callable[[str, dict[str, Any], int], tuple[int, object]]
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=2, stop_token_ids=(), seed=0)
@@ -48,9 +49,7 @@ class Words(Adapter):
         body = {"id": request_id, "prompt": request.token_ids, "new": request.params.max_new_tokens}
         answer = {"tokens": [7], "finish": "stop", **await server.sampled("/generate", body, TypeAdapter(dict))}
         version = version_of(answer["label"])
-        return [
-            completion(answer["tokens"], finish=answer["finish"], versions=(version, version))
-        ] * request.num_completions
+        return [completion(answer["tokens"], finish=answer["finish"], spans=((0, version),))] * request.num_completions
 
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
         await server.post("/abort", {"id": request_id})
@@ -177,7 +176,7 @@ def test_a_failed_attempt_goes_to_another_replica(fakes: list[Fake]) -> None:
         await push(engine, 4)
         return (await engine.generate(REQUEST))[0]
 
-    assert asyncio.run(ask()).versions == (4, 4)
+    assert asyncio.run(ask()).spans == ((0, 4),)
     assert (fakes[0].asked.count("/generate"), fakes[1].asked.count("/generate")) == (1, 1)
 
 
@@ -246,7 +245,7 @@ def test_nothing_is_served_between_load_and_commit(fakes: list[Fake]) -> None:
             engine.refuse()
         return (await waiting)[0]
 
-    assert asyncio.run(ask(True)).versions == (2, 2)
+    assert asyncio.run(ask(True)).spans == ((0, 2),)
     with pytest.raises(EngineError, match="no weights are served"):
         asyncio.run(ask(False))
 
@@ -339,7 +338,7 @@ def test_what_an_update_ends_is_asked_again_with_what_it_has(sampled: list[int])
         done = asyncio.run(ask())
         assert done.token_ids.tolist() == [*sampled, *[4] * (2 - len(sampled))]
         assert done.finish_reason == "length"
-        assert done.versions == (1 if sampled else 2, 2)
+        assert done.spans == (((0, 1), (1, 2)) if sampled else ((0, 2),))
         assert prompts == [([1, 2], 2), ([1, 2, *sampled], 2 - len(sampled))]
 
 
@@ -359,18 +358,35 @@ def test_what_ends_without_an_update_is_an_error(fakes: list[Fake]) -> None:
 def test_routes_of_a_completion_in_two_parts_are_those_that_chose_its_tokens() -> None:
     def part(tokens: int, positions: int, expert: int) -> Completion:
         routes = Routes(data=bytes([expert] * positions * 2), shape=(positions, 1, 2))
-        return completion((5,) * tokens, versions=(1, 1), routes=routes)
+        return completion((5,) * tokens, spans=((0, 1),), routes=routes)
 
     whole = joined(part(2, 4, 0), part(3, 7, 9))  # a prompt of 3 tokens
     assert whole.routes == Routes(data=bytes([0] * 8 + [9] * 6), shape=(7, 1, 2))
-    ended_at_once = completion((), finish="abort", versions=(2, 2))
+    ended_at_once = completion((), finish="abort", spans=((0, 2),))
     assert joined(whole, ended_at_once).routes == whole.routes
+
+
+def test_a_completion_in_parts_keeps_what_each_version_sampled() -> None:
+    parts = [
+        completion((1, 2), (-1.0, -2.0), spans=((0, 3),)),
+        completion((), spans=((0, 4),)),
+        completion((3, 4, 5), (-3.0, -4.0, -5.0), spans=((0, 3), (2, 5))),
+        completion((6,), (-6.0,), spans=((0, 7),), finish="length"),
+    ]
+    whole = functools.reduce(joined, parts)
+    assert plain(whole) == (
+        [1, 2, 3, 4, 5, 6],
+        [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0],
+        "length",
+        ((0, 3), (4, 5), (5, 7)),
+        None,
+    )
 
 
 @pytest.mark.parametrize(("tokens", "finish"), [((3,), "abort"), ((), "abort"), ((9,), "stop"), ((3, 4), "length")])
 def test_what_was_ended_at_its_end_has_nothing_left(tokens: tuple[int, ...], finish: str) -> None:
     params = replace(PARAMS, stop_token_ids=(9,))
-    cut = completion(tokens, finish="abort", versions=(1, 1))
+    cut = completion(tokens, finish="abort", spans=((0, 1),))
     assert as_it_should_end(cut, replace(REQUEST, params=params)).finish_reason == finish
 
 

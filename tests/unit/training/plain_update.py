@@ -59,7 +59,7 @@ class PlainUpdate:
                 inputs=[group.prompt.token_ids[-1], *c.token_ids[:-1].tolist()],
                 targets=c.token_ids.tolist(),
                 engine=c.logprobs.tolist(),
-                oldest=c.versions[0],
+                oldest=c.spans[0].version,
                 cut=c.finish_reason != "stop",
                 raw=reward,
                 group=number,

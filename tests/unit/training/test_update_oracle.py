@@ -61,7 +61,7 @@ def groups(step: int, engine: torch.Tensor) -> list[RolloutGroup]:
             tokens,
             [float(engine[x].log_softmax(-1)[y]) for x, y in zip(inputs, tokens, strict=True)],
             finish=rng.choice(["stop", "stop", "length"]),
-            versions=(oldest, rng.choice([oldest, 2])),
+            spans=((0, oldest), (1, rng.choice([oldest, 2])))[: len(tokens)],
             routes=Routes(data=bytes(x % 2 for x in (1, *inputs)), shape=(1 + len(inputs), 1, 1)),
         )
 

@@ -90,7 +90,7 @@ class Both:
         return {"it": [[self._answer(-1.0 + (self.by if i < self.off else 0.0))] for i in range(len(requests))]}
 
     def _answer(self, logprob: float) -> Completion:
-        return completion((1, 2), (-1.0, logprob), finish="length", versions=(1, 1))
+        return completion((1, 2), (-1.0, logprob), finish="length", spans=((0, 1),))
 
     async def score_everywhere(
         self, texts: Sequence[Sequence[int]], *, only: str | None = None

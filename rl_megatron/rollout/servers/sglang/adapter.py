@@ -20,7 +20,7 @@ from typing_extensions import TypedDict, override
 from rl_megatron.errors import ConfigError, CorruptionError, EngineError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, StartOptions, candidate, version_of
-from rl_megatron.rollout.servers.answers import TokenId, checked_routes
+from rl_megatron.rollout.servers.answers import TokenId, checked_routes, spans_of
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
 from rl_megatron.weights.checks.reports import Report
@@ -40,6 +40,7 @@ _MARGIN = 8  # of its context that a request may not use
 
 
 class _Span(TypedDict):
+    start: int
     version: Any
 
 
@@ -275,14 +276,13 @@ def _names(request: GenerationRequest, request_id: str) -> list[str]:
 def _completion(said: _Meta, request: GenerationRequest, shape: ModelShape) -> Completion:
     """From the ``meta_info`` of one answer."""
     tokens = said["output_token_logprobs"]
-    spans = said.get("weight_versions") or [{"version": said.get("weight_version")}]
-    versions = [version_of(span["version"]) for span in spans]
+    spans = said.get("weight_versions") or [_Span(start=0, version=said.get("weight_version"))]
     positions = len(request.token_ids) + len(tokens) - 1
     return Completion(
         token_ids=np.fromiter((token for _, token, _ in tokens), np.int32, len(tokens)),
         logprobs=np.fromiter((logprob for logprob, _, _ in tokens), np.float32, len(tokens)),
         finish_reason=said["finish_reason"]["type"],
-        versions=(min(versions), max(versions)),
+        spans=spans_of((span["start"], version_of(span["version"])) for span in spans),
         routes=_routes(said.get("routed_experts"), positions, shape) if request.routes and tokens else None,
     )
 

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict, override
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, StartOptions, candidate, version_of
-from rl_megatron.rollout.servers.answers import TokenId, checked_routes
+from rl_megatron.rollout.servers.answers import TokenId, checked_routes, spans_of
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
 from rl_megatron.weights.checks.reports import Report
@@ -40,6 +40,7 @@ class _LogProbs(TypedDict):
 
 
 class _Span(TypedDict):
+    start: int
     version: Any
 
 
@@ -243,13 +244,13 @@ class VLLMAdapter(Adapter):
 def _completion(choice: _Choice, request: GenerationRequest, shape: ModelShape) -> Completion:
     token_ids = choice["token_ids"] or []
     content = (choice["logprobs"]["content"] if choice["logprobs"] else None) or []
-    spans = choice["weight_versions"] or ([{"version": None}] if token_ids else [])  # what has no tokens has none
-    versions = [version_of(span["version"]) for span in spans]
+    # What has no tokens has no version.
+    spans = choice["weight_versions"] or [_Span(start=0, version=None if token_ids else 0)]
     return Completion(
         token_ids=np.array(token_ids, np.int32),
         logprobs=np.fromiter((one["logprob"] for one in content), np.float32, len(content)),
         finish_reason=choice["finish_reason"],
-        versions=(min(versions, default=0), max(versions, default=0)),
+        spans=spans_of((span["start"], version_of(span["version"])) for span in spans),
         routes=_routes(choice.get("routed_experts"), len(request.token_ids) + len(token_ids) - 1, shape)
         if request.routes and token_ids
         else None,
