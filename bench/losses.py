@@ -32,6 +32,7 @@ from rl_megatron.algorithms.returns import gae
 from rl_megatron.config.sections.algorithm import AlgorithmSection, KLSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.samples import to_samples
+from rl_megatron.data.trajectories import single_turns
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.training.credit import Memory, assign_credit, shape_rewards
 from rl_megatron.types import Completion, LossInputs, Prompt, RolloutGroup, Span
@@ -90,11 +91,10 @@ def rollouts(length: int) -> list[RolloutGroup]:
         spans=(Span(0, 0),),
     )
     return [
-        RolloutGroup(
-            prompt=Prompt(id=str(i), text="", token_ids=(1,) * 16, answer=""),
-            completions=(completion,) * 8,
-            texts=("",) * 8,
-            rewards=tuple(float((i + j) % 3 == 0) for j in range(8)),
+        single_turns(
+            Prompt(id=str(i), text="", token_ids=(1,) * 16, answer=""),
+            [completion] * 8,
+            rewards=[float((i + j) % 3 == 0) for j in range(8)],
         )
         for i in range(TOKENS // length // 8)
     ]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bench.results import parse, write
 from rl_megatron.data.samples import to_samples
+from rl_megatron.data.trajectories import single_turns
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
 
 BAR_SECONDS = 0.1
@@ -43,12 +44,7 @@ def rollouts(sequences: int, positions: int) -> list[RolloutGroup]:
         for length in lengths.tolist()
     ]
     return [
-        RolloutGroup(
-            prompt=Prompt(id=str(i), text="", token_ids=tuple(range(PROMPT)), answer=""),
-            completions=tuple(completions[i : i + GROUP]),
-            texts=("",) * GROUP,
-            rewards=(0.0,) * GROUP,
-        )
+        single_turns(Prompt(id=str(i), text="", token_ids=tuple(range(PROMPT)), answer=""), completions[i : i + GROUP])
         for i in range(0, sequences, GROUP)
     ]
 
@@ -56,9 +52,10 @@ def rollouts(sequences: int, positions: int) -> list[RolloutGroup]:
 def as_tuples(groups: Sequence[RolloutGroup]) -> Tuples:
     """Prompt, tokens and log-probs of every completion."""
     return [
-        (group.prompt.token_ids, tuple(c.token_ids.tolist()), tuple(c.logprobs.tolist()))
+        (group.prompt.token_ids, tuple(row.token_ids[PROMPT:].tolist()), tuple(row.turns[0].logprobs.tolist()))
         for group in groups
-        for c in group.completions
+        for one in group.trajectories
+        for row in one.chains
     ]
 
 

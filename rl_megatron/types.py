@@ -111,6 +111,55 @@ class Completion:
         freeze(self.token_ids, self.logprobs)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """What the model sampled in one go: a completion at its place in a row. All of it is trained on."""
+
+    start: int  # its first token in the row; at least 1
+    logprobs: LogProbs  # one for each of its tokens
+    finish_reason: FinishReason
+    spans: tuple[Span, ...]  # counted from its first token
+    text: str  # decoded without special tokens
+
+    def __post_init__(self) -> None:
+        freeze(self.logprobs)
+
+    @property
+    def stop(self) -> int:
+        """Behind its last token in the row."""
+        return self.start + len(self.logprobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chain:
+    """One row to train on: context, a turn, context, a turn, …"""
+
+    token_ids: TokenIds  # [L] int32, all of them
+    turns: tuple[Turn, ...]  # starts ascend
+    routes: Routes | None = None  # of all tokens but the last
+
+    def __post_init__(self) -> None:
+        freeze(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """What one reward is of: a row, or several where what stands before a turn is not what stood there."""
+
+    chains: tuple[Chain, ...]
+    reward: float
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """Those of all rows."""
+        return tuple(turn for chain in self.chains for turn in chain.turns)
+
+    @property
+    def num_sampled(self) -> int:
+        """Its sampled tokens."""
+        return sum(len(turn.logprobs) for turn in self.turns)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
     """What a reward says of one completion. Its ``total`` is finite unless there is an ``error``."""
@@ -122,13 +171,16 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """G completions of one prompt and their rewards."""
+    """G trajectories of one prompt."""
 
     prompt: Prompt
-    completions: tuple[Completion, ...]
-    texts: tuple[str, ...]  # completions decoded without special tokens
-    rewards: tuple[float, ...]
+    trajectories: tuple[Trajectory, ...]
     greedy: RolloutGroup | None = None  # one greedy completion of the prompt, where the baseline asks for it
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Of each."""
+        return tuple(trajectory.reward for trajectory in self.trajectories)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from rl_megatron.types import Completion, FinishReason, Prompt, RolloutGroup, Routes, Span
+from rl_megatron.types import Completion, FinishReason, RolloutGroup, Routes, Span
 
 
 def completion(
@@ -32,17 +33,11 @@ def plain(one: Completion) -> tuple[object, ...]:
     return one.token_ids.tolist(), one.logprobs.tolist(), one.finish_reason, one.spans, one.routes
 
 
-def group(
-    prompt: Prompt,
-    completions: Sequence[Completion],
-    rewards: Sequence[float] | None = None,
-    texts: Sequence[str] | None = None,
-) -> RolloutGroup:
-    """Without them, rewards are 0 and texts empty."""
-    count = len(completions)
-    return RolloutGroup(
-        prompt=prompt,
-        completions=tuple(completions),
-        texts=("",) * count if texts is None else tuple(texts),
-        rewards=(0.0,) * count if rewards is None else tuple(rewards),
-    )
+def finished(group: RolloutGroup, reasons: Sequence[FinishReason]) -> RolloutGroup:
+    """The same single turns, ended so."""
+    ended = [
+        replace(one, chains=(replace(row, turns=(replace(row.turns[0], finish_reason=reason),)),))
+        for one, reason in zip(group.trajectories, reasons, strict=True)
+        for row in one.chains
+    ]
+    return replace(group, trajectories=tuple(ended))

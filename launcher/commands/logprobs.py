@@ -21,6 +21,7 @@ from rich.table import Table
 
 from launcher.processes.environment import inherited
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
@@ -166,4 +167,4 @@ def _group(text: Sequence[int]) -> RolloutGroup:
     zeros = np.zeros(len(rest), np.float32)
     completion = Completion(token_ids=rest, logprobs=zeros, finish_reason="length", spans=(Span(0, 0),))
     prompt = Prompt(id="text", text="", token_ids=tuple(text[:1]), answer="")
-    return RolloutGroup(prompt=prompt, completions=(completion,), texts=("",), rewards=(0.0,))
+    return single_turns(prompt, [completion])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_megatron.errors import DataError
-from rl_megatron.types import Completion, Prompt, Routes
+from rl_megatron.types import Chain, Routes
 
 _NARROW, _WIDE = np.dtype(np.uint8), np.dtype("<i2")
 
@@ -42,24 +42,24 @@ def decode_routes(routes: Routes) -> NDArray[Any]:
     return np.frombuffer(routes.data, _NARROW if size <= 1 else _WIDE).reshape(routes.shape)
 
 
-def joined_routes(pairs: Sequence[tuple[Prompt, Completion]]) -> Tensor | None:
-    """[N, MoE layers, top_k] of all sequences, one after the other; None where no completion has routes.
+def joined_routes(rows: Sequence[tuple[str, Chain]]) -> Tensor | None:
+    """[N, MoE layers, top_k] of all rows, each with its prompt's id, one after the other; None where none has routes.
 
     Raises DataError naming the prompt whose routes are missing, of the wrong length, or of another model's size.
     """
-    if all(completion.routes is None for _, completion in pairs):
+    if all(row.routes is None for _, row in rows):
         return None
     arrays: list[NDArray[Any]] = []
-    for prompt, completion in pairs:
-        if completion.routes is None:
-            raise DataError(f"prompt {prompt.id!r}: a completion has no routes, but others of its batch have")
-        array = decode_routes(completion.routes)
-        positions = len(prompt.token_ids) + len(completion.token_ids) - 1
+    for prompt, row in rows:
+        if row.routes is None:
+            raise DataError(f"prompt {prompt!r}: a completion has no routes, but others of its batch have")
+        array = decode_routes(row.routes)
+        positions = len(row.token_ids) - 1
         wanted = (positions, *arrays[0].shape[1:]) if arrays else (positions, *array.shape[1:])
         if array.shape != wanted:
             raise DataError(
-                f"prompt {prompt.id!r}: routes of shape {array.shape} where [positions, MoE layers, experts a token] "
-                f"is {wanted}: {len(prompt.token_ids)} prompt and {len(completion.token_ids)} sampled tokens, less one"
+                f"prompt {prompt!r}: routes of shape {array.shape} where [positions, MoE layers, experts a token] "
+                f"is {wanted}, of {len(row.token_ids)} tokens but the last"
             )
         arrays.append(array)
     return torch.from_numpy(np.concatenate(arrays))

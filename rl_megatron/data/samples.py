@@ -26,19 +26,18 @@ if TYPE_CHECKING:
 
 
 def to_samples(groups: Sequence[RolloutGroup]) -> Samples:
-    """Every completion behind its prompt, in the order of ``groups``; only completion tokens are masked in.
+    """Every row of every trajectory, in the order of ``groups``; only turns are masked in.
 
     Advantages are 0, and ``old_logprobs`` what the engine reported, until somebody knows better. Raises DataError for a
-    sequence without a sampled token, and for routes that do not fit their sequence.
+    row without a sampled token, and for routes that do not fit their row.
     """
-    pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
-    prompts = [(np.array(group.prompt.token_ids, np.int32), group.completions) for group in groups]
+    rows = [(group.prompt.id, row) for group in groups for one in group.trajectories for row in one.chains]
     samples = _join(
-        [prompt.id for prompt, _ in pairs],
-        [np.concatenate((prompt, c.token_ids)) for prompt, completions in prompts for c in completions],
-        [completion.logprobs for _, completion in pairs],
+        [prompt for prompt, _ in rows],
+        [row.token_ids for _, row in rows],
+        [[(turn.start, turn.logprobs) for turn in row.turns] for _, row in rows],
     )
-    return replace(samples, routes=joined_routes(pairs))
+    return replace(samples, routes=joined_routes(rows))
 
 
 def supervised_samples(
@@ -50,7 +49,8 @@ def supervised_samples(
         raise DataError("the tokenizer has no eos_token, so a supervised target would have no end; add one to it")
     targets = tokenizer(list(target_texts), add_special_tokens=False)["input_ids"]
     rows = [np.array((*p.token_ids, *ids, eos), np.int32) for p, ids in zip(prompts, targets, strict=True)]
-    samples = _join([p.id for p in prompts], rows, [np.zeros(len(ids) + 1, np.float32) for ids in targets])
+    turns = [[(len(p.token_ids), np.zeros(len(ids) + 1, np.float32))] for p, ids in zip(prompts, targets, strict=True)]
+    samples = _join([p.id for p in prompts], rows, turns)
     return replace(samples, advantages=samples.mask.float())
 
 
@@ -109,27 +109,29 @@ def split_minibatches(samples: Samples, num: int, seed: int, *, unit: int = 1) -
     return [select(samples, torch.from_numpy(members_of(part, unit))) for part in np.array_split(order, num)]
 
 
-def _join(ids: Sequence[str], rows: Sequence[TokenIds], logprobs: Sequence[LogProbs]) -> Samples:
-    """Rows of tokens, the last ``len(logprobs)`` of each sampled. ``ids`` are their prompts', for errors."""
+def _join(ids: Sequence[str], rows: Sequence[TokenIds], turns: Sequence[Sequence[tuple[int, LogProbs]]]) -> Samples:
+    """``turns`` of each row are (first token, a log-prob for each token); ``ids`` are the prompts', for errors."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    num_new = np.fromiter(map(len, logprobs), np.int64, len(rows))
-    empty = np.flatnonzero((num_new == 0) | (num_new >= lengths))
-    if len(empty):
-        raise DataError(
-            f"prompt {ids[empty[0]]!r}: a sequence needs a prompt token and a sampled token, at least one each"
-        )
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths - 1)))
-    total, ends = int(cu_seqlens[-1]), cu_seqlens[1:]
-    mask, rollout = np.zeros(total, np.bool_), np.zeros(total, np.float32)
-    for start, end, column in zip((ends - num_new).tolist(), ends.tolist(), logprobs, strict=True):
-        mask[start:end] = True
-        rollout[start:end] = column
+    total = int(cu_seqlens[-1])
+    mask, logprobs = np.zeros(total, np.bool_), np.zeros(total, np.float32)
+    for prompt, length, first, of_row in zip(ids, lengths.tolist(), cu_seqlens.tolist(), turns, strict=False):
+        if not of_row or not all(1 <= start < start + len(said) <= length for start, said in of_row):
+            bounds = [(start, start + len(said)) for start, said in of_row]
+            raise DataError(
+                f"prompt {prompt!r}: sampled tokens {bounds} in a row of {length}; a sequence needs a prompt token and "
+                "a sampled token, at least one each"
+            )
+        for start, said in of_row:
+            begin = first + start - 1  # of the position whose target is the turn's first token
+            mask[begin : begin + len(said)] = True
+            logprobs[begin : begin + len(said)] = said
     return Samples(
         input_ids=torch.from_numpy(np.concatenate([row[:-1] for row in rows], dtype=np.int64)),
         targets=torch.from_numpy(np.concatenate([row[1:] for row in rows], dtype=np.int64)),
         mask=torch.from_numpy(mask),
         advantages=torch.zeros(total),
-        rollout_logprobs=torch.from_numpy(rollout),
-        old_logprobs=torch.from_numpy(rollout.copy()),
+        rollout_logprobs=torch.from_numpy(logprobs),
+        old_logprobs=torch.from_numpy(logprobs.copy()),
         cu_seqlens=torch.from_numpy(cu_seqlens),
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.data.samples import to_samples
+from rl_megatron.data.trajectories import single_turns
 from rl_megatron.diagnosis.observation import Observation, size
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import RolloutEngine, Scorer
@@ -22,7 +23,6 @@ from rl_megatron.types import (
     GenerationRequest,
     ParallelDims,
     Prompt,
-    RolloutGroup,
     Samples,
     SamplingParams,
     Span,
@@ -152,7 +152,7 @@ async def _behind_one_token(bench: Bench) -> tuple[Tensor, Tensor | None]:
     ids = chosen.sample(range(bench.vocab_size), min(_SINGLE_TOKENS, bench.vocab_size))
     asked = [replace(_request(bench, f"token {i}", (i,), num=2, new=1), routes=bench.routes) for i in ids]
     answers = await asyncio.gather(*(bench.engine.generate(r) for r in asked))
-    prompts = [Prompt(id=r.id, text="", token_ids=r.token_ids, answer="") for r in asked]
+    prompts = [_prompt(r.id, r.token_ids) for r in asked]
     samples = _samples(prompts, answers)
     scores = await _score(bench, replace(samples, routes=None))
     return samples.rollout_logprobs.double() - scores.double(), samples.routes
@@ -188,11 +188,10 @@ async def _changed_prompts(bench: Bench, observation: Observation) -> dict[str, 
         "its first token left out": _without_first,
         "its last token left out": _without_last,
     }
-    groups = _groups_of(observation.samples)[:_PREFIX_SEQUENCES]
+    found = _prompts_of(observation.samples)[:_PREFIX_SEQUENCES]
     out = {}
     for name, change in changes.items():
-        changed = [replace(g, prompt=replace(g.prompt, token_ids=change(g.prompt.token_ids))) for g in groups]
-        samples = to_samples(changed)
+        samples = to_samples([single_turns(_prompt(str(i), change(x)), [c]) for i, (x, c) in enumerate(found)])
         gaps = samples.rollout_logprobs.double() - (await _score(bench, samples)).double()
         out[name] = size(gaps[samples.mask])
     return out
@@ -214,8 +213,8 @@ def _without_last(ids: tuple[int, ...]) -> tuple[int, ...]:
     return ids[:-1] or ids
 
 
-def _groups_of(samples: Samples) -> list[RolloutGroup]:
-    """A group of one completion for each sequence."""
+def _prompts_of(samples: Samples) -> list[tuple[tuple[int, ...], Completion]]:
+    """The prompt and the completion that each sequence is made of."""
     out = []
     for number in range(samples.num_sequences):
         one = _sequence(samples, number)
@@ -226,8 +225,7 @@ def _groups_of(samples: Samples) -> list[RolloutGroup]:
             finish_reason="length",
             spans=(Span(0, 0),),
         )
-        ids = tuple(one.input_ids[: first + 1].tolist())
-        out.append(_group(Prompt(id=str(number), text="", token_ids=ids, answer=""), [completion]))
+        out.append((tuple(one.input_ids[: first + 1].tolist()), completion))
     return out
 
 
@@ -287,15 +285,12 @@ def _request(
 
 def _samples(prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]]) -> Samples:
     """With routes where these fit the prompts: an engine that saw others than it was given has others of them."""
-    groups = [_group(prompt, completions) for prompt, completions in zip(prompts, answers, strict=True)]
     try:
-        return to_samples(groups)
+        return to_samples([single_turns(*pair) for pair in zip(prompts, answers, strict=True)])
     except DataError:
-        return to_samples(
-            [replace(g, completions=tuple(replace(c, routes=None) for c in g.completions)) for g in groups]
-        )
+        without = [[replace(completion, routes=None) for completion in answer] for answer in answers]
+        return to_samples([single_turns(*pair) for pair in zip(prompts, without, strict=True)])
 
 
-def _group(prompt: Prompt, completions: Sequence[Completion]) -> RolloutGroup:
-    count = len(completions)
-    return RolloutGroup(prompt=prompt, completions=tuple(completions), texts=("",) * count, rewards=(0.0,) * count)
+def _prompt(name: str, ids: tuple[int, ...]) -> Prompt:
+    return Prompt(id=name, text="", token_ids=ids, answer="")

@@ -61,9 +61,13 @@ class Recorder:
         """Record the first completion of the first ``log.samples_per_step`` groups."""
         self._samples.write(
             SampleRow(
-                step=step, prompt=g.prompt.text, completion=g.texts[0], answer=g.prompt.answer, reward=g.rewards[0]
+                step=step,
+                prompt=group.prompt.text,
+                completion="".join(turn.text for turn in group.trajectories[0].turns),
+                answer=group.prompt.answer,
+                reward=group.trajectories[0].reward,
             )
-            for g in groups[: self._per_step]
+            for group in groups[: self._per_step]
         )
 
     def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
+from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import RewardError
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.rewards.scoring import problems, score
@@ -126,7 +127,7 @@ class RolloutSampler:
             if on_error == "drop":
                 return _Answered(group=None, scored=scored)
         rewards = tuple(one.total if one.error is None else float(on_error) for one in scored)
-        group = RolloutGroup(prompt=prompt, completions=completions, texts=texts, rewards=rewards)
+        group = single_turns(prompt, completions, texts, rewards)
         return _Answered(group=group, scored=scored)
 
 

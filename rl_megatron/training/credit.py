@@ -67,7 +67,7 @@ def _judged(groups: Sequence[RolloutGroup], section: AlgorithmSection, max_new_t
     if section.unfinished_reward is not None:
         rewards = score_finished(rewards, ~truncated(groups), unfinished_reward=section.unfinished_reward)
     if section.overlong_buffer:
-        lengths = torch.tensor([len(c.token_ids) for g in groups for c in g.completions])
+        lengths = torch.tensor([one.num_sampled for g in groups for one in g.trajectories])
         rewards = rewards + overlong_penalty(
             lengths, max_length=max_new_tokens, buffer=section.overlong_buffer, factor=section.overlong_factor
         )
@@ -99,7 +99,7 @@ def _group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
 
 def truncated(groups: Sequence[RolloutGroup]) -> Tensor:
     """Which completions did not end by themselves, [S] bool."""
-    return torch.tensor([c.finish_reason != "stop" for g in groups for c in g.completions])
+    return torch.tensor([one.turns[-1].finish_reason != "stop" for g in groups for one in g.trajectories])
 
 
 def assign_credit(

@@ -130,17 +130,18 @@ class GroupJob(ABC):
         }
 
     def _describe_groups(self, groups: Sequence[RolloutGroup]) -> Row:
-        rewards = np.array([r for g in groups for r in g.rewards])
-        completions = [c for g in groups for c in g.completions]
-        lengths = np.array([len(c.token_ids) for c in completions])
-        staleness = self.number - 1 - np.array([c.spans[0].version for c in completions])
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        rewards = np.array([one.reward for one in trajectories])
+        lengths = np.array([one.num_sampled for one in trajectories])
+        staleness = self.number - 1 - np.array([one.turns[0].spans[0].version for one in trajectories])
+        cut = [one.turns[-1].finish_reason == "length" for one in trajectories]
         return {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()),
             "groups/zero_advantage_fraction": float(np.mean(np.logical_not(self.teaches(groups)))),
             "response/length_mean": float(lengths.mean()),
             "response/length_max": int(lengths.max()),
-            "response/truncated_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),
+            "response/truncated_fraction": float(np.mean(cut)),
             "staleness/mean": float(staleness.mean()),
             "staleness/max": int(staleness.max()),
             "tokens/rollout": int(lengths.sum()),

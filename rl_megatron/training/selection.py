@@ -41,8 +41,6 @@ def preference_pairs(groups: Sequence[RolloutGroup], rewards: Rewards) -> Chosen
         of_group = values.tolist()
         best, worst = (of_group.index(choice(of_group)) for choice in (max, min))
         if of_group[best] > of_group[worst]:
-            both = [(group.completions[i], group.texts[i], group.rewards[i]) for i in (best, worst)]
-            completions, texts, raw = zip(*both, strict=True)
-            pairs.append(replace(group, completions=completions, texts=texts, rewards=raw))
+            pairs.append(replace(group, trajectories=(group.trajectories[best], group.trajectories[worst])))
             kept += [of_group[best], of_group[worst]]
     return pairs, replace(rewards, values=torch.tensor(kept)), {"preference/pairs": len(pairs)}

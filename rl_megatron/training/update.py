@@ -172,7 +172,8 @@ class Update:
         """Step s trains version s - 1, the proximal one, into version s."""
         if self.config.algorithm.old_logprobs != "interpolated":
             return samples
-        versions = torch.tensor([c.spans[0].version for g in groups for c in g.completions])
+        trajectories = (trajectory for group in groups for trajectory in group.trajectories)
+        versions = torch.tensor([row.turns[0].spans[0].version for one in trajectories for row in one.chains])
         everywhere = torch.repeat_interleave(versions, samples.cu_seqlens.diff())
         return replace(samples, proximal_share=proximal_share(everywhere, proximal_version=step - 1, version=step))
 

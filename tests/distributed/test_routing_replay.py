@@ -23,13 +23,13 @@ from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.data.samples import to_samples
+from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.options.optimizer import OptimizerSection
 from rl_megatron.types import Batch, GenerationRequest, Prompt, Samples, SamplingParams, Want
 from rl_megatron.weights.layouts.families import read_shape
-from tests.completions import group
 from tests.distributed.ragged import ragged_samples
 from tests.distributed.ranks import run_ranks
 from tests.optimizer_step import train_step
@@ -148,7 +148,7 @@ def rollouts(shape: ModelShape, model: Path) -> Samples:
         for p in prompts
     ]
     return to_samples(
-        [group(prompt, completions) for prompt, completions in zip(prompts, engine.generate(asked), strict=True)]
+        [single_turns(prompt, completions) for prompt, completions in zip(prompts, engine.generate(asked), strict=True)]
     )
 
 

@@ -149,18 +149,18 @@ def test_a_pipeline_with_rollouts_ahead_resumes_its_buffer_and_exports_what_samp
     assert run.record() == reference.record()
 
     (sampled,) = checkpoints.read(run.folder / "checkpoints/step_000004").state.buffer
-    completions = [(g.prompt.token_ids, c) for g in sampled.groups for c in g.completions]
-    assert {c.spans for _, c in completions} == {((0, 3),)}  # the weights that this folder holds
+    rows = [row for g in sampled.groups for one in g.trajectories for row in one.chains]
+    assert {turn.spans for row in rows for turn in row.turns} == {((0, 3),)}  # the weights that this folder holds
     model = AutoModelForCausalLM.from_pretrained(run.folder / "hf_step_000003", dtype=torch.float32)
-    for prompt, completion in completions:
-        tokens = torch.tensor([[*prompt, *completion.token_ids]])
+    for row in rows:
+        (turn,), tokens = row.turns, torch.tensor(row.token_ids[None], dtype=torch.int64)
         with torch.no_grad():
             said = model(tokens[:, :-1], output_router_logits=True)
-        logprobs = said.logits[0, len(prompt) - 1 :].log_softmax(-1)
-        theirs = logprobs.gather(1, tokens[0, len(prompt) :, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(completion.logprobs), theirs, rtol=0, atol=1e-4)
-        assert completion.routes is not None
-        routes = torch.tensor(decode_routes(completion.routes)).sort(-1).values
+        logprobs = said.logits[0, turn.start - 1 :].log_softmax(-1)
+        theirs = logprobs.gather(1, tokens[0, turn.start :, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(turn.logprobs), theirs, rtol=0, atol=1e-4)
+        assert row.routes is not None
+        routes = torch.tensor(decode_routes(row.routes)).sort(-1).values
         wanted = torch.stack([x.topk(routes.shape[-1]).indices.sort(-1).values for x in said.router_logits], 1)
         assert routes.tolist() == wanted.tolist()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.training.group_job import GroupJob
@@ -36,7 +37,7 @@ class PreferencePairs(GroupJob):
     def _group(self, prompt: Prompt, version: int) -> RolloutGroup:
         texts = (prompt.answer, *prompt.rejected)
         completions = tuple(self._completion(prompt, text, version) for text in texts)
-        return RolloutGroup(prompt=prompt, completions=completions, texts=texts, rewards=(1.0, 0.0))
+        return single_turns(prompt, completions, texts, (1.0, 0.0))
 
     def _completion(self, prompt: Prompt, text: str, version: int) -> Completion:
         tokens, most = (*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.eos), self._longest

@@ -12,8 +12,9 @@ import numpy as np
 
 from rl_megatron.data.packing import pack, unpack
 from rl_megatron.data.samples import to_samples
+from rl_megatron.data.trajectories import single_turns
 from rl_megatron.interfaces import Scorer
-from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, RolloutGroup, SamplingParams, Span
+from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, SamplingParams, Span
 
 _TEXTS, _TEXT_TOKENS = 4, 16
 _SAMPLED = 4  # tokens of a text, where engines cannot score it
@@ -93,18 +94,16 @@ class Probe:
 async def scores_of(learner: Scorer, dims: ParallelDims, texts: Sequence[Scored]) -> list[list[float]]:
     """The learner's log-probs of what stands behind each prompt."""
     groups = [
-        RolloutGroup(
-            prompt=Prompt(id=f"probe {i}", text="", token_ids=prompt, answer=""),
-            completions=(
+        single_turns(
+            Prompt(id=f"probe {i}", text="", token_ids=prompt, answer=""),
+            [
                 Completion(
                     token_ids=np.array(behind, np.int32),
                     logprobs=np.array(said, np.float32),
                     finish_reason="length",
                     spans=(Span(0, 0),),
-                ),
-            ),
-            texts=("",),
-            rewards=(0.0,),
+                )
+            ],
         )
         for i, (prompt, behind, said) in enumerate(texts)
     ]

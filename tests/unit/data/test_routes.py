@@ -11,12 +11,12 @@ from pydantic import TypeAdapter
 
 from rl_megatron.data.routes import decode_routes, encode_routes
 from rl_megatron.data.samples import select, to_samples
+from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.types import Prompt, RolloutGroup, Routes
-from tests import completions
-from tests.completions import plain
+from tests.completions import completion
 
 
 def chosen(positions: int, *, first: int = 0, num_experts: int = 16) -> np.ndarray:
@@ -25,12 +25,14 @@ def chosen(positions: int, *, first: int = 0, num_experts: int = 16) -> np.ndarr
 
 
 def group(routes: list[Routes | None], *, prompt: int = 3, new: int = 2, name: str = "a") -> RolloutGroup:
-    of = [completions.completion((7,) * new, routes=r) for r in routes]
-    return completions.group(Prompt(id=name, text="", token_ids=(1,) * prompt, answer=""), of)
+    of = [completion((7,) * new, routes=r) for r in routes]
+    return single_turns(Prompt(id=name, text="", token_ids=(1,) * prompt, answer=""), of)
 
 
 def contents(of: RolloutGroup) -> tuple[object, ...]:
-    return of.prompt, [plain(one) for one in of.completions], of.texts, of.rewards
+    rows = [row for one in of.trajectories for row in one.chains]
+    turns = [(t.start, t.logprobs.tolist(), t.finish_reason, t.spans, t.text) for row in rows for t in row.turns]
+    return of.prompt, of.rewards, [(row.token_ids.tolist(), row.routes) for row in rows], turns
 
 
 @pytest.mark.parametrize(("num_experts", "width"), [(16, 1), (256, 1), (257, 2), (384, 2)])
@@ -71,7 +73,7 @@ def test_without_routes_there_is_no_column() -> None:
     ("second", "says"),
     [
         (None, "'a': a completion has no routes"),
-        (encode_routes(chosen(5), num_experts=16), r"'a': routes of shape \(5, 2, 3\) .* is \(4, 2, 3\): 3 prompt"),
+        (encode_routes(chosen(5), num_experts=16), r"'a': routes of shape \(5, 2, 3\) .* is \(4, 2, 3\), of 5 tokens"),
         (encode_routes(chosen(4)[:, :1], num_experts=16), r"'a': routes of shape \(4, 1, 3\)"),
         (encode_routes(chosen(4)[:, :, :2], num_experts=16), r"'a': routes of shape \(4, 2, 2\)"),
     ],

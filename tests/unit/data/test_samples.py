@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rl_megatron.data.samples import select, split_minibatches, supervised_samples, to_samples, with_last_tokens
+from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Samples
@@ -19,7 +20,7 @@ def completion(*tokens: int, logprobs: tuple[float, ...]) -> Completion:
 
 
 def group(name: str, prompt: tuple[int, ...], *of: Completion) -> RolloutGroup:
-    return completions.group(Prompt(id=name, text="", token_ids=prompt, answer=""), of)
+    return single_turns(Prompt(id=name, text="", token_ids=prompt, answer=""), of)
 
 
 @pytest.fixture

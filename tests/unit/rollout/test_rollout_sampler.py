@@ -16,7 +16,7 @@ from rl_megatron.errors import EngineError, RewardError
 from rl_megatron.rewards.own import Plain
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.types import Completion, GenerationRequest, Prompt, Scored
+from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, Scored
 
 MakeEngine = Callable[[int], LocalEngine]
 Reward = Callable[[Prompt, Sequence[Completion], Sequence[str]], Sequence[float]]
@@ -38,6 +38,10 @@ class AsyncEngine:
 
 def text(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
+
+
+def texts_of(group: RolloutGroup) -> list[str]:
+    return [turn.text for one in group.trajectories for turn in one.turns]
 
 
 def length_reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
@@ -72,9 +76,11 @@ def test_groups_come_in_order_with_texts_and_rewards(make_engine: MakeEngine) ->
     assert [group.prompt.id for group in batch.groups] == ["p0", "p1", "p2", "p3", "p4"]
     assert (batch.reward_errors, batch.dropped_groups) == (0, 0)
     for group in batch.groups:
-        assert len(group.completions) == 4
-        assert group.texts == tuple(text(c.token_ids.tolist()) for c in group.completions)
-        assert group.rewards == tuple(len(c.token_ids) for c in group.completions)
+        rows = [row for one in group.trajectories for row in one.chains]
+        assert len(rows) == 4
+        assert {tuple(row.token_ids[:2].tolist()) for row in rows} == {group.prompt.token_ids}
+        assert texts_of(group) == [text(row.token_ids[2:].tolist()) for row in rows]
+        assert group.rewards == tuple(len(row.token_ids) - 2 for row in rows)
 
 
 def test_texts_are_decoded_off_the_event_loop(make_engine: MakeEngine) -> None:
@@ -95,7 +101,7 @@ def test_a_step_repeats_exactly_and_no_two_steps_seeds_or_prompts_share_numbers(
         ours = sampler(make_engine, length_reward, seed=run_seed)
         batch = asyncio.run(ours.sample(PROMPTS, step=step))
         again = asyncio.run(sampler(make_engine, length_reward, seed=run_seed).sample(PROMPTS[::-1], step=step))
-        assert {g.prompt.id: g.texts for g in batch.groups} == {g.prompt.id: g.texts for g in again.groups}
+        assert {g.prompt.id: texts_of(g) for g in batch.groups} == {g.prompt.id: texts_of(g) for g in again.groups}
         seeds += [request.params.seed for request in ours.engine.asked]
     assert len(set(seeds)) == 15
 

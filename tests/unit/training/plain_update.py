@@ -56,16 +56,18 @@ class PlainUpdate:
     def step(self, groups: Sequence[RolloutGroup], step: int) -> None:
         said = [
             Said(
-                inputs=[group.prompt.token_ids[-1], *c.token_ids[:-1].tolist()],
-                targets=c.token_ids.tolist(),
-                engine=c.logprobs.tolist(),
-                oldest=c.spans[0].version,
-                cut=c.finish_reason != "stop",
-                raw=reward,
+                inputs=row.token_ids[turn.start - 1 : -1].tolist(),
+                targets=row.token_ids[turn.start :].tolist(),
+                engine=turn.logprobs.tolist(),
+                oldest=turn.spans[0].version,
+                cut=turn.finish_reason != "stop",
+                raw=one.reward,
                 group=number,
             )
             for number, group in enumerate(groups)
-            for c, reward in zip(group.completions, group.rewards, strict=True)
+            for one in group.trajectories
+            for row in one.chains
+            for turn in row.turns
         ]
         self._reward(said)
         if self.a.preference_beta is not None:

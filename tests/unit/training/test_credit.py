@@ -14,6 +14,7 @@ from torch import Tensor
 from rl_megatron.algorithms.shaping import RunningMoments
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.data.samples import to_samples
+from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
 from rl_megatron.training.credit import (
     Memory,
@@ -28,7 +29,6 @@ from rl_megatron.training.credit import (
 )
 from rl_megatron.training.selection import selection_of
 from rl_megatron.types import FinishReason, Prompt, RolloutGroup, Samples
-from tests import completions
 from tests.completions import completion
 
 PROMPT = (1, 2)
@@ -38,7 +38,7 @@ NO_BASELINE = {"advantage_mean": "none", "advantage_std": "none"}
 def group(name: str, rewards: list[float], lengths: list[int], finish: FinishReason = "stop") -> RolloutGroup:
     prompt = Prompt(id=name, text=name, token_ids=PROMPT, answer="")
     of = [completion(range(10, 10 + length), finish=finish) for length in lengths]
-    return completions.group(prompt, of, rewards, [f"{name}{i}" for i in range(len(lengths))])
+    return single_turns(prompt, of, [f"{name}{i}" for i in range(len(lengths))], rewards)
 
 
 GROUPS = [group("a", [1.0, 0.0, 0.0], [3, 2, 4]), group("b", [1.0, 1.0], [1, 2])]
@@ -239,14 +239,15 @@ def test_pairs_are_of_the_rewards_that_the_algorithm_takes() -> None:
     """A cut completion that counts as wrong is nobody's better one, and a long one is worse than a short one."""
     cut = group("c", [1.0], [4], "length")
     mixed = group("a", [1.0, 0.0], [4, 2])
-    mixed = replace(mixed, completions=(*cut.completions, mixed.completions[1]))
+    (long,), (_, right) = cut.trajectories, mixed.trajectories
+    mixed = replace(mixed, trajectories=(long, right))
     assert len(pairs_of([mixed])[0]) == 1
     assert pairs_of([mixed], unfinished_reward=0.0)[0] == []
     (turned,), rewards = pairs_of([mixed], unfinished_reward=-1.0)
-    assert [c.finish_reason for c in turned.completions] == ["stop", "length"]
+    assert [one.turns[0].finish_reason for one in turned.trajectories] == ["stop", "length"]
     assert (turned.rewards, rewards.values.tolist()) == ((0.0, 1.0), [0.0, -1.0])
-    (long,), _ = pairs_of([group("b", [1.0, 1.0], [4, 2])], overlong_buffer=2)
-    assert [len(c.token_ids) for c in long.completions] == [2, 4]
+    (both,), _ = pairs_of([group("b", [1.0, 1.0], [4, 2])], overlong_buffer=2)
+    assert [one.num_sampled for one in both.trajectories] == [2, 4]
 
 
 def test_groups_differ_by_the_rewards_that_the_algorithm_takes() -> None:
@@ -268,8 +269,8 @@ def test_pairs_are_the_best_and_the_worst_of_groups_that_differ() -> None:
     (pair,), rewards = pairs_of([group("a", [0.0, 1.0, -1.0], [3, 2, 4]), GROUPS[1]])
     assert pair.rewards == (1.0, -1.0)
     assert rewards.values.tolist() == [1.0, -1.0]
-    assert pair.texts == ("a1", "a2")
-    assert [len(c.token_ids) for c in pair.completions] == [2, 4]
+    assert [one.turns[0].text for one in pair.trajectories] == ["a1", "a2"]
+    assert [one.num_sampled for one in pair.trajectories] == [2, 4]
 
 
 def test_explained_variance() -> None:

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.config.run import RunConfig
+from rl_megatron.data.trajectories import single_turns
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.update import Update
 from rl_megatron.types import (
     Batch,
+    Completion,
     Counts,
     Loss,
     LossInputs,
@@ -30,7 +32,7 @@ from rl_megatron.types import (
     StepResult,
     Want,
 )
-from tests.completions import completion, group
+from tests.completions import completion
 from tests.reduction import values
 
 LENGTHS, GROUP = (3, 5, 2, 6), 4
@@ -74,13 +76,16 @@ class Learner:
         return {"loss": Metric(value=float(output.loss.detach())), **means}
 
 
-def groups() -> list[RolloutGroup]:
-    of = [
+def sampled() -> list[Completion]:
+    return [
         completion([11 * s + t for t in range(length)], [-0.3 - 0.37 * ((s + 2 * t) % 5) for t in range(length)])
         for s, length in enumerate(LENGTHS)
     ]
+
+
+def groups() -> list[RolloutGroup]:
     prompt = Prompt(id="p", text="p", token_ids=(1, 2), answer="")
-    return [group(prompt, of, [float(s % 2) for s in range(GROUP)])]
+    return [single_turns(prompt, sampled(), rewards=[float(s % 2) for s in range(GROUP)])]
 
 
 def update(**algorithm: Any) -> Row:
@@ -95,7 +100,7 @@ def gaps() -> list[list[float]]:
     """Learner less engine of each token of each completion, in plain Python."""
     return [
         [-(t * 7 % 13) / 5 - 0.1 - engine for t, engine in zip(c.token_ids.tolist(), c.logprobs.tolist(), strict=True)]
-        for c in groups()[0].completions
+        for c in sampled()
     ]
 
 

@@ -23,11 +23,12 @@ from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.training.loop import Loop, Pace
 from rl_megatron.training.update import Update
 from rl_megatron.types import Counts, Metric, Prompt, RolloutGroup, StepResult
+from tests.completions import finished
 from tests.unit.training.test_engine_logprobs import Learner, groups
 
 WANTED = 4  # groups of a step
 TEACHES = groups()[0]
-EQUAL = replace(TEACHES, rewards=(1.0,) * len(TEACHES.rewards))
+EQUAL = replace(TEACHES, trajectories=tuple(replace(one, reward=1.0) for one in TEACHES.trajectories))
 
 
 @dataclass
@@ -124,7 +125,7 @@ def test_rewards_that_all_fail_end_the_run(tmp_path: Path, mode: str, tries: int
 def test_a_batch_whose_every_completion_is_left_out_moves_no_weight(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cut = replace(TEACHES, completions=tuple(replace(c, finish_reason="length") for c in TEACHES.completions))
+    cut = finished(TEACHES, ["length"] * len(TEACHES.trajectories))
     algorithm = {"drop_truncated": True}
     row, taken = step(tmp_path, [batch(cut, cut)], algorithm=algorithm)
     assert (row["tokens/train"], taken) == (0, 0)
@@ -134,9 +135,7 @@ def test_a_batch_whose_every_completion_is_left_out_moves_no_weight(
 
 def test_a_minibatch_whose_every_completion_is_left_out_takes_no_step(tmp_path: Path) -> None:
     """One sequence a minibatch; those that were cut short have no gradient, but Adam's momentum would move weights."""
-    reasons = ("length", "stop", "length", "stop")
-    pairs = zip(TEACHES.completions, reasons, strict=True)
-    cut = replace(TEACHES, completions=tuple(replace(c, finish_reason=cast(Any, r)) for c, r in pairs))
+    cut = finished(TEACHES, ["length", "stop", "length", "stop"])
     algorithm = {"drop_truncated": True}
     _, taken = step(tmp_path, [batch(cut)], algorithm=algorithm, train={"minibatches": 4})
     assert taken == 2

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.data.trajectories import single_turns
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.update import Update
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Routes
-from tests.completions import completion, group
+from tests.completions import completion
 from tests.toy_roles import VOCABULARY, Toy, table
 from tests.unit.training.plain_update import PlainUpdate
 
@@ -66,10 +67,10 @@ def groups(step: int, engine: torch.Tensor) -> list[RolloutGroup]:
         )
 
     return [
-        group(
+        single_turns(
             Prompt(id=f"p{p}", text="", token_ids=(1, p), answer=""),
             [sampled(p) for _ in range(4)],
-            [rng.choice([0.0, 0.5, 1.0]) for _ in range(4)],
+            rewards=[rng.choice([0.0, 0.5, 1.0]) for _ in range(4)],
         )
         for p in range(4)
     ]

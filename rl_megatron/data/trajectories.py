@@ -1,0 +1,35 @@
+"""Completions -> trajectories: what one request answers is a row of one turn behind its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rl_megatron.columns import TokenIds
+from rl_megatron.types import Chain, Completion, Prompt, RolloutGroup, Trajectory, Turn
+
+
+def single_turns(
+    prompt: Prompt,
+    completions: Sequence[Completion],
+    texts: Sequence[str] | None = None,
+    rewards: Sequence[float] | None = None,
+) -> RolloutGroup:
+    """A trajectory of each completion. Where nobody scores them, texts are empty and rewards 0."""
+    before = np.array(prompt.token_ids, np.int32)  # once for all: it walks Python numbers
+    count = len(completions)
+    parts = zip(completions, texts or ("",) * count, rewards or (0.0,) * count, strict=True)
+    return RolloutGroup(prompt=prompt, trajectories=tuple(_trajectory(before, *part) for part in parts))
+
+
+def _trajectory(prompt: TokenIds, completion: Completion, text: str, reward: float) -> Trajectory:
+    turn = Turn(
+        start=len(prompt),
+        logprobs=completion.logprobs,
+        finish_reason=completion.finish_reason,
+        spans=completion.spans,
+        text=text,
+    )
+    tokens = np.concatenate((prompt, completion.token_ids))
+    return Trajectory(chains=(Chain(token_ids=tokens, turns=(turn,), routes=completion.routes),), reward=reward)
