@@ -1,7 +1,8 @@
-"""Messages between the controller and a rank: a pickle, followed by the raw bytes of its tensors.
+"""Messages between the controller and a rank: a pickle, followed by the raw bytes of its arrays.
 
-Tensors' bytes are written from where they are, and read into the memory that the other side's tensors have: no copy
-but the stream's own. Only pickles of a side that proved itself are read (`channel`), or of a child (`local`).
+Bytes of tensors and of numpy's arrays are written from where they are, and read into the memory that the other side's
+have: no copy but the stream's own. Only pickles of a side that proved itself are read (`channel`), or of a child
+(`local`).
 """
 
 from __future__ import annotations
@@ -19,19 +20,26 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_LEAST_BYTES = 4096  # of a tensor whose memory travels beside the pickle; that of smaller ones costs less inside
+_LEAST_BYTES = 4096  # of an array whose memory travels beside the pickle; that of smaller ones costs less inside
 
 Message = tuple[bytes, list[memoryview]]
-"""A pickle, and the memory of the tensors in it."""
+"""A pickle, and the memory of the arrays in it."""
 STACKS: Message = (b"stacks", [])  # no pickle: answered beside the calls, in files
 
 
 def pack(value: object) -> Message:
-    """``value`` ready to be sent. Its tensors must not be written before they are."""
-    buffers: list[pickle.PickleBuffer] = []
+    """``value`` ready to be sent. Its arrays must not be written before they are."""
+    buffers: list[memoryview] = []
+
+    def inside(buffer: pickle.PickleBuffer) -> bool:
+        memory = buffer.raw()
+        if memory.nbytes >= _LEAST_BYTES:
+            buffers.append(memory)
+        return memory.nbytes < _LEAST_BYTES
+
     with io.BytesIO() as file:
-        _Pickler(file, buffers.append).dump(value)
-        return file.getvalue(), [buffer.raw() for buffer in buffers]
+        _Pickler(file, inside).dump(value)
+        return file.getvalue(), buffers
 
 
 def send(connection: Connection, message: Message) -> None:

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
 
 from launcher.wire import messages
+from tests.completions import completion, plain
 
 TENSORS = {
     "routes": torch.randint(0, 255, (3000, 4, 8), dtype=torch.uint8),
@@ -71,6 +73,15 @@ def test_tensors_are_not_copied_to_be_sent() -> None:
     _, (buffer,) = messages.pack(tensor)
     tensor[7] = 3
     assert buffer[7] == 3
+
+
+def test_columns_arrive_read_only_and_the_small_ones_inside_the_pickle(ends: tuple[Connection, Connection]) -> None:
+    sent = [completion(range(count)) for count in (5000, 3, 0)]
+    _, buffers = messages.pack(sent)
+    assert [len(b) for b in buffers] == [20_000] * 2
+    found: Any = over(ends, sent)
+    assert list(map(plain, found)) == list(map(plain, sent))
+    assert not any(column.flags.writeable for one in found for column in (one.token_ids, one.logprobs))
 
 
 def test_a_stream_that_ends_inside_a_message_says_so(ends: tuple[Connection, Connection]) -> None:
