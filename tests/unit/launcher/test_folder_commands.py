@@ -98,7 +98,7 @@ def test_verify_compares_to_the_bit_and_with_transformers(
     assert said.out.count("DIFFERENT") == 2
     assert "Warning" not in said.err
     assert main_of("verify", folders / "megatron", *given, "--layers", "mine") == 1
-    assert "--layers='mine': must be auto, torch or your own package.module:name" in capfd.readouterr().err
+    assert "--layers='mine': must be auto, torch or package.module:name of your own" in capfd.readouterr().err
     assert main_of("verify", folders / "megatron", "--logprobs") == 1
     assert "which transformers does not read; give --against" in capfd.readouterr().err
 
