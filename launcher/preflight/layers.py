@@ -9,7 +9,7 @@ from launcher.preflight.subject import Found, Subject, problem, unchecked
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """That ranks can find them, as far as it can be told without importing them."""
+    """That ranks can find them, as far as that is seen without importing them."""
     own = subject.config.learner.own_layers
     if own is None:
         return

@@ -17,7 +17,26 @@ FILES = [
     path.relative_to(REPO) for folder in (*PRODUCT, "bench", "tests") for path in sorted((REPO / folder).rglob("*.py"))
 ]
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_MODULES = 400, 60, 14
+DOCUMENTS = [
+    path.relative_to(REPO) for folder in (".", "docs", "docs/adr", "slurm") for path in (REPO / folder).glob("*.md")
+]
 IN_ENGINES = ("engine_token.py", "sglang/server.py")  # of rollout/servers: other processes
+
+
+WORDS = {  # phrases that sound translated, as patterns, and the field's words; single words: .codespell-words
+    "called off": "cancelled",
+    "sen[dt] home": "cancel, cancelled",
+    "done without": "left out",
+    "let go of": "release, drop, close",
+    "(is|are|was|were|be) told(?! apart| from)": "gets, is given, reported, refused",
+    "hears? of": "gets, is notified",
+    "(is|are) no more(?=[.,;:])": "has ended",
+    "who asked": "the caller",
+    "what came": "what arrived, what was read",
+    "nobody (looks|tells|says)": "is not checked, is not reported",
+    "looked at behind": "checked after",
+    "(with|and) the way out": "and what to do",
+}
 
 
 def inside(path: Path, *owners: str) -> bool:
@@ -122,6 +141,23 @@ def test_no_docstring_only_points_elsewhere() -> None:
     found = {str(path): pointers((REPO / path).read_text(encoding="utf-8")) for path in FILES}
     assert {path: texts for path, texts in found.items() if texts} == {}
     assert pointers('x = 1\n"""See Y."""\ndef f():\n    """See g."""\n') == ["See Y.", "See g."]
+
+
+def translated(text: str) -> list[str]:
+    """Phrases of ``WORDS`` in a text, wherever its lines end, each with better words."""
+    flat = " ".join(text.replace('"', " ").replace("#", " ").lower().split())
+    return [f"{m[0]!r}: {better}" for p, better in WORDS.items() for m in re.finditer(rf"\b{p}\b", flat)]
+
+
+def test_texts_use_the_words_of_the_field() -> None:
+    texts = [path for path in (*FILES, *DOCUMENTS) if path.name != Path(__file__).name]
+    found = {str(path): translated((REPO / path).read_text(encoding="utf-8")) for path in texts}
+    assert {path: phrases for path, phrases in found.items() if phrases} == {}
+    assert translated('x = "It was called "\n  "off, and # who\n    # asked"') == [
+        "'called off': cancelled",
+        "'who asked': the caller",
+    ]
+    assert translated("A cause is told apart from others: there are no more causes.") == []
 
 
 def test_no_room_holds_more_than_fourteen_modules() -> None:

@@ -64,7 +64,7 @@ class Receivers(Protocol):
 
 
 class Direct:
-    """The way of all versions. A server that comes anew, or a version that failed, makes all meet again.
+    """The way of all versions. After a server came back, or a version failed, all meet again.
 
     ``transport``, ``backend`` and ``turns``: see joined.Place.
     """
@@ -87,7 +87,7 @@ class Direct:
         self._place: Place | None = None
         self._met: frozenset[str] = frozenset()
 
-    def meet_anew(self) -> None:
+    def meet_again(self) -> None:
         """Next time: a server that was brought back may stand at the same address, and has not met the others."""
         self._place = None
 
@@ -96,7 +96,7 @@ class Direct:
     ) -> tuple[WeightUpdate, Mapping[str, Sequence[Report]], mirror.Seal]:
         """What moved, what each rank of each replica holds, and the learner's checksums. Raises SyncError.
 
-        Nobody looks at parameters of ``private`` kinds. ``behind`` is called once all is under way.
+        Parameters of ``private`` kinds have no checksums. ``behind`` is called once all is under way.
         """
         names = self._receivers.names()
         same = self._met == frozenset(names) and not any(map(self._receivers.stale, names))
@@ -122,7 +122,7 @@ class Direct:
     ) -> None:
         """Wait for both ends; where one fails, or a server dies, the other is cancelled.
 
-        Raises what one of them raised, or ReplicasLost where a server died: the others can be met anew.
+        Raises what one of them raised, or ReplicasLost where a server died: the others can be met again.
         """
         both, dead = asyncio.gather(sending, receiving), asyncio.ensure_future(self._one_dies())
         both.add_done_callback(lambda done: done.cancelled() or done.exception())  # which is raised below

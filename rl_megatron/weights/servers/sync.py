@@ -40,7 +40,7 @@ class Replicas(Protocol):
     ) -> Mapping[str, Sequence[Report]]:
         """Every replica holds the mirror file's weights; none serves them. What each rank holds, by replica.
 
-        Nobody looks at parameters of ``private`` kinds, by replica. Raises SyncError; ReplicasLost where all died.
+        Parameters of ``private`` kinds, by replica, have no checksums. Raises SyncError; ReplicasLost where all died.
         """
         ...
 
@@ -87,7 +87,7 @@ class LearnerWeights(Sender, Senders, Protocol):
 
 
 Reference = tuple[Probe, Sequence[Sequence[float]]] | None
-"""What was asked last and a verified replica's log-probs of these texts; None where checksums alone vouched."""
+"""What was asked last and a verified replica's log-probs of these texts; None where checksums alone verified it."""
 
 
 Answers = Mapping[str, tuple[list[Scored], list[list[float]]]]
@@ -107,7 +107,7 @@ class ServedWeights:
     """A WeightSync into engine servers. ``inner`` moves the learner's weights into the mirror file ``path``.
 
     ``direct`` moves them straight into the servers' ranks instead; the mirror is filled for an export alone then.
-    ``probes``: "auto" asks servers whose checksums vouch for every tensor at their first version alone, others after
+    ``probes``: "auto" asks servers whose checksums verify every tensor at their first version alone, others after
     that about one text, and about all where it does not agree.
     """
 
@@ -176,7 +176,7 @@ class ServedWeights:
             self._scoring = asyncio.ensure_future(self._scores(self._probe.one(version)))
 
     async def _seal(self, version: int) -> mirror.Seal:
-        """What each tensor must be wherever it arrives: of the learner's own, not of what came into the file."""
+        """What each tensor must be wherever it arrives: of the learner's own, not of what the file holds."""
         reports = await self._inner.sums()
         self._shapes = self._shapes or mirror.shapes(self._path)
         return mirror.seal(self._path, version, sealed_by(reports, self._shapes))
@@ -197,7 +197,7 @@ class ServedWeights:
             reports = await self._replicas.load(self._path, version, only=name)
             unseen = self._compare(name, reports[name], mirror.seal_of(self._path, version))
             if reference is None and unseen:
-                raise SyncError(f"version {version} is not served at {name}: nobody vouches for {min(unseen)} there")
+                raise SyncError(f"version {version} is not served at {name}: nothing verifies {min(unseen)} there")
             if reference is not None:
                 probe, known = reference
                 said = (await self._replicas.score_everywhere(probe.texts, only=name))[name]
@@ -209,7 +209,7 @@ class ServedWeights:
 
     async def _mirrored(self, direct: Direct, served: _Served) -> bool:
         """Fill the mirror with what went straight into servers; False where the learner has moved on since."""
-        direct.meet_anew()
+        direct.meet_again()
         await self._inner.push(served.version)
         now = (await self._seal(served.version)).checksums
         return all(now.get(name) == before for name, before in served.checksums.items())
@@ -263,7 +263,7 @@ class ServedWeights:
         return reference, time.perf_counter() - started
 
     def _compare(self, name: str, reports: Sequence[Report], seal: mirror.Seal) -> frozenset[str]:
-        """Tensors of a server that no checksum vouches for. Raises CorruptionError for those that differ."""
+        """Tensors of a server that no checksum verifies. Raises CorruptionError for those that differ."""
         self._shapes = self._shapes or mirror.shapes(self._path)
         private = self._trust.private.get(name, frozenset())
         found = compare(seal.checksums, self._shapes, reports, private)
@@ -279,7 +279,7 @@ class ServedWeights:
         if name not in self._trust.private:
             self._trust.private[name] = private
             kinds = f", of them {', '.join(sorted(private))} in layouts of its own" if private else ""
-            logger.info("%s: checksums vouch for all but %d tensors%s", name, len(found.unseen), kinds)
+            logger.info("%s: checksums verify all but %d tensors%s", name, len(found.unseen), kinds)
         return found.unseen
 
     async def _ask(self, version: int, unseen: Mapping[str, frozenset[str]], *, everything: bool) -> Reference:
@@ -293,13 +293,13 @@ class ServedWeights:
         for name, (found, refused) in self._judged(self._probe, answers).items():
             if refused:
                 blind = sorted(unseen[name])
-                told = f"; no checksum vouches for {', '.join(blind[:3])} ({len(blind)} tensors)" if blind else ""
+                told = f"; no checksum verifies {', '.join(blind[:3])} ({len(blind)} tensors)" if blind else ""
                 wrong.append(f"{name}: {found}{told}")
             elif found:
                 logger.info("taken for near ties between experts: %s: %s", name, found)
         if wrong:
             for name in unseen.keys() - self._trust.probed:
-                del self._trust.private[name]  # nobody has vouched for what it called its own
+                del self._trust.private[name]  # nothing has verified what it called its own
             raise SyncError(
                 "\n  ".join([f"version {version} arrived wrong, and is not served:", *wrong])
                 + "\n  the engine loads this model's weights wrongly, or it computes with another precision"

@@ -1,7 +1,7 @@
 """What megatron-core is given and what a GPU must hold, of every recipe and of a spread of the learner's keys.
 
 `given.json` beside it was written by the code before options had a room of their own; where a change of a recipe or of
-a default is meant, write it anew and read the difference: ``python -m tests.unit.options.given``.
+a default is meant, write it again and read the difference: ``python -m tests.unit.options.given``.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def bad(*micro_batches: int, rank: int = 0) -> SkippedStep:
 
 
 class Answers(Learner):
-    """A learner whose next optimizer step ends as it is told."""
+    """A learner whose next optimizer step ends with a given answer."""
 
     def __init__(self, answer: StepResult | SkippedStep) -> None:
         self._answer = answer
@@ -98,7 +98,7 @@ def test_the_micro_batch_its_ranks_and_its_prompts_are_named(caplog: pytest.LogC
 @pytest.mark.parametrize(("key", "left_out"), [("fail", 0), ("skip:1", 1), ("skip:3", 3)])
 def test_too_many_in_a_row_end_the_run(key: str, left_out: int) -> None:
     steps = OptimizerSteps(name="critic", most=TrainSection(on_nonfinite=key).most_skipped)
-    for _ in range(2):  # a step that is made begins anew
+    for _ in range(2):  # a step that is made ends the row
         for _ in range(left_out):
             assert made(steps, bad(1)) is None
         assert made(steps, MADE) is not None

@@ -72,7 +72,7 @@ class Ends:
         ("learner", WeightError("no plan leads there")),
         ("learner", SyncError("the learner is gone")),
         ("server", SyncError("http://it: status 400")),
-        ("server", SyncError("http://it: its reservation was cancelled, and was called off")),
+        ("server", SyncError("http://it: its reservation was cancelled, and all were")),
     ],
 )
 def test_the_error_of_the_end_that_does_not_come_is_raised(end: str, why: Exception, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_a_version_is_served_where_nearly_all_texts_agree(
     assert both.said == ["load 4", "commit 4" if served else "refuse"]
 
 
-def test_servers_whose_every_tensor_is_vouched_for_are_probed_once(tmp_path: Path) -> None:
+def test_servers_whose_every_tensor_is_verified_are_probed_once(tmp_path: Path) -> None:
     both = Both(tmp_path)
     weights = both.weights()
     for version in range(3):
@@ -203,7 +203,7 @@ def test_kinds_in_layouts_of_their_own_are_left_to_the_probe_and_others_are_not(
     with pytest.raises(CorruptionError, match=r"wrote in layers\.0\.up$"):
         asyncio.run(weights.push(3))
     both.misread, both.off, both.by = "", 4, 0.7  # packed wrongly
-    with pytest.raises(SyncError, match=r"no checksum vouches for layers\.0\.gate, .* \(4 tensors\)"):
+    with pytest.raises(SyncError, match=r"no checksum verifies layers\.0\.gate, .* \(4 tensors\)"):
         asyncio.run(weights.push(4))
 
 
@@ -224,7 +224,7 @@ def test_later_versions_are_probed_with_one_text_in_turn_and_all_where_it_does_n
     assert both.asked == [(every[3],), every]
 
 
-def test_a_server_that_was_not_vouched_for_gets_no_layouts_of_its_own(tmp_path: Path) -> None:
+def test_a_server_that_was_not_verified_gets_no_layouts_of_its_own(tmp_path: Path) -> None:
     both = Both(tmp_path, 4, 0.7)
     both.packed = True
     weights = both.weights()
@@ -275,12 +275,12 @@ def test_a_server_that_came_back_gets_what_went_straight_into_others_while_the_l
         await weights.push(4)
         both.said = []
         await weights.refit("it")
-        assert both.said == ["meet anew", "load 4it", "commit 4it"]
+        assert both.said == ["meet again", "load 4it", "commit 4it"]
         both.said, both.moved_on = [], 1
         await weights.refit("it")
-        assert both.said == ["meet anew"]
+        assert both.said == ["meet again"]
         await weights.push(5)  # which takes it with the others
-        assert both.said == ["meet anew", "load 5", "commit 5"]
+        assert both.said == ["meet again", "load 5", "commit 5"]
 
     asyncio.run(test())
 
@@ -291,8 +291,8 @@ class Straight:
     def __init__(self, both: Both) -> None:
         self._both = both
 
-    def meet_anew(self) -> None:
-        self._both.said.append("meet anew")
+    def meet_again(self) -> None:
+        self._both.said.append("meet again")
 
     async def push(
         self, version: int, *, private: Kinds, behind: Callable[[], None]
