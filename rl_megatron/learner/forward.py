@@ -27,7 +27,7 @@ from rl_megatron.types import Loss, LossInputs, LossOutput, Want
 
 LossClosure = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
 AroundForward = Callable[[Any, PackedMicroBatch], AbstractContextManager[None]]
-"""Entered with a chunk and a micro-batch around the forward pass of the one over the other (`replay.Routing`)."""
+"""Entered with a chunk and a micro-batch around the forward pass of one over the other (`routing_replay.Routing`)."""
 
 
 def run_scores(

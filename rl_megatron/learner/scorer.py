@@ -26,7 +26,7 @@ from rl_megatron.learner.model.value import ValueParameter
 from rl_megatron.learner.naming import global_parameters
 from rl_megatron.learner.observers.table import Observers
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
-from rl_megatron.learner.replay import Routing, gather_recorded
+from rl_megatron.learner.routing_replay import Routing, gather_recorded
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Samples, Want
 
