@@ -87,11 +87,12 @@ _OVER = {
 def state(job: str) -> State:
     """From the controller's memory or from accounting. Of a heterogeneous job: of the first component, all nodes."""
     shown = _slurm("scontrol", "show", "job", "-o", job, check=False).splitlines()
-    parts = [dict(re.findall(r"(\S+?)=(\S+)", line)) for line in shown if "JobState=" in line]
-    if parts:
+    # The first of a name counts: a comment, further on, holds any text. Of an array all tasks are shown.
+    parts = [dict(reversed(re.findall(r"(\S+?)=(\S*)", line))) for line in shown]
+    if parts := [part for part in parts if job in (part.get("JobId"), part.get("HetJobId"))]:
         found = parts[0]
         waits = f" ({found['Reason']})" if found.get("Reason", "None") != "None" else ""
-        nodes = [part["NodeList"] for part in parts if part.get("NodeList", "(null)") != "(null)"]
+        nodes = [part["NodeList"] for part in parts if part.get("NodeList", "") not in ("", "(null)")]
         on = f" on {' and '.join(nodes)}" if nodes else ""
         name = found["JobState"]
         return State(name=name, text=f"{name}{waits}{on}, restart {found.get('Restarts', '0')}")

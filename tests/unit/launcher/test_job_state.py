@@ -1,0 +1,37 @@
+"""What is read out of Slurm's words, recorded of Slurm 24.11.5 and, where it says so, of 22.05.8."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.hosts.slurm.jobs import state
+
+RECORDED = json.loads((Path(__file__).parent / "golden" / "scontrol.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("situation", "job", "text", "over"),  # the JSON that 24.11 gave at the same moment says the same
+    [
+        ("running", "1", "RUNNING on n[1-2], restart 0", False),  # its comment: a JobState=FAILED NodeList=x Restarts=9
+        ("completing", "4", "COMPLETING on n3, restart 0", False),
+        ("requeued", "5", "COMPLETING on n3, restart 1", False),
+        ("failed", "3", "FAILED (NonZeroExitCode) on n3, restart 0", True),
+        ("unavailable", "10", "PENDING (ReqNodeNotAvail,_May_be_reserved_for_other_job), restart 0", False),
+        ("heterogeneous", "11", "RUNNING on n1 and n3, restart 0", False),
+        ("array", "1", "PENDING (JobArrayTaskLimit), restart 0", False),  # the other task of it runs on n1
+        ("held, 22.05", "1", "PENDING (JobHeldUser), restart 0", False),
+    ],
+)
+def test_the_state_is_what_slurm_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, situation: str, job: str, text: str, over: bool
+) -> None:
+    (tmp_path / "said").write_text("".join(f"{line}\n" for line in RECORDED[situation]))
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = state(job)
+    assert (found.text, found.over) == (text, over)
