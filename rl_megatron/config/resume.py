@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.options.table import installed_keys
 
 FREE: Mapping[str, bool] = {
     "seed": False,
@@ -28,6 +29,7 @@ FREE: Mapping[str, bool] = {
     "learner.dtype": False,
     "learner.ep": False,  # megatron-core 0.16.1 cannot reshard the optimizer's state over another degree
     "learner.optimizer.distributed": False,  # its state has another form
+    **{f"learner.{key}": False for key in installed_keys()},  # whether they change numbers, nobody here knows
     "roles": True,
     "weights": True,
     "warm_start": False,

@@ -75,6 +75,11 @@ def options() -> Mapping[str, Option]:
     return {**OPTIONS, **installed()}
 
 
+def installed_keys() -> list[str]:
+    """Names of the keys that `installed` options bring."""
+    return [key for option in installed().values() if option.keys is not None for key in option.keys.model_fields]
+
+
 def with_installed_keys(section: type[S]) -> type[S]:
     """A decorator: the section, and behind its own the keys of `installed` options."""
     kinds = {name: option.keys for name, option in installed().items() if option.keys is not None}

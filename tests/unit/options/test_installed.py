@@ -50,6 +50,7 @@ import json
 import pickle
 from rl_megatron.config.docs import render
 from rl_megatron.config.io import load
+from rl_megatron.config.resume import fixed
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.options.table import options
@@ -70,6 +71,7 @@ print(json.dumps({
     "listed": list(options())[-1],
     "documented": [line for line in render().splitlines() if "residual_copies" in line],
     "last key": list(config.model_dump()["learner"])[-1],
+    "fixed": fixed(config).get("learner.residual_copies"),
     "refused": refused(["learner.pp=2", "slurm.nodes=2"]),
     "misspelled": refused(["learner.residual_copied=1"]),
     "keyword": options()["residual"].megatron(config.learner, shape).model,
@@ -103,6 +105,7 @@ def test_it_is_listed_refuses_and_has_its_keys_keywords_and_bytes(tmp_path: Path
         "| `learner.residual_copies` | integer ≥ 0 | `0` | Copies in float32 of what runs past the layers. |"
     ]
     assert said["last key"] == "residual_copies"
+    assert said["fixed"] == 3  # on a resume
     assert said["refused"] == "learner.residual_copies=3 with learner.pp=2; set learner.pp=1"
     assert "did you mean 'learner.residual_copies'?" in said["misspelled"]
     assert said["keyword"] == {"fp32_residual_connection": True}
