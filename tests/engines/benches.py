@@ -25,7 +25,16 @@ from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, SamplingParams, Scores, WeightUpdate
+from rl_megatron.types import (
+    Batch,
+    Completion,
+    GenerationRequest,
+    ParallelDims,
+    SamplingParams,
+    Scores,
+    Want,
+    WeightUpdate,
+)
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.servers.mirror import Mirror
@@ -149,8 +158,9 @@ class FolderSync:
     async def export(self, folder: Path) -> None:
         raise NotImplementedError
 
-    async def score(self, batch: Batch) -> Scores:
-        return [[self._scores(m.input_ids, m.targets, m.cu_seqlens) for m in row] for row in batch.micro_batches]
+    async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
+        rows = batch.micro_batches
+        return {"logprobs": [[self._scores(m.input_ids, m.targets, m.cu_seqlens) for m in row] for row in rows]}
 
     def _scores(self, inputs: Tensor, targets: Tensor, bounds: Tensor) -> Tensor:
         out = [

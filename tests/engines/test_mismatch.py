@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rl_megatron.diagnosis.causes import Finding, judge
 from rl_megatron.diagnosis.experiments import Bench, run
 from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.rollout.servers.http import Server
-from rl_megatron.types import Batch, ParallelDims, Prompt, Samples, Scores
+from rl_megatron.types import Batch, ParallelDims, Prompt, Samples, Scores, Want
 from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, checksums
 from rl_megatron.weights.servers.mirror import dtypes, shapes
 from rl_megatron.weights.servers.sync import Probe, ServedWeights
@@ -39,15 +39,12 @@ class Learner:
         self.folder = folder
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    async def score(self, batch: Batch) -> Scores:
-        logprobs = [[self._forward(m).log_softmax(-1) for m in row] for row in batch.micro_batches]
-        return [
-            [of.gather(1, m.targets[:, None])[:, 0] for of, m in zip(*pair, strict=True)]
-            for pair in zip(logprobs, batch.micro_batches, strict=True)
-        ]
-
-    async def logits(self, batch: Batch) -> Scores:
-        return [[self._forward(m)[m.mask] for m in row] for row in batch.micro_batches]
+    async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
+        of: dict[Want, Callable[[Samples], Tensor]] = {
+            "logprobs": lambda m: self._forward(m).log_softmax(-1).gather(1, m.targets[:, None])[:, 0],
+            "logits": lambda m: self._forward(m)[m.mask],
+        }
+        return {name: [[of[name](m) for m in row] for row in batch.micro_batches] for name in want}
 
     @torch.no_grad()
     def _forward(self, samples: Samples) -> Tensor:

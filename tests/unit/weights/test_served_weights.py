@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rl_megatron.errors import CorruptionError, ReplicasLost, SyncError
-from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Scores, WeightUpdate
+from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Scores, Want, WeightUpdate
 from rl_megatron.weights.checks.compare import sealed_by
 from rl_megatron.weights.checks.places import Held
 from rl_megatron.weights.checks.reports import NO_KINDS, Beside, Kinds, Report, seen
@@ -59,8 +59,8 @@ class Both:
     async def export(self, folder: Path) -> None:
         self.said.append("export")
 
-    async def score(self, batch: Batch) -> Scores:
-        return [[torch.full((len(m.input_ids),), -1.0) for m in row] for row in batch.micro_batches]
+    async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
+        return {"logprobs": [[torch.full((len(m.input_ids),), -1.0) for m in row] for row in batch.micro_batches]}
 
     def stale(self, name: str) -> bool:
         return self.is_stale
