@@ -20,6 +20,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_MODULES = 400, 60, 14
 DOCUMENTS = [
     path.relative_to(REPO) for folder in (".", "docs", "docs/adr", "slurm") for path in (REPO / folder).glob("*.md")
 ]
+SHELVES = {"rl_megatron/options"}  # listed in one table; that they do not import each other is a contract
 IN_ENGINES = ("engine_token.py", "sglang/server.py")  # of rollout/servers: other processes
 
 
@@ -160,9 +161,9 @@ def test_texts_use_the_words_of_the_field() -> None:
     assert translated("A cause is told apart from others: there are no more causes.") == []
 
 
-def test_no_room_holds_more_than_fourteen_modules() -> None:
+def test_no_room_holds_more_than_fourteen_modules_but_a_shelf_of_like_files() -> None:
     rooms = Counter(path.parent for path in FILES if path.parts[0] in PRODUCT and path.name != "__init__.py")
-    assert {str(room): count for room, count in rooms.items() if count > MAX_MODULES} == {}
+    assert {str(room) for room, count in rooms.items() if count > MAX_MODULES} - SHELVES == set()
 
 
 def test_every_benchmark_takes_json_and_says_the_machine() -> None:
