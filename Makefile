@@ -25,7 +25,7 @@ test-cluster: $(ENVIRONMENT)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs -n 4 --dist worksteal tests/cluster
 
 test-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadgroup tests/engines
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/engines
 
 mutants: .venv/.mutants-installed
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.mutants.run $(ARGS)

@@ -14,16 +14,6 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.layouts.families import read_shape
 from tests.engines.benches import Bench, LocalBench, ServedBench, interpreter, served, spare_a_core
 
-_LONG = ("test_restarts.py", "test_models.py")  # their tests take minutes, each of which starts servers of its own
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of two workers one has all tests of the shared servers; what takes long comes first."""
-    for item in items:
-        if "start" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("shared servers"))
-    items.sort(key=lambda item: _LONG.index(item.path.name) if item.path.name in _LONG else len(_LONG))
-
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
