@@ -17,13 +17,16 @@ from launcher.servers.engines import adapter_of, longest_sequence
 from launcher.servers.pool import ServedEngines
 from launcher.servers.site import HERE, Place
 from rl_megatron.config.run import RunConfig
-from rl_megatron.interfaces import Launcher, Roles, unheard
+from rl_megatron.interfaces import Launcher, Roles, WeightSync, unheard
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.weights.formats.served import FORMATS
-from rl_megatron.weights.servers.direct import Direct
+from rl_megatron.weights.servers.delivery import Delivery
+from rl_megatron.weights.servers.direct import DirectDelivery, LearnerRanks
+from rl_megatron.weights.servers.file import FileDelivery, LearnerWeights
 from rl_megatron.weights.servers.probe import Probe
-from rl_megatron.weights.servers.sync import LearnerWeights, ServedWeights
+from rl_megatron.weights.servers.sync import ServedWeights
+from rl_megatron.weights.servers.trust import Trust
 from rl_megatron.weights.transports.engine_ends import backend_of
 from rl_megatron.weights.transports.joined import Keeper
 
@@ -76,17 +79,16 @@ class ServedLauncher(Launcher):
                 temperature=config.rollout.temperature,
                 tolerance=_tolerance(config),
             )
-            assert isinstance(roles.weights, LearnerWeights)
-            weights = ServedWeights(
-                inner=roles.weights,
+            trust = Trust(
                 path=path,
-                replicas=engine,
+                servers=engine,
                 learner=roles.policy,
                 dims=config.learner.dims,
                 probe=probe,
                 probes=config.rollout.server.probes,
-                direct=_direct(config, roles.weights, engine, path, self._host),
             )
+            delivery = _delivery(config, roles.weights, engine, path, self._host)
+            weights = ServedWeights(learner=roles.weights, delivery=delivery, trust=trust, servers=engine)
             servers.refit = weights.refit
             if config.rollout.server.colocated:
                 roles = colocated(roles, engine)
@@ -99,16 +101,19 @@ def _tolerance(config: RunConfig) -> float:
     return section.probe_tolerance or (rounding if FORMATS[section.quantization] is None else _QUANTISED_TOLERANCE)
 
 
-def _direct(config: RunConfig, weights: LearnerWeights, engine: ServedEngine, path: Path, host: str) -> Direct | None:
-    """The way from learner ranks straight into engine ranks, where the configuration wants it."""
+def _delivery(config: RunConfig, weights: WeightSync, engine: ServedEngine, path: Path, host: str) -> Delivery:
+    """Through the mirror file, or directly where ``rollout.server.transport`` says so."""
     section = config.rollout.server
+    assert isinstance(weights, LearnerWeights)
+    file = FileDelivery(learner=weights, path=path, servers=engine)
     if section.transport == "file":
-        return None
-    return Direct(
-        senders=weights,
-        receivers=engine,
+        return file
+    assert isinstance(weights, LearnerRanks)
+    return DirectDelivery(
+        file=file,
+        learner=weights,
+        servers=engine,
         keeper=Keeper(section.meeting_host or host, section.timeout_seconds),
-        path=path,
         learner_ranks=config.learner.dims.world_size,
         transport=section.transport,
         backend=backend_of(section.transport, config.learner.device),

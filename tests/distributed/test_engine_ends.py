@@ -19,10 +19,11 @@ from launcher.processes.ports import held_ports
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box
-from rl_megatron.weights.checks.compare import compare, sealed_by
+from rl_megatron.weights.checks.compare import compare
 from rl_megatron.weights.checks.places import Held, record
 from rl_megatron.weights.checks.reports import Beside, Report, checksums_of
 from rl_megatron.weights.checks.sources import sources_of
+from rl_megatron.weights.checks.whole import sealed_by
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE

@@ -37,9 +37,11 @@ from rl_megatron.types import (
 )
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.families import read_shape
+from rl_megatron.weights.servers.file import FileDelivery
 from rl_megatron.weights.servers.mirror import Mirror
 from rl_megatron.weights.servers.probe import Probe
 from rl_megatron.weights.servers.sync import ServedWeights
+from rl_megatron.weights.servers.trust import Trust
 
 REPO = Path(__file__).resolve().parents[2]
 MAX_LENGTH = 2048
@@ -184,15 +186,19 @@ class ServedBench:
     def weights_of(self, engine: ServedEngine) -> ServedWeights:
         """A sync into ``engine``, which may be another over the same servers."""
         probe = Probe.make(vocab_size=259, max_length=MAX_LENGTH, temperature=1.0, tolerance=1e-4)
-        return ServedWeights(
-            inner=self.sync,
+        trust = Trust(
             path=self.path,
-            replicas=engine,
+            servers=engine,
             learner=self.sync,
             dims=ParallelDims(),
             probe=probe,
             probes=self._probes,
         )
+        return ServedWeights(learner=self.sync, delivery=self.file(engine), trust=trust, servers=engine)
+
+    def file(self, engine: ServedEngine) -> FileDelivery:
+        """Through the mirror."""
+        return FileDelivery(learner=self.sync, path=self.path, servers=engine)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         async def limited() -> T:

@@ -17,14 +17,14 @@ from rl_megatron.weights.checks.sources import sources_of
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout
 from rl_megatron.weights.plans.plan import plan
-from rl_megatron.weights.servers.direct import Direct
+from rl_megatron.weights.servers.direct import DirectDelivery
 from rl_megatron.weights.transports.engine_ends import Sender
 from rl_megatron.weights.transports.joined import Keeper, Place
 from tests.engines.benches import Change, ServedBench, weights_of
 
 
 class FolderSender:
-    """A learner of one rank that is a folder. See direct.Senders."""
+    """A learner of one rank that is a folder: direct.LearnerRanks."""
 
     def __init__(self, model: Path) -> None:
         self.hf = hf_layout(read_shape(model))
@@ -63,11 +63,12 @@ def direct(
     server: ServedBench, sender: FolderSender, transport: str = "process_group", *, turns: bool = False
 ) -> Iterator[None]:
     """Pushes of the bench go straight; the mirror only tells names and shapes."""
-    server.weights._direct = Direct(
-        senders=sender,
-        receivers=server.engine,
+    before = server.weights._delivery
+    server.weights._delivery = DirectDelivery(
+        file=server.file(server.engine),
+        learner=sender,
+        servers=server.engine,
         keeper=Keeper("127.0.0.1", 100.0),
-        path=server.path,
         learner_ranks=1,
         transport=transport,
         backend="gloo",
@@ -76,4 +77,4 @@ def direct(
     try:
         yield
     finally:
-        server.weights._direct = None
+        server.weights._delivery = before

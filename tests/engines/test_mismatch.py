@@ -21,7 +21,9 @@ from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Batch, ParallelDims, Prompt, Samples, Scores, Want
 from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, checksums
 from rl_megatron.weights.servers.mirror import dtypes, shapes
-from rl_megatron.weights.servers.sync import Probe, ServedWeights
+from rl_megatron.weights.servers.probe import Probe
+from rl_megatron.weights.servers.sync import ServedWeights
+from rl_megatron.weights.servers.trust import Trust
 from tests.engines.benches import Change, ServedBench
 
 SETTING = Setting(learner_dtype="float32", engine_dtype="float32", configured=Parameters(), served=True)
@@ -58,14 +60,9 @@ def looked_at(server: ServedBench) -> Iterator[ServedBench]:
     """A server that serves whatever it is given."""
     before, tolerant = server.weights, float("inf")
     probe = Probe.make(vocab_size=259, max_length=512, temperature=1.0, tolerance=tolerant)
-    server.weights = ServedWeights(
-        inner=server.sync,
-        path=server.path,
-        replicas=server.engine,
-        learner=server.sync,
-        dims=ParallelDims(),
-        probe=probe,
-    )
+    trust = Trust(path=server.path, servers=server.engine, learner=server.sync, dims=ParallelDims(), probe=probe)
+    delivery = server.file(server.engine)
+    server.weights = ServedWeights(learner=server.sync, delivery=delivery, trust=trust, servers=server.engine)
     yield server
     server.weights = before
 

@@ -22,7 +22,7 @@ from rl_megatron.config.io import load
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.recorded import Boxes
-from rl_megatron.weights.servers.direct import Direct
+from rl_megatron.weights.servers.direct import DirectDelivery
 from rl_megatron.weights.transports.joined import Keeper
 from tests.engines.benches import REPO, LocalBench, ServedBench, logprobs_of, request, served
 from tests.engines.conftest import needs
@@ -75,11 +75,11 @@ def check_straight(server: ServedBench, name: str, learners: Learners) -> None:
     for version, (layout, transport) in enumerate(product(LAYOUTS, ("process_group", "shared_memory")), start=11):
         with learners.holding(name, layout) as weights:
             server.sync.folder, first = folder_of(learners.root, name, LAYOUTS[layout].seed), learners.ranks.world_size
-            server.weights._direct = Direct(
-                senders=weights,
-                receivers=server.engine,
+            server.weights._delivery = DirectDelivery(
+                file=server.file(server.engine),
+                learner=weights,
+                servers=server.engine,
                 keeper=Keeper("127.0.0.1", 300.0),
-                path=server.path,
                 learner_ranks=first,
                 transport=transport,
                 backend="gloo",

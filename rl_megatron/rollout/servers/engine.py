@@ -20,9 +20,10 @@ from rl_megatron.rollout.servers.answers import as_it_should_end, joined, proble
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.replicas import PRESENT, Event, Replica, ReplicaDied, ReplicaSet, State
 from rl_megatron.types import Completion, GenerationRequest
+from rl_megatron.weights.checks.compare import count_verified
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
 from rl_megatron.weights.layouts.recorded import Boxes
-from rl_megatron.weights.servers.mirror import count_verified
+from rl_megatron.weights.servers.mirror import shapes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -261,7 +262,8 @@ class ServedEngine:
         """How many of the mirror's tensors checksums tell of, and those that differ; by URL. Raises SyncError."""
         what = "comparing weights"
         said = await self._on_each(self._loaded(None), what, lambda r: self.adapter.held(r.server, path))
-        return {url: count_verified(path, checksums, reports) for url, reports in said.items()}
+        known = shapes(path)
+        return {url: count_verified(checksums, known, reports) for url, reports in said.items()}
 
     async def tokenized(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...] | None:
         """What a replica's own tokenizer makes of a text; None where it has none. Raises EngineError."""

@@ -1,16 +1,15 @@
-"""Adds the checksums of boxes up over ranks and compares them with those of whole tensors."""
+"""Compares what the ranks of an engine server hold with the learner's checksums of whole tensors."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
-from rl_megatron.errors import CorruptionError
 from rl_megatron.weights.boxes import Box, Shape
 from rl_megatron.weights.checks.checksums import add
-from rl_megatron.weights.checks.reports import Read, Report, kind_of
+from rl_megatron.weights.checks.reports import Report, kind_of
+from rl_megatron.weights.checks.whole import by_tensor, is_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,20 +26,6 @@ class Comparison:
         return frozenset(kind for kind, n in Counter(kind_of(p) for p, _ in wrong).items() if n > 1) - same
 
 
-def sealed_by(reports: Sequence[Report], shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """Checksums of whole tensors from what the learner's ranks say of their boxes.
-
-    Raises CorruptionError naming a tensor that two of them hold otherwise.
-    """
-    out = {}
-    for name, held in _by_tensor(row[1:] for report in reports for row in report.rows).items():
-        if any(len(sums) > 1 for sums in held.values()):
-            raise CorruptionError(f"{name}: ranks of the learner that should hold the same hold different bytes of it")
-        if _is_whole(held, shapes[name]):
-            out[name] = add(*(min(sums) for sums in held.values()))
-    return out
-
-
 def compare(
     sealed: Mapping[str, int], shapes: Mapping[str, Shape], reports: Sequence[Report], private: frozenset[str]
 ) -> Comparison:
@@ -50,25 +35,18 @@ def compare(
     that arrived with another checksum than it was sealed with differs, however it is held.
     """
     visible = [replace(one, rows=[row for row in one.rows if kind_of(row[0]) not in private]) for one in reports]
-    boxes = _by_tensor(row[1:] for report in visible for row in report.rows)
-    read = _by_tensor(row for report in reports for row in report.read)
+    boxes = by_tensor(row[1:] for report in visible for row in report.rows)
+    read = by_tensor(row for report in reports for row in report.read)
     differing, unseen = {}, set()
     for name, shape in shapes.items():
         held, came = boxes.get(name, {}), read.get(name, {})
-        if name in sealed and _is_whole(came, shape) and _differ(came, sealed[name]):
+        if name in sealed and is_whole(came, shape) and _differ(came, sealed[name]):
             differing[name] = frozenset[str]()
-        elif name not in sealed or not _is_whole(held, shape):
+        elif name not in sealed or not is_whole(held, shape):
             unseen.add(name)
         elif _differ(held, sealed[name]):
             differing[name] = frozenset(param for report in visible for param, hf, _, _ in report.rows if hf == name)
     return Comparison(differing=differing, unseen=frozenset(unseen))
-
-
-def _by_tensor(rows: Iterable[Read]) -> dict[str, dict[Box, set[int]]]:
-    boxes: dict[str, dict[Box, set[int]]] = {}
-    for hf, box, sum_ in rows:
-        boxes.setdefault(hf, {}).setdefault(box, set()).add(sum_)
-    return boxes
 
 
 def _differ(boxes: Mapping[Box, set[int]], sealed: int) -> bool:
@@ -76,5 +54,10 @@ def _differ(boxes: Mapping[Box, set[int]], sealed: int) -> bool:
     return any(len(sums) > 1 for sums in boxes.values()) or add(*(min(sums) for sums in boxes.values())) != sealed
 
 
-def _is_whole(boxes: Iterable[Box], shape: Shape) -> bool:
-    return sum(prod(high - low for low, high in box) for box in boxes) == prod(shape)
+def count_verified(
+    sealed: Mapping[str, int], shapes: Mapping[str, Shape], reports: Sequence[Report]
+) -> tuple[int, list[str]]:
+    """For how many tensors what one server holds can be compared with ``sealed``, and those that differ."""
+    found = compare(sealed, shapes, reports, frozenset())
+    found = compare(sealed, shapes, reports, found.private(reports))
+    return len(shapes) - len(found.unseen), sorted(found.differing)

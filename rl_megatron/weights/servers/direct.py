@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+from typing_extensions import override
 
 from rl_megatron.errors import ReplicasLost, SyncError
 from rl_megatron.types import WeightUpdate
-from rl_megatron.weights.checks.compare import sealed_by
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report, seconds_waited
 from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.servers import mirror
+from rl_megatron.weights.servers.delivery import Deliver, Delivered, Delivery
+from rl_megatron.weights.servers.file import FileDelivery
 from rl_megatron.weights.transports.joined import JOINING, Keeper, Place
 
 _LOOK_SECONDS = 0.05
 _GRACE_SECONDS = 2.0
 
 
-class Senders(Protocol):
-    """The learner's ranks."""
+@runtime_checkable
+class LearnerRanks(Protocol):
+    """The learner's ranks, which send their shards."""
 
     async def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
         """Meet engine ranks that hold ``ranks``, behind the learner's own in number. Collective with them."""
@@ -63,66 +68,74 @@ class Receivers(Protocol):
         ...
 
 
-class Direct:
-    """The way of all versions. After a server came back, or a version failed, all meet again.
+class DirectDelivery(Delivery):
+    """From learner ranks into engine ranks. All meet again where a server is new, or a version failed.
 
-    ``transport``, ``backend`` and ``turns``: see joined.Place.
+    The mirror file names the tensors; ``file`` fills it for an export and for a server that comes back.
+    ``transport``, ``backend`` and ``turns`` are of the `Place` where ranks meet.
     """
 
     def __init__(
         self,
         *,
-        senders: Senders,
-        receivers: Receivers,
+        file: FileDelivery,
+        learner: LearnerRanks,
+        servers: Receivers,
         keeper: Keeper,
-        path: Path,
         learner_ranks: int,
         transport: str,
         backend: str,
         turns: bool = False,
     ) -> None:
-        self._senders, self._receivers, self._keeper, self._path = senders, receivers, keeper, path
+        self._file, self._learner, self._servers, self._keeper = file, learner, servers, keeper
         self._learner_ranks = learner_ranks
         self._new_place = partial(keeper.place, transport=transport, backend=backend, turns=turns)
         self._place: Place | None = None
         self._met: frozenset[str] = frozenset()
 
-    def meet_again(self) -> None:
-        """Next time: a server that was brought back may stand at the same address, and has not met the others."""
-        self._place = None
+    @override
+    @asynccontextmanager
+    async def sending(self, version: int) -> AsyncIterator[Deliver]:
+        """Every attempt sends all shards again: no file holds them."""
+        yield partial(self._deliver, version)
 
-    async def push(
-        self, version: int, *, private: Kinds, behind: Callable[[], None]
-    ) -> tuple[WeightUpdate, Mapping[str, Sequence[Report]], mirror.Seal]:
-        """What moved, what each rank of each replica holds, and the learner's checksums. Raises SyncError.
-
-        Parameters of ``private`` kinds have no checksums. ``behind`` is called once all is under way.
-        """
-        names = self._receivers.names()
-        same = self._met == frozenset(names) and not any(map(self._receivers.stale, names))
+    async def _deliver(self, version: int, *, private: Kinds, meanwhile: Callable[[], None]) -> Delivered:
+        names = self._servers.names()
+        same = self._met == frozenset(names) and not any(map(self._servers.stale, names))
         place, self._place = self._place if same else None, None  # until this version has arrived
         place = place or await self._meet()
-        sending = asyncio.ensure_future(self._senders.send(version))
-        loading = self._receivers.load(self._path, version, straight=self._met, private=private)
+        sending = asyncio.ensure_future(self._learner.send(version))
+        loading = self._servers.load(self._file.path, version, straight=self._met, private=private)
         receiving = asyncio.ensure_future(loading)
-        behind()
+        meanwhile()
         ended: dict[object, float] = {}
         for future in (sending, receiving):
             future.add_done_callback(lambda future: ended.update({future: time.perf_counter()}))
         await self._both(place, f"version {version}", sending, receiving)
         self._place = place
-        (update, reports), said = sending.result(), receiving.result()
-        ours, theirs = update.verify_seconds, seconds_waited(said)
+        (update, sent), reports = sending.result(), receiving.result()
+        ours, theirs = update.verify_seconds, seconds_waited(reports)
         without = max(ended[sending] - ours, ended[receiving] - theirs)
         update = replace(update, verify_seconds=max(ended.values()) - without)
-        return update, said, mirror.Seal(checksums=sealed_by(reports, mirror.shapes(self._path)))
+        return Delivered(update=update, reports=reports, seal=mirror.Seal(checksums=self._file.checksums(sent)))
+
+    @override
+    async def filled(self, version: int) -> mirror.Seal:
+        """Has the learner write the file, from the weights that it has at this moment."""
+        return await self._file.fill(version)
+
+    @override
+    async def load(self, version: int, name: str) -> Sequence[Report]:
+        """All meet again before the next version: a server at the same address may have met nobody."""
+        self._place = None
+        return await self._file.load(version, name)
 
     async def _both(
         self, place: Place, what: str, sending: asyncio.Future[Any], receiving: asyncio.Future[Any]
     ) -> None:
         """Wait for both ends; where one fails, or a server dies, the other is cancelled.
 
-        Raises what one of them raised, or ReplicasLost where a server died: the others can be met again.
+        Raises what one of them raised, or ReplicasLost where a server died: the others can meet again.
         """
         both, dead = asyncio.gather(sending, receiving), asyncio.ensure_future(self._one_dies())
         both.add_done_callback(lambda done: done.cancelled() or done.exception())  # which is raised below
@@ -155,11 +168,12 @@ class Direct:
         return cause
 
     async def _one_dies(self) -> None:
-        while self._met <= frozenset(self._receivers.names()):
+        while self._met <= frozenset(self._servers.names()):
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _meet(self) -> Place:
-        boxes = await self._receivers.boxes(self._path)
+        """All ranks of the learner and of every server join one new group."""
+        boxes = await self._servers.boxes(self._file.path)
         first: dict[str, int] = {}
         ranks: list[Boxes] = []
         for name, said in boxes.items():
@@ -167,7 +181,7 @@ class Direct:
             ranks += said
         place = self._new_place(self._learner_ranks + len(ranks))
         self._met = frozenset(boxes)
-        joining = asyncio.ensure_future(self._senders.join_engines(place, ranks))
-        joined = asyncio.ensure_future(self._receivers.join(self._path, asdict(place), first))
+        joining = asyncio.ensure_future(self._learner.join_engines(place, ranks))
+        joined = asyncio.ensure_future(self._servers.join(self._file.path, asdict(place), first))
         await self._both(place, JOINING, joining, joined)
         return place

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,7 +25,6 @@ from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.bits import dtype_of
 from rl_megatron.weights.bytes.mapped import MappedFile, header_bytes, read_header
 from rl_megatron.weights.checks.checksums import checksum
-from rl_megatron.weights.checks.compare import compare
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.formats.hf_folder import config_text
 from rl_megatron.weights.formats.served import Format, stored
@@ -147,14 +146,6 @@ def check(path: Path, version: int) -> None:
     wrong = [name for name, t in read(path, version).items() if checksum(t, tuple(t.shape)) != sealed.get(name)]
     if wrong:
         raise CorruptionError(f"{path}, version {version}: other bytes than the learner has in {', '.join(wrong)}")
-
-
-def count_verified(path: Path, checksums: Mapping[str, int], reports: Sequence[Report]) -> tuple[int, list[str]]:
-    """For how many tensors what one server holds can be compared with ``checksums``, and those that differ."""
-    known = shapes(path)
-    found = compare(checksums, known, reports, frozenset())
-    found = compare(checksums, known, reports, found.private(reports))
-    return len(known) - len(found.unseen), sorted(found.differing)
 
 
 def shapes(path: Path) -> dict[str, Shape]:

@@ -21,7 +21,7 @@ _SAMPLED = 4  # tokens of a text, where engines cannot score it
 _TIES = 1  # texts in which a router may hold two experts so near that rounding chooses: seen at a gap of 6e-8
 PROBE_LENGTH = _TEXT_TOKENS
 
-Scored = tuple[tuple[int, ...], tuple[int, ...], Sequence[float]]
+ScoredText = tuple[tuple[int, ...], tuple[int, ...], Sequence[float]]
 """A prompt, what stands behind it, and the log-prob of each token of that."""
 
 
@@ -64,18 +64,18 @@ class Probe:
             for i, text in enumerate(self.texts)
         ]
 
-    def continued(self, completions: Sequence[Sequence[Completion]]) -> list[Scored]:
+    def continued(self, completions: Sequence[Sequence[Completion]]) -> list[ScoredText]:
         """What an engine sampled behind the texts."""
         return [
             (text[:-_SAMPLED], tuple(one.token_ids.tolist()), one.logprobs.tolist())
             for text, (one,) in zip(self.texts, completions, strict=True)
         ]
 
-    def scored(self, logprobs: Sequence[Sequence[float]]) -> list[Scored]:
+    def scored(self, logprobs: Sequence[Sequence[float]]) -> list[ScoredText]:
         """What an engine says of the texts."""
         return [(t[:1], t[1:], said) for t, said in zip(self.texts, logprobs, strict=True)]
 
-    def judge(self, engine: Sequence[Scored], other: Sequence[Sequence[float]], whose: str) -> tuple[str, bool]:
+    def judge(self, engine: Sequence[ScoredText], other: Sequence[Sequence[float]], whose: str) -> tuple[str, bool]:
         """How far the two are apart, empty where the probe tolerates that; and whether it refuses the engine's."""
         gaps = [
             max((abs(a - b) for a, b in zip(said, theirs, strict=True)), key=lambda gap: (math.isnan(gap), gap))
@@ -91,7 +91,7 @@ class Probe:
         return found, len(over) > min(_TIES, len(gaps) - 1)
 
 
-async def scores_of(learner: Scorer, dims: ParallelDims, texts: Sequence[Scored]) -> list[list[float]]:
+async def scores_of(learner: Scorer, dims: ParallelDims, texts: Sequence[ScoredText]) -> list[list[float]]:
     """The learner's log-probs of what stands behind each prompt."""
     groups = [
         single_turns(

@@ -17,7 +17,8 @@ from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
 from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.plans.json_form import from_json
-from rl_megatron.weights.servers.direct import Direct
+from rl_megatron.weights.servers.direct import DirectDelivery
+from rl_megatron.weights.servers.file import FileDelivery
 from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.joined import Keeper, Member, Place
 
@@ -84,17 +85,17 @@ def test_the_error_of_the_end_that_does_not_come_is_raised(end: str, why: Except
 
 async def push(ends: Ends, folder: Path) -> None:
     keeper = Keeper("127.0.0.1", LIMIT)
-    direct = Direct(
-        senders=ends,
-        receivers=ends,
+    direct = DirectDelivery(
+        file=FileDelivery(learner=ends, path=folder, servers=ends),
+        learner=ends,
+        servers=ends,
         keeper=keeper,
-        path=folder,
         learner_ranks=1,
         transport="process_group",
         backend="gloo",
     )
-    async with asyncio.timeout(LIMIT / 2):
-        await direct.push(1, private=NO_KINDS, behind=lambda: None)
+    async with asyncio.timeout(LIMIT / 2), direct.sending(1) as deliver:
+        await deliver(private=NO_KINDS, meanwhile=lambda: None)
 
 
 def test_a_server_that_dies_meanwhile_is_no_end(tmp_path: Path) -> None:

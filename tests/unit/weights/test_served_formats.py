@@ -16,13 +16,13 @@ from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checks.checksums import checksum
-from rl_megatron.weights.checks.compare import sealed_by
+from rl_megatron.weights.checks.whole import sealed_by
 from rl_megatron.weights.formats import served as served_formats
 from rl_megatron.weights.formats.block_scales import is_quantised
 from rl_megatron.weights.formats.quantize import dequantise
 from rl_megatron.weights.formats.served import FORMATS, stored
 from rl_megatron.weights.servers.mirror import Mirror, dtypes, read, seal, shapes
-from rl_megatron.weights.servers.probe import Probe, Scored
+from rl_megatron.weights.servers.probe import Probe, ScoredText
 
 LAYER = "model.layers.0."
 MATRICES = {
@@ -210,7 +210,7 @@ def test_the_probe_tolerates_quantised_weights_and_refuses_exchanged_ones(tmp_pa
 
     learner = scores(given)
     weights = {name: quantised(name, tensor) for name, tensor in given.items()}
-    said: list[Scored] = probe.scored(scores(weights))
+    said: list[ScoredText] = probe.scored(scores(weights))
     assert scores(weights) != learner
     assert not probe.judge(said, learner, "the learner's")[1]
     exchanged = weights | {"lm_head.weight": weights["lm_head.weight"].roll(1, 0)}

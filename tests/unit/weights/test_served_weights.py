@@ -15,12 +15,17 @@ import torch
 
 from rl_megatron.errors import CorruptionError, ReplicasLost, SyncError
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Scores, Want, WeightUpdate
-from rl_megatron.weights.checks.compare import sealed_by
 from rl_megatron.weights.checks.places import Held
 from rl_megatron.weights.checks.reports import NO_KINDS, Beside, Kinds, Report, seen
+from rl_megatron.weights.checks.whole import sealed_by
+from rl_megatron.weights.servers.delivery import Delivered
+from rl_megatron.weights.servers.direct import DirectDelivery
+from rl_megatron.weights.servers.file import FileDelivery
 from rl_megatron.weights.servers.mirror import Mirror, Seal
 from rl_megatron.weights.servers.probe import Probe
 from rl_megatron.weights.servers.sync import ServedWeights
+from rl_megatron.weights.servers.trust import Trust
+from rl_megatron.weights.transports.joined import Keeper
 from tests.completions import completion
 
 SHAPES = {"norm": (4,), **{f"layers.{i}.{x}": (4, 8) for i in range(2) for x in ("gate", "up")}}
@@ -45,7 +50,11 @@ class Both:
     ) -> ServedWeights:
         probe = Probe.make(vocab_size=50, max_length=40, temperature=temperature, tolerance=1e-3)
         dims, path = ParallelDims(dp=dp), self.mirror.path
-        return ServedWeights(inner=self, path=path, replicas=self, learner=self, dims=dims, probe=probe, probes=probes)
+        trust = Trust(path=path, servers=self, learner=self, dims=dims, probe=probe, probes=probes)
+        return ServedWeights(learner=self, delivery=self.file(), trust=trust, servers=self)
+
+    def file(self) -> FileDelivery:
+        return FileDelivery(learner=self, path=self.mirror.path, servers=self)
 
     async def push(self, version: int) -> WeightUpdate:
         for tensor in self.mirror.tensors.values():
@@ -60,6 +69,7 @@ class Both:
         self.said.append("export")
 
     async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
+        assert want == {"logprobs"}
         return {"logprobs": [[torch.full((len(m.input_ids),), -1.0) for m in row] for row in batch.micro_batches]}
 
     def stale(self, name: str) -> bool:
@@ -270,37 +280,36 @@ def test_a_server_that_came_back_must_answer_as_one_that_was_verified(
 def test_a_server_that_came_back_gets_what_went_straight_into_others_while_the_learner_has_it(tmp_path: Path) -> None:
     async def test() -> None:
         both = Both(tmp_path)
-        weights = both.weights()
-        weights._direct = Straight(both)  # type: ignore[assignment]
+        weights, straight = both.weights(), Straight(both)
+        weights._delivery = straight
         await weights.push(4)
         both.said = []
         await weights.refit("it")
-        assert both.said == ["meet again", "load 4it", "commit 4it"]
+        assert both.said == ["load 4it", "commit 4it"]
+        assert straight._place is None  # which it has not met
         both.said, both.moved_on = [], 1
         await weights.refit("it")
-        assert both.said == ["meet again"]
+        assert both.said == []
         await weights.push(5)  # which takes it with the others
-        assert both.said == ["meet again", "load 5", "commit 5"]
+        assert both.said == ["load 5", "commit 5"]
 
     asyncio.run(test())
 
 
-class Straight:
-    """Moves what `Both` has; see direct.Direct."""
+class Straight(DirectDelivery):
+    """Moves what `Both` has, of which no rank meets another."""
 
     def __init__(self, both: Both) -> None:
-        self._both = both
+        keeper = Keeper("127.0.0.1", 5.0)
+        how = {"transport": "process_group", "backend": "gloo"}
+        super().__init__(file=both.file(), learner=both, servers=both, keeper=keeper, learner_ranks=1, **how)
+        self._both, self._place = both, keeper.place(1, **how)
 
-    def meet_again(self) -> None:
-        self._both.said.append("meet again")
-
-    async def push(
-        self, version: int, *, private: Kinds, behind: Callable[[], None]
-    ) -> tuple[WeightUpdate, Mapping[str, Sequence[Report]], Seal]:
+    async def _deliver(self, version: int, *, private: Kinds, meanwhile: Callable[[], None]) -> Delivered:
         both = self._both
-        behind()
+        meanwhile()
         update, reports = await both.push(version), await both.load(both.mirror.path, version, private=private)
-        return update, reports, Seal(checksums=sealed_by(await both.sums(), SHAPES))
+        return Delivered(update=update, reports=reports, seal=Seal(checksums=sealed_by(await both.sums(), SHAPES)))
 
 
 def test_a_push_of_which_all_servers_died_is_made_again(tmp_path: Path) -> None:

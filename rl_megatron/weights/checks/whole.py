@@ -1,0 +1,38 @@
+"""Adds the checksums of boxes, which ranks report, up to those of whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+from rl_megatron.errors import CorruptionError
+from rl_megatron.weights.boxes import Box, Shape
+from rl_megatron.weights.checks.checksums import add
+from rl_megatron.weights.checks.reports import Read, Report
+
+
+def sealed_by(reports: Sequence[Report], shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """Checksums of whole tensors from what the learner's ranks say of their boxes.
+
+    Raises CorruptionError naming a tensor that two of them hold otherwise.
+    """
+    out = {}
+    for name, held in by_tensor(row[1:] for report in reports for row in report.rows).items():
+        if any(len(sums) > 1 for sums in held.values()):
+            raise CorruptionError(f"{name}: ranks of the learner that should hold the same hold different bytes of it")
+        if is_whole(held, shapes[name]):
+            out[name] = add(*(min(sums) for sums in held.values()))
+    return out
+
+
+def by_tensor(rows: Iterable[Read]) -> dict[str, dict[Box, set[int]]]:
+    """By tensor, the checksums that were reported of each of its boxes."""
+    boxes: dict[str, dict[Box, set[int]]] = {}
+    for hf, box, sum_ in rows:
+        boxes.setdefault(hf, {}).setdefault(box, set()).add(sum_)
+    return boxes
+
+
+def is_whole(boxes: Iterable[Box], shape: Shape) -> bool:
+    """Whether boxes that do not overlap fill a tensor."""
+    return sum(prod(high - low for low, high in box) for box in boxes) == prod(shape)

@@ -1,0 +1,118 @@
+"""Delivers weights through the mirror file: the learner's rank 0 writes it, and every engine server loads it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from typing_extensions import override
+
+from rl_megatron.interfaces import WeightSync
+from rl_megatron.types import WeightUpdate
+from rl_megatron.weights.boxes import Shape
+from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report, seconds_waited
+from rl_megatron.weights.checks.whole import sealed_by
+from rl_megatron.weights.servers import mirror
+from rl_megatron.weights.servers.delivery import Deliver, Delivered, Delivery
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class LearnerWeights(WeightSync, Protocol):
+    """The weights of the learner's ranks, whose push ends in the mirror file."""
+
+    async def sums(self) -> Sequence[Report]:
+        """Checksums of the boxes that each rank answers for, of what was pushed last."""
+        ...
+
+
+class Loaders(Protocol):
+    """The engine servers, as those who load the mirror file."""
+
+    async def load(
+        self, path: Path, version: int, *, only: str | None = None, private: Kinds = NO_KINDS
+    ) -> Mapping[str, Sequence[Report]]:
+        """All, or ``only`` the one of that name, hold the file's weights; what each rank holds, by server.
+
+        Ranks report no parameters of ``private`` kinds. Nobody serves these weights. Raises SyncError; ReplicasLost
+        where all died.
+        """
+        ...
+
+
+class FileDelivery(Delivery):
+    """Through the mirror file at ``path``, which holds one version."""
+
+    def __init__(self, *, learner: LearnerWeights, path: Path, servers: Loaders) -> None:
+        self.path = path
+        self._learner, self._servers = learner, servers
+
+    @override
+    @asynccontextmanager
+    async def sending(self, version: int) -> AsyncIterator[Deliver]:
+        """The learner pushes once; its ranks compute their checksums while servers load."""
+        update = await self._learner.push(version)
+        sealing = asyncio.ensure_future(self._seal(version))
+        try:
+            yield partial(self._deliver, version, update, sealing)
+        finally:  # `_deliver` raises what this raises
+            await asyncio.gather(sealing, return_exceptions=True)
+
+    async def _deliver(
+        self,
+        version: int,
+        update: WeightUpdate,
+        sealing: asyncio.Future[mirror.Seal],
+        *,
+        private: Kinds,
+        meanwhile: Callable[[], None],
+    ) -> Delivered:
+        meanwhile()
+        reports = await self._servers.load(self.path, version, private=private)
+        loaded = time.perf_counter()
+        seal = await asyncio.shield(sealing)
+        waited = time.perf_counter() - loaded + seconds_waited(reports)
+        update = replace(
+            update,
+            num_bytes=update.num_bytes + len(reports) * self.path.stat().st_size,
+            verify_seconds=update.verify_seconds + waited,
+        )
+        if seal.error is not None:
+            error, tensor = seal.error
+            logger.info("version %d is quantised: off by up to %.3g of a tensor, %s", version, error, tensor)
+            update = replace(update, quantization_error=error)
+        return Delivered(update=update, reports=reports, seal=seal)
+
+    @override
+    async def filled(self, version: int) -> mirror.Seal:
+        """The file holds it already."""
+        return mirror.seal_of(self.path, version)
+
+    async def fill(self, version: int) -> mirror.Seal:
+        """Have the learner write the file and seal it. Raises SyncError."""
+        await self._learner.push(version)
+        return await self._seal(version)
+
+    @override
+    async def load(self, version: int, name: str) -> Sequence[Report]:
+        return (await self._servers.load(self.path, version, only=name))[name]
+
+    def checksums(self, reports: Sequence[Report]) -> dict[str, int]:
+        """Of whole tensors, from what the learner's ranks report. Raises CorruptionError where two ranks differ."""
+        return sealed_by(reports, self._shapes)
+
+    async def _seal(self, version: int) -> mirror.Seal:
+        """The checksums are of the learner's own tensors, not of what arrived in the file."""
+        return mirror.seal(self.path, version, self.checksums(await self._learner.sums()))
+
+    @cached_property
+    def _shapes(self) -> dict[str, Shape]:
+        return mirror.shapes(self.path)

@@ -1,0 +1,218 @@
+"""Verifies that engine servers hold what the learner has: by checksums, and by a probe where these cannot tell.
+
+Checksums cover all that a server keeps as its loader put it, the probe what its kernels keep in another layout. This
+moves nothing: how the weights got there is a delivery's affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Protocol
+
+from rl_megatron.errors import CorruptionError, SyncError
+from rl_megatron.interfaces import Scorer
+from rl_megatron.types import Completion, GenerationRequest, ParallelDims
+from rl_megatron.weights.boxes import Shape
+from rl_megatron.weights.checks.compare import compare
+from rl_megatron.weights.checks.reports import Kinds, Report
+from rl_megatron.weights.servers import mirror
+from rl_megatron.weights.servers.probe import Probe, ScoredText, scores_of
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 20  # tensors that an error names
+
+
+class Probed(Protocol):
+    """The engine servers, as a probe asks them. ``only`` names the one that is asked."""
+
+    async def sample_everywhere(
+        self, requests: Sequence[GenerationRequest], *, only: str | None = None
+    ) -> Mapping[str, list[list[Completion]]]:
+        """By each server with the weights it holds; by its name. Raises SyncError."""
+        ...
+
+    async def score_everywhere(
+        self, texts: Sequence[Sequence[int]], *, only: str | None = None
+    ) -> Mapping[str, list[list[float]]]:
+        """Log-probs (nats) of each text's tokens but the first, likewise."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """The texts that a push was probed with, and a verified server's log-probs (nats) of their tokens but the first."""
+
+    probe: Probe
+    logprobs: Sequence[Sequence[float]]
+
+
+Answers = Mapping[str, tuple[list[ScoredText], list[list[float]]]]
+"""By server: what it says of the probe's texts, and the learner of the same."""
+
+
+class Trust:
+    """Which servers are verified, and which kinds of parameters each keeps in a layout of its own.
+
+    ``probes``: "auto" probes servers whose checksums cover every tensor at their first version alone, others after
+    that with one text, and with all where it does not agree. ``path`` is the mirror file's, which names the tensors.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: Path,
+        servers: Probed,
+        learner: Scorer,
+        dims: ParallelDims,
+        probe: Probe,
+        probes: Literal["auto", "always"] = "auto",
+    ) -> None:
+        self._path, self._servers = path, servers
+        self._learner, self._dims, self._probe, self._probes = learner, dims, probe, probes
+        self._private: dict[str, frozenset[str]] = {}  # by server
+        self._probed: set[str] = set()
+        self._asks = False  # whether the last version was probed, as the next will be then
+        self._scoring: asyncio.Future[list[list[float]]] | None = None  # by the learner, ahead of servers
+
+    @property
+    def private(self) -> Kinds:
+        """Kinds of parameters that checksums cannot cover, by server."""
+        return self._private
+
+    def begin(self, version: int) -> None:
+        """Have the learner score while servers load, where the last version was probed, as this one will be then."""
+        if self._asks and self._probe.given and self._scoring is None:
+            self._scoring = asyncio.ensure_future(self._scores(self._probe.one(version)))
+
+    async def end(self) -> None:
+        """Wait for what was begun; `verify` has raised what it raises."""
+        if self._scoring is not None:
+            await asyncio.gather(self._scoring, return_exceptions=True)
+        self._scoring = None
+
+    async def verify(
+        self, version: int, reports: Mapping[str, Sequence[Report]], checksums: Mapping[str, int]
+    ) -> Verified | None:
+        """Compare what the ranks of each server report with the learner's checksums, and probe where it is needed.
+
+        None where checksums alone were enough. Raises CorruptionError naming tensors that differ, SyncError where a
+        server has other log-probs than the learner.
+        """
+        unseen = {name: self._compare(name, said, checksums) for name, said in reports.items()}
+        verified = None
+        new = bool(reports.keys() - self._probed)
+        self._asks = self._probes == "always" or any(unseen.values()) or new
+        if self._asks:
+            verified = await self._ask(version, unseen, everything=new or self._probes == "always")
+        self._probed |= reports.keys()
+        return verified
+
+    async def verify_one(
+        self,
+        version: int,
+        name: str,
+        reports: Sequence[Report],
+        checksums: Mapping[str, int],
+        verified: Verified | None,
+    ) -> None:
+        """Compare server ``name``, which came back, with the learner's checksums and a ``verified`` server's scores.
+
+        The learner, which may have moved on, is not asked. Raises as `verify`, and SyncError where neither tells of
+        some tensor.
+        """
+        unseen = self._compare(name, reports, checksums)
+        if verified is None and unseen:
+            raise SyncError(f"version {version} is not served at {name}: nothing verifies {min(unseen)} there")
+        if verified is not None:
+            probe = verified.probe
+            said = (await self._servers.score_everywhere(probe.texts, only=name))[name]
+            found, refused = probe.judge(probe.scored(said), verified.logprobs, "a verified replica's")
+            if refused:
+                raise SyncError(f"version {version} arrived wrong at {name}, and is not served there: {found}")
+        self._probed.add(name)
+
+    async def verify_file(self, version: int) -> None:
+        """Raises CorruptionError where the mirror file has other bytes than the learner had, SyncError for another."""
+        await asyncio.to_thread(mirror.check, self._path, version)
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, Shape]:
+        return mirror.shapes(self._path)
+
+    def _compare(self, name: str, reports: Sequence[Report], checksums: Mapping[str, int]) -> frozenset[str]:
+        """Tensors of a server that no checksum verifies. Raises CorruptionError for those that differ."""
+        private = self._private.get(name, frozenset())
+        found = compare(checksums, self._shapes, reports, private)
+        if found.differing and name not in self._private:
+            private = found.private(reports)
+            found = compare(checksums, self._shapes, reports, private)
+        if found.differing:
+            named = sorted(found.differing)
+            more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+            raise CorruptionError(
+                f"{name}: it holds other bytes than the learner wrote in {', '.join(named[:_NAMED])}{more}"
+            )
+        if name not in self._private:
+            self._private[name] = private
+            kinds = f", of them {', '.join(sorted(private))} in layouts of its own" if private else ""
+            logger.info("%s: checksums verify all but %d tensors%s", name, len(found.unseen), kinds)
+        return found.unseen
+
+    async def _ask(self, version: int, unseen: Mapping[str, frozenset[str]], *, everything: bool) -> Verified:
+        """What a server says of the texts. Raises SyncError where one says other log-probs than the learner."""
+        one, wrong = self._probe.one(version), []
+        if not everything:
+            answers = await self._answers(one, self._scoring)
+            if not any(found for found, _ in _judged(one, answers).values()):
+                return await self._verified(one, answers)
+        answers = await self._answers(self._probe, None)
+        for name, (found, refused) in _judged(self._probe, answers).items():
+            if refused:
+                blind = sorted(unseen[name])
+                told = f"; no checksum verifies {', '.join(blind[:3])} ({len(blind)} tensors)" if blind else ""
+                wrong.append(f"{name}: {found}{told}")
+            elif found:
+                logger.info("taken for near ties between experts: %s: %s", name, found)
+        if wrong:
+            for name in unseen.keys() - self._probed:
+                del self._private[name]  # nothing has verified the kinds that it keeps in layouts of its own
+            raise SyncError(
+                "\n  ".join([f"version {version} arrived wrong, and is not served:", *wrong])
+                + "\n  the engine loads this model's weights wrongly, or it computes with another precision"
+            )
+        return await self._verified(self._probe, answers)
+
+    async def _verified(self, probe: Probe, answers: Answers) -> Verified:
+        """What one server says of the texts that all were asked about."""
+        if not probe.given:
+            scored = await self._servers.score_everywhere(probe.texts)
+            return Verified(probe=probe, logprobs=next(iter(scored.values())))
+        return Verified(probe=probe, logprobs=[said for _, _, said in next(iter(answers.values()))[0]])
+
+    async def _answers(self, probe: Probe, learner: asyncio.Future[list[list[float]]] | None) -> Answers:
+        """What each server and the learner say of the same tokens, asked at once where these are given."""
+        if probe.given:
+            said, known = await asyncio.gather(
+                self._servers.score_everywhere(probe.texts), learner or self._scores(probe)
+            )
+            return {name: (probe.scored(one), known) for name, one in said.items()}
+        out = {}
+        for name, answers in (await self._servers.sample_everywhere(probe.requests())).items():
+            scored = probe.continued(answers)
+            out[name] = (scored, await scores_of(self._learner, self._dims, scored))
+        return out
+
+    async def _scores(self, probe: Probe) -> list[list[float]]:
+        """The learner's, of given texts."""
+        texts = probe.scored([[0.0] * (len(text) - 1) for text in probe.texts])
+        return await scores_of(self._learner, self._dims, texts)
+
+
+def _judged(probe: Probe, answers: Answers) -> dict[str, tuple[str, bool]]:
+    return {name: probe.judge(said, learner, "the learner's") for name, (said, learner) in answers.items()}
