@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +44,8 @@ class Both:
         self.params = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         self.off, self.by, self.said, self.probes = off, by, list[str](), 0
         self.asked: list[tuple[tuple[int, ...], ...]] = []
+        self.scored: list[set[tuple[int, ...]]] = []  # by the learner: texts of each call
+        self.meanwhile: list[int] = []  # such calls that began while a replica loaded, by load
         self.is_stale, self.packed, self.flipped, self.misread, self.moved_on = True, False, "", "", 0
 
     def weights(
@@ -70,6 +73,9 @@ class Both:
 
     async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
         assert want == {"logprobs"}
+        samples = [m for row in batch.micro_batches for m in row]
+        bounds = [(m, *pair) for m in samples for pair in pairwise(m.cu_seqlens.tolist())]
+        self.scored.append({(*m.input_ids[a:b].tolist(), m.targets[b - 1].item()) for m, a, b in bounds})
         return {"logprobs": [[torch.full((len(m.input_ids),), -1.0) for m in row] for row in batch.micro_batches]}
 
     def stale(self, name: str) -> bool:
@@ -79,6 +85,9 @@ class Both:
         self, path: Path, version: int, *, only: str | None = None, private: Kinds = NO_KINDS
     ) -> Mapping[str, Sequence[Report]]:
         self.said.append(f"load {version}{only or ''}")
+        before = len(self.scored)
+        await asyncio.sleep(0)
+        self.meanwhile.append(len(self.scored) - before)
         for name, tensor in self.mirror.tensors.items():
             self.params[name] = tensor.flip(0) if self.packed and name != "norm" else tensor.clone()
         if self.flipped:
@@ -225,6 +234,8 @@ def test_later_versions_are_probed_with_one_text_in_turn_and_all_where_it_does_n
         asyncio.run(weights.push(version))
     every = both.asked[0]
     assert both.asked[1:] == [(every[version % 4],) for version in range(1, 6)]
+    assert both.scored == [set(texts) for texts in both.asked]
+    assert both.meanwhile == [0, 1, 1, 1, 1, 1]
     both.asked, both.off, both.by = [], 1, 0.7  # a near tie
     asyncio.run(weights.push(6))
     assert both.asked == [(every[2],), every]
