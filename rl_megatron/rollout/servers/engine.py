@@ -212,8 +212,8 @@ class ServedEngine:
         """Every replica that answers holds ``version`` when this returns, and nothing is served; what ranks hold.
 
         ``only``: the one at that URL alone; the others serve on. ``straight``: those at these URLs, which have joined
-        a group, take it from there. ``private``: see weights.served.Replicas. Raises SyncError; ReplicasLost where all
-        died.
+        a group, take it from there. Ranks report no parameters of ``private`` kinds, by URL. Raises SyncError;
+        ReplicasLost where all died.
         """
         if only is None:
             self._settled.clear()
