@@ -77,7 +77,7 @@ def test_an_engine_that_is_a_server() -> None:
 
     with running(1) as (fake,):
         (completion,) = asyncio.run(ask(fake.url))
-    assert completion.versions == (3, 3)
+    assert completion.spans == ((0, 3),)
 
 
 @pytest.mark.usefixtures("mine")
