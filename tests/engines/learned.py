@@ -26,7 +26,6 @@ from rl_megatron.models.tiny import byte_tokenizer
 from tests.distributed.ranks import FORKS, LIMIT
 from tests.family_models import BASE, DENSE, MODELS
 
-WORLD = 4
 SHARED = "qwen3_moe"  # the family of `conftest.models`
 SIZES: Mapping[str, Any] = {
     "vocab_size": 259,
@@ -110,52 +109,56 @@ def folder_of(root: Path, name: str, seed: int) -> Path:
 
 
 class Ranks:
-    """Learner ranks that hold one model in one layout at a time, for who has the ``turn``; see worker.Worker.CALLS."""
+    """Learner ranks that hold one model in one layout at a time, for who has the ``turn``; see worker.Worker.CALLS.
+
+    Each model gets processes of its own: megatron's gradient hooks keep a model and its thirty groups for as long as a
+    process lives, and each group polls its sockets a hundred times a second.
+    """
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
         self._ends: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self.world_size = 0  # of the layout that is held
-        for rank in range(WORLD):
+
+    def hold(self, config: RunConfig, model: Path, run_folder: Path) -> None:
+        """Hold another model, or in another layout."""
+        self.close()
+        run_folder.mkdir(parents=True)
+        self.world_size = config.learner.dims.world_size
+        rendezvous = f"file://{run_folder}/rendezvous"
+        setup = Setup(config=config, model_folder=model, run_folder=run_folder, rendezvous=rendezvous)
+        for rank in range(self.world_size):
             mine, theirs = FORKS.Pipe()
-            process = FORKS.Process(target=_rank_main, args=(rank, theirs), daemon=True)
+            process = FORKS.Process(target=_rank_main, args=(rank, setup, theirs), daemon=True)
             process.start()
             theirs.close()
             self._ends.append(mine)
             self._processes.append(process)
 
-    def hold(self, config: RunConfig, model: Path, run_folder: Path) -> None:
-        """Hold another model, or in another layout."""
-        run_folder.mkdir(parents=True)
-        self.world_size = config.learner.dims.world_size
-        rendezvous = f"file://{run_folder}/rendezvous"
-        self.call(
-            "hold", Setup(config=config, model_folder=model, run_folder=run_folder, rendezvous=rendezvous), ranks=WORLD
-        )
-
-    def call(self, name: str, *arguments: Any, ranks: int | None = None) -> list[Any]:
-        """What each rank of the layout answers; fails where one ends."""
-        ends = self._ends[: ranks or self.world_size]
-        for end in ends:
+    def call(self, name: str, *arguments: Any) -> list[Any]:
+        """What each rank answers; fails where one ends."""
+        for end in self._ends:
             end.send((name, arguments))
         answers = []
-        for rank, end in enumerate(ends):
+        for rank, end in enumerate(self._ends):
             assert end.poll(LIMIT), f"rank {rank} has not answered {name} in {LIMIT:g} s"
             answers.append(end.recv())
         return answers
 
     async def each(self, name: str, *arguments: Any) -> list[Any]:
-        """What each rank of the layout answers, as a WorkerGroup gives it."""
+        """What each rank answers, as a WorkerGroup gives it."""
         return await asyncio.to_thread(self.call, name, *arguments)
 
     def close(self) -> None:
-        """End."""
+        """End the ranks that there are."""
+        self.call("close")
         for end in self._ends:
             end.close()
         for process in self._processes:
             process.join(LIMIT)
             process.kill()
+        self._ends, self._processes = [], []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,24 +203,16 @@ def learners_of(root: Path, shared: Sequence[Path]) -> Iterator[Learners]:
         ranks.close()
 
 
-def _rank_main(rank: int, orders: Connection) -> None:
+def _rank_main(rank: int, setup: Setup, orders: Connection) -> None:
     torch.set_num_threads(1)
     import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
 
-    worker: Worker | None = None
+    worker = Worker(setup, rank, None)
     while True:
         try:
             name, arguments = orders.recv()
         except EOFError:
             return
-        if name == "hold":
-            if worker is not None:
-                worker.close()
-            (setup,) = arguments
-            worker = Worker(setup, rank, None) if rank < setup.config.learner.dims.world_size else None
-            orders.send(None)
-            continue
-        assert worker is not None
         orders.send(_sent(worker) if name == "sent" else getattr(worker, name)(*arguments))
 
 
