@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -33,4 +34,6 @@ class Section(BaseModel):
 
     instead: ClassVar[str] = ""
     """Of one of several sections for the same place: what to say to who gives a key of another of them."""
+    moved: ClassVar[Mapping[str, str]] = {}
+    """Keys that this section had once, and the whole names that they have elsewhere."""
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

@@ -13,5 +13,5 @@ def mirror_path(config: RunConfig, run_folder: Path) -> Path:
     """The file in which this run's weights are handed to servers: where those on other nodes see it, if there are."""
     digest = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
     usual = run_folder.resolve() if engines_elsewhere(config) else Path("/dev/shm")
-    folder = config.rollout.server.weights_dir or usual
+    folder = config.weights.folder or usual
     return folder / f"rl_megatron-{digest}" / "model.safetensors"

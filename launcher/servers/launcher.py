@@ -27,7 +27,6 @@ from rl_megatron.weights.servers.file import FileDelivery, LearnerWeights
 from rl_megatron.weights.servers.probe import Probe
 from rl_megatron.weights.servers.sync import ServedWeights
 from rl_megatron.weights.servers.trust import Trust
-from rl_megatron.weights.transports.engine_ends import backend_of
 from rl_megatron.weights.transports.joined import Keeper
 
 logger = logging.getLogger(__name__)
@@ -102,20 +101,20 @@ def _tolerance(config: RunConfig) -> float:
 
 
 def _delivery(config: RunConfig, weights: WeightSync, engine: ServedEngine, path: Path, host: str) -> Delivery:
-    """Through the mirror file, or directly where ``rollout.server.transport`` says so."""
-    section = config.rollout.server
+    """Through the mirror file, or directly where ``weights.transport`` is such."""
+    section, kind = config.rollout.server, config.transport
     assert isinstance(weights, LearnerWeights)
     file = FileDelivery(learner=weights, path=path, servers=engine)
-    if section.transport == "file":
+    if not kind.direct:
         return file
     assert isinstance(weights, LearnerRanks)
     return DirectDelivery(
         file=file,
         learner=weights,
         servers=engine,
-        keeper=Keeper(section.meeting_host or host, section.timeout_seconds),
+        keeper=Keeper(config.weights.meeting_host or host, section.timeout_seconds),
         learner_ranks=config.learner.dims.world_size,
-        transport=section.transport,
-        backend=backend_of(section.transport, config.learner.device),
+        transport=kind.name,
+        backend=kind.backend(config.learner.device),
         turns=section.colocated,
     )

@@ -86,8 +86,9 @@ class Worker(RankModels):
         self._sealed = (
             config.rollout.served and not quantised and all(add_up(one, self._dtype.itemsize) for one in sources)
         )
+        section = config.weights.filling(served=config.rollout.served)
         ends = Ends(
-            section=config.weights.model_copy(update={"verify": config.weights.verify and not self._sealed}),
+            section=section.model_copy(update={"verify": section.verify and not self._sealed}),
             moves=transfers,
             src=tensors,
             dst=self._held,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rl_megatron.config.reads import problems_of_unread_keys
 from rl_megatron.config.sections.rollout import RolloutSection
+from rl_megatron.config.sections.weights import TRANSPORT_KINDS
 from rl_megatron.options.table import problems as option_problems
 
 if TYPE_CHECKING:
@@ -47,36 +48,32 @@ def _model_problems(c: RunConfig) -> list[str]:
     return out
 
 
-def _mapped_memory_problems(c: RunConfig, key: str, kind: str, other: str) -> list[str]:
-    """Of a transport through memory that two processes map: of which devices, of one machine; ``other`` is not."""
-    needed = {"shared_memory": "cpu", "cuda_ipc": "cuda"}.get(kind)
-    if needed is None:
-        return []
-    out, away = [], [f"slurm.nodes={c.slurm.nodes}"] if c.slurm.nodes > 1 else []
-    if key != "weights.transport" and c.slurm.engines.nodes:
-        away.append(f"slurm.engines.nodes={c.slurm.engines.nodes}")
-    if needed != c.learner.device:
-        out.append(f"{key}={kind} moves memory of {needed}, but learner.device={c.learner.device}; set {key}={other}")
-    if away and c.run.launcher != "local":
-        out.append(f"{key}={kind} stays on one machine, but {' and '.join(away)}; set {key}={other}")
-    return out
-
-
 def _transport_problems(c: RunConfig) -> list[str]:
-    out, kind, processes = [], c.weights.transport, c.learner.dims.world_size
-    if kind == "memory" and processes > 1:
+    """Of a transport that cannot reach what samples: another process, another machine, another device's memory."""
+    kind, served, out = c.transport, c.rollout.served, []
+    given = f"weights.transport={kind.name}"
+    if not kind.reaches(served=served):
+        others = " or ".join(other.name for other in TRANSPORT_KINDS.values() if other.reaches(served=served))
         out.append(
-            f"weights.transport=memory copies within one process, but the learner has {processes}; "
+            f"{given} copies within one process, but rollout.engine={c.rollout.engine} samples in servers, which are "
+            f"processes of their own; set weights.transport={others}, or auto"
+        )
+    elif kind.one_process and c.learner.dims.world_size > 1:
+        out.append(
+            f"{given} copies within one process, but the learner has {c.learner.dims.world_size}; "
             "set weights.transport=shared_memory or process_group"
         )
-    out += _mapped_memory_problems(c, "weights.transport", kind, "process_group")
-    if c.rollout.served:
-        out += _mapped_memory_problems(c, "rollout.server.transport", c.rollout.server.transport, "file")
-    if c.weights.delta and kind != "process_group":
+    if kind.maps is None:
+        return out
+    away = [f"slurm.nodes={c.slurm.nodes}"] if c.slurm.nodes > 1 else []
+    if served and c.slurm.engines.nodes:
+        away.append(f"slurm.engines.nodes={c.slurm.engines.nodes}")
+    if kind.maps != c.learner.device:
         out.append(
-            f"weights.delta=true saves bytes of a network, but weights.transport={kind}; "
-            "set weights.transport=process_group or weights.delta=false"
+            f"{given} moves memory of {kind.maps}, but learner.device={c.learner.device}; set weights.transport=auto"
         )
+    if away and c.run.launcher != "local":
+        out.append(f"{given} stays on one machine, but {' and '.join(away)}; set weights.transport=auto")
     return out
 
 
@@ -165,10 +162,10 @@ def _quantization_problems(c: RunConfig) -> list[str]:
             f"{given}: the engines' kernels give bfloat16, but learner.dtype={c.learner.dtype}; set "
             "learner.dtype=bfloat16"
         )
-    if server.transport != "file":
+    if c.rollout.served and c.transport.direct:
         out.append(
-            f"{given} quantises what lies in the file that servers read, but rollout.server.transport="
-            f"{server.transport} sends the learner's own shards; set rollout.server.transport=file"
+            f"{given} quantises what lies in the file that servers read, but weights.transport={c.transport.name} "
+            "sends the learner's own shards; set weights.transport=file"
         )
     if server.addresses:
         out.append(
@@ -243,9 +240,10 @@ def _colocation_problems(c: RunConfig) -> list[str]:
             f"{turns} on the same nodes, but slurm.engines.nodes={c.slurm.engines.nodes} are the servers' alone; leave "
             "one of them out"
         )
-    if c.rollout.server.transport == "process_group":
+    if c.transport.direct and c.transport.over_group:
+        mapped = " or ".join(kind.name for kind in TRANSPORT_KINDS.values() if kind.maps == c.learner.device)
         out.append(
-            f"{turns}, but rollout.server.transport=process_group wants an accelerator for each rank; use file, or "
-            f"{'shared_memory' if c.learner.device == 'cpu' else 'cuda_ipc'}"
+            f"{turns}, but weights.transport={c.transport.name} wants an accelerator for each rank; set "
+            f"weights.transport=file or {mapped}"
         )
     return out

@@ -77,8 +77,10 @@ def _structural(error: ErrorDetails, place: _Place) -> str | None:
     """The line for a key that is unknown, missing or of the wrong kind; None where the value itself is wrong."""
     match error["type"]:
         case "extra_forbidden":
-            given = f"{place.shown}={shorten(error['input'])}"
-            keys = _keys_of(place, place.key.rpartition(".")[2])
+            given, name = f"{place.shown}={shorten(error['input'])}", place.key.rpartition(".")[2]
+            if place.section is not None and name in place.section.moved:
+                return f"{given}: no such key; it is called {place.section.moved[name]}"
+            keys = _keys_of(place, name)
             return _of_another(place, given) or f"{given}: no such key{_near_key(place)}{keys}"
         case "missing":
             return f"{place.shown}: required, but not given; add {place.shown}=<value>"

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
+from rl_megatron.config.sections.weights import TRANSPORT_KINDS
+
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
     from rl_megatron.config.sections.algorithm import AlgorithmSection
@@ -107,7 +109,10 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
     for leaf, reason in _without_effect(config.algorithm):
         for _ in _set(algorithm, leaf):
             out.setdefault(leaf, reason)
-    every = algorithm | rollout | reward
+    weights = dict(_leaves("weights", config.weights))
+    for key, reason in _unread_weights(config):
+        out |= dict.fromkeys(_set(weights, f"weights.{key}"), reason)
+    every = algorithm | rollout | reward | weights
     return [
         f"{leaf}={_text(value)} does nothing: {out[leaf]}; leave it out, or set it to its default, {_text(default)}"
         for leaf, (value, default) in every.items()
@@ -124,6 +129,19 @@ def _reward_options(config: RunConfig) -> dict[str, bool]:
         "http": any(name.startswith(("http://", "https://")) for name in names),
         "model": any(name.startswith("hf:") for name in names),
     }
+
+
+def _unread_weights(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Keys of ``weights`` that the transport does not read, and the transports to the same engine that do."""
+    served, engine = config.rollout.served, f"rollout.engine={config.rollout.engine}"
+    read = {"transport", *config.transport.reads(served=served)}
+    for key in (key for key in type(config.weights).model_fields if key not in read):
+        kinds = (kind for kind in TRANSPORT_KINDS.values() if kind.reaches(served=served))
+        readers = " or ".join(kind.name for kind in kinds if key in kind.reads(served=served))
+        if readers:
+            yield key, f"weights.transport={config.transport.name} does not read it, {readers} does"
+        else:
+            yield key, f"{engine} samples in the learner's processes, and only servers are met there"
 
 
 def _without_effect(a: AlgorithmSection) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ from rl_megatron.config.sections.learner import LearnerSection, RolesSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.slurm import SlurmSection
-from rl_megatron.config.sections.weights import WeightsSection
+from rl_megatron.config.sections.weights import TransportKind, WeightsSection
 from rl_megatron.section import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 
@@ -165,6 +165,11 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
     slurm: SlurmSection = SlurmSection()
+
+    @property
+    def transport(self) -> TransportKind:
+        """Of ``weights.transport``, auto being one for servers and another for an engine in the learner's processes."""
+        return self.weights.kind(served=self.rollout.served)
 
     @property
     def watchdog_seconds(self) -> float:

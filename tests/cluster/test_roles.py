@@ -55,7 +55,7 @@ def nodes_of(job: Job, what: str) -> set[str]:
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"NO TEST OF ROLES: {PYTHON} is not there; make test-engines makes it")
 def test_each_role_of_a_heterogeneous_job_is_on_its_nodes(cluster: Cluster, launcher: str, transport: str) -> None:
     name = f"roles-{launcher}"
-    more = (f"run.launcher={launcher}", f"rollout.server.transport={transport}")
+    more = (f"run.launcher={launcher}", f"weights.transport={transport}")
     job = cluster.submit(name, *KEYS, *REFERENCE, *more, f"slurm.environment.RUN_OF_THE_TEST={name}")
     job.until(lambda: nodes_of(job, "engine_guard.py"), "the server")
     assert nodes_of(job, "engine_guard.py") == {"node16"}

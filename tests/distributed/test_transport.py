@@ -23,7 +23,7 @@ from rl_megatron.weights.plans.plan import Plan, plan
 from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
 from rl_megatron.weights.transports.delta import DeltaTransport
-from rl_megatron.weights.transports.disk import DiskTransport
+from rl_megatron.weights.transports.file import FileTransport
 from rl_megatron.weights.transports.memory import MemoryTransport
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
@@ -118,7 +118,7 @@ def changes_only(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) ->
 
 
 def by_files(folder: Path, moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) -> Transport:
-    return DiskTransport(moves, src=src, dst=dst, folder=folder)
+    return FileTransport(moves, src=src, dst=dst, folder=folder)
 
 
 def through_memory(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) -> Transport:
@@ -169,7 +169,7 @@ def _changed_on_disk(rank: int, folder: Path) -> None:
     """A byte of a file changes behind its writer's back: the version is refused, and written again."""
     dims = ParallelDims(ep=2, dp=2)
     dst = hf_tensors(0)
-    transport = DiskTransport(
+    transport = FileTransport(
         push_plan(dims, 2), src=megatron_tensors(hf_tensors(1), dims, rank), dst=dst, folder=folder
     )
     transport.move(1)

@@ -22,7 +22,7 @@ from rl_megatron.weights.servers.mirror import read, shapes
 @pytest.mark.parametrize("mesh", [("learner.tp=2", "learner.ep=2"), ("learner.pp=2", "learner.ep=2", "learner.dp=2")])
 def test_a_bit_that_flips_between_learner_and_file_is_not_sealed(tmp_path: Path, mesh: tuple[str, ...]) -> None:
     """6 seconds each."""
-    keys = ("rollout=vllm", "rollout.python=python", f"rollout.server.weights_dir={tmp_path}", "learner.threads=1")
+    keys = ("rollout=vllm", "rollout.python=python", f"weights.folder={tmp_path}", "learner.threads=1")
     config = load("tiny_cpu", [*keys, "learner.ep=1", *mesh])
     model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=3)
     wanted = {n: checksum(t, tuple(t.shape)) for n, t in load_file(model / "model.safetensors").items()}

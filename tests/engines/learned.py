@@ -94,7 +94,7 @@ def config_of(root: Path, name: str, layout: str) -> RunConfig:
     degrees = chosen.dense if name in DENSE else chosen.sparse
     return load(
         "tiny_cpu",
-        [*degrees, "rollout=vllm", "learner.threads=1", f"rollout.server.weights_dir={root}", "weights.delta=false"],
+        [*degrees, "rollout=vllm", "learner.threads=1", f"weights.folder={root}", "weights.delta=false"],
     )
 
 

@@ -131,9 +131,9 @@ def test_the_main_job_runs_and_leaves_nothing_behind(tmp_path: Path, name: str, 
     the load of the next weights. Every replica samples.
     """
     needs(name)
-    ways = (f"rollout.server.replicas={replicas}", f"rollout.server.transport={transport}")
+    ways = (f"rollout.server.replicas={replicas}", f"weights.transport={transport}")
     placed = ("rollout.server.colocated=true", *ways)
-    run = start(name, tmp_path, "train.steps=3", "eval.every=2", f"rollout.server.weights_dir={tmp_path}", *placed)
+    run = start(name, tmp_path, "train.steps=3", "eval.every=2", f"weights.folder={tmp_path}", *placed)
     try:
         output, _ = run.communicate(timeout=LIMIT)
     finally:
@@ -157,7 +157,7 @@ def test_the_main_job_runs_and_leaves_nothing_behind(tmp_path: Path, name: str, 
 def test_servers_end_with_a_trainer_that_is_killed(tmp_path: Path, name: str) -> None:
     """45 seconds."""
     needs(name)
-    run = start(name, tmp_path, "train.steps=10000", f"rollout.server.weights_dir={tmp_path}")
+    run = start(name, tmp_path, "train.steps=10000", f"weights.folder={tmp_path}")
     metrics = tmp_path / "runs/it/metrics.jsonl"
     try:
         eventually(

@@ -137,7 +137,7 @@ def test_a_run_whose_only_server_is_killed_loses_and_repeats_nothing(tmp_path: P
     pytest.importorskip("ray")
     (tmp_path / "my_rewards.py").write_text(NOTED)
     keys = ("train.steps=5", "eval.every=0", "train.max_staleness=1", "reward.function=my_rewards:noted")
-    keys += (f"rollout.server.weights_dir={tmp_path}", "warm_start.steps=0", "run.launcher=ray")
+    keys += (f"weights.folder={tmp_path}", "warm_start.steps=0", "run.launcher=ray")
     run = start("vllm", tmp_path, *keys)
     folder = tmp_path / "runs/it"
     try:

@@ -100,7 +100,7 @@ def test_a_transport(tmp_path: Path) -> None:
             "vlm",
             r"must be 'local', 'vllm' or 'sglang' .*or package.module:name",
         ),
-        ("weights.transport", "tcp", "must be 'process_group', .* or package.module:name of your own code"),
+        ("weights.transport", "tcp", "must be 'auto', 'process_group', .* or package.module:name of your own code"),
     ],
 )
 def test_what_is_neither_known_nor_of_ones_own_is_refused(key: str, given: str, said: str) -> None:

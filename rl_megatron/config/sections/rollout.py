@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +14,11 @@ from rl_megatron.section import NonNegative, OwnCode, Positive, PositiveFloat, S
 class ServerSection(Section):
     """The servers of an engine that is no part of the learner's processes (docs/engines.md)."""
 
+    moved: ClassVar[Mapping[str, str]] = {
+        "transport": "weights.transport",
+        "meeting_host": "weights.meeting_host",
+        "weights_dir": "weights.folder",
+    }
     addresses: str | None = None
     """Running servers to use, ``http://host:port``, several with commas between; null: servers are started here."""
     token_file: Path | None = None
@@ -49,16 +55,6 @@ class ServerSection(Section):
     colocated: bool = False
     """Whether servers and learner take turns on the same accelerators: the servers' memory is given back before
     anything trains or scores, and taken again at a push."""
-    transport: Literal["file", "process_group", "shared_memory", "cuda_ipc"] = "file"
-    """How weights reach servers. file: whole, in a file that their own loaders read; the others: each engine rank's
-    shard straight from the learner's ranks, over gloo or NCCL, or on one machine in memory that both map, of the host
-    or of its GPUs."""
-    meeting_host: str | None = None
-    """transport other than file: the controller's address, at which learner and engine ranks find each other; null:
-    loopback, or the one at which a job's other nodes reach it."""
-    weights_dir: Path | None = None
-    """Where weights are handed over, seen by the servers too; null: /dev/shm, or for servers that are started on other
-    nodes the run's folder."""
     quantization: Literal["none", "fp8", "int8"] = "none"
     """Format of the linear layers' weights in servers, which each push quantises: learner.dtype's own, float8 with a
     scale for each block of 128 x 128, or int8 with one for each output channel (docs/engines.md)."""

@@ -53,7 +53,7 @@ class Mirror:
         except PermissionError as error:
             raise SyncError(
                 f"{path.parent}, where weights are handed over: {error.strerror}. Who made it could read and change "
-                "them: remove it, or give another place by rollout.server.weights_dir"
+                "them: remove it, or give another place by weights.folder"
             ) from error
         text = config_text(config.parent, set(), None if kind is None else kind.config(shapes))
         path.with_name("config.json").write_text(text)

@@ -14,7 +14,7 @@ from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
 from rl_megatron.weights.transports.delta import DeltaTransport
-from rl_megatron.weights.transports.disk import DiskTransport
+from rl_megatron.weights.transports.file import FileTransport
 from rl_megatron.weights.transports.memory import MemoryTransport
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
@@ -61,9 +61,9 @@ def _cuda_ipc(ends: Ends) -> Transport:
     )
 
 
-def _disk(ends: Ends) -> Transport:
+def _file(ends: Ends) -> Transport:
     folder = ends.section.folder or ends.folder
-    return DiskTransport(ends.moves, src=ends.src, dst=ends.dst, folder=folder, verify=ends.section.verify)
+    return FileTransport(ends.moves, src=ends.src, dst=ends.dst, folder=folder, verify=ends.section.verify)
 
 
 def _memory(ends: Ends) -> Transport:
@@ -75,12 +75,12 @@ TRANSPORTS: Mapping[str, Callable[[Ends], Transport]] = {
     "shared_memory": _shared_memory,
     "cuda_ipc": _cuda_ipc,
     "memory": _memory,
-    "disk": _disk,
+    "file": _file,
 }
 
 
 def connect(ends: Ends) -> Transport:
-    """The transport of ``section.transport``; one of the user's own is a function of Ends.
+    """The transport of ``section.transport``, which is not auto; one of the user's own is a function of Ends.
 
     Collective over the default process group, but for ``memory``, which needs none. Raises ConfigError where the user's
     cannot be loaded, and as the transports do.

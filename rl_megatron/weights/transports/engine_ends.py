@@ -55,12 +55,7 @@ TRANSPORTS: Mapping[str, Callable[..., _Transport]] = {
     "shared_memory": _shared_memory,
     "cuda_ipc": _cuda_ipc,
 }
-"""What ``rollout.server.transport`` may be beside ``file``."""
-
-
-def backend_of(transport: str, device: str) -> str:
-    """Of the group in which ranks meet: it carries the weights of ``process_group`` alone."""
-    return "nccl" if device == "cuda" and transport == "process_group" else "gloo"
+"""Those of `TRANSPORT_KINDS` that are ``direct``."""
 
 
 @contextmanager
@@ -171,8 +166,6 @@ def _by_name(held: Sequence[Held]) -> dict[str, Held]:
     out: dict[str, Held] = {}
     for one in held:
         if one.hf in out:
-            raise WeightError(
-                f"{one.hf}: this rank of the engine holds two boxes of it; use rollout.server.transport=file"
-            )
+            raise WeightError(f"{one.hf}: this rank of the engine holds two boxes of it; use weights.transport=file")
         out[one.hf] = one
     return out

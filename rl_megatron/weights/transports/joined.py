@@ -51,7 +51,7 @@ class Keeper:
             listener = socket.create_server((host, 0), backlog=4096)  # torch's own would listen at all addresses
         except OSError as error:
             raise ConfigError(
-                f"rollout.server.meeting_host={host}: {error.strerror}; give an address of the controller's node"
+                f"weights.meeting_host={host}: {error.strerror}; give an address of the controller's node"
             ) from error
         port = listener.getsockname()[1]
         self._store = TCPStore(

@@ -99,7 +99,7 @@ def test_like_nodes_are_cut_by_role(run: Path) -> None:
     with contextlib.ExitStack() as stack:
         assert len({stack.enter_context(place.ports()) for place in found * 50}) > 90
     assert mirror_path(config, run).parent.parent == run
-    given = config_of("slurm.nodes=2", "slurm.engines.nodes=1", "rollout.server.weights_dir=/fast")
+    given = config_of("slurm.nodes=2", "slurm.engines.nodes=1", "weights.folder=/fast")
     assert mirror_path(given, run).parent.parent == Path("/fast")
 
 

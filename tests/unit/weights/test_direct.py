@@ -108,7 +108,7 @@ def test_ranks_meet_at_one_address_and_what_comes_there_is_never_unpickled() -> 
     place = keeper.place(1, transport="process_group", backend="gloo")
     listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert [c.laddr.ip for c in listening if c.laddr.port == place.port] == ["127.0.0.1"]
-    with pytest.raises(ConfigError, match=r"rollout\.server\.meeting_host=192\.0\.2\.1: .*controller's node"):
+    with pytest.raises(ConfigError, match=r"weights\.meeting_host=192\.0\.2\.1: .*controller's node"):
         Keeper("192.0.2.1", LIMIT)  # of nobody (RFC 5737)
     member = Member(place, 0)
     try:

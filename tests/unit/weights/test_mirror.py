@@ -54,7 +54,7 @@ def test_a_folder_that_a_stranger_made_is_refused_and_nothing_is_written_through
         os.chown(folder, 65534, 65534)
     else:
         folder.chmod(0o777)
-    with pytest.raises(SyncError, match=r"no folder of user \d+ alone .* rollout\.server\.weights_dir"):
+    with pytest.raises(SyncError, match=r"no folder of user \d+ alone .* weights\.folder"):
         Mirror(folder / "model.safetensors", SHAPES, torch.bfloat16, config)
     assert victim.read_text() == "mine"
 

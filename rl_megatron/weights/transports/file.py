@@ -34,7 +34,7 @@ _DIGESTS = "digests"
 _PART_BYTES = 64 * 2**20
 
 
-class DiskTransport(Transport):
+class FileTransport(Transport):
     """As ProcessGroupTransport, through ``folder``; the group carries only who is ready. Making one is collective."""
 
     def __init__(
