@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from launcher.preflight.subject import Found, Subject, problem
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape, Rope
 from rl_megatron.weights.layouts.families import FAMILIES, family_of
@@ -24,6 +25,7 @@ def misfits(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
     try:
         expect(config.model.name, shape)
         learner_layout(config, shape)
+        refuse(shape, config.learner)
     except ConfigError as error:
         yield problem(str(error))
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens

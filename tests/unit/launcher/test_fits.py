@@ -30,6 +30,15 @@ def test_only_what_the_engine_runs_starts() -> None:
     )
 
 
+def test_what_the_learner_cannot_build_is_told_before_a_process_starts() -> None:
+    biased = replace(SHAPE, expert_bias=True)
+    cut = RunConfig.model_validate({"learner": {"tp": 2, "etp": 2}, "rollout": {"engine": "vllm"}})
+    assert told(cut, SHAPE) == ""
+    assert "learner.etp=2 is refused; use etp=1, ep=tp" in told(cut, biased)
+    few = replace(SHAPE, router=replace(SHAPE.router, score="sigmoid"), normalize_top_k=False)
+    assert "a sigmoid router with num_experts_per_tok=8 and norm_topk_prob=False" in told(RunConfig(), few)
+
+
 @pytest.mark.parametrize("replay", ["r2", "r3"])
 def test_routes_of_a_model_without_experts_are_refused(replay: str) -> None:
     config = RunConfig.model_validate({"algorithm": {"routing_replay": replay}})
