@@ -49,7 +49,7 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Mark:
     """A drawn element: a line, a band or the bars of one part of a stack, as an SVG path."""
 
     kind: str  # line | band | bar
@@ -67,7 +67,7 @@ class Chart:
     y_ticks: Sequence[Tick]
     x_ticks: Sequence[Tick]
     warm_end: float | None  # right end of the shaded warm start
-    shapes: Sequence[Shape]
+    marks: Sequence[Mark]
     names: Sequence[tuple[str, int]]  # label and style of each series
     hover: Sequence[tuple[float, str, list[tuple[int, float, str]]]]
 
@@ -93,8 +93,8 @@ def line_chart(title: str, unit: str, series: Sequence[Series], limits: tuple[fl
     values = [v for p in points for v in (p.y, p.low, p.high) if v is not None]
     y_ticks, y = _y_axis(*(limits or _y_limits(min(values), max(values))))
     x_ticks, x, warm_end = _x_axis([p.x for p in points])
-    shapes = [Shape(kind="band", style=s.style, path=path) for s in series if (path := _band(s.points, x, y))]
-    shapes += [Shape(kind="line", style=s.style, path=_line(s.points, x, y)) for s in series]
+    marks = [Mark(kind="band", style=s.style, path=path) for s in series if (path := _band(s.points, x, y))]
+    marks += [Mark(kind="line", style=s.style, path=_line(s.points, x, y)) for s in series]
     hover: dict[float, tuple[str, list[tuple[int, float, str]]]] = {}
     for index, s in enumerate(series):
         for p in s.points:
@@ -112,7 +112,7 @@ def line_chart(title: str, unit: str, series: Sequence[Series], limits: tuple[fl
         y_ticks=y_ticks,
         x_ticks=x_ticks,
         warm_end=warm_end,
-        shapes=shapes,
+        marks=marks,
         names=[(s.label, s.style) for s in series],
         hover=[(_r(x(at)), label, values) for at, (label, values) in sorted(hover.items())],
     )
@@ -148,7 +148,7 @@ def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[tu
         y_ticks=y_ticks,
         x_ticks=[t for t in x_ticks if LEFT <= t.at <= RIGHT],
         warm_end=None,
-        shapes=[Shape(kind="bar", style=i, path="".join(p)) for i, p in enumerate(paths)],
+        marks=[Mark(kind="bar", style=i, path="".join(p)) for i, p in enumerate(paths)],
         names=[(name, i) for i, (name, _) in enumerate(parts)],
         hover=hover,
     )

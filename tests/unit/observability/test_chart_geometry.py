@@ -35,11 +35,11 @@ def _chart(values: list[float | None], **kwargs: tuple[float, float]) -> Chart:
 def test_a_line_goes_from_the_left_to_the_right_and_up_with_its_values() -> None:
     chart = _chart([0.0, 0.5, 1.0], limits=(0.0, 1.0))
     middle = ((LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2)
-    assert chart.shapes[0].path == f"M{LEFT} {BOTTOM}L{middle[0]} {middle[1]}L{RIGHT} {TOP}"
+    assert chart.marks[0].path == f"M{LEFT} {BOTTOM}L{middle[0]} {middle[1]}L{RIGHT} {TOP}"
 
 
 def test_a_null_breaks_the_line_and_a_lone_point_is_a_dot() -> None:
-    path = _chart([1.0, None, 2.0, None, 3.0, 4.0]).shapes[0].path
+    path = _chart([1.0, None, 2.0, None, 3.0, 4.0]).marks[0].path
     assert re.sub(r"[\d. ]", "", path) == "MhMhML"
 
 
@@ -54,7 +54,7 @@ def test_the_warm_start_has_a_fifth_of_the_width_however_long_it_was() -> None:
 
 def test_a_band_is_closed_around_its_line() -> None:
     points = [Point(x=x, y=0.5, label="", low=0.25, high=0.75) for x in (0, 1)]
-    band, line = line_chart("t", "", [Series(label="a", style=0, points=points)], (0.0, 1.0)).shapes
+    band, line = line_chart("t", "", [Series(label="a", style=0, points=points)], (0.0, 1.0)).marks
     low, high = BOTTOM - 0.25 * (BOTTOM - TOP), BOTTOM - 0.75 * (BOTTOM - TOP)
     assert (band.kind, line.kind) == ("band", "line")
     assert band.path == f"M{LEFT} {high}L{RIGHT} {high}L{RIGHT} {low}L{LEFT} {low}Z"
@@ -72,8 +72,8 @@ def test_a_long_run_is_thinned_without_losing_its_spikes_or_ends() -> None:
 
 def test_stacked_bars_lie_on_one_another_and_average_their_steps() -> None:
     chart = stacked_bars("t", "s", [1, 2], [("a", [1.0, 2.0]), ("b", [3.0, 2.0])])
-    tops = [[float(v) for v in re.findall(r"V([\d.]+)h", shape.path)] for shape in chart.shapes]
-    bottoms = [[float(v) for v in re.findall(r"M[\d.]+ ([\d.]+)V", shape.path)] for shape in chart.shapes]
+    tops = [[float(v) for v in re.findall(r"V([\d.]+)h", mark.path)] for mark in chart.marks]
+    bottoms = [[float(v) for v in re.findall(r"M[\d.]+ ([\d.]+)V", mark.path)] for mark in chart.marks]
     assert bottoms[0] == [BOTTOM, BOTTOM]
     assert bottoms[1] == tops[0]
     assert tops[1] == [TOP, TOP]
