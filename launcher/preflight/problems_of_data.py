@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.sections.data import FileData
-from rl_megatron.data.files import read_rows
+from rl_megatron.data.files import read_records
 from rl_megatron.data.prompts import check_template, fields_of
 from rl_megatron.errors import ConfigError, RLMegatronError
 
@@ -21,7 +21,7 @@ def check(subject: Subject) -> Iterator[Found]:
     longer = []
     for key, path in (("data.train", data.train), ("data.eval", data.eval)):
         try:
-            rows = read_rows(path, fields_of(data, path), key=key, limit=ROWS)
+            rows = read_records(path, fields_of(data, path), key=key, limit=ROWS)
         except RLMegatronError as error:
             yield problem(str(error))
         else:

@@ -21,15 +21,15 @@ _ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """The fields that were asked for, as text, and all others as JSON has them: texts, numbers, lists ..."""
+class Record:
+    """Of a row: the fields that were asked for, as text, all others as JSON has them: texts, numbers, lists ..."""
 
     texts: tuple[str, ...]
     others: Mapping[str, Any]
 
 
-def read_rows(path: Path, fields: tuple[str, ...], *, key: str, limit: int | None = None) -> list[Row]:
-    """Every row, in file order: row i of the result is line (or parquet row) i + 1.
+def read_records(path: Path, fields: tuple[str, ...], *, key: str, limit: int | None = None) -> list[Record]:
+    """Of every row, in file order: item i of the result is of line (or parquet row) i + 1.
 
     The first of ``fields`` must be text; another may be a number, a list or the like: it is given as the text that JSON
     has for it, and as it is among the others. ``key`` is the config key that gave ``path``; only the first ``limit``
@@ -85,7 +85,7 @@ def _finite(text: str) -> float | None:
     return value if math.isfinite(value := float(text)) else None
 
 
-def _pick(row: Mapping[str, object], fields: tuple[str, ...]) -> Row | str:
+def _pick(row: Mapping[str, object], fields: tuple[str, ...]) -> Record | str:
     """The fields of a row, or what is wrong with it."""
     texts = []
     others = {name: value for name, value in row.items() if name not in fields}
@@ -105,7 +105,7 @@ def _pick(row: Mapping[str, object], fields: tuple[str, ...]) -> Row | str:
         except UnicodeEncodeError:
             return f"field {name!r} holds half a surrogate pair, which is no text"
         texts.append(value)
-    return Row(tuple(texts), others)
+    return Record(tuple(texts), others)
 
 
 def _read_parquet(path: Path, fields: tuple[str, ...]) -> Iterator[Mapping[str, object] | str]:

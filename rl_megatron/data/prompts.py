@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_megatron.config.sections.data import ArithmeticData, FileData
 from rl_megatron.data.arithmetic import split_sums
-from rl_megatron.data.files import read_rows
+from rl_megatron.data.files import read_records
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.types import Prompt
 
@@ -78,9 +78,9 @@ def first_problem(data: ArithmeticData | FileData) -> tuple[str, str, Mapping[st
     if isinstance(data, ArithmeticData):
         made = _sum(1, 1, data.digits)
         return made.text, made.answer, {}
-    (row,) = read_rows(data.train, fields_of(data, data.train), key="data.train", limit=1)
-    question, answer, *_ = row.texts
-    return data.prompt_template.replace("{prompt}", question), answer, row.others
+    (record,) = read_records(data.train, fields_of(data, data.train), key="data.train", limit=1)
+    question, answer, *_ = record.texts
+    return data.prompt_template.replace("{prompt}", question), answer, record.others
 
 
 def _sum(a: int, b: int, digits: int) -> _Problem:
@@ -97,15 +97,15 @@ def _file_problems(data: FileData, tokenizer: PreTrainedTokenizerBase) -> tuple[
     check_template(data)
     if data.chat_template and not tokenizer.chat_template:
         raise ConfigError("data.chat_template=true, but the model's tokenizer has no chat template; set it to false")
-    train = _rows_to_problems(data.train, "data.train", data, tokenizer)
-    return train, _rows_to_problems(data.eval, "data.eval", data, tokenizer)[: data.max_eval]
+    train = _records_to_problems(data.train, "data.train", data, tokenizer)
+    return train, _records_to_problems(data.eval, "data.eval", data, tokenizer)[: data.max_eval]
 
 
-def _rows_to_problems(path: Path, key: str, data: FileData, tokenizer: PreTrainedTokenizerBase) -> list[_Problem]:
-    rows = read_rows(path, fields_of(data, path), key=key)
+def _records_to_problems(path: Path, key: str, data: FileData, tokenizer: PreTrainedTokenizerBase) -> list[_Problem]:
+    records = read_records(path, fields_of(data, path), key=key)
     problems = []
-    for line, row in enumerate(rows, 1):
-        question, answer, *rejected = row.texts
+    for line, record in enumerate(records, 1):
+        question, answer, *rejected = record.texts
         text = data.prompt_template.replace("{prompt}", question)
         if data.chat_template:
             chat = [{"role": "user", "content": text}]
@@ -116,7 +116,7 @@ def _rows_to_problems(path: Path, key: str, data: FileData, tokenizer: PreTraine
             text=text,
             answer=answer,
             rejected=rejected,
-            meta=row.others,
+            meta=record.others,
         )
         problems.append(problem)
     return problems

@@ -21,10 +21,10 @@ class JsonFields(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
 
-Read = TypeVar("Read", bound=BaseModel)
+F = TypeVar("F", bound=BaseModel)
 
 
-def read_json(path: Path, kind: type[Read], error: type[RLMegatronError] = ConfigError) -> Read:
+def read_json(path: Path, kind: type[F], error: type[RLMegatronError] = ConfigError) -> F:
     """What the file holds. Raises ``error`` where it is not there, torn, or of other types."""
     data = _bytes_of(path, error)
     if not data:

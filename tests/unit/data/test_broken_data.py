@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_megatron.data.files import read_rows
+from rl_megatron.data.files import read_records
 from rl_megatron.errors import DataError
 
 FIELDS = ("question", "answer")
@@ -21,7 +21,7 @@ def said(path: Path) -> str:
     """What is said of the file, which is never long; nothing where it is read."""
     text = ""
     try:
-        read_rows(path, FIELDS, key="data.train")
+        read_records(path, FIELDS, key="data.train")
     except DataError as error:
         text = str(error)
     assert len(text) < 10_000
