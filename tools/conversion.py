@@ -44,9 +44,9 @@ def run(
         print(f"note: {note}", file=sys.stderr)
     with display(source) as progress:
         if backwards:
-            convert.megatron_to_hf(source, out, config=config, family=family, dtype=kind, progress=progress, **options)
+            convert.megatron_to_hf(source, out, config=config, family=family, dtype=kind, on_bytes=progress, **options)
         else:
-            convert.hf_to_megatron(source, out, family=family, dtype=kind, progress=progress, **options)
+            convert.hf_to_megatron(source, out, family=family, dtype=kind, on_bytes=progress, **options)
     same = "" if dtype else f" --against {source}"
     read = (f" --config {config}" if config else "") + (f" --family {family}" if family else "")
     _tell(source, out, f"rl-megatron verify {out}{same}{read}", f" learner.model={family}" if family else "")

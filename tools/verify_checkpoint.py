@@ -42,7 +42,7 @@ def run(folder: Path, *, against: Path | None = None, config: Path | None = None
     if against is not None:
         conversion.must_be_there(against)
     with conversion.display(folder) as progress:
-        problems = list(verify(folder, against=against, config=config, family=family, progress=progress))
+        problems = list(verify(folder, against=against, config=config, family=family, on_bytes=progress))
     for line in problems[:MAX_LINES]:
         print(line)
     if len(problems) > MAX_LINES:

@@ -12,7 +12,7 @@ import torch
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.bits import to_bits, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
-from rl_megatron.weights.checkpoints.streaming import Boxes, Job, Progress, Streamed
+from rl_megatron.weights.checkpoints.streaming import Boxes, Job, OnBytes, Streamed
 from rl_megatron.weights.formats.block_scales import BLOCK, SCALES, is_quantised
 from rl_megatron.weights.formats.quantize import block_scales, dequantise, quantise
 
@@ -70,12 +70,12 @@ class _Quantised:
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
-    def blocks(self, progress: Progress) -> Iterator[Bits]:
+    def blocks(self, on_bytes: OnBytes) -> Iterator[Bits]:
         """Rows in order; the scales come of a second reading, so that memory does not grow with the weight."""
         for values in self.values.blocks(lambda n: None, multiple=BLOCK):
             rows = to_tensor(values, DType.F32)
             block = to_bits(block_scales(rows) if self.scales else quantise(rows)[0])
-            progress(block.nbytes)
+            on_bytes(block.nbytes)
             yield block
 
 

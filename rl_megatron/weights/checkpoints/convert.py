@@ -28,8 +28,8 @@ from rl_megatron.weights.checkpoints.streaming import (
     Boxes,
     Files,
     Job,
+    OnBytes,
     Part,
-    Progress,
     Sink,
     Streamed,
     in_files,
@@ -70,7 +70,7 @@ def hf_to_megatron(
     family: str | None = None,
     dtype: DType | None = None,
     shard_bytes: int = 1 << 30,
-    progress: Progress = lambda n: None,
+    on_bytes: OnBytes = lambda n: None,
 ) -> None:
     """Write the Hugging Face folder as a ``torch_dist`` checkpoint that loads at any TP, PP, EP and ETP.
 
@@ -111,7 +111,7 @@ def hf_to_megatron(
         write_index(folder, chunks, _global_sizes(chunks))
         _copy_companions(source, folder, {dtype} if dtype else set())
 
-    run(source, out, sinks, files, progress, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
+    run(source, out, sinks, files, on_bytes, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
 
 
 def megatron_to_hf(
@@ -122,7 +122,7 @@ def megatron_to_hf(
     family: str | None = None,
     dtype: DType | None = None,
     shard_bytes: int = 2 * 10**9,
-    progress: Progress = lambda n: None,
+    on_bytes: OnBytes = lambda n: None,
 ) -> None:
     """Write a ``torch_dist`` checkpoint, saved in whatever layout, as a Hugging Face folder.
 
@@ -147,7 +147,7 @@ def megatron_to_hf(
         quantization = quantization_config([(job.name, job.shape) for job in jobs]) if quantise else None
         _copy_companions(companion, folder, {plain[0].dtype}, quantization)
 
-    run(source, out, sinks, files, progress, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
+    run(source, out, sinks, files, on_bytes, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
 
 
 def left_out(source: Path, config: Path | None = None, family: str | None = None) -> str | None:
@@ -329,21 +329,21 @@ def _volume(box: Box) -> int:
 
 
 def _write_chunks(
-    file: IO[bytes], jobs: Sequence[Streamed], progress: Progress, *, stacked: bool
+    file: IO[bytes], jobs: Sequence[Streamed], on_bytes: OnBytes, *, stacked: bool
 ) -> list[dict[str, object]]:
     notes: list[dict[str, object]] = []
     for job in jobs:
         start = file.tell()
         _, index = place_of(job.name, stacked=stacked)
         shape = (*(1 for _ in index), *job.shape)
-        notes.append({"start": start, "length": write_tensor(file, job.dtype, shape, numbers(job, progress))})
+        notes.append({"start": start, "length": write_tensor(file, job.dtype, shape, numbers(job, on_bytes))})
     return notes
 
 
-def _write_safetensors(file: IO[bytes], jobs: Sequence[Streamed], progress: Progress) -> list[dict[str, object]]:
+def _write_safetensors(file: IO[bytes], jobs: Sequence[Streamed], on_bytes: OnBytes) -> list[dict[str, object]]:
     file.write(header_bytes([(job.name, job.dtype, job.shape) for job in jobs]))
     for job in jobs:
-        for block in numbers(job, progress):
+        for block in numbers(job, on_bytes):
             file.write(block.reshape(-1).view(np.uint8).data)
     return []
 

@@ -30,8 +30,8 @@ FORGET_BYTES = 128 << 20  # of input whose pages are kept at once, a thread
 _FILES_A_CORE = 2  # written at once: while one waits for the disk to sync, another is copied
 _JOURNAL = "conversion.json"
 
-Progress = Callable[[int], None]
-"""Told the bytes of output since the last call."""
+OnBytes = Callable[[int], None]
+"""Called with the bytes of output since its last call."""
 
 
 class Boxes(Protocol):
@@ -74,7 +74,7 @@ class Streamed(Protocol):
         """Size of the tensor."""
         ...
 
-    def blocks(self, progress: Progress) -> Iterator[Bits]:
+    def blocks(self, on_bytes: OnBytes) -> Iterator[Bits]:
         """The tensor's rows, about `BLOCK_BYTES` at a time, in order; contiguous."""
         ...
 
@@ -93,7 +93,7 @@ class Job:
         """Size of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def blocks(self, progress: Progress, *, multiple: int | None = None) -> Iterator[Bits]:
+    def blocks(self, on_bytes: OnBytes, *, multiple: int | None = None) -> Iterator[Bits]:
         """The tensor's rows, about `BLOCK_BYTES` at a time, in order; contiguous.
 
         With ``multiple``, a multiple of so many rows, of one size but for the last.
@@ -104,7 +104,7 @@ class Job:
         parts = sorted(self.parts, key=lambda part: part.box)
         straight = multiple is None and self._is_stack(parts)
         for block in self._runs(parts, step) if straight else self._joined(parts, step):
-            progress(block.nbytes)
+            on_bytes(block.nbytes)
             yield block
 
     def _is_stack(self, parts: Sequence[Part]) -> bool:
@@ -138,9 +138,9 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(low, high) for low, high in box)
 
 
-def numbers(job: Streamed, progress: Progress) -> Iterator[Bits]:
+def numbers(job: Streamed, on_bytes: OnBytes) -> Iterator[Bits]:
     """The blocks of a tensor. Raises WeightError at the first that is not all numbers: no model is made of it."""
-    for block in job.blocks(progress):
+    for block in job.blocks(on_bytes):
         if not job.dtype.all_numbers(block):
             raise WeightError(
                 f"{job.name} holds NaN or infinite values; tools/verify_checkpoint.py counts those of every tensor. "
@@ -170,7 +170,7 @@ class Sink:
 
     name: str
     jobs: tuple[Streamed, ...]
-    write: Callable[[IO[bytes], Sequence[Streamed], Progress], list[dict[str, object]]]
+    write: Callable[[IO[bytes], Sequence[Streamed], OnBytes], list[dict[str, object]]]
 
 
 def in_files(jobs: Sequence[Streamed], limit: int) -> list[list[Streamed]]:
@@ -191,7 +191,7 @@ def run(
     out: Path,
     sinks: Sequence[Sink],
     files: Files,
-    progress: Progress,
+    on_bytes: OnBytes,
     finish: Callable[[Path, Mapping[str, list[dict[str, object]]]], None],
     *,
     options: Mapping[str, object],
@@ -212,7 +212,7 @@ def run(
         write_atomically(path, json.dumps(journal).encode())
     notes: dict[str, list[dict[str, object]]] = {}
     with ThreadPoolExecutor(_FILES_A_CORE * len(os.sched_getaffinity(0))) as pool:
-        written = pool.map(lambda sink: _write_file(partial_folder, sink, files, progress), sinks)
+        written = pool.map(lambda sink: _write_file(partial_folder, sink, files, on_bytes), sinks)
         try:
             notes.update(zip((sink.name for sink in sinks), written, strict=True))
         except WeightError:  # of the source, which another attempt would read again
@@ -231,10 +231,10 @@ def run(
     publish_folder(partial_folder, out)
 
 
-def _write_file(folder: Path, sink: Sink, files: Files, progress: Progress) -> list[dict[str, object]]:
+def _write_file(folder: Path, sink: Sink, files: Files, on_bytes: OnBytes) -> list[dict[str, object]]:
     final, notes_path = folder / sink.name, folder / f"{sink.name}.notes"
     if final.is_file():  # of a conversion that was killed
-        progress(sum(job.num_bytes for job in sink.jobs))
+        on_bytes(sum(job.num_bytes for job in sink.jobs))
         kept: list[dict[str, object]] = json.loads(notes_path.read_text())
         return kept
     since = 0
@@ -245,7 +245,7 @@ def _write_file(folder: Path, sink: Sink, files: Files, progress: Progress) -> l
         if since > FORGET_BYTES:
             files.forget()
             since = 0
-        progress(n)
+        on_bytes(n)
 
     temporary = folder / f".{sink.name}.tmp"
     with temporary.open("wb", buffering=0) as file:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from rl_megatron.weights.checkpoints.convert import hf_tensors, is_megatron
-from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Files, Job, Progress
+from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Files, Job, OnBytes
 from rl_megatron.weights.checkpoints.torch_dist import open_chunk, read_index
 
 
@@ -21,7 +21,7 @@ def verify(
     against: Path | None = None,
     config: Path | None = None,
     family: str | None = None,
-    progress: Progress = lambda n: None,
+    on_bytes: OnBytes = lambda n: None,
 ) -> Iterator[str]:
     """A line for each thing that is wrong, none for a sound checkpoint of either kind.
 
@@ -38,7 +38,7 @@ def verify(
         others = {job.name: job for job in found}
     seen = 0
     for job in jobs:
-        yield from _wrong(job, others.get(job.name), progress)
+        yield from _wrong(job, others.get(job.name), on_bytes)
         seen += job.num_bytes
         if seen > FORGET_BYTES:
             files.forget()
@@ -46,13 +46,13 @@ def verify(
             seen = 0
 
 
-def _wrong(job: Job, other: Job | None, progress: Progress) -> Iterator[str]:
+def _wrong(job: Job, other: Job | None, on_bytes: OnBytes) -> Iterator[str]:
     if other is not None and other.dtype != job.dtype:
         yield f"{job.name} is {job.dtype}, in the other checkpoint {other.dtype}"
         other = None
     bad = different = 0
     others = repeat(None) if other is None else other.blocks(lambda n: None, multiple=1)
-    pairs = zip(job.blocks(progress, multiple=1), others, strict=False)
+    pairs = zip(job.blocks(on_bytes, multiple=1), others, strict=False)
     for block, same in pairs:
         bad += job.dtype.not_numbers(block)
         if same is not None:
