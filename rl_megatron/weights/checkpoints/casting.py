@@ -12,7 +12,7 @@ import torch
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.bits import to_bits, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
-from rl_megatron.weights.checkpoints.streaming import Boxes, Job, OnBytes, Streamed
+from rl_megatron.weights.checkpoints.streaming import Job, OnBytes, Sliceable, Streamed
 from rl_megatron.weights.formats.block_scales import BLOCK, SCALES, is_quantised
 from rl_megatron.weights.formats.quantize import block_scales, dequantise, quantise
 
@@ -21,7 +21,7 @@ from rl_megatron.weights.formats.quantize import block_scales, dequantise, quant
 class Cast:
     """A stored tensor that reads as another dtype."""
 
-    source: Boxes
+    source: Sliceable
     given: DType
     wanted: DType
 
@@ -82,7 +82,7 @@ class _Quantised:
 def cast(job: Job, dtype: DType) -> Job:
     """The tensor in another dtype."""
 
-    def read(source: Callable[[], Boxes]) -> Cast:
+    def read(source: Callable[[], Sliceable]) -> Cast:
         return Cast(source=source(), given=job.dtype, wanted=dtype)
 
     return replace(job, dtype=dtype, parts=tuple(replace(p, source=partial(read, p.source)) for p in job.parts))

@@ -25,12 +25,12 @@ from rl_megatron.weights.boxes import Box, Shape
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, header_bytes, read_header
 from rl_megatron.weights.checkpoints.streaming import (
-    Boxes,
     Files,
     Job,
     OnBytes,
     Part,
     Sink,
+    Sliceable,
     Streamed,
     in_files,
     numbers,
@@ -214,7 +214,7 @@ def _hf_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[li
     return jobs, files
 
 
-def _stored(name: str, shape: Shape, dtype: DType, source: Callable[[], Boxes]) -> Job:
+def _stored(name: str, shape: Shape, dtype: DType, source: Callable[[], Sliceable]) -> Job:
     box = tuple((0, size) for size in shape)
     return Job(name=name, shape=shape, dtype=dtype, parts=(Part(box=box, source=source, src_box=box),))
 

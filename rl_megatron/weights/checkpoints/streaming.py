@@ -34,7 +34,7 @@ OnBytes = Callable[[int], None]
 """Called with the bytes of output since its last call."""
 
 
-class Boxes(Protocol):
+class Sliceable(Protocol):
     """A stored tensor, or what makes one when it is read."""
 
     def __getitem__(self, box: tuple[slice, ...], /) -> Bits:
@@ -47,7 +47,7 @@ class Part:
     """``src_box`` of a source tensor belongs at ``box`` of what is written; boxes of one size."""
 
     box: Box
-    source: Callable[[], Boxes]
+    source: Callable[[], Sliceable]
     src_box: Box
 
 
