@@ -85,7 +85,7 @@ def cast(job: Job, dtype: DType) -> Job:
     def read(source: Callable[[], Sliceable]) -> Cast:
         return Cast(source=source(), given=job.dtype, wanted=dtype)
 
-    return replace(job, dtype=dtype, parts=tuple(replace(p, source=partial(read, p.source)) for p in job.parts))
+    return replace(job, dtype=dtype, fragments=tuple(replace(p, source=partial(read, p.source)) for p in job.fragments))
 
 
 def quantised(job: Job) -> list[Streamed]:

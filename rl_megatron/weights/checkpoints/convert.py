@@ -26,9 +26,9 @@ from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, header_bytes, read_header
 from rl_megatron.weights.checkpoints.streaming import (
     Files,
+    Fragment,
     Job,
     OnBytes,
-    Part,
     Sink,
     Sliceable,
     Streamed,
@@ -86,15 +86,15 @@ def hf_to_megatron(
     stored, files = _hf_folder(source, shape, dtype)
     home = {job.name: job for job in stored}
     hf, megatron = _layouts(shape)
-    parts: dict[str, list[Part]] = {}
+    fragments: dict[str, list[Fragment]] = {}
     dtypes: dict[str, DType] = {}
     for piece in plan(hf, megatron).receives(0):
-        (whole,) = home[piece.src_param].parts
-        part = Part(box=piece.dst_box, source=whole.source, src_box=piece.src_box)
-        parts.setdefault(piece.dst_param, []).append(part)
+        (whole,) = home[piece.src_param].fragments
+        fragment = Fragment(box=piece.dst_box, source=whole.source, src_box=piece.src_box)
+        fragments.setdefault(piece.dst_param, []).append(fragment)
         dtypes[piece.dst_param] = home[piece.src_param].dtype
     jobs = [
-        Job(name=name, shape=size, dtype=dtypes[name], parts=tuple(parts[name]))
+        Job(name=name, shape=size, dtype=dtypes[name], fragments=tuple(fragments[name]))
         for name, size in megatron.local_shapes(0).items()
     ]
     sinks = [
@@ -216,7 +216,7 @@ def _hf_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[li
 
 def _stored(name: str, shape: Shape, dtype: DType, source: Callable[[], Sliceable]) -> Job:
     box = tuple((0, size) for size in shape)
-    return Job(name=name, shape=shape, dtype=dtype, parts=(Part(box=box, source=source, src_box=box),))
+    return Job(name=name, shape=shape, dtype=dtype, fragments=(Fragment(box=box, source=source, src_box=box),))
 
 
 def _in(dtype: DType | None, job: Job) -> Job:
@@ -248,7 +248,7 @@ def _scaled(
 def _quantised(jobs: Sequence[Job]) -> list[Streamed]:
     from rl_megatron.weights.checkpoints.casting import quantised
 
-    return [part for job in jobs for part in quantised(job)]
+    return [one for job in jobs for one in quantised(job)]
 
 
 def _opened(folder: Path, names: Sequence[str]) -> Files:
@@ -277,7 +277,7 @@ def _megatron_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tu
         for chunk in held:
             for index in _indices(chunk, depth):
                 at.setdefault((key, index), []).append(chunk)
-    parts: dict[str, list[Part]] = {}
+    fragments: dict[str, list[Fragment]] = {}
     kinds: dict[str, DType] = {}
     for piece in plan(hf, megatron).receives(0):
         key, index = places[piece.dst_param]
@@ -285,18 +285,20 @@ def _megatron_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tu
             cut = _intersection(chunk, index, piece.dst_box)
             if cut is not None:
                 view = partial(read_tensor, files[source / chunk.file], chunk)
-                part = _part(cut, chunk, index, piece.dst_box, piece.src_box, view)
-                parts.setdefault(piece.src_param, []).append(part)
+                fragment = _fragment(cut, chunk, index, piece.dst_box, piece.src_box, view)
+                fragments.setdefault(piece.src_param, []).append(fragment)
                 kinds[piece.src_param] = chunk.dtype
     wanted = hf.local_shapes(0)
     short = [
-        f"{name}: {sum(_volume(p.box) for p in parts.get(name, ()))} of {prod(size)} elements"
+        f"{name}: {sum(_volume(p.box) for p in fragments.get(name, ()))} of {prod(size)} elements"
         for name, size in wanted.items()
-        if sum(_volume(p.box) for p in parts.get(name, ())) != prod(size)
+        if sum(_volume(p.box) for p in fragments.get(name, ())) != prod(size)
     ]
     if short:
         raise WeightError("\n  ".join([f"{source} does not hold these whole:", *short[:20]]))
-    jobs = [Job(name=name, shape=size, dtype=kinds[name], parts=tuple(parts[name])) for name, size in wanted.items()]
+    jobs = [
+        Job(name=name, shape=size, dtype=kinds[name], fragments=tuple(fragments[name])) for name, size in wanted.items()
+    ]
     exact = _keeping_dtype(hf)
     return [job if job.name in exact else _in(dtype, job) for job in jobs], files
 
@@ -316,12 +318,12 @@ def _intersection(chunk: Chunk, index: Shape, box: Box) -> Box | None:
     return cut if all(low < high for low, high in cut) else None
 
 
-def _part(cut: Box, chunk: Chunk, index: Shape, box: Box, hf_box: Box, view: Callable[[], Bits]) -> Part:
+def _fragment(cut: Box, chunk: Chunk, index: Shape, box: Box, hf_box: Box, view: Callable[[], Bits]) -> Fragment:
     depth = len(index)
     inside = tuple((low - o, high - o) for (low, high), o in zip(cut, chunk.offsets[depth:], strict=True))
     there = tuple((low - b[0] + h[0], high - b[0] + h[0]) for (low, high), b, h in zip(cut, box, hf_box, strict=True))
     lead = tuple(i - o for i, o in zip(index, chunk.offsets[:depth], strict=True))
-    return Part(box=there, source=lambda: view()[lead], src_box=inside)
+    return Fragment(box=there, source=lambda: view()[lead], src_box=inside)
 
 
 def _volume(box: Box) -> int:

@@ -43,7 +43,7 @@ class Sliceable(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Fragment:
     """``src_box`` of a source tensor belongs at ``box`` of what is written; boxes of one size."""
 
     box: Box
@@ -81,12 +81,12 @@ class Streamed(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One tensor to write: its parts, of its dtype, cover it, but for padding, which is 0."""
+    """One tensor to write: its fragments, of its dtype, cover it, but for padding, which is 0."""
 
     name: str
     shape: Shape
     dtype: DType
-    parts: tuple[Part, ...]
+    fragments: tuple[Fragment, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -101,36 +101,36 @@ class Job:
         row = max(prod(self.shape[1:]) * self.dtype.itemsize, 1)
         unit = multiple or 1
         step = max(BLOCK_BYTES // row // unit, 1) * unit
-        parts = sorted(self.parts, key=lambda part: part.box)
-        straight = multiple is None and self._is_stack(parts)
-        for block in self._runs(parts, step) if straight else self._joined(parts, step):
+        fragments = sorted(self.fragments, key=lambda fragment: fragment.box)
+        straight = multiple is None and self._is_stack(fragments)
+        for block in self._runs(fragments, step) if straight else self._joined(fragments, step):
             on_bytes(block.nbytes)
             yield block
 
-    def _is_stack(self, parts: Sequence[Part]) -> bool:
-        """Whether the parts are whole rows, one behind the other, without padding."""
+    def _is_stack(self, fragments: Sequence[Fragment]) -> bool:
+        """Whether the fragments are whole rows, one behind the other, without padding."""
         whole = tuple((0, size) for size in self.shape[1:])
-        starts, stops = ([part.box[0][i] for part in parts] for i in (0, 1))
+        starts, stops = ([fragment.box[0][i] for fragment in fragments] for i in (0, 1))
         behind = [0, *stops] == [*starts, self.shape[0]]
-        return behind and all(part.box[1:] == whole for part in parts)
+        return behind and all(fragment.box[1:] == whole for fragment in fragments)
 
-    def _runs(self, parts: Sequence[Part], step: int) -> Iterator[Bits]:
-        for part in parts:
-            source, ((first, last), *rest) = part.source(), part.src_box
+    def _runs(self, fragments: Sequence[Fragment], step: int) -> Iterator[Bits]:
+        for fragment in fragments:
+            source, ((first, last), *rest) = fragment.source(), fragment.src_box
             for low in range(first, last, step):
                 yield np.ascontiguousarray(source[_slices(((low, min(low + step, last)), *rest))])
 
-    def _joined(self, parts: Sequence[Part], step: int) -> Iterator[Bits]:
-        sources = [(part, part.source()) for part in parts]
+    def _joined(self, fragments: Sequence[Fragment], step: int) -> Iterator[Bits]:
+        sources = [(fragment, fragment.source()) for fragment in fragments]
         for low in range(0, self.shape[0], step):
             high = min(low + step, self.shape[0])
             block = np.zeros((high - low, *self.shape[1:]), self.dtype.bits)
-            for part, source in sources:
-                start, stop = max(low, part.box[0][0]), min(high, part.box[0][1])
+            for fragment, source in sources:
+                start, stop = max(low, fragment.box[0][0]), min(high, fragment.box[0][1])
                 if start < stop:
-                    shift = part.src_box[0][0] - part.box[0][0]
-                    taken = source[_slices(((start + shift, stop + shift), *part.src_box[1:]))]
-                    block[_slices(((start - low, stop - low), *part.box[1:]))] = taken
+                    shift = fragment.src_box[0][0] - fragment.box[0][0]
+                    taken = source[_slices(((start + shift, stop + shift), *fragment.src_box[1:]))]
+                    block[_slices(((start - low, stop - low), *fragment.box[1:]))] = taken
             yield block
 
 
