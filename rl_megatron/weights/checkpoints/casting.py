@@ -12,7 +12,7 @@ import torch
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.bits import to_bits, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
-from rl_megatron.weights.checkpoints.streaming import Job, OnBytes, Sliceable, Streamed
+from rl_megatron.weights.checkpoints.streaming import Copy, OnBytes, Sliceable, Streamed
 from rl_megatron.weights.formats.block_scales import BLOCK, SCALES, is_quantised
 from rl_megatron.weights.formats.quantize import block_scales, dequantise, quantise
 
@@ -51,7 +51,7 @@ class Scaled:
 class _Quantised:
     """What of a float32 ``values`` is written: its numbers, or where ``scales`` its scales."""
 
-    values: Job
+    values: Copy
     scales: bool
 
     @property
@@ -79,18 +79,20 @@ class _Quantised:
             yield block
 
 
-def cast(job: Job, dtype: DType) -> Job:
+def cast(tensor: Copy, dtype: DType) -> Copy:
     """The tensor in another dtype."""
 
     def read(source: Callable[[], Sliceable]) -> Cast:
-        return Cast(source=source(), given=job.dtype, wanted=dtype)
+        return Cast(source=source(), given=tensor.dtype, wanted=dtype)
 
-    return replace(job, dtype=dtype, fragments=tuple(replace(p, source=partial(read, p.source)) for p in job.fragments))
+    return replace(
+        tensor, dtype=dtype, fragments=tuple(replace(p, source=partial(read, p.source)) for p in tensor.fragments)
+    )
 
 
-def quantised(job: Job) -> list[Streamed]:
+def quantised(tensor: Copy) -> list[Streamed]:
     """What to write for a tensor: float8 numbers and their scales for a linear layer's weight, else the tensor."""
-    if not is_quantised(job.name, job.shape):
-        return [job]
-    values = job if job.dtype is DType.F32 else cast(job, DType.F32)
+    if not is_quantised(tensor.name, tensor.shape):
+        return [tensor]
+    values = tensor if tensor.dtype is DType.F32 else cast(tensor, DType.F32)
     return [_Quantised(values=values, scales=scales) for scales in (False, True)]

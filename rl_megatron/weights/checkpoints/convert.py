@@ -25,9 +25,9 @@ from rl_megatron.weights.boxes import Box, Shape
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, header_bytes, read_header
 from rl_megatron.weights.checkpoints.streaming import (
+    Copy,
     Files,
     Fragment,
-    Job,
     OnBytes,
     Sink,
     Sliceable,
@@ -84,7 +84,7 @@ def hf_to_megatron(
         raise ConfigError("dtype=float8_e4m3fn: a megatron checkpoint holds no block scales; give it for Hugging Face")
     shape = read_shape(source, family)
     stored, files = _hf_folder(source, shape, dtype)
-    home = {job.name: job for job in stored}
+    home = {tensor.name: tensor for tensor in stored}
     hf, megatron = _layouts(shape)
     fragments: dict[str, list[Fragment]] = {}
     dtypes: dict[str, DType] = {}
@@ -93,20 +93,20 @@ def hf_to_megatron(
         fragment = Fragment(box=piece.dst_box, source=whole.source, src_box=piece.src_box)
         fragments.setdefault(piece.dst_param, []).append(fragment)
         dtypes[piece.dst_param] = home[piece.src_param].dtype
-    jobs = [
-        Job(name=name, shape=size, dtype=dtypes[name], fragments=tuple(fragments[name]))
+    tensors = [
+        Copy(name=name, shape=size, dtype=dtypes[name], fragments=tuple(fragments[name]))
         for name, size in megatron.local_shapes(0).items()
     ]
     sinks = [
-        Sink(name=f"__{i}_0.distcp", jobs=tuple(group), write=partial(_write_chunks, stacked=shape.uniform))
-        for i, group in enumerate(in_files(jobs, shard_bytes))
+        Sink(name=f"__{i}_0.distcp", tensors=tuple(group), write=partial(_write_chunks, stacked=shape.uniform))
+        for i, group in enumerate(in_files(tensors, shard_bytes))
     ]
 
     def finish(folder: Path, notes: Mapping[str, list[dict[str, object]]]) -> None:
         chunks = [
-            _noted_chunk(sink.name, job, place_of(job.name, stacked=shape.uniform), note)
+            _noted_chunk(sink.name, tensor, place_of(tensor.name, stacked=shape.uniform), note)
             for sink in sinks
-            for job, note in zip(sink.jobs, notes[sink.name], strict=True)
+            for tensor, note in zip(sink.tensors, notes[sink.name], strict=True)
         ]
         write_index(folder, chunks, _global_sizes(chunks))
         _copy_companions(source, folder, {dtype} if dtype else set())
@@ -133,18 +133,21 @@ def megatron_to_hf(
     shape = read_shape(companion, family)
     quantise = dtype is DType.F8_E4M3
     plain, files = _megatron_folder(source, shape, None if quantise else dtype)
-    jobs = _quantised(plain) if quantise else list(plain)
-    groups = in_files(jobs, shard_bytes)
+    tensors = _quantised(plain) if quantise else list(plain)
+    groups = in_files(tensors, shard_bytes)
     names = file_names(len(groups))
     sinks = [
-        Sink(name=name, jobs=tuple(group), write=_write_safetensors) for name, group in zip(names, groups, strict=True)
+        Sink(name=name, tensors=tuple(group), write=_write_safetensors)
+        for name, group in zip(names, groups, strict=True)
     ]
 
     def finish(folder: Path, _: Mapping[str, list[dict[str, object]]]) -> None:
         if len(sinks) > 1:
-            weight_map = {job.name: sink.name for sink in sinks for job in sink.jobs}
-            write_atomically(folder / INDEX, index_text(weight_map, sum(job.num_bytes for job in jobs)).encode())
-        quantization = quantization_config([(job.name, job.shape) for job in jobs]) if quantise else None
+            weight_map = {tensor.name: sink.name for sink in sinks for tensor in sink.tensors}
+            write_atomically(
+                folder / INDEX, index_text(weight_map, sum(tensor.num_bytes for tensor in tensors)).encode()
+            )
+        quantization = quantization_config([(tensor.name, tensor.shape) for tensor in tensors]) if quantise else None
         _copy_companions(companion, folder, {plain[0].dtype}, quantization)
 
     run(source, out, sinks, files, on_bytes, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
@@ -169,7 +172,7 @@ def left_out(source: Path, config: Path | None = None, family: str | None = None
     return f"{layers}: multi-token prediction is not trained and not converted; the new config.json has none"
 
 
-def hf_tensors(folder: Path, config: Path | None = None, family: str | None = None) -> tuple[list[Job], Files]:
+def hf_tensors(folder: Path, config: Path | None = None, family: str | None = None) -> tuple[list[Copy], Files]:
     """The Hugging Face tensors that a checkpoint of either kind holds, ready to be read block by block.
 
     ``config`` is a folder with config.json where ``folder`` has none. Raises as `hf_to_megatron`.
@@ -188,7 +191,7 @@ def _keeping_dtype(layout: Layout) -> set[str]:
     return set(replace(layout, table=[row for row in layout.table if row.keeps_dtype]).local_shapes(0))
 
 
-def _hf_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[list[Job], Files]:
+def _hf_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[list[Copy], Files]:
     """Every tensor of a folder, its block scales applied, in ``dtype`` or as it is stored."""
     names, placed = weight_files(source)
     files = Files([source / name for name in names])
@@ -203,33 +206,33 @@ def _hf_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[li
     raise_uncounted(source, len(weights), hf_layout(shape))
     raise_misfits(str(source), {name: entry.shape for name, entry in weights.items()}, hf_layout(shape).local_shapes(0))
     homes = {tensor: (entry, files[source / name]) for tensor, (name, entry) in entries.items()}
-    jobs, exact = [], _keeping_dtype(hf_layout(shape))
+    tensors, exact = [], _keeping_dtype(hf_layout(shape))
     for name in weights:
         if blocks is not None and name in scales:
-            jobs.append(_scaled(name, homes[name], homes[scales[name]], blocks, dtype or blocks.dtype))
+            tensors.append(_scaled(name, homes[name], homes[scales[name]], blocks, dtype or blocks.dtype))
         else:
             entry, file = homes[name]
-            job = _stored(name, entry.shape, entry.dtype, partial(entry.view, file))
-            jobs.append(job if name in exact else _in(dtype, job))
-    return jobs, files
+            tensor = _stored(name, entry.shape, entry.dtype, partial(entry.view, file))
+            tensors.append(tensor if name in exact else _in(dtype, tensor))
+    return tensors, files
 
 
-def _stored(name: str, shape: Shape, dtype: DType, source: Callable[[], Sliceable]) -> Job:
+def _stored(name: str, shape: Shape, dtype: DType, source: Callable[[], Sliceable]) -> Copy:
     box = tuple((0, size) for size in shape)
-    return Job(name=name, shape=shape, dtype=dtype, fragments=(Fragment(box=box, source=source, src_box=box),))
+    return Copy(name=name, shape=shape, dtype=dtype, fragments=(Fragment(box=box, source=source, src_box=box),))
 
 
-def _in(dtype: DType | None, job: Job) -> Job:
-    if dtype is None or dtype is job.dtype:
-        return job
+def _in(dtype: DType | None, tensor: Copy) -> Copy:
+    if dtype is None or dtype is tensor.dtype:
+        return tensor
     from rl_megatron.weights.checkpoints.casting import cast
 
-    return cast(job, dtype)
+    return cast(tensor, dtype)
 
 
 def _scaled(
     name: str, weight: tuple[Entry, MappedFile], scales: tuple[Entry, MappedFile], blocks: Blocks, dtype: DType
-) -> Job:
+) -> Copy:
     from rl_megatron.weights.checkpoints.casting import Scaled
 
     def source() -> Scaled:
@@ -245,10 +248,10 @@ def _scaled(
     return _stored(name, weight[0].shape, dtype, source)
 
 
-def _quantised(jobs: Sequence[Job]) -> list[Streamed]:
+def _quantised(tensors: Sequence[Copy]) -> list[Streamed]:
     from rl_megatron.weights.checkpoints.casting import quantised
 
-    return [one for job in jobs for one in quantised(job)]
+    return [one for tensor in tensors for one in quantised(tensor)]
 
 
 def _opened(folder: Path, names: Sequence[str]) -> Files:
@@ -258,7 +261,7 @@ def _opened(folder: Path, names: Sequence[str]) -> Files:
     return Files([folder / name for name in names])
 
 
-def _megatron_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[list[Job], Files]:
+def _megatron_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[list[Copy], Files]:
     """Every Hugging Face tensor out of the chunks that hold a piece of it, whatever layout wrote them."""
     sizes, chunks = read_index(source)
     files = _opened(source, sorted({c.file for c in chunks}))
@@ -296,11 +299,12 @@ def _megatron_folder(source: Path, shape: ModelShape, dtype: DType | None) -> tu
     ]
     if short:
         raise WeightError("\n  ".join([f"{source} does not hold these whole:", *short[:20]]))
-    jobs = [
-        Job(name=name, shape=size, dtype=kinds[name], fragments=tuple(fragments[name])) for name, size in wanted.items()
+    tensors = [
+        Copy(name=name, shape=size, dtype=kinds[name], fragments=tuple(fragments[name]))
+        for name, size in wanted.items()
     ]
     exact = _keeping_dtype(hf)
-    return [job if job.name in exact else _in(dtype, job) for job in jobs], files
+    return [tensor if tensor.name in exact else _in(dtype, tensor) for tensor in tensors], files
 
 
 def _indices(chunk: Chunk, depth: int) -> Iterator[Shape]:
@@ -331,32 +335,32 @@ def _volume(box: Box) -> int:
 
 
 def _write_chunks(
-    file: IO[bytes], jobs: Sequence[Streamed], on_bytes: OnBytes, *, stacked: bool
+    file: IO[bytes], tensors: Sequence[Streamed], on_bytes: OnBytes, *, stacked: bool
 ) -> list[dict[str, object]]:
     notes: list[dict[str, object]] = []
-    for job in jobs:
+    for tensor in tensors:
         start = file.tell()
-        _, index = place_of(job.name, stacked=stacked)
-        shape = (*(1 for _ in index), *job.shape)
-        notes.append({"start": start, "length": write_tensor(file, job.dtype, shape, numbers(job, on_bytes))})
+        _, index = place_of(tensor.name, stacked=stacked)
+        shape = (*(1 for _ in index), *tensor.shape)
+        notes.append({"start": start, "length": write_tensor(file, tensor.dtype, shape, numbers(tensor, on_bytes))})
     return notes
 
 
-def _write_safetensors(file: IO[bytes], jobs: Sequence[Streamed], on_bytes: OnBytes) -> list[dict[str, object]]:
-    file.write(header_bytes([(job.name, job.dtype, job.shape) for job in jobs]))
-    for job in jobs:
-        for block in numbers(job, on_bytes):
+def _write_safetensors(file: IO[bytes], tensors: Sequence[Streamed], on_bytes: OnBytes) -> list[dict[str, object]]:
+    file.write(header_bytes([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]))
+    for tensor in tensors:
+        for block in numbers(tensor, on_bytes):
             file.write(block.reshape(-1).view(np.uint8).data)
     return []
 
 
-def _noted_chunk(file: str, job: Streamed, place: tuple[str, Shape], note: Mapping[str, object]) -> Chunk:
+def _noted_chunk(file: str, tensor: Streamed, place: tuple[str, Shape], note: Mapping[str, object]) -> Chunk:
     key, index = place
     return Chunk(
         key=key,
-        offsets=(*index, *(0 for _ in job.shape)),
-        sizes=(*(1 for _ in index), *job.shape),
-        dtype=job.dtype,
+        offsets=(*index, *(0 for _ in tensor.shape)),
+        sizes=(*(1 for _ in index), *tensor.shape),
+        dtype=tensor.dtype,
         file=file,
         start=int(str(note["start"])),
         length=int(str(note["length"])),

@@ -80,7 +80,7 @@ class Streamed(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Copy:
     """One tensor to write: its fragments, of its dtype, cover it, but for padding, which is 0."""
 
     name: str
@@ -138,12 +138,12 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(low, high) for low, high in box)
 
 
-def numbers(job: Streamed, on_bytes: OnBytes) -> Iterator[Bits]:
+def numbers(tensor: Streamed, on_bytes: OnBytes) -> Iterator[Bits]:
     """The blocks of a tensor. Raises WeightError at the first that is not all numbers: no model is made of it."""
-    for block in job.blocks(on_bytes):
-        if not job.dtype.all_numbers(block):
+    for block in tensor.blocks(on_bytes):
+        if not tensor.dtype.all_numbers(block):
             raise WeightError(
-                f"{job.name} holds NaN or infinite values; tools/verify_checkpoint.py counts those of every tensor. "
+                f"{tensor.name} holds NaN or infinite values; tools/verify_checkpoint.py counts those of every tensor. "
                 "Fetch the checkpoint again, or take an earlier one"
             )
         yield block
@@ -166,23 +166,23 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sink:
-    """How one output file is written; ``write`` gets the file and its jobs and returns what to note of them."""
+    """How one output file is written; ``write`` gets the file and its tensors and returns what to note of them."""
 
     name: str
-    jobs: tuple[Streamed, ...]
+    tensors: tuple[Streamed, ...]
     write: Callable[[IO[bytes], Sequence[Streamed], OnBytes], list[dict[str, object]]]
 
 
-def in_files(jobs: Sequence[Streamed], limit: int) -> list[list[Streamed]]:
-    """The jobs of each file: files of at most ``limit`` bytes, or one tensor, in order."""
+def in_files(tensors: Sequence[Streamed], limit: int) -> list[list[Streamed]]:
+    """The tensors of each file: files of at most ``limit`` bytes, or one tensor, in order."""
     groups: list[list[Streamed]] = []
     free = 0
-    for job in jobs:
-        if not groups or job.num_bytes > free:
+    for tensor in tensors:
+        if not groups or tensor.num_bytes > free:
             groups.append([])
             free = limit
-        groups[-1].append(job)
-        free -= job.num_bytes
+        groups[-1].append(tensor)
+        free -= tensor.num_bytes
     return groups
 
 
@@ -234,7 +234,7 @@ def run(
 def _write_file(folder: Path, sink: Sink, files: Files, on_bytes: OnBytes) -> list[dict[str, object]]:
     final, notes_path = folder / sink.name, folder / f"{sink.name}.notes"
     if final.is_file():  # of a conversion that was killed
-        on_bytes(sum(job.num_bytes for job in sink.jobs))
+        on_bytes(sum(tensor.num_bytes for tensor in sink.tensors))
         kept: list[dict[str, object]] = json.loads(notes_path.read_text())
         return kept
     since = 0
@@ -249,7 +249,7 @@ def _write_file(folder: Path, sink: Sink, files: Files, on_bytes: OnBytes) -> li
 
     temporary = folder / f".{sink.name}.tmp"
     with temporary.open("wb", buffering=0) as file:
-        notes = sink.write(file, sink.jobs, counted)
+        notes = sink.write(file, sink.tensors, counted)
     files.forget()
     sync(temporary)
     write_atomically(notes_path, json.dumps(notes).encode())

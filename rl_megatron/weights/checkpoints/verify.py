@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from rl_megatron.weights.checkpoints.convert import hf_tensors, is_megatron
-from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Files, Job, OnBytes
+from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Copy, Files, OnBytes
 from rl_megatron.weights.checkpoints.torch_dist import open_chunk, read_index
 
 
@@ -28,39 +28,39 @@ def verify(
     ``against`` is compared tensor by tensor, to the bit. Raises CheckpointError, WeightError or ConfigError where the
     checkpoint cannot be read to its end: a torn or missing file, an unknown, missing or misshapen tensor.
     """
-    jobs, files = hf_tensors(folder, config, family)
+    tensors, files = hf_tensors(folder, config, family)
     if is_megatron(folder):
         yield from _bad_sums(folder, files)
-    others: dict[str, Job] = {}
+    others: dict[str, Copy] = {}
     other_files = files
     if against is not None:
         found, other_files = hf_tensors(against, config, family)
-        others = {job.name: job for job in found}
+        others = {tensor.name: tensor for tensor in found}
     seen = 0
-    for job in jobs:
-        yield from _wrong(job, others.get(job.name), on_bytes)
-        seen += job.num_bytes
+    for tensor in tensors:
+        yield from _wrong(tensor, others.get(tensor.name), on_bytes)
+        seen += tensor.num_bytes
         if seen > FORGET_BYTES:
             files.forget()
             other_files.forget()
             seen = 0
 
 
-def _wrong(job: Job, other: Job | None, on_bytes: OnBytes) -> Iterator[str]:
-    if other is not None and other.dtype != job.dtype:
-        yield f"{job.name} is {job.dtype}, in the other checkpoint {other.dtype}"
+def _wrong(tensor: Copy, other: Copy | None, on_bytes: OnBytes) -> Iterator[str]:
+    if other is not None and other.dtype != tensor.dtype:
+        yield f"{tensor.name} is {tensor.dtype}, in the other checkpoint {other.dtype}"
         other = None
     bad = different = 0
     others = repeat(None) if other is None else other.blocks(lambda n: None, multiple=1)
-    pairs = zip(job.blocks(on_bytes, multiple=1), others, strict=False)
+    pairs = zip(tensor.blocks(on_bytes, multiple=1), others, strict=False)
     for block, same in pairs:
-        bad += job.dtype.not_numbers(block)
+        bad += tensor.dtype.not_numbers(block)
         if same is not None:
             different += int(np.count_nonzero(block.reshape(-1).view(np.uint8) != same.reshape(-1).view(np.uint8)))
     if bad:
-        yield f"{job.name}: {bad} of {prod(job.shape)} values are NaN or infinite"
+        yield f"{tensor.name}: {bad} of {prod(tensor.shape)} values are NaN or infinite"
     if different:
-        yield f"{job.name}: {different} of {job.num_bytes} bytes differ"
+        yield f"{tensor.name}: {different} of {tensor.num_bytes} bytes differ"
 
 
 def _bad_sums(folder: Path, files: Files) -> Iterator[str]:

@@ -60,9 +60,9 @@ def read_hf(folder: Path) -> None:
 
 def read_streamed(folder: Path) -> None:
     """As the converter does."""
-    jobs, _ = convert.hf_tensors(folder)
-    for job in jobs:
-        for _ in job.blocks(lambda n: None):
+    tensors, _ = convert.hf_tensors(folder)
+    for tensor in tensors:
+        for _ in tensor.blocks(lambda n: None):
             pass
 
 

@@ -232,11 +232,11 @@ def test_a_disk_that_takes_no_more_is_told_and_the_conversion_goes_on_later(hf: 
     assert f"error: {tmp_path}/.out.partial: File too large; what is written stays there" in full.stderr
     assert not out.exists()
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
-    assert_equal(tensors(hf), {job.name: read_job(job) for job in convert.hf_tensors(out)[0]})
+    assert_equal(tensors(hf), {one.name: read_whole(one) for one in convert.hf_tensors(out)[0]})
 
 
-def read_job(job: streaming.Job) -> Tensor:
-    return torch.cat([to_tensor(block.copy(), job.dtype) for block in job.blocks(lambda n: None)]).view(job.shape)
+def read_whole(one: streaming.Copy) -> Tensor:
+    return torch.cat([to_tensor(block.copy(), one.dtype) for block in one.blocks(lambda n: None)]).view(one.shape)
 
 
 def test_the_tools_convert_verify_and_name_what_differs(hf: Path, tmp_path: Path) -> None:
