@@ -13,7 +13,7 @@ from launcher.build.data import Data, load
 from launcher.build.model import starting_folder
 from launcher.hosts.local import LocalLauncher
 from launcher.hosts.sites import places
-from launcher.hosts.slurm.job import Job
+from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.launcher import SlurmLauncher
 from launcher.processes.own_thread import OwnThread
 from launcher.runs.stop import Stop
@@ -37,7 +37,7 @@ class Parts:
     config: RunConfig
     folder: Path
     reward: RewardFunction
-    job: Job | None  # None: no Slurm allocation is used
+    allocation: Allocation | None  # None: no Slurm allocation is used
 
 
 @contextlib.asynccontextmanager
@@ -73,24 +73,26 @@ async def _start(
     return await starting, data, shape
 
 
-def job_of(config: RunConfig, folder: Path) -> Job | None:
+def allocation_of(config: RunConfig, folder: Path) -> Allocation | None:
     """The allocation to use. Raises ConfigError where there is none and must be one."""
-    job = None if config.run.launcher == "local" else Job.this(folder, config.slurm, config.roles.separate)
-    if config.run.launcher == "slurm" and job is None:
+    allocation = (
+        None if config.run.launcher == "local" else Allocation.this(folder, config.slurm, config.roles.separate)
+    )
+    if config.run.launcher == "slurm" and allocation is None:
         raise ConfigError(
             "run.launcher=slurm, but this is no Slurm job; send one with rl-megatron submit, or set run.launcher=local"
         )
-    return job
+    return allocation
 
 
 def _launcher(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> Launcher:
     if parts.config.run.launcher == "ray":
         return _on_ray(parts, model_folder, shape, stop)
     launcher: Launcher = LocalLauncher(model_folder, parts.folder)
-    if parts.job is not None:
-        launcher = SlurmLauncher(model_folder, parts.folder, parts.job, stop.ask)
+    if parts.allocation is not None:
+        launcher = SlurmLauncher(model_folder, parts.folder, parts.allocation, stop.ask)
     if parts.config.rollout.served:
-        found, host = places(parts.config, parts.job), parts.job.address() if parts.job else HERE
+        found, host = places(parts.config, parts.allocation), parts.allocation.address() if parts.allocation else HERE
         launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, host)
     return launcher
 
@@ -101,9 +103,9 @@ def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> 
         from launcher.hosts.ray.launcher import RayLauncher
     except ModuleNotFoundError as error:
         raise ConfigError("run.launcher=ray: Ray is not installed; pip install 'rl-megatron[ray]'") from error
-    cluster = RayCluster(parts.config, parts.job, parts.folder)
+    cluster = RayCluster(parts.config, parts.allocation, parts.folder)
     launcher: Launcher = RayLauncher(cluster, model_folder, parts.folder, stop.ask)
     if parts.config.rollout.served:
-        found = places(parts.config, parts.job, cluster.start_guard)
+        found = places(parts.config, parts.allocation, cluster.start_guard)
         launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, cluster.host)
     return InCluster(cluster=cluster, inner=launcher)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from launcher.build.data import Data
 from launcher.build.model import starting_folder
-from launcher.build.roles import Parts, job_of, started
+from launcher.build.roles import Parts, allocation_of, started
 from launcher.controller.proxies import WeightGroup
 from launcher.preflight.checks import preflight
 from launcher.runs.folder import mirror_path
@@ -78,7 +78,9 @@ async def diagnose(subject: Subject, *, num_prompts: int, num_completions: int) 
         )
     preflight(config).raise_problems()
     folder.mkdir(parents=True, exist_ok=True)
-    parts = Parts(config=config, folder=folder, reward=resolve_reward(config.reward), job=job_of(config, folder))
+    parts = Parts(
+        config=config, folder=folder, reward=resolve_reward(config.reward), allocation=allocation_of(config, folder)
+    )
     progress = Progress(1, "plain", "doctor mismatch", run_folder=folder)
     with run_log(folder, role="doctor"), progress, stop_signals(progress) as stop:
         async with started(parts, progress, stop) as (roles, data, shape):

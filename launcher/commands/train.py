@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from launcher.build.jobs import loops_of
-from launcher.build.roles import Parts, job_of, started
+from launcher.build.roles import Parts, allocation_of, started
 from launcher.controller.loop_watch import LoopWatch
 from launcher.runs.name import claim
 from launcher.runs.resume import find
@@ -33,7 +33,7 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
     assert config.run.name is not None
     folder = config.run.dir / config.run.name
     with claim(folder, resume=resume):
-        parts = Parts(config=config, folder=folder, reward=reward, job=job_of(config, folder))
+        parts = Parts(config=config, folder=folder, reward=reward, allocation=allocation_of(config, folder))
         start = find(config, folder) if resume else None
         save_resolved(config, folder / "config.yaml")
         progress = Progress(config.train.steps, config.log.progress, config.run.name, run_folder=folder)
@@ -52,8 +52,8 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
                 loop_watch.stop()
             if finished is not None:
                 progress.note(f"report: {write_report([folder], folder / 'report.html')}")
-            if stop.comes_back and not finished and parts.job is not None:
-                parts.job.ask_requeue()
+            if stop.comes_back and not finished and parts.allocation is not None:
+                parts.allocation.ask_requeue()
             if finished is False:
                 progress.note(f"stopped and saved; {goes_on}")
     return folder

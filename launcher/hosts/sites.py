@@ -8,40 +8,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from launcher.hosts.slurm.job import Job
+from launcher.hosts.slurm.allocation import Allocation
 from launcher.servers.site import HERE, Place, StartAt
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import EngineError
 from rl_megatron.placement.seats import Seat, seats_here, seats_of
 
 
-def places(config: RunConfig, job: Job | None, start_at: StartAt | None = None) -> list[Place]:
+def places(config: RunConfig, allocation: Allocation | None, start_at: StartAt | None = None) -> list[Place]:
     """A place for each server that is started, by this process and srun if not by ``start_at``.
 
     Raises ConfigError where they do not fit.
     """
-    if job is None:
+    if allocation is None:
         names = visible_gpus() if config.learner.device != "cpu" else []
         here = [Place(environment=_environment(seat, names)) for seat in seats_here(config, len(names))]
         return here if start_at is None else [replace(p, start=partial(start_at, i)) for i, p in enumerate(here)]
-    seats = seats_of(config, job.nodes, job.engine_nodes)
-    each = -(-len(seats) // len(job.engine_nodes or job.nodes))
+    seats = seats_of(config, allocation.nodes, allocation.engine_nodes)
+    each = -(-len(seats) // len(allocation.engine_nodes or allocation.nodes))
     if start_at is None:
-        found = [_place(seat, config, job, each) for seat in seats]
+        found = [_place(seat, config, allocation, each) for seat in seats]
     else:
         found = [
-            Place(host=_host(seat, job), environment=_environment(seat), start=partial(start_at, number))
+            Place(host=_host(seat, allocation), environment=_environment(seat), start=partial(start_at, number))
             for number, seat in enumerate(seats)
         ]
     return [replace(place, number=number, count=len(found)) for number, place in enumerate(found)]
 
 
-def _place(seat: Seat, config: RunConfig, job: Job, each: int) -> Place:
-    host, environment = _host(seat, job), _environment(seat)
+def _place(seat: Seat, config: RunConfig, allocation: Allocation, each: int) -> Place:
+    host, environment = _host(seat, allocation), _environment(seat)
     if host == HERE:
         return Place(environment=environment)
     inside = ["env", *(f"{name}={value}" for name, value in environment.items())]  # srun sets it, so behind srun
-    return Place(host=host, before=(*job.server_command([seat.node], _cpus(config, job, each)), *inside))
+    return Place(host=host, before=(*allocation.server_command([seat.node], _cpus(config, allocation, each)), *inside))
 
 
 def visible_gpus() -> list[str]:
@@ -60,26 +60,26 @@ def _environment(seat: Seat, names: Sequence[str] | None = None) -> Mapping[str,
     return {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
 
 
-def _host(seat: Seat, job: Job) -> str:
+def _host(seat: Seat, allocation: Allocation) -> str:
     """Where the server is reached. Raises EngineError."""
-    if seat.node == job.here and not job.heterogeneous:  # this process has nothing of another component
+    if seat.node == allocation.here and not allocation.heterogeneous:  # this process has nothing of another component
         return HERE
     try:
         return socket.gethostbyname(seat.node)
     except OSError as error:
-        raise EngineError(f"node {seat.node} of job {job.id} has no address here: {error}") from error
+        raise EngineError(f"node {seat.node} of job {allocation.id} has no address here: {error}") from error
 
 
-def cpus_of_engine_node(config: RunConfig, job: Job) -> int:
+def cpus_of_engine_node(config: RunConfig, allocation: Allocation) -> int:
     """CPU cores of all servers on a node of their own."""
-    each = -(-config.rollout.server.replicas // len(job.engine_nodes))
-    return _cpus(config, job, each) * each
+    each = -(-config.rollout.server.replicas // len(allocation.engine_nodes))
+    return _cpus(config, allocation, each) * each
 
 
-def _cpus(config: RunConfig, job: Job, each: int) -> int:
+def _cpus(config: RunConfig, allocation: Allocation, each: int) -> int:
     """CPU cores of a server's step, ``each`` of them on a node."""
     slurm = config.slurm
     ranks = slurm.tasks_per_node(config.learner.dims.world_size)
-    if job.heterogeneous:
+    if allocation.heterogeneous:
         return slurm.engines.cpus_per_server or slurm.cpus_per_task or 1
     return max(1, ranks * (slurm.cpus_per_task or 1) // each)

@@ -35,7 +35,7 @@ from launcher.hosts.ray.node import (
     totals,
 )
 from launcher.hosts.sites import cpus_of_engine_node, visible_gpus
-from launcher.hosts.slurm.job import Job
+from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.steps import ended, running_step
 from launcher.processes import guards
 from launcher.processes.guards import Guard, Order, start_guard
@@ -114,26 +114,26 @@ class ActorGuard(Guard):
 
 
 class RayCluster:
-    """The Ray cluster of one run. ``job``: the allocation that it lies on; None: this machine."""
+    """The Ray cluster of one run. ``allocation``: what it lies on; None: this machine."""
 
-    def __init__(self, config: RunConfig, job: Job | None, run_folder: Path) -> None:
+    def __init__(self, config: RunConfig, allocation: Allocation | None, run_folder: Path) -> None:
         """Raises ConfigError where the allocation has not the tasks that the learner needs, or servers do not fit."""
         dims = config.learner.dims
-        self.job = job
+        self.allocation = allocation
         roles = (LEARNER, *config.roles.separate)
-        if job is None:
+        if allocation is None:
             self.placements = [place(dims, (this_node(),), dims.world_size, role=role) for role in roles]
             self.host = HERE
             gpus = len(visible_gpus()) if config.learner.device != "cpu" else 0
             self.seats: Sequence[Seat] = [replace(s, node=this_node()) for s in seats_here(config, gpus)]
             self.folder = run_folder.resolve() / "ray"
         else:
-            nodes = {LEARNER: job.nodes, **job.separate}
+            nodes = {LEARNER: allocation.nodes, **allocation.separate}
             self.placements = [placement_of(config, nodes[role], role) for role in roles]
-            self.host = job.address()
-            self.seats = seats_of(config, job.nodes, job.engine_nodes)
-            self.folder = job.folder
-        self.shares = shares(self.placements, self.seats, alone=bool(job and job.engine_nodes))
+            self.host = allocation.address()
+            self.seats = seats_of(config, allocation.nodes, allocation.engine_nodes)
+            self.folder = allocation.folder
+        self.shares = shares(self.placements, self.seats, alone=bool(allocation and allocation.engine_nodes))
         self._config = config
         self._own: OwnThread | None = None
         self._places: Sequence[PlacementGroupSchedulingStrategy] = ()  # of servers
@@ -157,10 +157,10 @@ class RayCluster:
         async with contextlib.AsyncExitStack() as stack:
             self._own = OwnThread("ray")
             stack.callback(self._own.close)
-            if self.job is None:
+            if self.allocation is None:
                 await self._start_here(stack)
             else:
-                await self._start_on(self.job, stack)
+                await self._start_on(self.allocation, stack)
             bundles = self.shares.engines
             groups = await self._own(lambda: {node: group_of("engine", node, bundles[node]) for node in bundles})
             self._places = [
@@ -175,37 +175,40 @@ class RayCluster:
         (has,) = totals(*self.shares.ranks.values(), self.shares.engines).values()
         await self._come_up(stack, self.own(_start_here, has, secrets.token_hex(32), str(folder)), [])
 
-    async def _start_on(self, job: Job, stack: contextlib.AsyncExitStack) -> None:
+    async def _start_on(self, allocation: Allocation, stack: contextlib.AsyncExitStack) -> None:
         learner, engines = self.shares.ranks[LEARNER], self.shares.engines
-        on_learner = totals(learner) if job.engine_nodes else totals(learner, engines)
+        on_learner = totals(learner) if allocation.engine_nodes else totals(learner, engines)
         call = NodeCall(
-            head=job.here,
-            host=job.address(),
-            port=free_port(job.address()),
+            head=allocation.here,
+            host=allocation.address(),
+            port=free_port(allocation.address()),
             token=secrets.token_hex(32),
-            folder=f"/tmp/rlm-{job.id}-{secrets.token_hex(6)}",  # of each node; nobody can have made it before
+            folder=f"/tmp/rlm-{allocation.id}-{secrets.token_hex(6)}",  # of each node; nobody can have made it before
             resources=on_learner,
             seconds=self._config.learner.timeout_seconds,
         )
-        calls = [(self._node_command(job, self.placements[0]), call)]
+        calls = [(self._node_command(allocation, self.placements[0]), call)]
         for other in self.placements[1:]:
             there = replace(call, head=None, resources=totals(self.shares.ranks[other.role]))
-            calls.append((self._node_command(job, other), there))
-        if job.engine_nodes and engines:
+            calls.append((self._node_command(allocation, other), there))
+        if allocation.engine_nodes and engines:
             there = replace(call, head=None, resources=totals(engines))
-            cpus = cpus_of_engine_node(self._config, job)
-            calls.append((engine_node_command(job, cpus, python=sys.executable), there))
+            cpus = cpus_of_engine_node(self._config, allocation)
+            calls.append((engine_node_command(allocation, cpus, python=sys.executable), there))
         steps = [
-            await stack.enter_async_context(running_step(command, told.line(), job.folder)) for command, told in calls
+            await stack.enter_async_context(running_step(command, told.line(), allocation.folder))
+            for command, told in calls
         ]
         wanted = {name for _, told in calls for has in told.resources.values() for name in has}
         await self._come_up(stack, self._join(call, wanted), steps)
 
-    def _node_command(self, job: Job, placement: Placement) -> list[str]:
+    def _node_command(self, allocation: Allocation, placement: Placement) -> list[str]:
         slurm, python = self._config.slurm, sys.executable
         if placement.role == LEARNER:
-            return node_command(slurm, placement, job.folder, python=python, where=job.learner_options())
-        return job.separate_command(node_command(slurm, placement, job.folder, python=python), placement.role)
+            return node_command(slurm, placement, allocation.folder, python=python, where=allocation.learner_options())
+        return allocation.separate_command(
+            node_command(slurm, placement, allocation.folder, python=python), placement.role
+        )
 
     async def _come_up(
         self, stack: contextlib.AsyncExitStack, driver: Awaitable[None], steps: Sequence[asyncio.subprocess.Process]

@@ -65,11 +65,11 @@ class RayLauncher(Launcher):
     @override
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
-        cluster, job = self._cluster, self._cluster.job
+        cluster, allocation = self._cluster, self._cluster.allocation
         (placement, *separate), folder = cluster.placements, cluster.folder
         token, failure = secrets.token_bytes(channel.TOKEN_BYTES), Failure()
         with channel.listen(cluster.host, backlog=len(cluster.placements) * config.learner.dims.world_size) as listener:
-            threads = threads_per_rank(placement) if job else threads_per_worker(config)
+            threads = threads_per_rank(placement) if allocation else threads_per_worker(config)
             threads = config.learner.threads or threads
             call = Call(
                 host=cluster.host,
@@ -89,7 +89,7 @@ class RayLauncher(Launcher):
                 seconds=config.learner.timeout_seconds,
                 folder=folder,
                 files=f"{', '.join(file_stem(role, '*') for role in cluster.shares.ranks)}.txt",
-                blame=job.blame if job else lambda _: None,
+                blame=allocation.blame if allocation else lambda _: None,
             )
             try:
                 async with learner(

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from launcher.hosts.slurm.job import Job
+from launcher.hosts.slurm.allocation import Allocation
 from launcher.processes.ports import free_port
 from launcher.wire.greetings import this_node
 from rl_megatron.config.sections.slurm import SlurmSection
@@ -126,11 +126,11 @@ def node_command(
     ]
 
 
-def engine_node_command(job: Job, cpus: int, *, python: str) -> list[str]:
+def engine_node_command(allocation: Allocation, cpus: int, *, python: str) -> list[str]:
     """The srun that starts Ray on the nodes of engine servers alone, for ``cpus`` cores of each."""
-    output = f"--output={job.folder}/ray-engines-%t.txt"
+    output = f"--output={allocation.folder}/ray-engines-%t.txt"
     step = ("--ntasks-per-node=1", "--kill-on-bad-exit=1", output)
-    return [*job.server_command(job.engine_nodes, cpus), *step, *_program(python)]
+    return [*allocation.server_command(allocation.engine_nodes, cpus), *step, *_program(python)]
 
 
 def _program(python: str) -> list[str]:

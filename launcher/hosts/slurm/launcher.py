@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from launcher.controller.arrivals import Awaited, learner
 from launcher.controller.workers import Failure
-from launcher.hosts.slurm.job import Job
+from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.steps import first_end, running_step, step_command
 from launcher.hosts.threads import threads_per_rank
 from launcher.wire import channel
@@ -33,23 +33,26 @@ logger = logging.getLogger(__name__)
 class SlurmLauncher(Launcher):
     """Starts the workers of a run on its allocation."""
 
-    def __init__(self, model_folder: Path, run_folder: Path, job: Job, on_signal: Callable[[str], None]) -> None:
-        self._model_folder, self._run_folder, self._job, self._on_signal = model_folder, run_folder, job, on_signal
+    def __init__(
+        self, model_folder: Path, run_folder: Path, allocation: Allocation, on_signal: Callable[[str], None]
+    ) -> None:
+        self._model_folder, self._run_folder = model_folder, run_folder
+        self._allocation, self._on_signal = allocation, on_signal
 
     @override
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
         """Raises ConfigError where the allocation has not the tasks that the learner needs."""
-        job = self._job
-        placement = placement_of(config, job.nodes)
-        separate = [placement_of(config, nodes, role) for role, nodes in job.separate.items()]
-        logger.info("job %s, restart %d: %s", job.id, job.restart, placement.describe())
+        allocation = self._allocation
+        placement = placement_of(config, allocation.nodes)
+        separate = [placement_of(config, nodes, role) for role, nodes in allocation.separate.items()]
+        logger.info("job %s, restart %d: %s", allocation.id, allocation.restart, placement.describe())
         for other in separate:
             logger.info("%s", other.describe())
         token = secrets.token_bytes(channel.TOKEN_BYTES)
         ranks = config.learner.dims.world_size * (1 + len(separate))
         async with contextlib.AsyncExitStack() as stack:
-            listener = stack.enter_context(channel.listen(job.address(), backlog=ranks))
+            listener = stack.enter_context(channel.listen(allocation.address(), backlog=ranks))
             host, port = listener.getsockname()
             threads = config.learner.threads or threads_per_rank(placement)
             steps = []
@@ -63,16 +66,16 @@ class SlurmLauncher(Launcher):
                     role=each.role,
                 )
                 command = self._command(config, each)
-                steps.append(await stack.enter_async_context(running_step(command, call.line(), job.folder)))
+                steps.append(await stack.enter_async_context(running_step(command, call.line(), allocation.folder)))
             awaited = Awaited(
                 placement=placement,
                 separate=separate,
                 token=token,
                 started=first_end(steps),
                 seconds=config.learner.timeout_seconds,
-                folder=job.folder,
+                folder=allocation.folder,
                 files=f"step.txt and {', '.join(file_stem(p.role, '*') for p in (placement, *separate))}.txt",
-                blame=job.blame,
+                blame=allocation.blame,
             )
             yield await stack.enter_async_context(
                 learner(
@@ -88,7 +91,11 @@ class SlurmLauncher(Launcher):
             )
 
     def _command(self, config: RunConfig, placement: Placement) -> list[str]:
-        job, section = self._job, config.slurm
+        allocation, section = self._allocation, config.slurm
         if placement.role == LEARNER:
-            return step_command(section, placement, job.folder, python=sys.executable, where=job.learner_options())
-        return job.separate_command(step_command(section, placement, job.folder, python=sys.executable), placement.role)
+            return step_command(
+                section, placement, allocation.folder, python=sys.executable, where=allocation.learner_options()
+            )
+        return allocation.separate_command(
+            step_command(section, placement, allocation.folder, python=sys.executable), placement.role
+        )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.hosts.sites import places
-from launcher.hosts.slurm.job import Job
+from launcher.hosts.slurm.allocation import Allocation
 from launcher.processes.guards import Guard, Order, start_guard
 from launcher.runs.folder import mirror_path
 from launcher.servers.site import Place, elsewhere
@@ -45,16 +45,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run"
 
 
-def job_of(config: RunConfig, run: Path) -> Job:
-    job = Job.this(run, config.slurm, config.roles.separate)
-    assert job is not None
-    return job
+def allocation_of(config: RunConfig, run: Path) -> Allocation:
+    allocation = Allocation.this(run, config.slurm, config.roles.separate)
+    assert allocation is not None
+    return allocation
 
 
 def test_outside_a_job_servers_are_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     config = config_of("rollout.server.replicas=2", "run.launcher=local")
-    assert Job.this(tmp_path, config.slurm) is None
+    assert Allocation.this(tmp_path, config.slurm) is None
     found = places(config, None)
     assert found == [Place(), Place()]
     assert not elsewhere(found)
@@ -90,9 +90,9 @@ def test_too_few_gpus_of_this_machine_are_told(monkeypatch: pytest.MonkeyPatch) 
 
 def test_like_nodes_are_cut_by_role(run: Path) -> None:
     config = config_of("slurm.nodes=2", "slurm.engines.nodes=1", "rollout.server.replicas=2", "slurm.cpus_per_task=6")
-    job = job_of(config, run)
-    assert (job.nodes, job.engine_nodes, job.heterogeneous) == (("a1", "a2"), ("b1",), False)
-    found = places(config, job)
+    allocation = allocation_of(config, run)
+    assert (allocation.nodes, allocation.engine_nodes, allocation.heterogeneous) == (("a1", "a2"), ("b1",), False)
+    found = places(config, allocation)
     assert [place.host for place in found] == ["10.0.0.3"] * 2
     assert all("--nodelist=b1" in place.before for place in found)
     assert all("--cpus-per-task=3" in place.before for place in found)
@@ -105,22 +105,30 @@ def test_like_nodes_are_cut_by_role(run: Path) -> None:
 
 def test_roles_with_ranks_of_their_own_have_the_nodes_between(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ("algorithm=ppo", "roles.critic=separate", "slurm.engines.nodes=1")
-    job = job_of(config_of(*keys), run)
-    assert (job.nodes, dict(job.separate), job.engine_nodes) == (("a1",), {"critic": ("a2",)}, ("b1",))
+    allocation = allocation_of(config_of(*keys), run)
+    assert (allocation.nodes, dict(allocation.separate), allocation.engine_nodes) == (
+        ("a1",),
+        {"critic": ("a2",)},
+        ("b1",),
+    )
     monkeypatch.setenv("SLURM_JOB_NODELIST", "a1")
-    job = job_of(config_of(*keys), run)
+    allocation = allocation_of(config_of(*keys), run)
     with pytest.raises(ConfigError, match=r"slurm\.critic\.nodes=0 cannot share out the ranks of a separate critic"):
-        placement_of(config_of(*keys), job.separate["critic"], "critic")
+        placement_of(config_of(*keys), allocation.separate["critic"], "critic")
     monkeypatch.setenv("SLURM_HET_SIZE", "3")
     for number, nodes in enumerate(("a1", "b1", "a2")):
         monkeypatch.setenv(f"SLURM_JOB_NODELIST_HET_GROUP_{number}", nodes)
-    job = job_of(config_of(*keys, "slurm.heterogeneous=true"), run)
-    assert (job.nodes, dict(job.separate), job.engine_nodes) == (("a1",), {"critic": ("b1",)}, ("a2",))
+    allocation = allocation_of(config_of(*keys, "slurm.heterogeneous=true"), run)
+    assert (allocation.nodes, dict(allocation.separate), allocation.engine_nodes) == (
+        ("a1",),
+        {"critic": ("b1",)},
+        ("a2",),
+    )
 
 
 def test_servers_that_share_the_learners_nodes_are_spread_over_them(run: Path) -> None:
     config = config_of(*GPUS, "learner.dp=6", "slurm.nodes=3", "rollout.server.replicas=6")
-    found = places(config, job_of(config, run))
+    found = places(config, allocation_of(config, run))
     assert [place.host for place in found] == ["127.0.0.1"] * 2 + ["10.0.0.2"] * 2 + ["10.0.0.3"] * 2
     assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in found[:2]] == ["0,1", "2,3"]
     assert [place.before[-2:] for place in found[2:]] == [
@@ -135,9 +143,9 @@ def test_a_component_of_its_own_is_reached_by_its_group(run: Path, monkeypatch: 
     monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_1", "a1")  # Slurm may give both a share of one node
     keys = ("slurm.heterogeneous=true", "slurm.engines.nodes=1", "slurm.engines.cpus_per_server=9")
     config = config_of("slurm.nodes=2", *keys)
-    job = job_of(config, run)
-    assert (job.nodes, job.engine_nodes, job.heterogeneous) == (("a1", "a2"), ("a1",), True)
-    (place,) = places(config, job)
+    allocation = allocation_of(config, run)
+    assert (allocation.nodes, allocation.engine_nodes, allocation.heterogeneous) == (("a1", "a2"), ("a1",), True)
+    (place,) = places(config, allocation)
     assert place.host == "10.0.0.1"
     assert {"--het-group=1", "--nodelist=a1", "--cpus-per-task=9", "--overlap"} <= set(place.before)
 
@@ -151,7 +159,7 @@ def test_who_has_places_on_all_nodes_starts_servers_there_by_number(run: Path) -
         return await start_guard(order)
 
     config = config_of(*GPUS, "learner.dp=4", "slurm.nodes=2", "rollout.server.replicas=2")
-    found = places(config, job_of(config, run), start_at)
+    found = places(config, allocation_of(config, run), start_at)
     assert [place.host for place in found] == ["127.0.0.1", "10.0.0.2"]
     assert [place.environment for place in found] == [{"CUDA_VISIBLE_DEVICES": "0,1"}] * 2
     assert [place.before for place in found] == [(), ()]
@@ -177,4 +185,4 @@ def test_a_node_without_an_address_is_named(run: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("socket.gethostbyname", unknown)
     config = config_of("slurm.nodes=2", "slurm.engines.nodes=1")
     with pytest.raises(EngineError, match="node b1 of job 7 has no address here: Name or service not known"):
-        places(config, job_of(config, run))
+        places(config, allocation_of(config, run))

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from launcher.commands import submit
 from launcher.hosts.ray.node import engine_node_command, node_command
-from launcher.hosts.slurm.job import Job
+from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.steps import step_command
 from launcher.preflight.checks import preflight
 from rl_megatron.config.io import load
@@ -306,7 +306,7 @@ def test_separate_roles_are_placed_on_nodes_of_their_own() -> None:
 
 @pytest.mark.parametrize(("heterogeneous", "where"), [(False, "--nodelist=c1,c2"), (True, "--het-group=1")])
 def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path, heterogeneous: bool, where: str) -> None:
-    job = Job(
+    allocation = Allocation(
         id="7",
         restart=0,
         here="a1",
@@ -318,21 +318,21 @@ def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path, heterogeneo
     )
     config = config_of(*CASES["separate_roles"])
     critic = submit.checked(config).separate[0]
-    command = job.separate_command(step_command(config.slurm, critic, tmp_path, python="p"), "critic")
+    command = allocation.separate_command(step_command(config.slurm, critic, tmp_path, python="p"), "critic")
     assert " ".join(command) == (
         "env --unset=SLURM_GPUS_PER_NODE --unset=SLURM_NTASKS_PER_NODE --unset=SLURM_CPUS_PER_TASK "
         f"srun {where} --mem=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --distribution=block --kill-on-bad-exit=1 "
         f"--output={tmp_path}/critic-%t.txt p -m launcher.worker.remote"
     )
-    assert job.learner_options() == ["--het-group=0" if heterogeneous else "--nodelist=a1,a2"]
-    server = " ".join(job.server_command(["e1"], 1))
+    assert allocation.learner_options() == ["--het-group=0" if heterogeneous else "--nodelist=a1,a2"]
+    server = " ".join(allocation.server_command(["e1"], 1))
     assert ("--het-group=3" in server) == heterogeneous
     assert "--nodelist=e1" in server
 
 
 def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path) -> None:
     common = {"id": "7", "restart": 0, "here": "a1", "nodes": ("a1", "a2"), "engine_nodes": ("b1",), "folder": tmp_path}
-    cut, het = (Job(heterogeneous=heterogeneous, **common) for heterogeneous in (False, True))  # type: ignore[arg-type]
+    cut, het = (Allocation(heterogeneous=heterogeneous, **common) for heterogeneous in (False, True))  # type: ignore[arg-type]
     placement = submit.checked(config_of("slurm.nodes=2")).placement
     slurm = config_of().slurm
     for command in (step_command, node_command):

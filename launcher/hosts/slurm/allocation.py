@@ -21,7 +21,7 @@ _OWN = ("env", *(f"--unset={name}" for name in _INHERITED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Allocation:
     """The allocation that this process runs in."""
 
     id: str
@@ -34,7 +34,7 @@ class Job:
     separate: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of a critic and a reference alone
 
     @classmethod
-    def this(cls, run_folder: Path, slurm: SlurmSection, separate: Sequence[str] = ()) -> Job | None:
+    def this(cls, run_folder: Path, slurm: SlurmSection, separate: Sequence[str] = ()) -> Allocation | None:
         """Out of the environment; None outside a job. ``separate``: the roles with ranks of their own."""
         job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if job is None:
