@@ -17,7 +17,7 @@ from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.rollout.servers.adapter import ForeignWeights, Sampling
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import AttemptFailed, NoAnswer, Server, Unreachable
-from rl_megatron.rollout.servers.replicas import Event, Replica, State
+from rl_megatron.rollout.servers.replicas import Event, Health, Replica
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Supervisor:
             status, moves = await asyncio.gather(
                 replica.server.status("/health", seconds=self._period), meter.moves(self._period)
             )
-            paused = self.engine.updating or replica.state is not State.HEALTHY
+            paused = self.engine.updating or replica.health is not Health.HEALTHY
             well = status is not None and (status < 300 or paused)
             missed = 0 if well or moves else missed + 1
             await asyncio.sleep(max(0.0, began + self._period - loop.time()))
@@ -185,7 +185,7 @@ class Supervisor:
 
     async def _cannot_serve(self, replica: Replica) -> str:
         """It cannot be given the weights that are served."""
-        if replica.state is State.STALE:
+        if replica.health is Health.STALE:
             try:
                 await self.refit(replica.server.url)
             except (AttemptFailed, EngineError, SyncError) as error:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from launcher.servers.engines import SERVERS
-from rl_megatron.rollout.servers.replicas import State
+from rl_megatron.rollout.servers.replicas import Health
 from rl_megatron.types import Completion, GenerationRequest
 from tests.e2e.processes import alive, eventually
 from tests.engines.benches import NEW, ServedBench, logprobs_of, request, served
@@ -69,7 +69,7 @@ def until_healthy(server: ServedBench, restarts: int) -> None:
         async with asyncio.timeout(LIMIT):
             healthy = len(server.engine.replicas.all)
             while (now := server.engine.metrics())["engine/healthy"] < healthy or now["engine/restarts"] < restarts:
-                assert not any(r.state is State.GONE for r in server.engine.replicas.all)
+                assert not any(r.health is Health.GONE for r in server.engine.replicas.all)
                 await asyncio.sleep(0.05)
 
     server.run(wait())
@@ -167,7 +167,7 @@ def test_a_run_whose_only_server_is_killed_loses_and_repeats_nothing(tmp_path: P
     assert len(groups) == (5 + 1) * 4  # the batch that was sampled ahead waits in the checkpoint
     assert max(Counter(groups).values()) == 1
     log = (folder / "log.txt").read_text()
-    states = ["HEALTHY -> DEAD", "DEAD -> RESTARTING", "RESTARTING -> STALE", "STALE -> HEALTHY"]
-    places = [log.rindex(state) for state in states]
+    changes = ["HEALTHY -> DEAD", "DEAD -> RESTARTING", "RESTARTING -> STALE", "STALE -> HEALTHY"]
+    places = [log.rindex(change) for change in changes]
     assert places == sorted(places)
     assert not [p for p in family if alive(p)]

@@ -18,7 +18,7 @@ from rl_megatron.errors import EngineError, ReplicasLost, SyncError
 from rl_megatron.rollout.servers.adapter import Adapter, ForeignWeights
 from rl_megatron.rollout.servers.answers import as_it_should_end, joined, problem_of, rest_of
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
-from rl_megatron.rollout.servers.replicas import PRESENT, Event, Replica, ReplicaDied, ReplicaSet, State
+from rl_megatron.rollout.servers.replicas import PRESENT, Event, Health, Replica, ReplicaDied, ReplicaSet
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.checks.compare import count_verified
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
@@ -182,7 +182,7 @@ class ServedEngine:
 
     def stale(self, url: str) -> bool:
         """Whether a server answers there that does not serve, and should."""
-        return not self._released and any(r.state is State.STALE and r.server.url == url for r in self.replicas.all)
+        return not self._released and any(r.health is Health.STALE and r.server.url == url for r in self.replicas.all)
 
     def names(self) -> list[str]:
         """URLs of those that answer."""
@@ -325,7 +325,7 @@ class ServedEngine:
         return {
             replica: server
             for replica, server in self._holding.items()
-            if replica.server is server and replica.state in PRESENT and only in (None, server.url)
+            if replica.server is server and replica.health in PRESENT and only in (None, server.url)
         }
 
     async def _on_each(
@@ -348,7 +348,7 @@ class ServedEngine:
                 done[server.url] = answer
             elif not isinstance(answer, AttemptFailed | EngineError | SyncError):
                 raise answer
-            elif replica.state in PRESENT and replica.server is server:
+            elif replica.health in PRESENT and replica.server is server:
                 problems.append(f"{server.url}: {answer}")
         if problems:
             raise SyncError("\n  ".join([f"{what} failed, and is not served:", *problems]))

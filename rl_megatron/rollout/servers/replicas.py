@@ -1,4 +1,4 @@
-"""The places of a run's engine servers, and the states in which each is:
+"""The replicas of an engine: their servers, and the health of each:
 
     HEALTHY -> DEAD -> RESTARTING -> STALE -> HEALTHY
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class State(Enum):
+class Health(Enum):
     """What a replica is good for."""
 
     STALE = "stale"
@@ -42,24 +42,24 @@ class Event(Enum):
     GIVEN_UP = "is given up"
 
 
-TRANSITIONS: Mapping[tuple[State, Event], State] = {
-    (State.STALE, Event.REFITTED): State.HEALTHY,
-    (State.STALE, Event.DIED): State.DEAD,
-    (State.HEALTHY, Event.REFITTED): State.HEALTHY,  # by the next version
-    (State.HEALTHY, Event.DIED): State.DEAD,
-    (State.DEAD, Event.RESTARTED): State.RESTARTING,
-    (State.DEAD, Event.GIVEN_UP): State.GONE,
-    (State.RESTARTING, Event.ANSWERED): State.STALE,
-    (State.RESTARTING, Event.DIED): State.DEAD,
+TRANSITIONS: Mapping[tuple[Health, Event], Health] = {
+    (Health.STALE, Event.REFITTED): Health.HEALTHY,
+    (Health.STALE, Event.DIED): Health.DEAD,
+    (Health.HEALTHY, Event.REFITTED): Health.HEALTHY,  # by the next version
+    (Health.HEALTHY, Event.DIED): Health.DEAD,
+    (Health.DEAD, Event.RESTARTED): Health.RESTARTING,
+    (Health.DEAD, Event.GIVEN_UP): Health.GONE,
+    (Health.RESTARTING, Event.ANSWERED): Health.STALE,
+    (Health.RESTARTING, Event.DIED): Health.DEAD,
 }
-PRESENT = frozenset({State.STALE, State.HEALTHY})
+PRESENT = frozenset({Health.STALE, Health.HEALTHY})
 
 
-def after(state: State, event: Event) -> State:
-    """The next state. Raises ValueError for what cannot happen in ``state``."""
-    if (state, event) not in TRANSITIONS:
-        raise ValueError(f"a replica that is {state.value} cannot become one that {event.value}")
-    return TRANSITIONS[state, event]
+def after(health: Health, event: Event) -> Health:
+    """The health that it leads to. Raises ValueError for what cannot happen in ``health``."""
+    if (health, event) not in TRANSITIONS:
+        raise ValueError(f"a replica that is {health.value} cannot become one that {event.value}")
+    return TRANSITIONS[health, event]
 
 
 class ReplicaDied(AttemptFailed):
@@ -71,7 +71,7 @@ class Replica:
 
     def __init__(self, number: int, server: Server, changed: Callable[[], None]) -> None:
         self.number, self.server, self._changed = number, server, changed
-        self.state = State.STALE
+        self.health = Health.STALE
         self.reason = ""  # why it died last
         self.restarts = 0
         self.supervised = False  # whether a supervisor restarts it
@@ -81,17 +81,17 @@ class Replica:
 
     def apply(self, event: Event, reason: str = "") -> None:
         """Move on, with a line in the log, and wake those who wait."""
-        before, self.state = self.state, after(self.state, event)
+        before, self.health = self.health, after(self.health, event)
         if event is Event.DIED:
             self.reason = reason
             self._down.set()
         if event is Event.ANSWERED:
             self._down, self.suspected, self.suspicion = asyncio.Event(), asyncio.Event(), None
-        if self.state is not before:
+        if self.health is not before:
             level = logging.WARNING if event in (Event.DIED, Event.GIVEN_UP) else logging.INFO
             text = f"{self.reason}\n" if event is Event.DIED else ""
             logger.log(
-                level, "replica %d: %s%s -> %s", self.number, text, before.value.upper(), self.state.value.upper()
+                level, "replica %d: %s%s -> %s", self.number, text, before.value.upper(), self.health.value.upper()
             )
         self._changed()
 
@@ -140,11 +140,11 @@ class ReplicaSet:
 
     def present(self) -> list[Replica]:
         """Those that answer."""
-        return [r for r in self.all if r.state in PRESENT]
+        return [r for r in self.all if r.health in PRESENT]
 
     def healthy(self) -> list[Replica]:
         """Those that may serve."""
-        return [r for r in self.all if r.state is State.HEALTHY]
+        return [r for r in self.all if r.health is Health.HEALTHY]
 
     async def some(self, wanted: Callable[[], list[Replica]]) -> list[Replica]:
         """What ``wanted`` gives, once that is not nothing. Raises EngineError, with how each went, where all are gone.
@@ -154,7 +154,7 @@ class ReplicaSet:
         while not (found := wanted()):
             if self._failure is not None:
                 raise self._failure
-            if all(r.state is State.GONE for r in self.all):
+            if all(r.health is Health.GONE for r in self.all):
                 ends = dict.fromkeys(r.reason for r in self.all)
                 raise EngineError("\n".join([f"no {self._name} server is left:", *ends]))
             await self._turn.wait()

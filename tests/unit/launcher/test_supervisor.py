@@ -21,7 +21,7 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.servers.adapter import Description, ForeignWeights
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import NoAnswer, Server
-from rl_megatron.rollout.servers.replicas import Replica, State
+from rl_megatron.rollout.servers.replicas import Health, Replica
 from rl_megatron.weights.layouts.families import read_shape
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, Words, push, running
 
@@ -59,9 +59,9 @@ class Bed:
         self.version = version
         await push(self.engine, version)
 
-    async def reach(self, number: int, state: State) -> None:
+    async def reach(self, number: int, health: Health) -> None:
         async with asyncio.timeout(LIMIT):
-            while self.engine.replicas.all[number].state is not state:
+            while self.engine.replicas.all[number].health is not health:
                 await asyncio.sleep(0.001)
 
 
@@ -150,7 +150,7 @@ def test_requests_of_a_server_that_dies_are_answered_once_by_what_was_refitted(
             answers = await asyncio.gather(*requests)
             it.may_start.set()
             assert [[c.spans for c in answer] for answer in answers] == [[((0, 4),)]] * 6
-            await it.reach(0, State.HEALTHY)
+            await it.reach(0, Health.HEALTHY)
             assert it.places[0].was_ended
             orders = [path for path in fakes[2].asked if path != "/health"]
             assert orders[:4] == ["/pause", "/load", "/resume", "/relabel"]
@@ -173,7 +173,7 @@ def test_a_server_that_dies_of_a_push_gets_the_new_version(fakes: list[Fake], re
             await until(lambda: fakes[0].asked.count("/load") == 2)
             it.places[0].why.set_result("killed")
             await pushing
-            await it.reach(0, State.HEALTHY)
+            await it.reach(0, Health.HEALTHY)
             assert fakes[2].label == "5"
             assert (await it.engine.generate(REQUEST))[0].spans == ((0, 5),)
             go.set()
@@ -195,7 +195,7 @@ def test_a_server_that_dies_again_and_again_is_given_up(fakes: list[Fake], repli
         async with bed(fakes[:replicas], []) as it:
             await it.push(4)
             it.places[0].why.set_result("killed; its log ends with: out of memory")
-            await it.reach(0, State.GONE)
+            await it.reach(0, Health.GONE)
             assert it.engine.metrics() == {"engine/healthy": replicas - 1, "engine/restarts": 2}
             if replicas == 2:
                 assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
@@ -211,7 +211,7 @@ def test_without_restarts_the_run_ends_with_the_end_of_the_log(fakes: list[Fake]
         async with bed(fakes[:1], fakes[2:], restarts=0) as it:
             await it.push(4)
             it.places[0].why.set_result("killed; its log ends with: out of memory")
-            await it.reach(0, State.GONE)
+            await it.reach(0, Health.GONE)
             with pytest.raises(EngineError, match="no Words server is left:\nkilled; its log ends with: out of memory"):
                 await it.engine.generate(REQUEST)
 
