@@ -101,7 +101,7 @@ def status(run: Annotated[Path, typer.Argument(help="the run's folder", show_def
     """Say what a run, or the job of one, does: its state and its last step."""
     from launcher.hosts.slurm import jobs
 
-    print(jobs.status(run))
+    print(jobs.describe(run))
 
 
 @app.command()

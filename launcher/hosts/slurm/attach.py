@@ -53,20 +53,20 @@ def follow(run: Path, show: Callable[[str], None], *, seconds: float = _LOOK_SEC
     Raises ConfigError where the run has no job, or one that ended before.
     """
     job = jobs.job_of(run)
-    state = jobs.state(job)
-    if state.over:
-        raise ConfigError(f"{run}: job {job} is over: {state.text}; rl-megatron logs {run} shows what it said")
-    show(f"{run}: job {job}, {state.text}; Ctrl-C leaves it running")
+    status = jobs.status_of(job)
+    if status.over:
+        raise ConfigError(f"{run}: job {job} is over: {status.text}; rl-megatron logs {run} shows what it said")
+    show(f"{run}: job {job}, {status.text}; Ctrl-C leaves it running")
     follower, looks = Follower(run, job), 0
-    while not state.over:
+    while not status.over:
         for line in follower.new():
             show(line)
         time.sleep(seconds)
         looks += 1
         if looks % _ASK_EVERY == 0:
-            before, state = state, jobs.state(job)
-            if state.text != before.text:
-                show(f"job {job}: {state.text}")
+            before, status = status, jobs.status_of(job)
+            if status.text != before.text:
+                show(f"job {job}: {status.text}")
     for line in follower.new():
         show(line)
-    return state.name == "COMPLETED"
+    return status.name == "COMPLETED"

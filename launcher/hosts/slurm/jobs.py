@@ -12,7 +12,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.observability.files import read_jsonl
 
 
-def status(run: Path) -> str:
+def describe(run: Path) -> str:
     """What Slurm and the run's own files say: state, reason, last step, and the last line of the job's log.
 
     Of a run that no job was sent for: its last step. Raises ConfigError where no run is there.
@@ -20,7 +20,7 @@ def status(run: Path) -> str:
     local = not (run / "jobs" / "id").is_file()
     if local and not (run / "log.txt").is_file():
         raise ConfigError(f"{run}: no run is there, and no job was sent from there; give a run's folder")
-    lines = [f"{run}: a run without a job"] if local else [f"{run}: job {job_of(run)}, {state(job_of(run)).text}"]
+    lines = [f"{run}: a run without a job"] if local else [f"{run}: job {job_of(run)}, {status_of(job_of(run)).text}"]
     metrics = run / "metrics.jsonl"
     steps = [row["step"] for row in read_jsonl(metrics) if row.get("phase") == "rl"] if metrics.is_file() else []
     lines.append(f"step {steps[-1]}" if steps else "no step yet")
@@ -66,7 +66,7 @@ def job_of(run: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class Status:
     """What Slurm says of a job: its word, and a line with the reason for waiting, the nodes and restarts."""
 
     name: str
@@ -84,7 +84,7 @@ _OVER = {
 }
 
 
-def state(job: str) -> State:
+def status_of(job: str) -> Status:
     """From the controller's memory or from accounting. Of a heterogeneous job: of the first component, all nodes."""
     shown = _slurm("scontrol", "show", "job", "-o", job, check=False).splitlines()
     # The first of a name counts: a comment, further on, holds any text. Of an array all tasks are shown.
@@ -95,12 +95,12 @@ def state(job: str) -> State:
         nodes = [part["NodeList"] for part in parts if part.get("NodeList", "") not in ("", "(null)")]
         on = f" on {' and '.join(nodes)}" if nodes else ""
         name = found["JobState"]
-        return State(name=name, text=f"{name}{waits}{on}, restart {found.get('Restarts', '0')}")
+        return Status(name=name, text=f"{name}{waits}{on}, restart {found.get('Restarts', '0')}")
     if shutil.which("sacct"):
         said = _slurm("sacct", "-X", "-n", "-P", "-j", job, "-o", "State", check=False).split("\n")[0]
         if said:
-            return State(name=said.split()[0], text=said)
-    return State(name="GONE", text="gone from Slurm's memory")
+            return Status(name=said.split()[0], text=said)
+    return Status(name="GONE", text="gone from Slurm's memory")
 
 
 def _slurm(*command: str, check: bool = True) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.hosts.slurm.jobs import state
+from launcher.hosts.slurm.jobs import status_of
 
 RECORDED = json.loads((Path(__file__).parent / "golden" / "scontrol.json").read_text())
 
@@ -26,12 +26,12 @@ RECORDED = json.loads((Path(__file__).parent / "golden" / "scontrol.json").read_
         ("held, 22.05", "1", "PENDING (JobHeldUser), restart 0", False),
     ],
 )
-def test_the_state_is_what_slurm_said(
+def test_the_status_is_what_slurm_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, situation: str, job: str, text: str, over: bool
 ) -> None:
     (tmp_path / "said").write_text("".join(f"{line}\n" for line in RECORDED[situation]))
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = state(job)
+    found = status_of(job)
     assert (found.text, found.over) == (text, over)
