@@ -34,7 +34,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.training.credit import Memory, assign_credit, shape_rewards
+from rl_megatron.training.credit import AlgorithmState, assign_credit, shape_rewards
 from rl_megatron.types import Completion, LossInputs, Prompt, RolloutGroup, Span
 
 TOKENS = 65_536
@@ -103,14 +103,14 @@ def rollouts(length: int) -> list[RolloutGroup]:
 def credit_call(section: AlgorithmSection, length: int) -> Callable[[], object]:
     """The advantage stage over one rollout batch."""
     groups = rollouts(length)
-    memory = Memory(kl_coefficient=0.0)
+    state = AlgorithmState(kl_coefficient=0.0)
     samples = to_samples(groups)
     g = torch.Generator().manual_seed(0)
     samples = replace(samples, old_values=torch.randn(len(samples.mask), generator=g))
     after = torch.randn(samples.num_sequences, generator=g)
 
     def call() -> object:
-        rewards = shape_rewards(groups, section, memory, max_new_tokens=length)
+        rewards = shape_rewards(groups, section, state, max_new_tokens=length)
         return assign_credit(samples, groups, rewards, section, success_reward=1.0, next_values=after)
 
     return call

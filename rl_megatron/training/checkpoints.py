@@ -22,7 +22,7 @@ from rl_megatron.durable import publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
 from rl_megatron.rollout.batch import RolloutBatch
-from rl_megatron.training.credit import Memory
+from rl_megatron.training.credit import AlgorithmState
 
 _NAME = re.compile(r"(warm_start|step)_(\d{6,})")
 _TEMPORARY = ".writing-"
@@ -38,7 +38,7 @@ class TrainerState:
     batches_sampled: int  # rollout batches taken from the prompts so far
     prompts: dict[str, int]  # PromptStream.state()
     buffer: tuple[RolloutBatch, ...]  # sampled, not yet trained on, oldest first
-    memory: Memory | None = None  # the algorithm's; None in a warm start
+    memory: AlgorithmState | None = None  # the algorithm's, by the name in checkpoints; None in a warm start
     warm_start_step: int | None = None  # supervised steps done where they were stopped; ``prompts`` is then of theirs
 
 

@@ -23,7 +23,7 @@ from rl_megatron.types import RolloutGroup, Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class AlgorithmState:
     """What an algorithm remembers from step to step. Part of a checkpoint."""
 
     kl_coefficient: float
@@ -36,12 +36,12 @@ class Rewards:
     """Rewards [S] float32 as the algorithm takes them, in the order of the completions, and what they left behind."""
 
     values: Tensor
-    memory: Memory
+    state: AlgorithmState
     greedy: Tensor | None = None  # [groups], of greedy completions, where there are any
 
 
 def shape_rewards(
-    groups: Sequence[RolloutGroup], section: AlgorithmSection, memory: Memory, *, max_new_tokens: int
+    groups: Sequence[RolloutGroup], section: AlgorithmSection, state: AlgorithmState, *, max_new_tokens: int
 ) -> Rewards:
     """Unfinished, overlong, scale, running whitening and clip, in that order; off unless the section asks.
 
@@ -51,12 +51,12 @@ def shape_rewards(
     greedy = [g.greedy for g in groups if g.greedy is not None]
     baseline = _judged(greedy, section, max_new_tokens) if greedy else None
     if section.whiten_rewards:
-        memory = replace(memory, reward_moments=memory.reward_moments.update(judged))
-        judged = memory.reward_moments.whiten(judged)
-        baseline = None if baseline is None else memory.reward_moments.whiten(baseline)
+        state = replace(state, reward_moments=state.reward_moments.update(judged))
+        judged = state.reward_moments.whiten(judged)
+        baseline = None if baseline is None else state.reward_moments.whiten(baseline)
     return Rewards(
         values=_clipped(judged, section),
-        memory=memory,
+        state=state,
         greedy=None if baseline is None else _clipped(baseline, section),
     )
 
@@ -110,22 +110,22 @@ def assign_credit(
     *,
     success_reward: float,
     next_values: Tensor | None = None,
-) -> tuple[Samples, Memory]:
+) -> tuple[Samples, AlgorithmState]:
     """``samples`` of ``groups`` with advantages [N] (and returns, and NLL marks), and what the next step must know.
 
     ``next_values`` [S] are the critic's after each completion's last token.
     """
-    memory = rewards.memory
+    state = rewards.state
     penalty = torch.zeros_like(samples.old_logprobs)
     values = rewards.values
     if section.kl.coefficient and section.kl.placement != "loss":
         kl = reference_kl(samples, section)
         if section.kl.placement == "token_reward":
-            penalty = kl_in_token_rewards(penalty, kl, beta=memory.kl_coefficient)
+            penalty = kl_in_token_rewards(penalty, kl, beta=state.kl_coefficient)
         else:
-            values = kl_in_sequence_rewards(values, kl, samples.cu_seqlens, beta=memory.kl_coefficient)
+            values = kl_in_sequence_rewards(values, kl, samples.cu_seqlens, beta=state.kl_coefficient)
     advantages = _completion_advantages(groups, replace(rewards, values=values), section)
-    memory = _with_baseline(memory, values, section)
+    state = _with_baseline(state, values, section)
     goes_on = truncated(groups) & (section.unfinished_reward is None)  # a cut that has its reward is an end
     samples = _CREDITS[section.credit](samples, _Credit(advantages, penalty, goes_on, next_values), section)
     if section.whiten:
@@ -136,7 +136,7 @@ def assign_credit(
         right = torch.tensor([r >= success_reward for g in groups for r in g.rewards])
         marks = right[sequence_ids(samples.cu_seqlens)] & samples.mask
         samples = replace(samples, nll_weights=section.nll_coefficient * marks.float())
-    return samples, memory
+    return samples, state
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ _CREDITS: Mapping[str, Callable[[Samples, _Credit, AlgorithmSection], Samples]] 
 
 def _completion_advantages(groups: Sequence[RolloutGroup], rewards: Rewards, section: AlgorithmSection) -> Tensor:
     ids = _group_ids(groups)
-    values, mean, before = rewards.values, section.advantage_mean, rewards.memory.baseline
+    values, mean, before = rewards.values, section.advantage_mean, rewards.state.baseline
     if mean == "greedy":
         if rewards.greedy is None:
             raise DataError(
@@ -217,11 +217,11 @@ def _completion_advantages(groups: Sequence[RolloutGroup], rewards: Rewards, sec
     )
 
 
-def _with_baseline(memory: Memory, rewards: Tensor, section: AlgorithmSection) -> Memory:
+def _with_baseline(state: AlgorithmState, rewards: Tensor, section: AlgorithmSection) -> AlgorithmState:
     if section.advantage_mean != "moving":
-        return memory
-    before = float(rewards.double().mean()) if memory.baseline is None else memory.baseline
-    return replace(memory, baseline=moving_baseline(before, rewards, decay=section.baseline_decay))
+        return state
+    before = float(rewards.double().mean()) if state.baseline is None else state.baseline
+    return replace(state, baseline=moving_baseline(before, rewards, decay=section.baseline_decay))
 
 
 def reference_kl(samples: Samples, section: AlgorithmSection) -> Tensor:

@@ -167,7 +167,7 @@ class GroupJob(ABC):
             batches_sampled=self.batches_taken,
             prompts=self.prompts.state(),
             buffer=tuple(self.buffer),
-            memory=self.update.memory,
+            memory=self.update.state,
         )
 
     async def restore(self, state: TrainerState) -> None:
@@ -176,5 +176,5 @@ class GroupJob(ABC):
         self.prompts.restore(state.prompts)
         self.buffer = deque(state.buffer)
         if state.memory is not None:
-            self.update.memory = state.memory
+            self.update.state = state.memory
         await self.roles.weights.push(self.number)

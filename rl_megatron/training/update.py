@@ -24,7 +24,7 @@ from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles, Scorer
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.credit import (
-    Memory,
+    AlgorithmState,
     assign_credit,
     explained_variance,
     mean_over_completions,
@@ -49,13 +49,13 @@ class Update:
     config: RunConfig
     roles: Roles
     attention_cost: float
-    memory: Memory = field(init=False)
+    state: AlgorithmState = field(init=False)
     _selection: Selection = field(init=False)
     policy_steps: OptimizerSteps = field(init=False)
     critic_steps: OptimizerSteps = field(init=False)
 
     def __post_init__(self) -> None:
-        self.memory = Memory(kl_coefficient=self.config.algorithm.kl.coefficient)
+        self.state = AlgorithmState(kl_coefficient=self.config.algorithm.kl.coefficient)
         self._selection = selection_of(self.config.algorithm)
         self.policy_steps, self.critic_steps = (
             OptimizerSteps(name=name, most=self.config.train.most_skipped) for name in ("policy", "critic")
@@ -68,15 +68,15 @@ class Update:
         row: Row = {"tokens/train": 0}
         if not groups:
             return row
-        rewards = shape_rewards(groups, section, self.memory, max_new_tokens=longest)
+        rewards = shape_rewards(groups, section, self.state, max_new_tokens=longest)
         groups, rewards, said = self._selection.choose(groups, rewards)
         row |= said
         if not groups:
-            self.memory = rewards.memory
+            self.state = rewards.state
             return row
         found = await self._measure(self._samples_of(groups), watch)
         row |= mismatch_row(found)
-        samples, memory = assign_credit(
+        samples, state = assign_credit(
             found.samples,
             groups,
             rewards,
@@ -85,12 +85,12 @@ class Update:
             next_values=found.next_values,
         )
         if not samples.mask.any():
-            self.memory = memory
+            self.state = state
             return row
         samples = self._with_second_moment_limited(samples, found.current, row)
         samples = self._with_proximal_share(samples, groups, step)
         row |= await self._train(samples, step, watch, [group.prompt for group in groups])
-        self.memory = self._with_kl_controlled(memory, samples, row)
+        self.state = self._with_kl_controlled(state, samples, row)
         return row
 
     def _samples_of(self, groups: Sequence[RolloutGroup]) -> Samples:
@@ -177,29 +177,29 @@ class Update:
         everywhere = torch.repeat_interleave(versions, samples.cu_seqlens.diff())
         return replace(samples, proximal_share=proximal_share(everywhere, proximal_version=step - 1, version=step))
 
-    def _with_kl_controlled(self, memory: Memory, samples: Samples, row: Row) -> Memory:
+    def _with_kl_controlled(self, state: AlgorithmState, samples: Samples, row: Row) -> AlgorithmState:
         """The coefficient that follows the KL of this batch, where a target is set; both go into the row."""
         section = self.config.algorithm
         if not section.kl.coefficient:
-            return memory
+            return state
         kl = mean_over_completions(reference_kl(samples, section), samples)
-        row |= {"kl/reference": kl, "kl/coefficient": memory.kl_coefficient}
+        row |= {"kl/reference": kl, "kl/coefficient": state.kl_coefficient}
         if section.kl.target is None:
-            return memory
+            return state
         beta = adaptive_beta(
-            memory.kl_coefficient,
+            state.kl_coefficient,
             kl,
             target=section.kl.target,
             num_samples=samples.num_sequences,
             horizon=section.kl.horizon,
         )
-        return replace(memory, kl_coefficient=beta)
+        return replace(state, kl_coefficient=beta)
 
     async def _train(self, samples: Samples, step: int, watch: Stopwatch, prompts: Sequence[Prompt]) -> Row:
         """``train.epochs`` passes over the batch, each in minibatches of a fresh order."""
         c, roles = self.config, self.roles
         rate, critic_rate = learning_rate(c, step), critic_learning_rate(c, step)
-        loss = loss_of(c.algorithm, kl_coefficient=self.memory.kl_coefficient, max_new_tokens=c.rollout.max_new_tokens)
+        loss = loss_of(c.algorithm, kl_coefficient=self.state.kl_coefficient, max_new_tokens=c.rollout.max_new_tokens)
         value_loss = ValueLoss(clip=c.algorithm.critic.clip)
         packed = map(self.pack, minibatches(samples, c, step, unit=self._selection.unit))
         batches = [batch for batch in packed if batch.num_tokens]  # Adam's momentum moves weights at a gradient of 0

@@ -17,7 +17,7 @@ from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.config.io import load
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
-from rl_megatron.training.credit import Memory, assign_credit, shape_rewards
+from rl_megatron.training.credit import AlgorithmState, assign_credit, shape_rewards
 from rl_megatron.types import Loss, LossInputs, Prompt, Samples
 from tests.completions import completion
 
@@ -69,7 +69,7 @@ def credited(*keys: str) -> Samples:
     prompt = Prompt(id="a", text="", token_ids=(1, 2), answer="")
     group = single_turns(prompt, [completion((7,) * n) for n in LENGTHS], rewards=(1.0, 0.0, 0.25, 0.5))
     section = load("tiny_cpu", list(keys)).algorithm
-    rewards = shape_rewards([group], section, Memory(kl_coefficient=0.0), max_new_tokens=9)
+    rewards = shape_rewards([group], section, AlgorithmState(kl_coefficient=0.0), max_new_tokens=9)
     return assign_credit(to_samples([group]), [group], rewards, section, success_reward=1.0)[0]
 
 

@@ -206,7 +206,7 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
         sampler=sampler,
         prompts=cast(Any, SimpleNamespace(state=dict)),
         evaluation=Evaluation(sampler=sampler, prompts=(), section=config.eval),
-        update=cast(Any, SimpleNamespace(memory=None)),
+        update=cast(Any, SimpleNamespace(state=None)),
         start_folder=tmp_path / "hf_start",
         recorder=recorder,
     )

@@ -17,7 +17,7 @@ from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
 from rl_megatron.training.credit import (
-    Memory,
+    AlgorithmState,
     Rewards,
     assign_credit,
     explained_variance,
@@ -49,12 +49,12 @@ def credit(
     groups: list[RolloutGroup] = GROUPS,
     *,
     max_new_tokens: int = 8,
-    memory: Memory | None = None,
+    state: AlgorithmState | None = None,
     next_values: Tensor | None = None,
     **columns: Tensor,
-) -> tuple[Samples, Memory]:
+) -> tuple[Samples, AlgorithmState]:
     algorithm = AlgorithmSection.model_validate(section)
-    before = memory or Memory(kl_coefficient=algorithm.kl.coefficient)
+    before = state or AlgorithmState(kl_coefficient=algorithm.kl.coefficient)
     rewards = shape_rewards(groups, algorithm, before, max_new_tokens=max_new_tokens)
     samples = replace(to_samples(groups), **columns)
     return assign_credit(samples, groups, rewards, algorithm, success_reward=1.0, next_values=next_values)
@@ -95,12 +95,12 @@ def test_greedy_baseline_is_the_greedy_completions_reward_as_all_are_taken() -> 
 
 def test_moving_baseline_is_the_mean_of_the_steps_before() -> None:
     section = {"advantage_mean": "moving", "advantage_std": "none", "baseline_decay": 0.5}
-    first, memory = credit(section)
+    first, state = credit(section)
     assert [a[0] for a in by_completion(first)] == pytest.approx([0.4, -0.6, -0.6, 0.4, 0.4])
-    assert memory.baseline == pytest.approx(0.6)
-    second, memory = credit(section, [group("c", [0.0, 0.4], [1, 1])], memory=memory)
+    assert state.baseline == pytest.approx(0.6)
+    second, state = credit(section, [group("c", [0.0, 0.4], [1, 1])], state=state)
     assert [a[0] for a in by_completion(second)] == pytest.approx([-0.6, -0.2])
-    assert memory.baseline == pytest.approx(0.5 * 0.6 + 0.5 * 0.2)
+    assert state.baseline == pytest.approx(0.5 * 0.6 + 0.5 * 0.2)
 
 
 def test_discounted_credit_falls_towards_the_start() -> None:
@@ -128,15 +128,15 @@ def test_truncated_completions_are_dropped_or_rescored_where_asked() -> None:
 
 def test_rewards_are_scaled_whitened_by_all_steps_so_far_and_clipped() -> None:
     section = {**NO_BASELINE, "whiten_rewards": True, "reward_scale": 2.0, "reward_clip": 0.9}
-    _, memory = credit(section)
+    _, state = credit(section)
     seen = [2.0, 0.0, 0.0, 2.0, 2.0]
-    assert memory.reward_moments.count == 5
-    second, memory = credit(section, [group("c", [0.0, 1.0], [1, 1])], memory=memory)
+    assert state.reward_moments.count == 5
+    second, state = credit(section, [group("c", [0.0, 1.0], [1, 1])], state=state)
     seen += [0.0, 2.0]
     mean, std = statistics.mean(seen), statistics.stdev(seen)
     wanted = [max(-0.9, (0.0 - mean) / std), min(0.9, (2.0 - mean) / std)]
     assert [a[0] for a in by_completion(second)] == pytest.approx(wanted, rel=1e-5)
-    assert memory.reward_moments == RunningMoments(
+    assert state.reward_moments == RunningMoments(
         count=7, mean=pytest.approx(mean), sum_of_squares=pytest.approx(statistics.variance(seen) * 6)
     )
 
@@ -191,7 +191,7 @@ REF = {"ref_logprobs": torch.tensor([0.0, -1.0, -0.5, -2.0, 0.0, -0.5, -1.5])}  
 def test_kl_goes_into_the_reward_of_its_token_under_the_current_coefficient() -> None:
     kl = {"coefficient": 0.1, "placement": "token_reward", "estimator": "k1"}
     section = {**NO_BASELINE, "credit": "discounted", "kl": kl}
-    found = by_completion(credit(section, TWO, memory=Memory(kl_coefficient=0.2), **REF)[0])
+    found = by_completion(credit(section, TWO, state=AlgorithmState(kl_coefficient=0.2), **REF)[0])
     tokens = [[-0.1, 0.0, -0.3 + 1.0], [0.0, -0.2 + 0.5]]
     assert found[0] == pytest.approx([sum(tokens[0]), sum(tokens[0][1:]), tokens[0][2]])
     assert found[1] == pytest.approx([sum(tokens[1]), tokens[1][1]])
@@ -200,7 +200,7 @@ def test_kl_goes_into_the_reward_of_its_token_under_the_current_coefficient() ->
 def test_kl_goes_into_the_reward_of_its_completion_under_the_current_coefficient() -> None:
     kl = {"coefficient": 0.1, "placement": "completion_reward", "estimator": "k1"}
     section = {**NO_BASELINE, "kl": kl}
-    found = by_completion(credit(section, TWO, memory=Memory(kl_coefficient=0.2), **REF)[0])
+    found = by_completion(credit(section, TWO, state=AlgorithmState(kl_coefficient=0.2), **REF)[0])
     assert found[0] == pytest.approx([1.0 - 0.2 * 2.0] * 3)
     assert found[1] == pytest.approx([0.5 - 0.2 * 1.0] * 2)
 
@@ -229,7 +229,7 @@ def test_right_completions_tokens_share_the_nll_weight_of_a_minibatch() -> None:
 
 def pairs_of(groups: list[RolloutGroup], **section: object) -> tuple[Sequence[RolloutGroup], Rewards]:
     algorithm = AlgorithmSection.model_validate({"preference_beta": 0.1, **section})
-    rewards = shape_rewards(groups, algorithm, Memory(kl_coefficient=0.0), max_new_tokens=4)
+    rewards = shape_rewards(groups, algorithm, AlgorithmState(kl_coefficient=0.0), max_new_tokens=4)
     pairs, of_pairs, row = selection_of(algorithm).choose(groups, rewards)
     assert row == {"preference/pairs": len(pairs)}
     return pairs, of_pairs
@@ -292,6 +292,6 @@ def test_unknown_combinations_are_refused_with_their_reasons() -> None:
 
 
 def test_rewards_keep_their_order() -> None:
-    rewards = shape_rewards(GROUPS, AlgorithmSection(), Memory(kl_coefficient=0.0), max_new_tokens=8)
+    rewards = shape_rewards(GROUPS, AlgorithmSection(), AlgorithmState(kl_coefficient=0.0), max_new_tokens=8)
     assert isinstance(rewards, Rewards)
     assert rewards.values.tolist() == [1.0, 0.0, 0.0, 1.0, 1.0]
