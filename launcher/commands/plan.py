@@ -15,7 +15,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.scaling.memory import GB, Memory, check, memory, server_weights
+from rl_megatron.scaling.memory import GB, Footprint, check_memory, footprints, server_weights
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
@@ -90,8 +90,8 @@ def show_memory(config_name: str, overrides: Sequence[str]) -> None:
     shape = model_shape(str(config.model.name if named else config.model.path), config.learner.model)
     expect(config.model.name, shape)
     config = _elsewhere(config, shape)
-    stages: dict[str, Memory] = {}
-    for found in memory(config, shape):
+    stages: dict[str, Footprint] = {}
+    for found in footprints(config, shape):
         stage = str(found.stage) if found.role == LEARNER else f"{found.role} {found.stage}"
         if stage not in stages or found.total > stages[stage].total:
             stages[stage] = found
@@ -110,7 +110,7 @@ def show_memory(config_name: str, overrides: Sequence[str]) -> None:
     console.print(f"{config_name}: GB on the fullest GPU of each pipeline stage, {gpus} GPUs in all", soft_wrap=True)
     console.print(table)
     if config.slurm.gpu_memory_gb is not None:
-        check(config, shape)
+        check_memory(config, shape)
         console.print(f"It fits in slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}.", soft_wrap=True)
 
 

@@ -23,7 +23,7 @@ from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.ranks import Placement, placement_of
 from rl_megatron.placement.seats import Seat, describe_seats, seats_of
-from rl_megatron.scaling.memory import GB, Memory, check
+from rl_megatron.scaling.memory import GB, Footprint, check_memory
 
 _PREPARED = {"config.yaml", "job.sbatch", "placement.txt", "jobs"}
 
@@ -36,15 +36,15 @@ class Checked:
     separate: tuple[Placement, ...]  # of roles with ranks of their own
     seats: tuple[Seat, ...]
     roles: str  # what the learner's ranks hold beside the policy
-    memory: Memory | None
+    footprint: Footprint | None
 
     def describe(self) -> str:
         """Lines for a person."""
         others = (other.describe() for other in self.separate)
         lines = list(filter(None, (self.placement.describe(), self.roles, *others, describe_seats(self.seats))))
-        if self.memory is not None:
-            held, most = self.memory.total / GB, self.memory.largest
-            rank = called(self.memory.role, self.memory.rank)
+        if self.footprint is not None:
+            held, most = self.footprint.total / GB, self.footprint.largest
+            rank = called(self.footprint.role, self.footprint.rank)
             lines.append(f"memory: up to {held:.1f} GB a GPU ({rank}), most of it: {most}")
         return "\n".join(lines)
 
@@ -64,9 +64,9 @@ def checked(config: RunConfig) -> Checked:
     nodes = made_up_nodes(config)
     placements = [placement_of(config, nodes[role], role) for role in (LEARNER, *config.roles.separate)]
     seats = seats_of(config, nodes[LEARNER], nodes.get("engines", ()))
-    fullest = None if config.model.path is None else check(config, starting_shape(config))
+    fullest = None if config.model.path is None else check_memory(config, starting_shape(config))
     placement, *separate = placements
-    return Checked(placement=placement, separate=tuple(separate), memory=fullest, seats=seats, roles=_roles(config))
+    return Checked(placement=placement, separate=tuple(separate), footprint=fullest, seats=seats, roles=_roles(config))
 
 
 def _roles(config: RunConfig) -> str:

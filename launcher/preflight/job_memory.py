@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launcher.preflight.subject import Found, Subject, unchecked
-from rl_megatron.scaling import memory
+from rl_megatron.scaling.memory import check_memory
 
 
 def check(subject: Subject) -> Iterator[Found]:
@@ -13,5 +13,5 @@ def check(subject: Subject) -> Iterator[Found]:
     config = subject.config
     if config.learner.device == "cpu":
         return
-    if memory.check(config, subject.shape) is None:
+    if check_memory(config, subject.shape) is None:
         yield unchecked("the memory of the GPUs, whose size is not given (slurm.gpu_memory_gb)")

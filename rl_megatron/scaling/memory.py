@@ -46,7 +46,7 @@ CHANGES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class Footprint:
     """Bytes that ``rank``'s GPU must hold, by what for, in the order of `CHANGES`; installed options' own last."""
 
     rank: int
@@ -65,7 +65,7 @@ class Memory:
         return max(self.terms, key=lambda term: self.terms[term])
 
 
-def memory(config: RunConfig, shape: ModelShape) -> list[Memory]:
+def footprints(config: RunConfig, shape: ModelShape) -> list[Footprint]:
     """Of the ranks that may be the fullest: the first of each pipeline stage, also of separate roles, and those beside
     an engine's server.
 
@@ -77,7 +77,7 @@ def memory(config: RunConfig, shape: ModelShape) -> list[Memory]:
     stages = [_rank(config, layout, stage) for stage in range(learner.dims.pp)]
     firsts = {rank.stage * inner for rank in stages}
     return [
-        Memory(
+        Footprint(
             rank=r,
             stage=r // inner,
             terms=_terms(config, shape, stages[r // inner], role=role, served=r in beside),
@@ -88,12 +88,12 @@ def memory(config: RunConfig, shape: ModelShape) -> list[Memory]:
     ]
 
 
-def fullest(config: RunConfig, shape: ModelShape) -> Memory:
-    """The GPU that must hold most. Raises as `memory` does."""
-    return max(memory(config, shape), key=lambda m: m.total)
+def fullest(config: RunConfig, shape: ModelShape) -> Footprint:
+    """The GPU that must hold most. Raises as `footprints` does."""
+    return max(footprints(config, shape), key=lambda m: m.total)
 
 
-def check(config: RunConfig, shape: ModelShape) -> Memory | None:
+def check_memory(config: RunConfig, shape: ModelShape) -> Footprint | None:
     """The fullest GPU; None where ``slurm.gpu_memory_gb`` is not given. Raises ConfigError where it does not fit."""
     if config.slurm.gpu_memory_gb is None:
         return None

@@ -17,7 +17,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.data.samples import select
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.scaling.memory import memory
+from rl_megatron.scaling.memory import footprints
 from rl_megatron.training.measures import Made
 from rl_megatron.types import Batch, Samples, SkippedStep
 from rl_megatron.weights.layouts.families import read_shape
@@ -161,7 +161,7 @@ def run(folder: Path, model: Path, learner: LearnerSection, max_tokens: int = 40
 
 def assert_as_planned(seen: Any, model: Path, learner: LearnerSection) -> None:
     """Ranks hold what `rl_megatron.scaling.memory` says that they will."""
-    planned = {m.stage: m.terms for m in memory(RunConfig(learner=learner), read_shape(model))}
+    planned = {m.stage: m.terms for m in footprints(RunConfig(learner=learner), read_shape(model))}
     for stage, terms in planned.items():
         ranks = [s["bytes"] for s in seen if s["stage"] == stage]
         for held in ranks:

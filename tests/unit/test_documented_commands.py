@@ -22,7 +22,7 @@ from launcher.preflight.sizes import misfits
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.named import NAMED
-from rl_megatron.scaling.memory import check
+from rl_megatron.scaling.memory import check_memory
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from tests.documents import blocks
 
@@ -122,7 +122,7 @@ def test_recipes_of_who_moves_here_fit_their_gpus(command: Command) -> None:
     name, given = parsed(command)
     assert name == "submit"
     config = configuration(str(given["config"]), list(given["overrides"]))  # type: ignore[call-overload]
-    fullest = check(config, NAMED[str(config.model.name)])
+    fullest = check_memory(config, NAMED[str(config.model.name)])
     assert fullest is not None
     assert list(misfits(config, NAMED[str(config.model.name)])) == []
     found = preflight(config, for_job=True)

@@ -19,8 +19,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.scaling import memory as room
-from rl_megatron.scaling.memory import CHANGES, GB, Memory, elements, fullest, memory
+from rl_megatron.scaling.memory import CHANGES, GB, Footprint, check_memory, elements, footprints, fullest
 from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.learner import learner_layout
 
@@ -103,16 +102,16 @@ def test_all_ranks_together_hold_the_model_once_for_each_copy(name: str) -> None
     assert sum(part.experts for part in parts) * d.ep * d.etp == whole.experts
     cut = sum(part.dense for part in parts) * d.tp
     assert whole.dense <= cut < 1.01 * d.tp * whole.dense  # norms and routers are whole on each rank
-    state = [m.terms["optimizer"] for m in memory(config, shape) if m.rank % (d.tp * d.cp * d.dp) == 0]
+    state = [m.terms["optimizer"] for m in footprints(config, shape) if m.rank % (d.tp * d.cp * d.dp) == 0]
     assert sum(state) * d.tp * d.cp * d.dp == pytest.approx(12 * (whole.experts + cut))  # each element once, but tp's
 
 
 def test_each_term_grows_with_what_its_advice_names() -> None:
     config, shape = recipe("qwen3_235b_a22b")
     was = fullest(config, shape).terms
-    last = memory(config, shape)[-1].terms
+    last = footprints(config, shape)[-1].terms
 
-    def now(*keys: str) -> Memory:
+    def now(*keys: str) -> Footprint:
         return fullest(*recipe("qwen3_235b_a22b", *keys))
 
     assert now("learner.optimizer.distributed=false").terms["optimizer"] > was["optimizer"]
@@ -122,15 +121,15 @@ def test_each_term_grows_with_what_its_advice_names() -> None:
     assert now("algorithm=ppo").terms["critic"] == was["parameters"] + was["gradients"] + was["optimizer"]
     assert now("weights.bucket_mb=512").terms["weight push"] == 2 * was["weight push"]
     config, shape = recipe("qwen3_235b_a22b", "learner.max_tokens_per_micro_batch=8192")
-    assert last["logits"] / 2 <= memory(config, shape)[-1].terms["logits"] < last["logits"]
+    assert last["logits"] / 2 <= footprints(config, shape)[-1].terms["logits"] < last["logits"]
     assert was.keys() == CHANGES.keys()
 
 
 def test_a_separate_critic_and_reference_leave_the_learners_gpus_and_fill_their_own() -> None:
     keys = ("algorithm=ppo", "algorithm.kl.coefficient=0.1", "rollout.server.memory_fraction=0.3")
-    beside = memory(*recipe("qwen3_30b_a3b", *keys))
-    apart = memory(*recipe("qwen3_30b_a3b", *keys, "roles.critic=separate", "roles.reference=separate"))
-    bare = memory(*recipe("qwen3_30b_a3b", keys[-1]))
+    beside = footprints(*recipe("qwen3_30b_a3b", *keys))
+    apart = footprints(*recipe("qwen3_30b_a3b", *keys, "roles.critic=separate", "roles.reference=separate"))
+    bare = footprints(*recipe("qwen3_30b_a3b", keys[-1]))
     by_role = {role: [m.terms for m in apart if m.role == role] for role in ("learner", "critic", "reference")}
     assert by_role["learner"] == [m.terms for m in bare]
     (critic,), (reference,) = by_role["critic"], by_role["reference"]
@@ -145,8 +144,8 @@ def test_a_separate_critic_and_reference_leave_the_learners_gpus_and_fill_their_
 def test_logits_of_the_last_stage_by_hand() -> None:
     config, shape = recipe("deepseek_v3")
     tokens, vocab, chunk = 16384, 129280 // 4, 1024
-    assert memory(config, shape)[-1].terms["logits"] == 2 * 2 * tokens * vocab + 2 * 4 * chunk * vocab
-    assert memory(config, shape)[0].terms["logits"] == 0
+    assert footprints(config, shape)[-1].terms["logits"] == 2 * 2 * tokens * vocab + 2 * 4 * chunk * vocab
+    assert footprints(config, shape)[0].terms["logits"] == 0
 
 
 @pytest.mark.parametrize(
@@ -165,7 +164,7 @@ def test_logits_of_the_last_stage_by_hand() -> None:
 )
 def test_what_does_not_fit_is_told_with_the_key_to_change(name: str, keys: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        room.check(*recipe(name, *keys))
+        check_memory(*recipe(name, *keys))
 
 
 def folder_of(tmp_path: Path, **changes: object) -> Path:
@@ -192,7 +191,7 @@ def test_a_recipe_wants_its_model(tmp_path: Path) -> None:
 
 def test_without_the_size_of_a_gpu_nothing_is_refused() -> None:
     config, shape = recipe("qwen3_30b_a3b", "slurm.gpu_memory_gb=null")
-    assert room.check(config, replace(shape, num_layers=480)) is None
+    assert check_memory(config, replace(shape, num_layers=480)) is None
 
 
 def test_plan_shows_a_column_a_stage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from rl_megatron.learner.heads import ValueHead
 from rl_megatron.learner.model import build
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape, Rope, Router
-from rl_megatron.scaling.memory import memory
+from rl_megatron.scaling.memory import footprints
 
 STORED = Path(__file__).with_name("given.json")
 CONF = Path(__file__).parents[3] / "conf"
@@ -183,7 +183,9 @@ def plain(value: object) -> object:
 
 def bytes_held(config: RunConfig, shape: ModelShape) -> list[dict[str, Any]]:
     """Every term of every rank that is looked at."""
-    return [{"rank": m.rank, "stage": m.stage, "role": m.role, "terms": dict(m.terms)} for m in memory(config, shape)]
+    return [
+        {"rank": m.rank, "stage": m.stage, "role": m.role, "terms": dict(m.terms)} for m in footprints(config, shape)
+    ]
 
 
 def refusal(*keys: str) -> list[str]:

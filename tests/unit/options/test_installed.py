@@ -54,7 +54,7 @@ from rl_megatron.config.resume import fixed
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.options.table import options
-from rl_megatron.scaling.memory import check, memory
+from rl_megatron.scaling.memory import check_memory, footprints
 
 GIVEN = ["model.path=/models/given", "learner.residual_copies=3"]
 
@@ -75,8 +75,8 @@ print(json.dumps({
     "refused": refused(["learner.pp=2", "slurm.nodes=2"]),
     "misspelled": refused(["learner.residual_copied=1"]),
     "keyword": options()["residual"].megatron(config.learner, shape).model,
-    "bytes": memory(config, shape)[0].terms["residual"],
-    "advice": refused(["learner.residual_copies=1000"], lambda c: check(c, shape)),
+    "bytes": footprints(config, shape)[0].terms["residual"],
+    "advice": refused(["learner.residual_copies=1000"], lambda c: check_memory(c, shape)),
 }))
 """
 
