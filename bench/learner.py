@@ -34,7 +34,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Batch, Samples
-from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
@@ -97,7 +97,7 @@ def our_step(folder: Path, samples: Samples, learner: LearnerSection, rank: int,
     megatron = make_policy(shape, learner, device, temperature=1.0)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
     hf = Layout(table=HF_QWEN3_MOE, shape=shape)
-    read_boxes(Checkpoint(folder), hf, layout, rank, dict(megatron.tensors))
+    read_boxes(HFFolder(folder), hf, layout, rank, dict(megatron.tensors))
     megatron.adopt()
     tokens = len(samples.input_ids)
     batch: Batch = pack(samples, dims=learner.dims, max_tokens=-(-tokens // learner.dims.dp) + 512)

@@ -138,7 +138,7 @@ def _rank(writer: Connection, folder: Path, shape: ModelShape, learner: LearnerS
 
     from rl_megatron.data.samples import to_samples
     from rl_megatron.learner import world
-    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
     from rl_megatron.weights.layouts.families import hf_layout
 
     with tempfile.TemporaryDirectory() as place:
@@ -149,7 +149,7 @@ def _rank(writer: Connection, folder: Path, shape: ModelShape, learner: LearnerS
                 policy.load_weights(folder)
             else:
                 layout = megatron_layout(shape, vocab_multiple=learner.vocab_multiple)
-                read_boxes(Checkpoint(folder), hf_layout(shape), layout, 0, dict(policy.tensors))
+                read_boxes(HFFolder(folder), hf_layout(shape), layout, 0, dict(policy.tensors))
                 policy.adopt()
             found = policy.score([to_samples([_group(text) for text in texts])], frozenset({"logprobs"}))
             assert found is not None, "the only rank answers"

@@ -39,7 +39,7 @@ from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.training.checkpoints import files_of, latest
 from rl_megatron.types import Prompt
 from rl_megatron.weights.checkpoints.convert import is_megatron
-from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, checksums
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
 from rl_megatron.weights.servers.mirror import dtypes, seal_of, shapes
 
 _TOKENIZED_PROMPTS = 8
@@ -181,7 +181,7 @@ class _Examination:
         quantised = self.config.rollout.server.quantization != "none"
         if self.kept is None or quantised or is_megatron(self.kept):
             return dict(seal_of(path, 1).checksums), "what the learner has"
-        return checksums(Checkpoint(self.kept), shapes(path), dtypes(path)), str(self.kept)
+        return checksums(HFFolder(self.kept), shapes(path), dtypes(path)), str(self.kept)
 
     async def _tokenizer(self, prompts: Sequence[Prompt]) -> TokenizerCheck:
         engine, data = self.roles.engine, self.config.data

@@ -95,7 +95,7 @@ class RankModels:
         import torch
 
         from rl_megatron.weights.checkpoints.convert import is_megatron
-        from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+        from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 
         if role in self._learners and is_megatron(folder):
             self._learner(role).load_weights(folder)
@@ -106,7 +106,7 @@ class RankModels:
         like = next(iter(tensors.values()))
         shapes = self._layout.local_shapes(self._rank).items()  # a critic has no output layer: what is read goes
         unused = {name: like.new_empty(shape) for name, shape in shapes if name not in tensors}
-        read_boxes(Checkpoint(folder), self._hf, self._layout, self._rank, tensors | unused)
+        read_boxes(HFFolder(folder), self._hf, self._layout, self._rank, tensors | unused)
         self._scorer(role).adopt()
 
     def _scorer(self, role: str) -> MegatronScorer:

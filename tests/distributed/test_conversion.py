@@ -24,7 +24,7 @@ def rank_main(rank: int, learner: LearnerSection, hf: Path, folder: Path) -> Non
     torch.set_num_threads(1)
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_critic, make_policy
-    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
     from rl_megatron.weights.layouts.layout import Layout
     from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
@@ -33,7 +33,7 @@ def rank_main(rank: int, learner: LearnerSection, hf: Path, folder: Path) -> Non
     policy, critic = make_policy(shape, learner, device, temperature=1.0), make_critic(shape, learner, device)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
     wanted = {name: torch.empty(size) for name, size in layout.local_shapes(rank).items()}
-    read_boxes(Checkpoint(hf), Layout(table=HF_QWEN3_MOE, shape=shape), layout, rank, wanted)
+    read_boxes(HFFolder(hf), Layout(table=HF_QWEN3_MOE, shape=shape), layout, rank, wanted)
     for megatron in (policy, critic):
         megatron.load_weights(folder / "megatron")
         for name, tensor in megatron.tensors.items():
@@ -67,7 +67,7 @@ def sequential_main(rank: int, hf: Path, folder: Path) -> None:
     import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here
     from rl_megatron.learner import world
     from rl_megatron.learner.model.build import make_config
-    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
     shape, learner = read_shape(hf), LearnerSection()
@@ -85,7 +85,7 @@ def sequential_main(rank: int, hf: Path, folder: Path) -> None:
     )
     layout = megatron_layout(shape)
     tensors = {name: torch.empty(size) for name, size in layout.local_shapes(0).items()}
-    read_boxes(Checkpoint(hf), hf_layout(shape), layout, 0, tensors)
+    read_boxes(HFFolder(hf), hf_layout(shape), layout, 0, tensors)
     named = {
         re.sub(r"experts\.(linear_fc[12])\.weight(\d+)$", r"experts.local_experts.\2.\1.weight", name): tensor
         for name, tensor in tensors.items()

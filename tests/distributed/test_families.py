@@ -61,7 +61,7 @@ def make_samples() -> Samples:
 def check(folder: Path, layout: str, learner: LearnerSection, rank: int, device: torch.device) -> dict[str, float]:
     """Largest difference of logits, and the loss and gradient norm; empty off the last stage."""
     from rl_megatron.learner.megatron import make_policy
-    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
     shape = read_shape(folder)
@@ -72,7 +72,7 @@ def check(folder: Path, layout: str, learner: LearnerSection, rank: int, device:
     assert {name: tuple(t.shape) for name, t in tensors.items()} == wanted.local_shapes(rank)
     for tensor in tensors.values():
         tensor.fill_(float("nan"))  # what the table forgets shows
-    read_boxes(Checkpoint(folder), hf_layout(shape), wanted, rank, tensors)
+    read_boxes(HFFolder(folder), hf_layout(shape), wanted, rank, tensors)
     through_table = {name: tensor.clone() for name, tensor in tensors.items()}
     policy.load_weights(folder / "megatron")
     for name, tensor in policy.tensors.items():

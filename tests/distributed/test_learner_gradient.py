@@ -52,7 +52,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> 
     torch.set_num_threads(1)
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_policy
-    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
     from rl_megatron.weights.layouts.layout import Layout
     from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
@@ -61,7 +61,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> 
     device = world.join(learner, rank=rank, rendezvous=rendezvous, seed=0)
     megatron = make_policy(shape, learner, device, temperature=1.0)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
-    read_boxes(Checkpoint(model), Layout(table=HF_QWEN3_MOE, shape=shape), layout, rank, dict(megatron.tensors))
+    read_boxes(HFFolder(model), Layout(table=HF_QWEN3_MOE, shape=shape), layout, rank, dict(megatron.tensors))
     megatron.adopt()
     batch = pack(make_samples(), dims=learner.dims, max_tokens=400)
     counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}

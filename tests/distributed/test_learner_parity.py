@@ -45,7 +45,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     torch.set_num_threads(1)
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_policy
-    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
     from rl_megatron.weights.layouts.layout import Layout
     from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
@@ -55,7 +55,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     megatron = make_policy(shape, learner, device, temperature=0.7)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
     hf = Layout(table=HF_QWEN3_MOE, shape=shape)
-    read_boxes(Checkpoint(model), hf, layout, rank, dict(megatron.tensors))
+    read_boxes(HFFolder(model), hf, layout, rank, dict(megatron.tensors))
     megatron.adopt()
     dp = learner.dims.dp_rank(rank)
     batch = pack(make_samples(), dims=learner.dims, max_tokens=max_tokens)

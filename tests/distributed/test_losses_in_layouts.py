@@ -94,7 +94,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_critic, make_policy
     from rl_megatron.learner.trained import MegatronLearner
-    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
     from rl_megatron.weights.layouts.layout import Layout
     from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
@@ -109,7 +109,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
         tensors = dict(megatron.tensors)
         shapes = layout.local_shapes(rank).items()
         unused = {name: torch.empty(size) for name, size in shapes if name not in tensors}
-        read_boxes(Checkpoint(model), hf, layout, rank, tensors | unused)
+        read_boxes(HFFolder(model), hf, layout, rank, tensors | unused)
         megatron.adopt()
 
     def step(megatron: MegatronLearner, loss: Loss, unit: int, samples: Samples, rate: float) -> list[Any] | None:

@@ -46,7 +46,7 @@ def rank_main(rank: int, options: dict[str, int], root: Path) -> None:
     from rl_megatron.learner import world
     from rl_megatron.learner.model.build import build_chunks, make_config
     from rl_megatron.learner.naming import global_parameters
-    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
     sparse = LearnerSection.model_validate({**options, "vocab_multiple": 1})
@@ -61,7 +61,7 @@ def rank_main(rank: int, options: dict[str, int], root: Path) -> None:
             bridge_of(root / name, kind).load_weights(chunks, str(root / name))
         layout = megatron_layout(shape, learner.dims, vocab_multiple=1)
         ours = {name: torch.full(size, torch.nan) for name, size in layout.local_shapes(rank).items()}
-        read_boxes(Checkpoint(root / name), hf_layout(shape), layout, rank, ours)
+        read_boxes(HFFolder(root / name), hf_layout(shape), layout, rank, ours)
         theirs = {name: tensor.data for name, tensor in global_parameters(chunks)}
         assert ours.keys() == theirs.keys()
         differ = [parameter for parameter in ours if not torch.equal(ours[parameter], theirs[parameter])]

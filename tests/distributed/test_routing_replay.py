@@ -89,7 +89,7 @@ def one_layout(rank: int, learner: LearnerSection, model: Path, rendezvous: Path
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_policy
     from rl_megatron.learner.naming import global_parameters
-    from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
     from rl_megatron.weights.layouts.layout import Layout
     from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
@@ -97,7 +97,7 @@ def one_layout(rank: int, learner: LearnerSection, model: Path, rendezvous: Path
     device = world.join(learner, rank=rank, rendezvous=f"file://{rendezvous}", seed=0)
     policy = make_policy(shape, learner, device, temperature=1.0)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
-    read_boxes(Checkpoint(model), Layout(table=HF_QWEN3_MOE, shape=shape), layout, rank, dict(policy.tensors))
+    read_boxes(HFFolder(model), Layout(table=HF_QWEN3_MOE, shape=shape), layout, rank, dict(policy.tensors))
     policy.adopt()
     samples = make_samples()
     batch, unrouted = (pack(s, dims=learner.dims, max_tokens=MAX_TOKENS) for s in (samples, free(samples)))

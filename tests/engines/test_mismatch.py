@@ -19,7 +19,7 @@ from rl_megatron.diagnosis.experiments import Bench, run
 from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Batch, ParallelDims, Prompt, Samples, Scores, Want
-from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, checksums
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
 from rl_megatron.weights.servers.mirror import dtypes, shapes
 from rl_megatron.weights.servers.probe import Probe
 from rl_megatron.weights.servers.sync import ServedWeights
@@ -82,7 +82,7 @@ def diagnose(server: ServedBench, learner: Learner) -> dict[str, Finding]:
     )
 
     outcomes = server.run(run(bench, PROMPTS, completions=2, worth=SETTING.noise))
-    expected = checksums(Checkpoint(learner.folder), shapes(server.path), dtypes(server.path))
+    expected = checksums(HFFolder(learner.folder), shapes(server.path), dtypes(server.path))
     ((compared, differing),) = server.run(server.engine.comparable(server.path, expected)).values()
     how = f"with {learner.folder}"
     weights = WeightCheck(compared=compared, total=len(expected), differing=tuple(differing), how=how)

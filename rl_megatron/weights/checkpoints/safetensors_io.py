@@ -38,7 +38,7 @@ from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.plan import plan
 
 
-class Checkpoint:
+class HFFolder:
     """The tensors of an HF folder, one file or sharded with an index. Making one reads the headers alone.
 
     Block-scaled float8 weights read as float32. Raises CheckpointError naming every file that is missing or torn,
@@ -76,26 +76,26 @@ class Checkpoint:
         return dequantise(piece, scales, [start for start, _ in box], self._blocks.edges)
 
 
-def read_boxes(checkpoint: Checkpoint, hf: Layout, layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> None:
+def read_boxes(source: HFFolder, hf: Layout, layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> None:
     """Fill ``tensors``, rank ``rank`` of ``layout`` by local name, in place; padding becomes zero.
 
-    ``hf`` is the layout of the checkpoint itself. Values are cast to each tensor's dtype. Raises WeightError naming
-    every tensor of the checkpoint, then of ``tensors``, that is missing, unknown or misshapen; nothing is written then.
+    ``hf`` is the layout of ``source`` itself. Values are cast to each tensor's dtype. Raises WeightError naming
+    every tensor of it, then of ``tensors``, that is missing, unknown or misshapen; nothing is written then.
     Also for the first that holds NaN or infinite values.
     """
-    given = {name: size for name, size in checkpoint.shapes().items() if not is_draft(name, hf.shape)}
-    raise_uncounted(checkpoint.folder, len(given), hf)
-    raise_misfits(f"{checkpoint.folder}", given, hf.local_shapes(0))
+    given = {name: size for name, size in source.shapes().items() if not is_draft(name, hf.shape)}
+    raise_uncounted(source.folder, len(given), hf)
+    raise_misfits(f"{source.folder}", given, hf.local_shapes(0))
     here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     raise_misfits(f"tensors of rank {rank}", here, layout.local_shapes(rank))
     moves = plan(hf, layout, placement={rank: rank})
     filled: Counter[str] = Counter()
     with torch.no_grad():
         for t in moves.receives(rank):
-            piece = checkpoint.read(t.src_param, t.src_box)
+            piece = source.read(t.src_param, t.src_box)
             place = tensors[t.dst_param][tuple(slice(start, stop) for start, stop in t.dst_box)]
             if not all_numbers(place.copy_(piece)):
-                raise WeightError(f"{checkpoint.folder}: {t.src_param} holds NaN or infinite values; fetch it again")
+                raise WeightError(f"{source.folder}: {t.src_param} holds NaN or infinite values; fetch it again")
             filled[t.dst_param] += piece.numel()
         for name, tensor in tensors.items():
             if filled[name] < tensor.numel():
@@ -103,10 +103,10 @@ def read_boxes(checkpoint: Checkpoint, hf: Layout, layout: Layout, rank: int, te
                 tensor.view(-1)[filled[name] :].zero_()
 
 
-def checksums(checkpoint: Checkpoint, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
-    """Of each tensor, cast: what must lie wherever the checkpoint was loaded, by whatever way."""
+def checksums(source: HFFolder, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
+    """Of each tensor, cast: what must lie wherever the folder was loaded, by whatever way."""
     whole = {name: tuple((0, size) for size in shape) for name, shape in shapes.items()}
-    return {name: checksum(checkpoint.read(name, box).to(dtypes[name]), shapes[name]) for name, box in whole.items()}
+    return {name: checksum(source.read(name, box).to(dtypes[name]), shapes[name]) for name, box in whole.items()}
 
 
 def write_folder(

@@ -24,7 +24,7 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.layouts.families import FAMILIES, hf_layout, megatron_layout, read_shape
 
 INDEX = "model.safetensors.index.json"
@@ -51,7 +51,7 @@ def read_hf(folder: Path) -> None:
     """As a learner's rank does."""
     shape = read_shape(folder)
     hf, mine = hf_layout(shape), megatron_layout(shape)
-    checkpoint = Checkpoint(folder)
+    checkpoint = HFFolder(folder)
     tensors = {}
     if len(checkpoint.shapes()) * 2 > hf.num_parameters(0):  # else refused before any is made
         tensors = {name: torch.empty(size) for name, size in mine.local_shapes(0).items() if np.prod(size) < 1e7}

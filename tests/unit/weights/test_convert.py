@@ -27,7 +27,7 @@ from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import MappedFile
 from rl_megatron.weights.checkpoints import convert, streaming
-from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import place_of, read_index, read_tensor
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.layout import Layout
@@ -65,7 +65,7 @@ def test_torchs_own_reader_finds_the_tensors_that_megatron_holds(hf: Path, megat
     shape = read_shape(hf)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape)
     wanted = {name: torch.full(size, -1.0) for name, size in layout.local_shapes(0).items()}
-    read_boxes(Checkpoint(hf), Layout(table=HF_QWEN3_MOE, shape=shape), layout, 0, wanted)
+    read_boxes(HFFolder(hf), Layout(table=HF_QWEN3_MOE, shape=shape), layout, 0, wanted)
     sizes, _ = read_index(megatron)
     state: dict[str, Any] = {key: torch.empty(size) for key, size in sizes.items()}
     dcp.load(state, checkpoint_id=str(megatron), no_dist=True)

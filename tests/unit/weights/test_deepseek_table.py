@@ -18,7 +18,7 @@ from rl_megatron.errors import WeightError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape, Router
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.deepseek_v3 import HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3
@@ -105,7 +105,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_the_hf_table_is_what_transformers_writes(saved: tuple[ModelShape, Path]) -> None:
     shape, folder = saved
     assert read_shape(folder) == shape
-    assert Checkpoint(folder).shapes() == hf_layout(shape).local_shapes(0)
+    assert HFFolder(folder).shapes() == hf_layout(shape).local_shapes(0)
 
 
 def test_megatrons_tensors_are_those_that_mbridge_makes(saved: tuple[ModelShape, Path]) -> None:
@@ -116,7 +116,7 @@ def test_megatrons_tensors_are_those_that_mbridge_makes(saved: tuple[ModelShape,
     bridge.dtype = bridge.make_vocab_size_divisible_by = None
     layout, hf = megatron_layout(shape, vocab_multiple=1), load_file(folder / "model.safetensors")
     ours = {name: torch.full(size, torch.nan) for name, size in layout.local_shapes(0).items()}
-    read_boxes(Checkpoint(folder), hf_layout(shape), layout, 0, ours)
+    read_boxes(HFFolder(folder), hf_layout(shape), layout, 0, ours)
     used: set[str] = set()
     for name, tensor in ours.items():
         sources = bridge._weight_name_mapping_mcore_to_hf(name)
@@ -151,7 +151,7 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
     assert convert.left_out(tmp_path / "back") is None
     shape = read_shape(tmp_path / "draft")
     found = {name: torch.empty(size) for name, size in hf_layout(shape).local_shapes(0).items()}
-    read_boxes(Checkpoint(tmp_path / "draft"), hf_layout(shape), hf_layout(shape), 0, found)
+    read_boxes(HFFolder(tmp_path / "draft"), hf_layout(shape), hf_layout(shape), 0, found)
     assert torch.equal(found["lm_head.weight"], tensors["lm_head.weight"])
     config = json.loads((tmp_path / "draft/config.json").read_text())
     (tmp_path / "draft/config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))

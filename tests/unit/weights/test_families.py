@@ -18,7 +18,7 @@ from rl_megatron.models.shape import Router
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder
 from rl_megatron.weights.layouts import families
 from rl_megatron.weights.layouts.families import FAMILIES, family_of, hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
@@ -50,7 +50,7 @@ def test_every_family_is_tested_and_no_model_type_is_of_two() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_hf_table_is_what_transformers_saves(name: str, saved: Path) -> None:
     shape = read_shape(saved / name)
-    assert Checkpoint(saved / name).shapes() == hf_layout(shape).local_shapes(0)
+    assert HFFolder(saved / name).shapes() == hf_layout(shape).local_shapes(0)
 
 
 @pytest.mark.parametrize("family", sorted({kind for kind, _ in MODELS.values()}))

@@ -22,7 +22,7 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.formats.block_scales import BLOCK, is_quantised
 from rl_megatron.weights.formats.quantize import dequantise, quantise
@@ -117,8 +117,8 @@ def test_a_rank_cuts_its_boxes_out_of_blocks(foreign: tuple[Path, Path]) -> None
     ranks = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=ParallelDims(tp=2, etp=2))
     for rank in range(2):
         found, wanted = ({n: torch.empty(s) for n, s in ranks.local_shapes(rank).items()} for _ in range(2))
-        read_boxes(Checkpoint(fp8), hf, ranks, rank, found)
-        read_boxes(Checkpoint(bf16), hf, ranks, rank, wanted)
+        read_boxes(HFFolder(fp8), hf, ranks, rank, found)
+        read_boxes(HFFolder(bf16), hf, ranks, rank, wanted)
         for name in wanted:
             assert torch.equal(found[name].bfloat16().float(), wanted[name]), name
 
@@ -239,14 +239,14 @@ def test_scales_that_do_not_fit_are_named(message: str, foreign: tuple[Path, Pat
     shape = read_shape(folder)
     layout = Layout(table=HF_QWEN3_MOE, shape=shape)
     with pytest.raises(RLMegatronError, match=message):
-        read_boxes(Checkpoint(folder), layout, layout, 0, {})
+        read_boxes(HFFolder(folder), layout, layout, 0, {})
 
 
 def test_other_quantisations_and_float8_for_megatron_are_refused(foreign: tuple[Path, Path], tmp_path: Path) -> None:
     folder = tmp_path / "mx"
     shutil.copytree(foreign[0], folder)
     set_config(folder, quantization_config={"quant_method": "mxfp4"})
-    for read in (Checkpoint, lambda path: convert.hf_to_megatron(path, tmp_path / "out")):
+    for read in (HFFolder, lambda path: convert.hf_to_megatron(path, tmp_path / "out")):
         with pytest.raises(ConfigError, match=r"quant_method='mxfp4'.*allowed: quant_method='fp8'"):
             read(folder)
     with pytest.raises(ConfigError, match="holds no block scales"):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Moe
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.checkpoints.safetensors_io import Checkpoint, read_boxes, write_folder
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes, write_folder
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
@@ -91,20 +91,20 @@ def rank_tensors(layout: Layout, rank: int, dtype: torch.dtype = torch.float32) 
 
 
 def test_the_hf_table_is_what_transformers_writes(folder: Path) -> None:
-    assert Checkpoint(folder).shapes() == HF.local_shapes(0)
+    assert HFFolder(folder).shapes() == HF.local_shapes(0)
 
 
 def test_a_tied_checkpoint_has_no_head(tmp_path: Path) -> None:
     save_with_transformers(tmp_path, tie=True)
     tied = Layout(table=HF_QWEN3_MOE, shape=replace(SHAPE, tie_embeddings=True))
-    assert Checkpoint(tmp_path).shapes() == tied.local_shapes(0)
+    assert HFFolder(tmp_path).shapes() == tied.local_shapes(0)
 
 
 @pytest.mark.parametrize("max_shard_size", ["4KB", "1GB"])
 def test_reading_cuts_a_ranks_tensors_out_of_the_files(tmp_path: Path, max_shard_size: str) -> None:
     save_with_transformers(tmp_path, max_shard_size=max_shard_size)
     hf, got = file_tensors(tmp_path), rank_tensors(MEGATRON, 1, torch.float64)
-    read_boxes(Checkpoint(tmp_path), HF, MEGATRON, 1, got)
+    read_boxes(HFFolder(tmp_path), HF, MEGATRON, 1, got)
     p, q = "model.layers.1.", "decoder.layers.1."
     second_group = [hf[p + f"self_attn.{x}_proj.weight"].chunk(2)[1] for x in "qkv"]
     wanted = {
@@ -180,19 +180,19 @@ def test_a_bad_checkpoint_is_named_exactly(
     save_with_transformers(tmp_path)
     spoil(tmp_path)
     with pytest.raises(error, match=message):
-        read_boxes(Checkpoint(tmp_path), HF, MEGATRON, 0, rank_tensors(MEGATRON, 0))
+        read_boxes(HFFolder(tmp_path), HF, MEGATRON, 0, rank_tensors(MEGATRON, 0))
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors\.index\.json nor model\.safetensors"):
-        Checkpoint(tmp_path)
+        HFFolder(tmp_path)
 
 
 def test_a_models_own_misfit_is_named_before_anything_is_written(folder: Path) -> None:
     tensors = rank_tensors(MEGATRON, 0)
     tensors["decoder.final_layernorm.weight"] = torch.zeros(7)
     with pytest.raises(WeightError, match=r"rank 0 do not fit(.|\n)*decoder\.final_layernorm\.weight has shape \(7,\)"):
-        read_boxes(Checkpoint(folder), HF, MEGATRON, 0, tensors)
+        read_boxes(HFFolder(folder), HF, MEGATRON, 0, tensors)
     assert all(t.isnan().all() for name, t in tensors.items() if name != "decoder.final_layernorm.weight")
 
 
