@@ -298,8 +298,8 @@ def mismatch(
     """
     from launcher.commands import mismatch as room
 
-    subject = room.subject(target, overrides or [])
-    if asyncio.run(room.diagnose(subject, num_prompts=prompts, num_completions=completions)):
+    chosen = room.target_of(target, overrides or [])
+    if asyncio.run(room.diagnose(chosen, num_prompts=prompts, num_completions=completions)):
         raise typer.Exit(1)
 
 

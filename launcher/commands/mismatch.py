@@ -47,7 +47,7 @@ _STYLES = {"guilty": "bold red", "noise": "yellow", "not guilty": "green", "not 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class Target:
     """What is looked at, and the folder that logs and mismatch.json go to."""
 
     config: RunConfig
@@ -55,22 +55,22 @@ class Subject:
     checkpoint: Path | None  # None: the model as a run starts from it
 
 
-def subject(target: str, overrides: Sequence[str]) -> Subject:
+def target_of(name: str, overrides: Sequence[str]) -> Target:
     """Of a run's folder, or of a configuration. Raises ConfigError."""
-    path = Path(target)
+    path = Path(name)
     if path.is_dir():
         config = load(str(path / "config.yaml"), overrides)
-        return Subject(config=config, folder=path / "doctor", checkpoint=latest(path / "checkpoints"))
-    config = load(target, overrides)
-    return Subject(config=config, folder=config.run.dir / f"doctor-{path.stem}", checkpoint=None)
+        return Target(config=config, folder=path / "doctor", checkpoint=latest(path / "checkpoints"))
+    config = load(name, overrides)
+    return Target(config=config, folder=config.run.dir / f"doctor-{path.stem}", checkpoint=None)
 
 
-async def diagnose(subject: Subject, *, num_prompts: int, num_completions: int) -> bool:
+async def diagnose(target: Target, *, num_prompts: int, num_completions: int) -> bool:
     """Whether a cause is guilty, or could not be decided; prints the table and writes ``mismatch.json``.
 
     Raises RLMegatronError.
     """
-    config, folder = _with_every_version_served(subject.config), subject.folder
+    config, folder = _with_every_version_served(target.config), target.folder
     if config.rollout.served and config.rollout.server.colocated:
         raise ConfigError(
             "rollout.server.colocated=true: servers forget their weights where the learner computes, and here both are "
@@ -84,15 +84,15 @@ async def diagnose(subject: Subject, *, num_prompts: int, num_completions: int) 
     progress = Progress(1, "plain", "doctor mismatch", run_folder=folder)
     with run_log(folder, role="doctor"), progress, stop_signals(progress) as stop:
         async with started(parts, progress, stop) as (roles, data, shape):
-            kept = starting_folder(config) if subject.checkpoint is None else None
+            kept = starting_folder(config) if target.checkpoint is None else None
             examination = _Examination(config=config, folder=folder, roles=roles, data=data, shape=shape, kept=kept)
-            if subject.checkpoint is not None:
-                progress.note(f"weights of {subject.checkpoint}")
-                await roles.policy.load(subject.checkpoint / "learner", files_of(subject.checkpoint / "learner"))
+            if target.checkpoint is not None:
+                progress.note(f"weights of {target.checkpoint}")
+                await roles.policy.load(target.checkpoint / "learner", files_of(target.checkpoint / "learner"))
             progress.note(f"sampling {num_prompts} x {num_completions} completions and scoring them")
             found = await examination.findings(num_prompts, num_completions)
-    _show(found, str(subject.checkpoint or f"{config.model.path or 'the tiny model'}, untrained"))
-    report = {"checkpoint": subject.checkpoint and str(subject.checkpoint), "findings": [asdict(f) for f in found]}
+    _show(found, str(target.checkpoint or f"{config.model.path or 'the tiny model'}, untrained"))
+    report = {"checkpoint": target.checkpoint and str(target.checkpoint), "findings": [asdict(f) for f in found]}
     write_atomically(folder / "mismatch.json", json.dumps(report, indent=1).encode())
     print(f"written: {folder / 'mismatch.json'}; docs/mismatch.md says how to read it")
     return any(f.verdict in ("guilty", "not checked") for f in found)
