@@ -14,7 +14,7 @@ from rl_megatron.weights.layouts.layout import Axis, Band, ParamSpec, Piece
 Bands = Callable[[ModelShape, int], tuple[Band, ...]]
 Size = Callable[[ModelShape], int]
 Others = Callable[[ModelShape], Shape]
-Layers = Callable[[ModelShape], range]
+LayerRange = Callable[[ModelShape], range]
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 LAYER, DECODER = "model.layers.{layer}.", "decoder.layers.{layer}."
@@ -71,13 +71,13 @@ def each(names: tuple[str, ...], rows: Size) -> Bands:
 
 
 def vector(
-    name: str, hf: str, size: Size, *, stage: Literal["first", "last"] | None = None, layers: Layers = every_layer
+    name: str, hf: str, size: Size, *, stage: Literal["first", "last"] | None = None, layers: LayerRange = every_layer
 ) -> ParamSpec:
     """A norm's scale or a bias, whole on every rank."""
     return ParamSpec(name=name, bands=whole(hf, size), others=_nothing, stage=stage, layers=layers)
 
 
-def cut_vector(name: str, bands: Bands, *, unit: Size = one, layers: Layers = every_layer) -> ParamSpec:
+def cut_vector(name: str, bands: Bands, *, unit: Size = one, layers: LayerRange = every_layer) -> ParamSpec:
     """A bias or a norm's scale that tp cuts as it cuts the rows in front of it."""
     return ParamSpec(name=name, bands=bands, others=_nothing, axis="tp", unit=unit, layers=layers)
 
@@ -89,7 +89,7 @@ def matrix(
     columns: Size = hidden,
     axis: Axis | None = None,
     unit: Size = one,
-    layers: Layers = every_layer,
+    layers: LayerRange = every_layer,
 ) -> ParamSpec:
     """A matrix whose rows ``axis`` cuts."""
     return ParamSpec(name=name, bands=bands, others=lambda m: (columns(m),), axis=axis, unit=unit, layers=layers)
@@ -102,7 +102,7 @@ def row_cut(
     *,
     axis: Axis | None = None,
     unit: Size = one,
-    layers: Layers = every_layer,
+    layers: LayerRange = every_layer,
 ) -> ParamSpec:
     """A matrix whose rows are the hidden size and whose columns ``axis`` cuts."""
     return ParamSpec(
