@@ -73,7 +73,7 @@ class Worker(RankModels):
         from rl_megatron.weights.checks.sources import add_up, sources_of
         from rl_megatron.weights.formats.served import FORMATS
         from rl_megatron.weights.plans.plan import plan
-        from rl_megatron.weights.transports.commit import Replica
+        from rl_megatron.weights.transports.commit import Staging
         from rl_megatron.weights.transports.connect import Ends, connect
 
         holders = 1 if config.rollout.served else self._layout.dims.world_size
@@ -95,7 +95,7 @@ class Worker(RankModels):
             folder=folder,
             timeout_seconds=config.learner.timeout_seconds,
         )
-        self._replica = Replica(connect(ends), self._holder)
+        self._staging = Staging(connect(ends), self._holder)
 
     @property
     def _held(self) -> dict[str, Tensor]:
@@ -115,13 +115,13 @@ class Worker(RankModels):
         Corrupted weights are an answer, not an end: they can be moved again.
         """
         try:
-            return self._replica.stage(version)
+            return self._staging.stage(version)
         except CorruptionError as error:
             return error
 
     def commit(self, version: int) -> None:
         """Serve the weights that were staged."""
-        self._replica.commit(version)
+        self._staging.commit(version)
 
     def sums(self) -> Report:
         """Checksums of what this rank answers for of the weights in the mirror."""
@@ -177,5 +177,5 @@ class Worker(RankModels):
 
     def close(self) -> None:
         """Leave the process groups, after every rank arrived."""
-        self._replica.close()
+        self._staging.close()
         super().close()

@@ -21,7 +21,7 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import plan
-from rl_megatron.weights.transports.commit import Replica
+from rl_megatron.weights.transports.commit import Staging
 from rl_megatron.weights.transports.delta import DeltaTransport
 from rl_megatron.weights.transports.ends import Message
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
@@ -108,7 +108,7 @@ class Process:
     """One rank. Learners come first; every call is made on all ranks together."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.engine, self.transport, self.replica = rank, Engine(), None, None
+        self.rank, self.engine, self.transport, self.staging = rank, Engine(), None, None
         self.src: dict[str, Tensor] = {}
         self.dst: dict[str, Tensor] = {}
 
@@ -135,7 +135,7 @@ class Process:
             make = {"gloo": CountingTransport, "delta": DeltaTransport}[kind]
             self.transport = make(moves, **ends, bucket_bytes=BUCKET_BYTES)
         self.planned = 4 * sum(moves.traffic().values())
-        self.replica = Replica(self.transport, self.engine if self.rank >= LEARNERS else None)
+        self.staging = Staging(self.transport, self.engine if self.rank >= LEARNERS else None)
         self._unpack, self._pack = self.transport.ends.unpack, self.transport.ends.pack
 
     def leave(self) -> None:
@@ -151,7 +151,7 @@ class Process:
     def stage(self, version: int) -> tuple[str, str]:
         Wire.num_bytes = 0
         try:
-            self.update = self.replica.stage(version)
+            self.update = self.staging.stage(version)
         except SyncError as error:
             if not isinstance(error, CorruptionError):
                 self.leave()  # others may wait for this process
@@ -159,7 +159,7 @@ class Process:
         return "staged", ""
 
     def commit(self, version: int) -> None:
-        self.replica.commit(version)
+        self.staging.commit(version)
 
     def serves(self) -> int | None:
         return self.engine.version

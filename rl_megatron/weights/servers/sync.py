@@ -22,7 +22,7 @@ from rl_megatron.weights.servers.trust import Trust, Verified
 logger = logging.getLogger(__name__)
 
 
-class Replicas(Protocol):
+class Committers(Protocol):
     """The engine servers, as those who serve one version or none."""
 
     def stale(self, name: str) -> bool:
@@ -53,7 +53,7 @@ class ServedWeights(WeightSync):
     ``learner`` writes exports.
     """
 
-    def __init__(self, *, learner: WeightSync, delivery: Delivery, trust: Trust, servers: Replicas) -> None:
+    def __init__(self, *, learner: WeightSync, delivery: Delivery, trust: Trust, servers: Committers) -> None:
         self._learner, self._delivery, self._trust, self._servers = learner, delivery, trust, servers
         self._lock = asyncio.Lock()  # the mirror file holds one version
         self._served: _Served | None = None

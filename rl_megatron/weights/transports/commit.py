@@ -40,8 +40,8 @@ class Servable(Protocol):
         ...
 
 
-class Replica:
-    """One process's engine behind a transport. A process that only sends has no engine."""
+class Staging:
+    """The staging of one process's engine behind a transport. A process that only sends has no engine."""
 
     def __init__(self, transport: Transport, engine: Servable | None) -> None:
         self._transport, self._engine = transport, engine

@@ -11,7 +11,7 @@ from rl_megatron.types import ParallelDims, WeightUpdate
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import plan
-from rl_megatron.weights.transports.commit import Replica
+from rl_megatron.weights.transports.commit import Staging
 from rl_megatron.weights.transports.memory import MemoryTransport
 from tests.distributed.test_transport import SHAPE, hf_tensors, megatron_tensors, push_plan
 
@@ -27,28 +27,28 @@ class Engine:
         self.version = version
 
 
-def one_process() -> tuple[Replica, Engine]:
+def one_process() -> tuple[Staging, Engine]:
     moves = plan(Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE), Layout(table=HF_QWEN3_MOE, shape=SHAPE))
     src = megatron_tensors(hf_tensors(0), ParallelDims(), 0)
     transport, engine = MemoryTransport(moves, src=src, dst=hf_tensors(1)), Engine()
-    return Replica(transport, engine), engine
+    return Staging(transport, engine), engine
 
 
 def test_a_version_is_served_from_its_commit_and_nothing_while_it_is_staged() -> None:
-    replica, engine = one_process()
-    replica.stage(8)
+    staging, engine = one_process()
+    staging.stage(8)
     assert engine.version is None
-    replica.commit(8)
+    staging.commit(8)
     assert engine.version == 8
 
 
 def test_what_was_not_staged_is_not_committed() -> None:
-    replica, _ = one_process()
+    staging, _ = one_process()
     with pytest.raises(SyncError, match="version 8 was to be committed, but what is staged here is nothing"):
-        replica.commit(8)
-    replica.stage(9)
+        staging.commit(8)
+    staging.stage(9)
     with pytest.raises(SyncError, match="is version 9"):
-        replica.commit(8)
+        staging.commit(8)
 
 
 class Torn:
@@ -68,16 +68,16 @@ class Torn:
 
 def test_a_failed_version_takes_the_staged_one_with_it_and_serves_nothing() -> None:
     engine = Engine()
-    replica = Replica(Torn(), engine)
-    replica.stage(8)
+    staging = Staging(Torn(), engine)
+    staging.stage(8)
     with pytest.raises(CorruptionError):
-        replica.stage(9)
+        staging.stage(9)
     for version in (8, 9):
         with pytest.raises(SyncError, match="is nothing"):
-            replica.commit(version)
+            staging.commit(version)
     assert engine.version is None
-    replica.stage(9)
-    replica.commit(9)
+    staging.stage(9)
+    staging.commit(9)
     assert engine.version == 9
 
 
