@@ -12,7 +12,7 @@ from pathlib import Path
 from launcher.build.data import Data, load
 from launcher.build.model import starting_folder
 from launcher.hosts.local import LocalLauncher
-from launcher.hosts.sites import places
+from launcher.hosts.sites import sites_of
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.launcher import SlurmLauncher
 from launcher.processes.own_thread import OwnThread
@@ -92,7 +92,7 @@ def _launcher(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -
     if parts.allocation is not None:
         launcher = SlurmLauncher(model_folder, parts.folder, parts.allocation, stop.ask)
     if parts.config.rollout.served:
-        found, host = places(parts.config, parts.allocation), parts.allocation.address() if parts.allocation else HERE
+        found, host = sites_of(parts.config, parts.allocation), parts.allocation.address() if parts.allocation else HERE
         launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, host)
     return launcher
 
@@ -106,6 +106,6 @@ def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> 
     cluster = RayCluster(parts.config, parts.allocation, parts.folder)
     launcher: Launcher = RayLauncher(cluster, model_folder, parts.folder, stop.ask)
     if parts.config.rollout.served:
-        found = places(parts.config, parts.allocation, cluster.start_guard)
+        found = sites_of(parts.config, parts.allocation, cluster.start_guard)
         launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, cluster.host)
     return InCluster(cluster=cluster, inner=launcher)

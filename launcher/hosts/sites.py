@@ -9,39 +9,39 @@ from dataclasses import replace
 from functools import partial
 
 from launcher.hosts.slurm.allocation import Allocation
-from launcher.servers.site import HERE, Place, StartAt
+from launcher.servers.site import HERE, Site, StartAt
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import EngineError
 from rl_megatron.placement.seats import Seat, seats_here, seats_of
 
 
-def places(config: RunConfig, allocation: Allocation | None, start_at: StartAt | None = None) -> list[Place]:
-    """A place for each server that is started, by this process and srun if not by ``start_at``.
+def sites_of(config: RunConfig, allocation: Allocation | None, start_at: StartAt | None = None) -> list[Site]:
+    """A site for each server that is started, by this process and srun if not by ``start_at``.
 
     Raises ConfigError where they do not fit.
     """
     if allocation is None:
         names = visible_gpus() if config.learner.device != "cpu" else []
-        here = [Place(environment=_environment(seat, names)) for seat in seats_here(config, len(names))]
+        here = [Site(environment=_environment(seat, names)) for seat in seats_here(config, len(names))]
         return here if start_at is None else [replace(p, start=partial(start_at, i)) for i, p in enumerate(here)]
     seats = seats_of(config, allocation.nodes, allocation.engine_nodes)
     each = -(-len(seats) // len(allocation.engine_nodes or allocation.nodes))
     if start_at is None:
-        found = [_place(seat, config, allocation, each) for seat in seats]
+        found = [_site(seat, config, allocation, each) for seat in seats]
     else:
         found = [
-            Place(host=_host(seat, allocation), environment=_environment(seat), start=partial(start_at, number))
+            Site(host=_host(seat, allocation), environment=_environment(seat), start=partial(start_at, number))
             for number, seat in enumerate(seats)
         ]
-    return [replace(place, number=number, count=len(found)) for number, place in enumerate(found)]
+    return [replace(site, number=number, count=len(found)) for number, site in enumerate(found)]
 
 
-def _place(seat: Seat, config: RunConfig, allocation: Allocation, each: int) -> Place:
+def _site(seat: Seat, config: RunConfig, allocation: Allocation, each: int) -> Site:
     host, environment = _host(seat, allocation), _environment(seat)
     if host == HERE:
-        return Place(environment=environment)
+        return Site(environment=environment)
     inside = ["env", *(f"{name}={value}" for name, value in environment.items())]  # srun sets it, so behind srun
-    return Place(host=host, before=(*allocation.server_command([seat.node], _cpus(config, allocation, each)), *inside))
+    return Site(host=host, before=(*allocation.server_command([seat.node], _cpus(config, allocation, each)), *inside))
 
 
 def visible_gpus() -> list[str]:

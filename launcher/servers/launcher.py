@@ -15,7 +15,7 @@ from launcher.runs.folder import mirror_path
 from launcher.servers.colocated import colocated
 from launcher.servers.engines import adapter_of, longest_sequence
 from launcher.servers.pool import ServedEngines
-from launcher.servers.site import HERE, Place
+from launcher.servers.site import HERE, Site
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Launcher, Roles, WeightSync, unheard
 from rl_megatron.models.shape import ModelShape
@@ -47,12 +47,12 @@ class ServedLauncher(Launcher):
         model_folder: Path,
         run_folder: Path,
         shape: ModelShape,
-        places: Sequence[Place] | None = None,
+        sites: Sequence[Site] | None = None,
         host: str = HERE,
     ) -> None:
-        """``host``: this machine's address, as servers at all ``places`` reach it."""
+        """``host``: this machine's address, as servers at all ``sites`` reach it."""
         self._inner, self._model_folder, self._run_folder, self._shape = inner, model_folder, run_folder, shape
-        self._places, self._host = places, host
+        self._sites, self._host = sites, host
 
     @override
     @contextlib.asynccontextmanager
@@ -63,7 +63,7 @@ class ServedLauncher(Launcher):
         adapter = adapter_of(config.rollout.engine, self._shape)
         path = mirror_path(config, self._run_folder)
         async with contextlib.AsyncExitStack() as stack:
-            servers = ServedEngines(config, adapter, self._model_folder, self._run_folder, self._shape, self._places)
+            servers = ServedEngines(config, adapter, self._model_folder, self._run_folder, self._shape, self._sites)
             starting = asyncio.create_task(stack.enter_async_context(servers.running(path)))
             try:
                 roles = await stack.enter_async_context(self._inner.start(config, tell))

@@ -20,7 +20,7 @@ from launcher.processes.guards import Order
 from launcher.processes.scratch import scratch
 from launcher.servers.engines import longest_sequence
 from launcher.servers.interpreter import check_interpreter, python_path
-from launcher.servers.site import Place, elsewhere
+from launcher.servers.site import Site, elsewhere
 from launcher.servers.supervisor import Attached, Standing, Started, Supervisor
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
@@ -43,7 +43,7 @@ _LOOK_SECONDS = 0.25
 
 
 class ServedEngines:
-    """The servers of one run, at ``places`` or here. ``refit`` gives one that came back what is served."""
+    """The servers of one run, at ``sites`` or here. ``refit`` gives one that came back what is served."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class ServedEngines:
         model_folder: Path,
         run_folder: Path,
         shape: ModelShape,
-        places: Sequence[Place] | None = None,
+        sites: Sequence[Site] | None = None,
     ) -> None:
         self._config, self._section, self._adapter = config, config.rollout.server, adapter
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
         self._max_length = longest_sequence(config, shape)
         self._kind, self._shapes = FORMATS[self._section.quantization], hf_layout(shape).local_shapes(0)
         stored(self._shapes, DType(config.learner.dtype), self._kind)  # refuses first what has no such format
-        self._places = places or [Place()] * self._section.replicas
+        self._sites = sites or [Site()] * self._section.replicas
         self.refit: Callable[[str], Awaitable[None]] | None = None  # nothing is served before there is one
 
     @contextlib.asynccontextmanager
@@ -69,7 +69,7 @@ class ServedEngines:
         So is ``mirror``'s folder.
         """
         async with contextlib.AsyncExitStack() as stack:
-            shared = self._run_folder.resolve() if elsewhere(self._places) else None  # else this machine's own
+            shared = self._run_folder.resolve() if elsewhere(self._sites) else None  # else this machine's own
             packages = stack.enter_context(scratch(mirror.parent, within=shared))
             running = await stack.enter_async_context(contextlib.AsyncExitStack())  # servers, also later ones
             if self._section.addresses:
@@ -166,15 +166,15 @@ class ServedEngines:
         return started
 
     async def _start_one(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
-        section, place, token = self._section, self._places[number], secrets.token_hex(24)
+        section, site, token = self._section, self._sites[number], secrets.token_hex(24)
         own = {"PYTHONPATH": python_path(packages), engine_token.VARIABLE: token}
-        port = stack.enter_context(place.ports())
+        port = stack.enter_context(site.ports())
         command = self._adapter.command(
             StartOptions(
                 python=self._python,
                 model_folder=packages / "model",
                 bare_folder=packages / "bare",
-                host=place.host,
+                host=site.host,
                 port=port,
                 device=self._config.learner.device,
                 dtype=self._config.learner.dtype,
@@ -189,17 +189,17 @@ class ServedEngines:
             )
         )
         log = self._run_folder.resolve() / f"{self._adapter.name.lower()}_{number}.log"
-        guard = await place.start(
+        guard = await site.start(
             Order(
-                before=place.before,
-                host=place.host,
+                before=site.before,
+                host=site.host,
                 command=command.arguments,
-                environment={**os.environ, **own, **place.environment, **command.environment},
+                environment={**os.environ, **own, **site.environment, **command.environment},
                 folder=Path.cwd(),
                 log=log,
             )
         )
-        started = Started(guard=guard, server=self._server(f"http://{place.host}:{port}", token), log=log)
+        started = Started(guard=guard, server=self._server(f"http://{site.host}:{port}", token), log=log)
         stack.push_async_callback(started.end)
         return started
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from launcher.processes.guards import Guard, Order, start_guard
 from launcher.processes.ports import any_port, held_ports
 
-StartAt = Callable[[int, Order], Awaitable[Guard]]  # a server by its number, where somebody else has its place
+StartAt = Callable[[int, Order], Awaitable[Guard]]  # a server by its number, where somebody else has its site
 
 
 HERE = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Site:
     """Where one server runs, and who starts it there; ``before`` stands before its guard's command."""
 
     host: str = HERE
@@ -41,6 +41,6 @@ class Place:
             yield port
 
 
-def elsewhere(found: Sequence[Place]) -> bool:
+def elsewhere(found: Sequence[Site]) -> bool:
     """Whether any server is on another node, where it does not see this one's memory."""
-    return any(place.away for place in found)
+    return any(site.away for site in found)

@@ -27,7 +27,7 @@ _CHECKS = 3  # a check that a suspended job slept through is one of them
 
 
 class Standing(Protocol):
-    """What stands at a replica's place."""
+    """What stands at a replica's site."""
 
     server: Server
     fatal: tuple[type[Exception], ...]  # what a request can meet that shows that it cannot serve on
@@ -81,7 +81,7 @@ class Attached(Standing):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervisor:
-    """Keeps the replicas of ``engine``. ``bring_back`` gives what stands at a place after a death, ready and checked.
+    """Keeps the replicas of ``engine``. ``bring_back`` gives what stands at a site after a death, ready and checked.
 
     ``refit`` has a stale server at a URL hold what is served. It raises SyncError, ``bring_back`` EngineError or
     ConfigError.

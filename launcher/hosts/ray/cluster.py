@@ -246,7 +246,7 @@ class RayCluster:
                 await self.own(ray.shutdown)
 
     async def start_guard(self, number: int, order: Order) -> Guard:
-        """Start a server's guard at its place. Raises EngineError after ``rollout.server.start_seconds``."""
+        """Start a server's guard at its site. Raises EngineError after ``rollout.server.start_seconds``."""
         limit = self._config.rollout.server.start_seconds
         actor = await self.own(_server_actor, self._places[number], number)
         try:

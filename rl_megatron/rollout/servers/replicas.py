@@ -67,7 +67,7 @@ class ReplicaDied(AttemptFailed):
 
 
 class Replica:
-    """One place and the server that stands there, another after a restart."""
+    """One site and the server that stands there, another after a restart."""
 
     def __init__(self, number: int, server: Server, changed: Callable[[], None]) -> None:
         self.number, self.server, self._changed = number, server, changed

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.hosts.sites import places
+from launcher.hosts.sites import sites_of
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.processes.guards import Guard, Order, start_guard
 from launcher.runs.folder import mirror_path
-from launcher.servers.site import Place, elsewhere
+from launcher.servers.site import Site, elsewhere
 from rl_megatron.config.io import load
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
@@ -55,8 +55,8 @@ def test_outside_a_job_servers_are_here(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     config = config_of("rollout.server.replicas=2", "run.launcher=local")
     assert Allocation.this(tmp_path, config.slurm) is None
-    found = places(config, None)
-    assert found == [Place(), Place()]
+    found = sites_of(config, None)
+    assert found == [Site(), Site()]
     assert not elsewhere(found)
     assert mirror_path(config, tmp_path).parent.parent == Path("/dev/shm")
 
@@ -78,26 +78,26 @@ def test_servers_on_this_machine_get_gpus_of_their_own(
     """Or share those of the ranks, where the configuration says how."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = config_of("run.launcher=local", "learner.device=cuda", "learner.ep=1", *keys)
-    assert [place.environment for place in places(config, None)] == [{"CUDA_VISIBLE_DEVICES": s} for s in seen]
+    assert [site.environment for site in sites_of(config, None)] == [{"CUDA_VISIBLE_DEVICES": s} for s in seen]
 
 
 def test_too_few_gpus_of_this_machine_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     config = config_of("run.launcher=local", "learner.device=cuda", "learner.ep=1", "rollout.server.tp=2")
     with pytest.raises(ConfigError, match=r"replicas=1 of rollout\.server\.tp=2 want 3 GPUs, and this machine has 2"):
-        places(config, None)
+        sites_of(config, None)
 
 
 def test_like_nodes_are_cut_by_role(run: Path) -> None:
     config = config_of("slurm.nodes=2", "slurm.engines.nodes=1", "rollout.server.replicas=2", "slurm.cpus_per_task=6")
     allocation = allocation_of(config, run)
     assert (allocation.nodes, allocation.engine_nodes, allocation.heterogeneous) == (("a1", "a2"), ("b1",), False)
-    found = places(config, allocation)
-    assert [place.host for place in found] == ["10.0.0.3"] * 2
-    assert all("--nodelist=b1" in place.before for place in found)
-    assert all("--cpus-per-task=3" in place.before for place in found)
+    found = sites_of(config, allocation)
+    assert [site.host for site in found] == ["10.0.0.3"] * 2
+    assert all("--nodelist=b1" in site.before for site in found)
+    assert all("--cpus-per-task=3" in site.before for site in found)
     with contextlib.ExitStack() as stack:
-        assert len({stack.enter_context(place.ports()) for place in found * 50}) > 90
+        assert len({stack.enter_context(site.ports()) for site in found * 50}) > 90
     assert mirror_path(config, run).parent.parent == run
     given = config_of("slurm.nodes=2", "slurm.engines.nodes=1", "weights.folder=/fast")
     assert mirror_path(given, run).parent.parent == Path("/fast")
@@ -128,13 +128,13 @@ def test_roles_with_ranks_of_their_own_have_the_nodes_between(run: Path, monkeyp
 
 def test_servers_that_share_the_learners_nodes_are_spread_over_them(run: Path) -> None:
     config = config_of(*GPUS, "learner.dp=6", "slurm.nodes=3", "rollout.server.replicas=6")
-    found = places(config, allocation_of(config, run))
-    assert [place.host for place in found] == ["127.0.0.1"] * 2 + ["10.0.0.2"] * 2 + ["10.0.0.3"] * 2
-    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in found[:2]] == ["0,1", "2,3"]
-    assert [place.before[-2:] for place in found[2:]] == [
+    found = sites_of(config, allocation_of(config, run))
+    assert [site.host for site in found] == ["127.0.0.1"] * 2 + ["10.0.0.2"] * 2 + ["10.0.0.3"] * 2
+    assert [site.environment["CUDA_VISIBLE_DEVICES"] for site in found[:2]] == ["0,1", "2,3"]
+    assert [site.before[-2:] for site in found[2:]] == [
         ("env", f"CUDA_VISIBLE_DEVICES={g}") for g in ("0,1", "2,3")
     ] * 2
-    assert [bool(place.before) for place in found] == [False] * 2 + [True] * 4
+    assert [bool(site.before) for site in found] == [False] * 2 + [True] * 4
 
 
 def test_a_component_of_its_own_is_reached_by_its_group(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,9 +145,9 @@ def test_a_component_of_its_own_is_reached_by_its_group(run: Path, monkeypatch: 
     config = config_of("slurm.nodes=2", *keys)
     allocation = allocation_of(config, run)
     assert (allocation.nodes, allocation.engine_nodes, allocation.heterogeneous) == (("a1", "a2"), ("a1",), True)
-    (place,) = places(config, allocation)
-    assert place.host == "10.0.0.1"
-    assert {"--het-group=1", "--nodelist=a1", "--cpus-per-task=9", "--overlap"} <= set(place.before)
+    (site,) = sites_of(config, allocation)
+    assert site.host == "10.0.0.1"
+    assert {"--het-group=1", "--nodelist=a1", "--cpus-per-task=9", "--overlap"} <= set(site.before)
 
 
 def test_who_has_places_on_all_nodes_starts_servers_there_by_number(run: Path) -> None:
@@ -159,23 +159,23 @@ def test_who_has_places_on_all_nodes_starts_servers_there_by_number(run: Path) -
         return await start_guard(order)
 
     config = config_of(*GPUS, "learner.dp=4", "slurm.nodes=2", "rollout.server.replicas=2")
-    found = places(config, allocation_of(config, run), start_at)
-    assert [place.host for place in found] == ["127.0.0.1", "10.0.0.2"]
-    assert [place.environment for place in found] == [{"CUDA_VISIBLE_DEVICES": "0,1"}] * 2
-    assert [place.before for place in found] == [(), ()]
-    (here,) = places(config_of("run.launcher=ray"), None, start_at)
+    found = sites_of(config, allocation_of(config, run), start_at)
+    assert [site.host for site in found] == ["127.0.0.1", "10.0.0.2"]
+    assert [site.environment for site in found] == [{"CUDA_VISIBLE_DEVICES": "0,1"}] * 2
+    assert [site.before for site in found] == [(), ()]
+    (here,) = sites_of(config_of("run.launcher=ray"), None, start_at)
     assert not here.away
     said = ["sh", "-c", "pwd; echo $GLOO_SOCKET_IFNAME; exit 7"]
     order = Order(host="127.0.0.1", command=said, environment={}, folder=run.parent, log=run.parent / "log")
-    for place in (*found, here):
-        guard = asyncio.run(_end_of(place, order))
+    for site in (*found, here):
+        guard = asyncio.run(_end_of(site, order))
         assert guard == "ended with status 7"
     assert started == [(0, order), (1, order), (0, order)]
     assert order.log.read_text() == f"{run.parent}\nlo\n" * 3
 
 
-async def _end_of(place: Place, order: Order) -> str:
-    return await (await place.start(order)).wait()
+async def _end_of(site: Site, order: Order) -> str:
+    return await (await site.start(order)).wait()
 
 
 def test_a_node_without_an_address_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,4 +185,4 @@ def test_a_node_without_an_address_is_named(run: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("socket.gethostbyname", unknown)
     config = config_of("slurm.nodes=2", "slurm.engines.nodes=1")
     with pytest.raises(EngineError, match="node b1 of job 7 has no address here: Name or service not known"):
-        places(config, allocation_of(config, run))
+        sites_of(config, allocation_of(config, run))
