@@ -36,7 +36,7 @@ from rl_megatron.types import (
 )
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes
-from rl_megatron.weights.transports.joined import Place
+from rl_megatron.weights.transports.joined import Rendezvous
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -220,9 +220,9 @@ class WeightGroup(WeightSync):
         reports: list[Report] = await self._group.each("sums")
         return reports
 
-    async def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
-        """Every rank joins the engine ranks that meet at ``place`` and hold ``ranks``. Raises SyncError."""
-        for answer in await self._group.each("join_engines", place, ranks):
+    async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
+        """Every rank joins the engine ranks that meet at ``rendezvous`` and hold ``ranks``. Raises SyncError."""
+        for answer in await self._group.each("join_engines", rendezvous, ranks):
             if answer is not None:
                 raise answer
 

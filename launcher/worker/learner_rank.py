@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rl_megatron.weights.layouts.recorded import Boxes
     from rl_megatron.weights.servers.mirror import Mirror
     from rl_megatron.weights.transports.engine_ends import Sender
-    from rl_megatron.weights.transports.joined import Place
+    from rl_megatron.weights.transports.joined import Rendezvous
 
 
 class Worker(RankModels):
@@ -133,7 +133,7 @@ class Worker(RankModels):
             return sent_checksums(self._sources, self._learners["policy"].tensors, lambda _: self._dtype)
         return self._holder.sums() if isinstance(self._holder, Mirror) else Report(rows=(), seconds=0.0)
 
-    def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> SyncError | None:
+    def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> SyncError | None:
         """Plan the way from every learner rank straight into engine ranks, which hold ``ranks``; collective with them.
 
         Where they do not come, that is an answer, not an end. Raises WeightError where no plan leads there.
@@ -149,7 +149,7 @@ class Worker(RankModels):
             self._sender.close()
         tensors = dict(self._learners["policy"].tensors)
         try:
-            self._sender = Sender(place, self._rank, moves, tensors, self._sources)
+            self._sender = Sender(rendezvous, self._rank, moves, tensors, self._sources)
         except SyncError as error:
             self._sender = None
             return error

@@ -30,7 +30,7 @@ from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QW
 from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.transports import engine_ends
 from rl_megatron.weights.transports.engine_ends import Receiver, Sender
-from rl_megatron.weights.transports.joined import JOINING, Keeper, Member, Place
+from rl_megatron.weights.transports.joined import JOINING, Keeper, Member, Rendezvous
 from tests.distributed import test_transport as base
 from tests.distributed.ranks import run_ranks
 
@@ -106,9 +106,9 @@ def recorded() -> EngineLayout:
 
 def test_a_recorded_layout_costs_what_its_table_costs() -> None:
     """The rows of `ENGINE_QWEN3_MOE` say the same of engines of this kind, but for padding."""
-    place = {rank: DIMS.world_size + rank for rank in range(TP)}
+    placement = {rank: DIMS.world_size + rank for rank in range(TP)}
     table = Layout(table=ENGINE_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(tp=TP, etp=TP), vocab_multiple=4)
-    mine, theirs = plan(LEARNER, recorded(), placement=place), plan(LEARNER, table, placement=place)
+    mine, theirs = plan(LEARNER, recorded(), placement=placement), plan(LEARNER, table, placement=placement)
     received = [sum(n for (_, to), n in moves.traffic().items() if to == 2) for moves in (mine, theirs)]
     assert sum(mine.traffic().values()) == sum(theirs.traffic().values())
     assert received[0] == received[1]
@@ -139,7 +139,7 @@ def test_what_no_rank_takes_is_named() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    place: Place
+    rendezvous: Rendezvous
     folder: Path
     port: int
     device: str
@@ -165,7 +165,7 @@ def process(rank: int, job: Job) -> None:
 def learner(rank: int, job: Job) -> list[Any]:
     src = {n: torch.zeros_like(t, device=job.device) for n, t in cut(VERSIONS[0], rank).items()}
     moves = plan(LEARNER, recorded(), placement={0: 2, 1: 3})
-    sender = Sender(job.place, rank, moves, src, sources_of(LEARNER, HF)[rank])
+    sender = Sender(job.rendezvous, rank, moves, src, sources_of(LEARNER, HF)[rank])
     out = []
     for version in VERSIONS:
         for name, tensor in cut(version, rank).items():
@@ -187,7 +187,7 @@ def engine(rank: int, job: Job) -> list[Any]:
     mine = Engine(rank)
     mine.params = {name: param.to(job.device) for name, param in mine.params.items()}
     held = mine.record()
-    receiver = Receiver(job.place, 2 + rank, held, mine.params)
+    receiver = Receiver(job.rendezvous, 2 + rank, held, mine.params)
     out = []
     for version in VERSIONS:
         expected, beside, told = Engine(rank), Beside(), []
@@ -222,9 +222,9 @@ def engine(rank: int, job: Job) -> list[Any]:
 def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path, transport: str, device: str) -> None:
     """Bit for bit what its own loader makes of the checkpoint; checksums of both sides agree. 8 seconds."""
     keeper = Keeper("127.0.0.1", 2 * HEARD)
-    place = keeper.place(4, transport=transport, backend="gloo")
+    rendezvous = keeper.rendezvous(4, transport=transport, backend="gloo")
     with held_ports("127.0.0.1") as port:
-        run_ranks(process, 4, Job(place=place, folder=tmp_path, port=port, device=device))
+        run_ranks(process, 4, Job(rendezvous=rendezvous, folder=tmp_path, port=port, device=device))
     said = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
     traffic = plan(LEARNER, recorded(), placement={0: 2, 1: 3}).traffic()
     for i, _ in enumerate(VERSIONS):
@@ -246,19 +246,19 @@ def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path, transpo
 
 def test_a_rank_that_waits_for_another_is_cancelled_and_the_keeper_knows_who_is_absent() -> None:
     keeper = Keeper("127.0.0.1", 60.0)
-    place = keeper.place(1, transport="process_group", backend="gloo")
-    member = Member(place, 0)
-    member.place = replace(place, size=2, seconds=0.2)
+    rendezvous = keeper.rendezvous(1, transport="process_group", backend="gloo")
+    member = Member(rendezvous, 0)
+    member.rendezvous = replace(rendezvous, size=2, seconds=0.2)
     with pytest.raises(SyncError, match=r"rank 0 waited 0\.2 s for ranks \[1\]"):
         member.meet("version 1")
-    member.place = replace(place, size=2)
-    cancel = partial(keeper.cancel, place, "version 2", "http://engine: status 400")
+    member.rendezvous = replace(rendezvous, size=2)
+    cancel = partial(keeper.cancel, rendezvous, "version 2", "http://engine: status 400")
     threading.Timer(0.2, cancel).start()
     with pytest.raises(SyncError, match="version 2 was cancelled: http://engine: status 400"):
         member.meet("version 2")
-    assert keeper.absent(member.place, "version 2") == [1]
+    assert keeper.absent(member.rendezvous, "version 2") == [1]
     member.close()
-    place = keeper.place(2, transport="process_group", backend="gloo")
-    keeper.cancel(place, JOINING, "a server died")
+    rendezvous = keeper.rendezvous(2, transport="process_group", backend="gloo")
+    keeper.cancel(rendezvous, JOINING, "a server died")
     with pytest.raises(SyncError, match="joining the group was cancelled: a server died"):
-        Member(place, 0)
+        Member(rendezvous, 0)

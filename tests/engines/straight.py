@@ -19,7 +19,7 @@ from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout
 from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.servers.direct import DirectDelivery
 from rl_megatron.weights.transports.engine_ends import Sender
-from rl_megatron.weights.transports.joined import Keeper, Place
+from rl_megatron.weights.transports.joined import Keeper, Rendezvous
 from tests.engines.benches import Change, ServedBench, weights_of
 
 
@@ -35,13 +35,13 @@ class FolderSender:
         self.before_joining: Callable[[], None] = lambda: None
         self.flipped = ""  # a tensor that arrives otherwise than it was sent
 
-    async def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
+    async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
         layout = recorded_layout(self.hf, ranks)
         moves = plan(self.hf, layout, placement={rank: 1 + rank for rank in range(len(ranks))})
         self.least_bytes = 4 * sum(moves.traffic().values())
         sources = sources_of(self.hf, self.hf)[0]
         self.before_joining()
-        self._sender = await asyncio.to_thread(Sender, place, 0, moves, self.tensors, sources)
+        self._sender = await asyncio.to_thread(Sender, rendezvous, 0, moves, self.tensors, sources)
 
     async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:
         self.before()

@@ -103,8 +103,8 @@ class Holding(Protocol):
         """The box of each tensor of the mirror file that each rank of the server holds."""
         ...
 
-    async def join(self, server: Server, path: Path, place: Mapping[str, object], first: int) -> None:
-        """Make the server's ranks ``first`` and those behind it of the group that meets at ``place``."""
+    async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
+        """Make the server's ranks ``first`` and those behind it of the group that meets at ``rendezvous``."""
         ...
 
     async def relabel(self, server: Server, version: int) -> None:

@@ -193,11 +193,11 @@ class ServedEngine:
         present = {replica: replica.server for replica in await self.replicas.some(self.replicas.present)}
         return await self._on_each(present, "recording layouts", lambda r: self.adapter.boxes(r.server, path))
 
-    async def join(self, path: Path, place: Mapping[str, object], first: Mapping[str, int]) -> None:
+    async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
         """Make the ranks of these replicas members of a group, each from its ``first`` on, by URL. Raises SyncError."""
         wanted = {r: r.server for r in self.replicas.present() if r.server.url in first}
         await self._on_each(
-            wanted, "joining a group", lambda r: self.adapter.join(r.server, path, place, first[r.server.url])
+            wanted, "joining a group", lambda r: self.adapter.join(r.server, path, rendezvous, first[r.server.url])
         )
 
     async def load(

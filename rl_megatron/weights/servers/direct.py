@@ -20,7 +20,7 @@ from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.servers.delivery import Deliver, Delivered, Delivery
 from rl_megatron.weights.servers.file import FileDelivery
-from rl_megatron.weights.transports.joined import JOINING, Keeper, Place
+from rl_megatron.weights.transports.joined import JOINING, Keeper, Rendezvous
 
 _LOOK_SECONDS = 0.05
 _GRACE_SECONDS = 2.0
@@ -30,7 +30,7 @@ _GRACE_SECONDS = 2.0
 class LearnerRanks(Protocol):
     """The learner's ranks, which send their shards."""
 
-    async def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
+    async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
         """Meet engine ranks that hold ``ranks``, behind the learner's own in number. Collective with them."""
         ...
 
@@ -54,8 +54,8 @@ class Receivers(Protocol):
         """What each rank of each holds of the mirror file's tensors."""
         ...
 
-    async def join(self, path: Path, place: Mapping[str, object], first: Mapping[str, int]) -> None:
-        """Make the ranks of each members of the group at ``place``, numbered from its ``first`` on."""
+    async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
+        """Make the ranks of each members of the group at ``rendezvous``, numbered from its ``first`` on."""
         ...
 
     async def load(
@@ -72,7 +72,7 @@ class DirectDelivery(Delivery):
     """From learner ranks into engine ranks. All meet again where a server is new, or a version failed.
 
     The mirror file names the tensors; ``file`` fills it for an export and for a server that comes back.
-    ``transport``, ``backend`` and ``turns`` are of the `Place` where ranks meet.
+    ``transport``, ``backend`` and ``turns`` are of the `Rendezvous` where ranks meet.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class DirectDelivery(Delivery):
     ) -> None:
         self._file, self._learner, self._servers, self._keeper = file, learner, servers, keeper
         self._learner_ranks = learner_ranks
-        self._new_place = partial(keeper.place, transport=transport, backend=backend, turns=turns)
-        self._place: Place | None = None
+        self._new_rendezvous = partial(keeper.rendezvous, transport=transport, backend=backend, turns=turns)
+        self._rendezvous: Rendezvous | None = None
         self._met: frozenset[str] = frozenset()
 
     @override
@@ -102,8 +102,8 @@ class DirectDelivery(Delivery):
     async def _deliver(self, version: int, *, private: Kinds, meanwhile: Callable[[], None]) -> Delivered:
         names = self._servers.names()
         same = self._met == frozenset(names) and not any(map(self._servers.stale, names))
-        place, self._place = self._place if same else None, None  # until this version has arrived
-        place = place or await self._meet()
+        rendezvous, self._rendezvous = self._rendezvous if same else None, None  # until this version has arrived
+        rendezvous = rendezvous or await self._meet()
         sending = asyncio.ensure_future(self._learner.send(version))
         loading = self._servers.load(self._file.path, version, straight=self._met, private=private)
         receiving = asyncio.ensure_future(loading)
@@ -111,8 +111,8 @@ class DirectDelivery(Delivery):
         ended: dict[object, float] = {}
         for future in (sending, receiving):
             future.add_done_callback(lambda future: ended.update({future: time.perf_counter()}))
-        await self._both(place, f"version {version}", sending, receiving)
-        self._place = place
+        await self._both(rendezvous, f"version {version}", sending, receiving)
+        self._rendezvous = rendezvous
         (update, sent), reports = sending.result(), receiving.result()
         ours, theirs = update.verify_seconds, seconds_waited(reports)
         without = max(ended[sending] - ours, ended[receiving] - theirs)
@@ -127,11 +127,11 @@ class DirectDelivery(Delivery):
     @override
     async def load(self, version: int, name: str) -> Sequence[Report]:
         """All meet again before the next version: a server at the same address may have met nobody."""
-        self._place = None
+        self._rendezvous = None
         return await self._file.load(version, name)
 
     async def _both(
-        self, place: Place, what: str, sending: asyncio.Future[Any], receiving: asyncio.Future[Any]
+        self, rendezvous: Rendezvous, what: str, sending: asyncio.Future[Any], receiving: asyncio.Future[Any]
     ) -> None:
         """Wait for both ends; where one fails, or a server dies, the other is cancelled.
 
@@ -142,24 +142,30 @@ class DirectDelivery(Delivery):
         try:
             await asyncio.wait((both, dead), return_when=asyncio.FIRST_COMPLETED)
             if not both.done() or both.exception() is not None:
-                self._keeper.cancel(place, what, str(both.exception()) if both.done() else "a server died")
+                self._keeper.cancel(rendezvous, what, str(both.exception()) if both.done() else "a server died")
                 await asyncio.wait((sending, receiving))
                 await asyncio.wait([dead], timeout=_GRACE_SECONDS)  # what a death breaks may be heard before
                 failed = sending.exception(), receiving.exception()
                 if any(failed):
-                    raise self._cause(place, what, *failed, died=dead.done())
+                    raise self._cause(rendezvous, what, *failed, died=dead.done())
             await both
         finally:
             dead.cancel()
 
     def _cause(
-        self, place: Place, what: str, sender: BaseException | None, receiver: BaseException | None, *, died: bool
+        self,
+        rendezvous: Rendezvous,
+        what: str,
+        sender: BaseException | None,
+        receiver: BaseException | None,
+        *,
+        died: bool,
     ) -> BaseException:
         """The error of the end whose ranks did not come to ``what``, or that a server died.
 
         The other end came and was cancelled. The servers' error is the cause where both came, or both did not.
         """
-        absent = self._keeper.absent(place, what)
+        absent = self._keeper.absent(rendezvous, what)
         learner_alone = bool(absent) and absent[-1] < self._learner_ranks
         cause = sender if receiver is None or (sender is not None and learner_alone) else receiver
         assert cause is not None
@@ -171,7 +177,7 @@ class DirectDelivery(Delivery):
         while self._met <= frozenset(self._servers.names()):
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def _meet(self) -> Place:
+    async def _meet(self) -> Rendezvous:
         """All ranks of the learner and of every server join one new group."""
         boxes = await self._servers.boxes(self._file.path)
         first: dict[str, int] = {}
@@ -179,9 +185,9 @@ class DirectDelivery(Delivery):
         for name, said in boxes.items():
             first[name] = self._learner_ranks + len(ranks)
             ranks += said
-        place = self._new_place(self._learner_ranks + len(ranks))
+        rendezvous = self._new_rendezvous(self._learner_ranks + len(ranks))
         self._met = frozenset(boxes)
-        joining = asyncio.ensure_future(self._learner.join_engines(place, ranks))
-        joined = asyncio.ensure_future(self._servers.join(self._file.path, asdict(place), first))
-        await self._both(place, JOINING, joining, joined)
-        return place
+        joining = asyncio.ensure_future(self._learner.join_engines(rendezvous, ranks))
+        joined = asyncio.ensure_future(self._servers.join(self._file.path, asdict(rendezvous), first))
+        await self._both(rendezvous, JOINING, joining, joined)
+        return rendezvous

@@ -24,7 +24,7 @@ from rl_megatron.weights.transports.buckets import Bucket
 from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
 from rl_megatron.weights.transports.ends import Ends
-from rl_megatron.weights.transports.joined import Member, Place
+from rl_megatron.weights.transports.joined import Member, Rendezvous
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
 
@@ -38,16 +38,16 @@ class _Transport(Transport, Protocol):
     ends: Ends
 
 
-def _process_group(place: Place, moves: Plan, **ends: Any) -> _Transport:
+def _process_group(rendezvous: Rendezvous, moves: Plan, **ends: Any) -> _Transport:
     return ProcessGroupTransport(moves, **ends, bucket_bytes=_BUCKET_BYTES)
 
 
-def _shared_memory(place: Place, moves: Plan, **ends: Any) -> _Transport:
-    return SharedMemoryTransport(moves, **ends, slot_bytes=_SLOT_BYTES, timeout_seconds=place.seconds)
+def _shared_memory(rendezvous: Rendezvous, moves: Plan, **ends: Any) -> _Transport:
+    return SharedMemoryTransport(moves, **ends, slot_bytes=_SLOT_BYTES, timeout_seconds=rendezvous.seconds)
 
 
-def _cuda_ipc(place: Place, moves: Plan, **ends: Any) -> _Transport:
-    return CudaIpcTransport(moves, **ends, slot_bytes=_BUCKET_BYTES, timeout_seconds=place.seconds)
+def _cuda_ipc(rendezvous: Rendezvous, moves: Plan, **ends: Any) -> _Transport:
+    return CudaIpcTransport(moves, **ends, slot_bytes=_BUCKET_BYTES, timeout_seconds=rendezvous.seconds)
 
 
 TRANSPORTS: Mapping[str, Callable[..., _Transport]] = {
@@ -73,12 +73,12 @@ class Sender:
     """A learner rank's end; it answers for ``sources``. Making one is collective; rank 0 tells the others the plan."""
 
     def __init__(
-        self, place: Place, rank: int, moves: Plan, tensors: Mapping[str, Tensor], sources: Sequence[Source]
+        self, rendezvous: Rendezvous, rank: int, moves: Plan, tensors: Mapping[str, Tensor], sources: Sequence[Source]
     ) -> None:
-        self._member, self._tensors, self._sources = Member(place, rank), tensors, sources
+        self._member, self._tensors, self._sources = Member(rendezvous, rank), tensors, sources
         words.tell(to_json(moves), self._member.group)
-        make = TRANSPORTS[place.transport]
-        self._transport = make(place, moves, src=tensors, dst={}, group=self._member.group, verify=False)
+        make = TRANSPORTS[rendezvous.transport]
+        self._transport = make(rendezvous, moves, src=tensors, dst={}, group=self._member.group, verify=False)
 
     def send(self, version: int) -> tuple[WeightUpdate, Report]:
         """Once every rank is ready; with the checksums of what was sent. Raises SyncError where a rank was lost.
@@ -113,13 +113,13 @@ class Receiver:
     Raises WeightError where a rank holds two boxes of one tensor.
     """
 
-    def __init__(self, place: Place, rank: int, held: Sequence[Held], params: Mapping[str, Tensor]) -> None:
+    def __init__(self, rendezvous: Rendezvous, rank: int, held: Sequence[Held], params: Mapping[str, Tensor]) -> None:
         self._held = _by_name(held)
-        self._member = Member(place, rank)
+        self._member = Member(rendezvous, rank)
         moves = from_json(words.tell(None, self._member.group))
         tensors = {name: one.of(params[one.param]) for name, one in self._held.items()}
-        make = TRANSPORTS[place.transport]
-        self._transport = make(place, moves, src={}, dst=tensors, group=self._member.group, verify=False)
+        make = TRANSPORTS[rendezvous.transport]
+        self._transport = make(rendezvous, moves, src={}, dst=tensors, group=self._member.group, verify=False)
         self._transport.ends.arrived = self._arrivals = _Arrivals(tensors)
 
     def receive(self, version: int, whole: Callable[[Held], None]) -> WeightUpdate:

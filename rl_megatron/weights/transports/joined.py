@@ -1,8 +1,8 @@
 """A process group of learner and engine ranks, and their rendezvous before each version; the controller can cancel it.
 
-The controller keeps the place, a store. Before the group is made, and before each version moves, every rank says there
-that it is ready; where one cannot take part, the controller cancels the meeting for all. So a server that refuses
-leaves no sender in a send.
+The controller keeps the store of the rendezvous. Before the group is made, and before each version moves, every rank
+says there that it is ready; where one cannot take part, the controller cancels the meeting for all. So a server that
+refuses leaves no sender in a send.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOOK_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Rendezvous:
     """Where ``size`` ranks meet. ``name`` is new for every group, ``seconds`` the limit of every wait.
 
     They send by ``transport``, a name that `engine_ends` knows; ``backend`` is that of their group. ``turns``: learner
@@ -63,9 +63,9 @@ class Keeper:
             master_listen_fd=listener.detach(),
         )
 
-    def place(self, size: int, *, transport: str, backend: str, turns: bool = False) -> Place:
+    def rendezvous(self, size: int, *, transport: str, backend: str, turns: bool = False) -> Rendezvous:
         """The rendezvous of a new group."""
-        return Place(
+        return Rendezvous(
             host=self.host,
             port=self._store.port,
             name=f"rl_megatron-{secrets.token_hex(16)}",  # an engine may have been in groups of other trainers
@@ -76,55 +76,55 @@ class Keeper:
             turns=turns,
         )
 
-    def cancel(self, place: Place, what: str, reason: str) -> None:
+    def cancel(self, rendezvous: Rendezvous, what: str, reason: str) -> None:
         """Cancel ``what`` for all ranks that wait for the others."""
-        self._store.set(f"{place.name}/{what}/cancelled", reason)
+        self._store.set(f"{rendezvous.name}/{what}/cancelled", reason)
 
-    def absent(self, place: Place, what: str) -> list[int]:
+    def absent(self, rendezvous: Rendezvous, what: str) -> list[int]:
         """Ranks that have not come to ``what``."""
-        return [rank for rank in range(place.size) if not self._store.check([f"{place.name}/{what}/{rank}"])]
+        return [rank for rank in range(rendezvous.size) if not self._store.check([f"{rendezvous.name}/{what}/{rank}"])]
 
 
 class Member:
     """Rank ``rank`` of the group. Collective; raises SyncError where not all come in time."""
 
-    def __init__(self, place: Place, rank: int) -> None:
-        self.place, self.rank = place, rank
-        limit = timedelta(seconds=place.seconds)
+    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+        self.rendezvous, self.rank = rendezvous, rank
+        limit = timedelta(seconds=rendezvous.seconds)
         try:
-            self._store = TCPStore(place.host, place.port, is_master=False, timeout=limit)
+            self._store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=limit)
             self.meet(JOINING)
             # As torch's own new_group does, for ranks that have no default group in common.
             group, _ = distributed_c10d._new_process_group_helper(
-                place.size,
+                rendezvous.size,
                 rank,
                 [],
-                dist.Backend(place.backend),
-                PrefixStore(place.name, self._store),
-                group_name=distributed_c10d.GroupName(place.name),
+                dist.Backend(rendezvous.backend),
+                PrefixStore(rendezvous.name, self._store),
+                group_name=distributed_c10d.GroupName(rendezvous.name),
                 timeout=limit,
             )
         except (RuntimeError, ValueError) as error:
             raise SyncError(
-                f"rank {rank} of {place.size} learner and engine ranks did not meet the others at {place.host}:"
-                f"{place.port} in {place.seconds:g} s: {error}"
+                f"rank {rank} of {rendezvous.size} learner and engine ranks did not meet the others at "
+                f"{rendezvous.host}:{rendezvous.port} in {rendezvous.seconds:g} s: {error}"
             ) from error
         self.group: dist.ProcessGroup | None = group
-        distributed_c10d._world.pg_group_ranks[group] = {number: number for number in range(place.size)}
+        distributed_c10d._world.pg_group_ranks[group] = {number: number for number in range(rendezvous.size)}
 
     def meet(self, what: str) -> None:
         """Return when every rank is here. Raises SyncError where it was cancelled, or some do not come in time."""
-        at, limit = f"{self.place.name}/{what}", time.monotonic() + self.place.seconds
+        at, limit = f"{self.rendezvous.name}/{what}", time.monotonic() + self.rendezvous.seconds
         self._store.set(f"{at}/{self.rank}", "")
-        keys = [f"{at}/{rank}" for rank in range(self.place.size)]
+        keys = [f"{at}/{rank}" for rank in range(self.rendezvous.size)]
         while not self._store.check(keys):
             if self._store.check([f"{at}/cancelled"]):
                 raise SyncError(f"{what} was cancelled: {self._store.get(f'{at}/cancelled').decode()}")
             if time.monotonic() > limit:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise SyncError(
-                    f"{what} failed, and nothing is served: rank {self.rank} waited {self.place.seconds:g} s for ranks "
-                    f"{missing} of learner and engines"
+                    f"{what} failed, and nothing is served: rank {self.rank} waited {self.rendezvous.seconds:g} s "
+                    f"for ranks {missing} of learner and engines"
                 )
             time.sleep(_LOOK_SECONDS)
 

@@ -78,7 +78,7 @@ class Words(Adapter):
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
         raise NotImplementedError
 
-    async def join(self, server: Server, path: Path, place: Mapping[str, object], first: int) -> None:
+    async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
         raise NotImplementedError
 
     async def relabel(self, server: Server, version: int) -> None:

@@ -20,7 +20,7 @@ from rl_megatron.weights.plans.json_form import from_json
 from rl_megatron.weights.servers.direct import DirectDelivery
 from rl_megatron.weights.servers.file import FileDelivery
 from rl_megatron.weights.transports import words
-from rl_megatron.weights.transports.joined import Keeper, Member, Place
+from rl_megatron.weights.transports.joined import Keeper, Member, Rendezvous
 
 LIMIT = 100.0  # seconds, which nobody may wait
 
@@ -33,21 +33,21 @@ class Ends:
     server: Exception | None = None  # likewise; it dies where neither has an error
     alive: list[str] = field(default_factory=lambda: ["it"])
 
-    async def join_engines(self, place: Place, ranks: Sequence[Boxes]) -> None:
+    async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
         if self.learner is not None:
             raise self.learner
         if self.server is None:
             self.alive.clear()
-        await asyncio.to_thread(Member, place, 0)
+        await asyncio.to_thread(Member, rendezvous, 0)
 
-    async def join(self, path: Path, place: Mapping[str, object], first: Mapping[str, int]) -> None:
+    async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
         if self.server is not None:
             raise self.server
         if self.learner is None:
             while self.alive:
                 await asyncio.sleep(0.01)
             raise SyncError("the server is gone")
-        await asyncio.to_thread(Member, Place(**place), first["it"])  # type: ignore[arg-type]
+        await asyncio.to_thread(Member, Rendezvous(**rendezvous), first["it"])  # type: ignore[arg-type]
 
     async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:
         raise AssertionError
@@ -105,12 +105,12 @@ def test_a_server_that_dies_meanwhile_is_no_end(tmp_path: Path) -> None:
 
 def test_ranks_meet_at_one_address_and_what_comes_there_is_never_unpickled() -> None:
     keeper = Keeper("127.0.0.1", LIMIT)
-    place = keeper.place(1, transport="process_group", backend="gloo")
+    rendezvous = keeper.rendezvous(1, transport="process_group", backend="gloo")
     listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    assert [c.laddr.ip for c in listening if c.laddr.port == place.port] == ["127.0.0.1"]
+    assert [c.laddr.ip for c in listening if c.laddr.port == rendezvous.port] == ["127.0.0.1"]
     with pytest.raises(ConfigError, match=r"weights\.meeting_host=192\.0\.2\.1: .*controller's node"):
         Keeper("192.0.2.1", LIMIT)  # of nobody (RFC 5737)
-    member = Member(place, 0)
+    member = Member(rendezvous, 0)
     try:
         assert words.tell({"a": [1, None]}, member.group) == {"a": [1, None]}
         assert words.gather(["b"], member.group) == [["b"]]

@@ -297,7 +297,7 @@ def test_a_server_that_came_back_gets_what_went_straight_into_others_while_the_l
         both.said = []
         await weights.refit("it")
         assert both.said == ["load 4it", "commit 4it"]
-        assert straight._place is None  # which it has not met
+        assert straight._rendezvous is None  # which it has not met
         both.said, both.moved_on = [], 1
         await weights.refit("it")
         assert both.said == []
@@ -314,7 +314,7 @@ class Straight(DirectDelivery):
         keeper = Keeper("127.0.0.1", 5.0)
         how = {"transport": "process_group", "backend": "gloo"}
         super().__init__(file=both.file(), learner=both, servers=both, keeper=keeper, learner_ranks=1, **how)
-        self._both, self._place = both, keeper.place(1, **how)
+        self._both, self._rendezvous = both, keeper.rendezvous(1, **how)
 
     async def _deliver(self, version: int, *, private: Kinds, meanwhile: Callable[[], None]) -> Delivered:
         both = self._both

@@ -211,8 +211,8 @@ class SGLangAdapter(Adapter):
         return [boxes_of(one) for one in await self._order(server, path, {"do": "boxes"})]
 
     @override
-    async def join(self, server: Server, path: Path, place: Mapping[str, object], first: int) -> None:
-        await self._order(server, path, {"do": "join", "place": place, "first": first})
+    async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
+        await self._order(server, path, {"do": "join", "place": rendezvous, "first": first})
 
     async def _order(
         self, server: Server, path: Path, order: dict[str, object], **more: object

@@ -21,7 +21,7 @@ from rl_megatron.weights.checks.places import Held, record
 from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, seen
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.transports.engine_ends import Receiver, one_thread
-from rl_megatron.weights.transports.joined import Place
+from rl_megatron.weights.transports.joined import Rendezvous
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -38,7 +38,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         elif order["do"] == "join":
             places = [one for ones in layout_of(model, path).values() for one in ones]
             params = dict(model.named_parameters())
-            RECEIVERS[model] = Receiver(Place(**order["place"]), order["first"] + rank, places, params)
+            RECEIVERS[model] = Receiver(Rendezvous(**order["place"]), order["first"] + rank, places, params)
         elif order["do"] == "receive":
             answer = _receive(model, order["version"], order["private"]).to_json()
         elif order["do"] == "held":

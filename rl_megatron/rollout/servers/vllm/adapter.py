@@ -216,8 +216,8 @@ class VLLMAdapter(Adapter):
         return [boxes_of(said) for said in await self._rpc(server, "rl_megatron_boxes", str(path))]
 
     @override
-    async def join(self, server: Server, path: Path, place: Mapping[str, object], first: int) -> None:
-        await self._rpc(server, "rl_megatron_join", str(path), json.dumps(place), first)
+    async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
+        await self._rpc(server, "rl_megatron_join", str(path), json.dumps(rendezvous), first)
 
     @override
     async def relabel(self, server: Server, version: int) -> None:

@@ -35,7 +35,7 @@ from rl_megatron.weights.checks.places import Held, record
 from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, seen
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.transports.engine_ends import Receiver
-from rl_megatron.weights.transports.joined import Place
+from rl_megatron.weights.transports.joined import Rendezvous
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -169,11 +169,11 @@ class WorkerExtension:
         """The box of each Hugging Face tensor that this rank holds."""
         return {one.hf: one.box for one in layout_of(self.model_runner.model, path)}
 
-    def rl_megatron_join(self, path: str, place: str, first: int) -> None:
+    def rl_megatron_join(self, path: str, rendezvous: str, first: int) -> None:
         """Join learner and engine ranks, as rank ``first`` and what this one is in its server. Collective."""
         model = self.model_runner.model
         abandon(model)
-        STRAIGHT[model] = Straight(model, path, Place(**json.loads(place)), first + self.rank)
+        STRAIGHT[model] = Straight(model, path, Rendezvous(**json.loads(rendezvous)), first + self.rank)
 
 
 class Straight:
@@ -183,10 +183,10 @@ class Straight:
     learner and engine take turns on the accelerator, else at all times.
     """
 
-    def __init__(self, model: nn.Module, path: str, place: Place, rank: int) -> None:
+    def __init__(self, model: nn.Module, path: str, rendezvous: Rendezvous, rank: int) -> None:
         places, device = layout_of(model, path), next(model.parameters()).device
         self._layers: dict[nn.Module, dict[str, Tensor]] = {}
-        self._turns = place.turns
+        self._turns = rendezvous.turns
         wanted = {one.param for one in places}
         with as_loaded(model) as params:
             self._made = {name: torch.zeros_like(params[name], device=device) for name in wanted}  # padding stays so
@@ -194,7 +194,7 @@ class Straight:
                 for name in get_layer_tensors(layer):
                     if (param := f"{prefix}.{name}" if prefix else name) in wanted:
                         self._layers.setdefault(layer, {})[name] = self._made[param].detach()
-        self._receiver = Receiver(place, rank, places, self._made)
+        self._receiver = Receiver(rendezvous, rank, places, self._made)
         self._free()
 
     def receive(self, version: int) -> Report:
