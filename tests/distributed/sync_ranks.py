@@ -23,7 +23,7 @@ from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, MEGAT
 from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.transports.commit import Staging
 from rl_megatron.weights.transports.delta import DeltaTransport
-from rl_megatron.weights.transports.ends import Message
+from rl_megatron.weights.transports.ends import Parcel
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
 from tests.distributed.ranks import FORKS
@@ -87,7 +87,7 @@ class CountingTransport(ProcessGroupTransport):
 
 
 def _digest_bytes(transport: ProcessGroupTransport) -> int:
-    """Of all messages that a rank sends: what is not payload."""
+    """Of all parcels that a rank sends: what is not payload."""
     return sum(len(s.send.buffer) - s.send.bucket.num_bytes for s in transport.steps if s.send is not None)
 
 
@@ -185,28 +185,28 @@ class Process:
         return self.planned, self.update.num_bytes, wire
 
     def flip(self, at: int) -> None:
-        """Flip a bit of the ``at``-th message that arrives here, between the wire and the tensors; once."""
+        """Flip a bit of the ``at``-th parcel that arrives here, between the wire and the tensors; once."""
         seen = 0
 
-        def unpack(message: Message, version: int) -> None:
+        def unpack(parcel: Parcel, version: int) -> None:
             nonlocal seen
             seen += 1
             if seen == at:
-                message.payload[len(message.payload) // 2] ^= 4
-            self._unpack(message, version)
+                parcel.payload[len(parcel.payload) // 2] ^= 4
+            self._unpack(parcel, version)
 
         self.transport.ends.unpack = unpack
 
     def die(self, at: int, end: str) -> None:
-        """Be killed at the ``at``-th message that is packed or unpacked here."""
+        """Be killed at the ``at``-th parcel that is packed or unpacked here."""
         seen, do = 0, {"pack": self._pack, "unpack": self._unpack}[end]
 
-        def call(message: Message, version: int) -> None:
+        def call(parcel: Parcel, version: int) -> None:
             nonlocal seen
             seen += 1
             if seen == at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            do(message, version)
+            do(parcel, version)
 
         setattr(self.transport.ends, end, call)
 

@@ -153,7 +153,7 @@ def tensors_of(version: int) -> dict[str, Tensor]:
 def process(rank: int, job: Job) -> None:
     """Ranks 0 and 1 are the learner's, 2 and 3 an engine's, each pair in a default group of its own."""
     torch.set_num_threads(1)
-    engine_ends._BUCKET_BYTES = engine_ends._SLOT_BYTES = 1000  # most tensors come in several messages
+    engine_ends._BUCKET_BYTES = engine_ends._SLOT_BYTES = 1000  # most tensors come in several parcels
     pair, inner = divmod(rank, 2)
     store = dist.TCPStore("127.0.0.1", job.port + pair, is_master=inner == 0, timeout=timedelta(seconds=HEARD))
     dist.init_process_group("gloo", store=store, rank=inner, world_size=2, timeout=timedelta(seconds=HEARD))

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.plans.plan import Plan
-from rl_megatron.weights.transports.ends import Message
+from rl_megatron.weights.transports.ends import Parcel
 from rl_megatron.weights.transports.process_group import Operation, ProcessGroupTransport, Step
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,7 +40,7 @@ class DeltaTransport(ProcessGroupTransport):
     ) -> None:
         super().__init__(moves, src=src, dst=dst, group=group, bucket_bytes=bucket_bytes, verify=verify)
         self._base = {id(s.send): torch.empty_like(s.send.payload) for s in self.steps if s.send is not None}
-        self._frames: dict[int, Tensor] = {}  # of messages that are arriving as changes
+        self._frames: dict[int, Tensor] = {}  # of parcels that are arriving as changes
         self._finished = -1
         self._same: list[bool] = []
         self._received = 0
@@ -64,7 +64,7 @@ class DeltaTransport(ProcessGroupTransport):
         )
 
     def post(self, step: Step, version: int) -> Step:
-        """Start a step's messages: their sizes first."""
+        """Start a step's parcels: their sizes first."""
         out = self._encode(step.send, version) if step.send is not None else None
         changed = torch.tensor([_WHOLE if out is None else out[0]], device=self.ends.device)
         coming = torch.tensor([_WHOLE], device=self.ends.device)
@@ -81,57 +81,57 @@ class DeltaTransport(ProcessGroupTransport):
             ops.append((dist.isend, out[1], step.send.peer))
         return Step(send=step.send, receive=step.receive, works=self.start(ops, version))
 
-    def arrived(self, message: Message, version: int) -> None:
-        """Change a copy of what is held here, and take that as the message."""
-        frame = self._frames.pop(id(message), None)
+    def arrived(self, parcel: Parcel, version: int) -> None:
+        """Change a copy of what is held here, and take that as the parcel."""
+        frame = self._frames.pop(id(parcel), None)
         if frame is not None:
-            torch._foreach_copy_(message.views, message.tensors)
-            _decode(frame, message)
-        super().arrived(message, version)
+            torch._foreach_copy_(parcel.views, parcel.tensors)
+            _decode(frame, parcel)
+        super().arrived(parcel, version)
 
-    def _encode(self, message: Message, version: int) -> tuple[int, Tensor]:
-        """(elements that changed, bytes to send), or the whole message where that is not larger."""
-        self.ends.pack(message, version)
-        base, bits = self._base[id(message)], _BITS[message.bucket.dtype.itemsize]
-        now = message.payload.view(bits)
-        places = (now != base.view(bits)).nonzero().flatten() if self._same[message.peer] else None
-        base.copy_(message.payload)
-        if places is None or _frame_bytes(message, len(places)) >= len(message.buffer):
-            return _WHOLE, message.buffer
-        counts = torch.bincount(places // _BLOCK, minlength=_blocks(message)).to(torch.int32)
+    def _encode(self, parcel: Parcel, version: int) -> tuple[int, Tensor]:
+        """(elements that changed, bytes to send), or the whole parcel where that is not larger."""
+        self.ends.pack(parcel, version)
+        base, bits = self._base[id(parcel)], _BITS[parcel.bucket.dtype.itemsize]
+        now = parcel.payload.view(bits)
+        places = (now != base.view(bits)).nonzero().flatten() if self._same[parcel.peer] else None
+        base.copy_(parcel.payload)
+        if places is None or _frame_bytes(parcel, len(places)) >= len(parcel.buffer):
+            return _WHOLE, parcel.buffer
+        counts = torch.bincount(places // _BLOCK, minlength=_blocks(parcel)).to(torch.int32)
         low = (places % _BLOCK).to(torch.int32).to(torch.uint16)
-        pieces = (message.trailer, counts, now[places], low)
+        pieces = (parcel.trailer, counts, now[places], low)
         return len(places), torch.cat([_flat_bytes(piece) for piece in pieces])
 
-    def _room(self, message: Message, changed: int) -> Tensor:
-        """Where the bytes of ``changed`` elements arrive, or those of the whole message."""
+    def _room(self, parcel: Parcel, changed: int) -> Tensor:
+        """Where the bytes of ``changed`` elements arrive, or those of the whole parcel."""
         if changed == _WHOLE:
-            self._received += message.bucket.num_bytes
-            return message.buffer
-        frame = torch.empty(_frame_bytes(message, changed), dtype=torch.uint8, device=self.ends.device)
-        self._received += len(frame) - message.trailer.nbytes
-        self._frames[id(message)] = frame
+            self._received += parcel.bucket.num_bytes
+            return parcel.buffer
+        frame = torch.empty(_frame_bytes(parcel, changed), dtype=torch.uint8, device=self.ends.device)
+        self._received += len(frame) - parcel.trailer.nbytes
+        self._frames[id(parcel)] = frame
         return frame
 
 
-def _blocks(message: Message) -> int:
-    return -(-(message.bucket.num_bytes // message.bucket.dtype.itemsize) // _BLOCK)
+def _blocks(parcel: Parcel) -> int:
+    return -(-(parcel.bucket.num_bytes // parcel.bucket.dtype.itemsize) // _BLOCK)
 
 
-def _frame_bytes(message: Message, changed: int) -> int:
+def _frame_bytes(parcel: Parcel, changed: int) -> int:
     """Trailer, changes of each block of places, changed elements, low half of their places."""
-    return message.trailer.nbytes + 4 * _blocks(message) + changed * (message.bucket.dtype.itemsize + 2)
+    return parcel.trailer.nbytes + 4 * _blocks(parcel) + changed * (parcel.bucket.dtype.itemsize + 2)
 
 
-def _decode(frame: Tensor, message: Message) -> None:
-    size, blocks, trailer = message.bucket.dtype.itemsize, _blocks(message), message.trailer.nbytes
+def _decode(frame: Tensor, parcel: Parcel) -> None:
+    size, blocks, trailer = parcel.bucket.dtype.itemsize, _blocks(parcel), parcel.trailer.nbytes
     changed = (len(frame) - trailer - 4 * blocks) // (size + 2)
     head, counts, values, low = frame.split([trailer, 4 * blocks, size * changed, 2 * changed])
     starts = torch.arange(blocks, device=frame.device) * _BLOCK
     block_of = torch.repeat_interleave(starts, _typed(counts, torch.int32).to(torch.int64))
     places = block_of + _typed(low, torch.uint16).to(torch.int64)
-    message.payload.view(_BITS[size])[places] = _typed(values, _BITS[size])
-    _flat_bytes(message.trailer).copy_(head)
+    parcel.payload.view(_BITS[size])[places] = _typed(values, _BITS[size])
+    _flat_bytes(parcel.trailer).copy_(head)
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:

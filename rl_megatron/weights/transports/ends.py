@@ -1,6 +1,6 @@
-"""One process's ends of a plan: what leaves it and what arrives, as messages that are packed, unpacked and verified.
+"""One process's ends of a plan: what leaves it and what arrives, as parcels that are packed, unpacked and verified.
 
-A message is a bucket's bytes and, where digests are on, a trailer: the version, then a 64-bit digest of each part as it
+A parcel is a bucket's bytes and, where digests are on, a trailer: the version, then a 64-bit digest of each part as it
 was packed. The receiver computes the digest of each part again from the tensor that holds it after unpacking, strided
 or not, so what is compared is what will be served. On a CPU every part is small enough that its digest is computed from
 the cache that has just copied it.
@@ -67,7 +67,7 @@ Report = tuple[list[str], Dtypes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Parcel:
     """A bucket bound to this process: ``views[i]``, inside ``buffer``, carries ``tensors[i]``."""
 
     peer: int
@@ -85,7 +85,7 @@ class Ends:
 
     ``exchange`` gives every process's report for this one's. Raises WeightError, naming tensor and rank, on every
     process where one has a missing, unknown or misshapen tensor. Elements are cast to the destination's dtype before
-    they are sent. Tensors are held by storage: change them in place. Messages are on the accelerator where any tensor
+    they are sent. Tensors are held by storage: change them in place. Parcels are on the accelerator where any tensor
     is; the others may be in host memory.
     """
 
@@ -142,11 +142,11 @@ class Ends:
         return self._dtypes[-1].of(name)
 
     def wire_bytes(self, bucket: Bucket) -> int:
-        """Of a message: payload, padding to a word, trailer."""
+        """Of a parcel: payload, padding to a word, trailer."""
         return _padded(bucket.num_bytes) + _WORD * (1 + len(bucket.parts)) if self.verify else bucket.num_bytes
 
-    def bind(self, peer: int, bucket: Bucket, buffer: Tensor, *, leaving: bool) -> Message:
-        """``buffer`` may be longer than the message, which starts where it starts: at a word."""
+    def bind(self, peer: int, bucket: Bucket, buffer: Tensor, *, leaving: bool) -> Parcel:
+        """``buffer`` may be longer than the parcel, which starts where it starts: at a word."""
         self.bytes_sent[peer] += bucket.num_bytes if leaving else 0
         payload = buffer[: bucket.num_bytes]
         tensors = [
@@ -159,7 +159,7 @@ class Ends:
             start += tensor.numel()
         used = buffer[: self.wire_bytes(bucket)]
         copied = (views if leaving else tensors) if self.verify and self.device.type == "cpu" else []
-        return Message(
+        return Parcel(
             peer=peer,
             bucket=bucket,
             buffer=used,
@@ -185,42 +185,42 @@ class Ends:
             if held != wanted:
                 self._failures.append(self._difference(part, self.rank))
 
-    def pack(self, message: Message, version: int) -> None:
-        """Fill the message's buffer."""
+    def pack(self, parcel: Parcel, version: int) -> None:
+        """Fill the parcel's buffer."""
         if not self.verify:
-            torch._foreach_copy_(message.views, message.tensors)
+            torch._foreach_copy_(parcel.views, parcel.tensors)
         elif self.device.type == "cpu":
-            sums = self._copy(message.views, message.tensors, message.written)
-            _words(message.trailer)[:] = [version, *sums]
+            sums = self._copy(parcel.views, parcel.tensors, parcel.written)
+            _words(parcel.trailer)[:] = [version, *sums]
         else:
-            torch._foreach_copy_(message.views, message.tensors)
-            message.trailer[0] = version
-            message.trailer[1:] = digests(message.views)
+            torch._foreach_copy_(parcel.views, parcel.tensors)
+            parcel.trailer[0] = version
+            parcel.trailer[1:] = digests(parcel.views)
 
-    def unpack(self, message: Message, version: int) -> None:
-        """Write the message's tensors; what is not as it was sent is remembered for `finish`."""
-        self._unpack(message, version)
-        self.arrived(message.bucket)
+    def unpack(self, parcel: Parcel, version: int) -> None:
+        """Write the parcel's tensors; what is not as it was sent is remembered for `finish`."""
+        self._unpack(parcel, version)
+        self.arrived(parcel.bucket)
 
-    def _unpack(self, message: Message, version: int) -> None:
+    def _unpack(self, parcel: Parcel, version: int) -> None:
         if not self.verify:
-            torch._foreach_copy_(message.tensors, message.views)
+            torch._foreach_copy_(parcel.tensors, parcel.views)
             return
-        parts = message.bucket.parts
+        parts = parcel.bucket.parts
         if self.device.type == "cpu":
-            sums = self._copy(message.tensors, message.views, message.written)
-            sent_version, *sent = _words(message.trailer).tolist()
+            sums = self._copy(parcel.tensors, parcel.views, parcel.written)
+            sent_version, *sent = _words(parcel.trailer).tolist()
             wrong = [i for i, pair in enumerate(zip(sums, sent, strict=True)) if pair[0] != pair[1]]
         else:
-            torch._foreach_copy_(message.tensors, message.views)
+            torch._foreach_copy_(parcel.tensors, parcel.views)
             started = time.perf_counter()
-            sent_version = int(message.trailer[0])
-            held = [tensor.to(self.device) for tensor in message.tensors]  # back, where they lie in host memory
-            wrong = (digests(held) != message.trailer[1:]).nonzero().flatten().tolist()
+            sent_version = int(parcel.trailer[0])
+            held = [tensor.to(self.device) for tensor in parcel.tensors]  # back, where they lie in host memory
+            wrong = (digests(held) != parcel.trailer[1:]).nonzero().flatten().tolist()
             self._verify_seconds += time.perf_counter() - started
         if sent_version != version:
-            self._failures.append(f"a message of rank {message.peer} says that it is of version {sent_version}")
-        self._failures += (self._difference(parts[i], message.peer) for i in wrong)
+            self._failures.append(f"a parcel of rank {parcel.peer} says that it is of version {sent_version}")
+        self._failures += (self._difference(parts[i], parcel.peer) for i in wrong)
 
     def settle(self) -> None:
         """Wait until what was packed or unpacked is so: on a GPU it was only asked for."""

@@ -22,7 +22,7 @@ from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.plans.plan import Plan, Rounds
 from rl_megatron.weights.transports.buckets import Bucket
 from rl_megatron.weights.transports.commit import Transport
-from rl_megatron.weights.transports.ends import Ends, Message, reports_of
+from rl_megatron.weights.transports.ends import Ends, Parcel, reports_of
 
 Operation = tuple[Callable[..., object], Tensor, int]
 """torch.distributed's isend or irecv, what is sent or where it arrives, and the peer."""
@@ -32,8 +32,8 @@ Operation = tuple[Callable[..., object], Tensor, int]
 class Step:
     """What a process sends and receives at once."""
 
-    send: Message | None
-    receive: Message | None
+    send: Parcel | None
+    receive: Parcel | None
     works: list[dist.Work] = field(default_factory=list)
 
 
@@ -106,7 +106,7 @@ class ProcessGroupTransport(Transport):
         return [torch.empty(largest, dtype=torch.uint8, device=self.ends.device) for _ in range(2)]
 
     def post(self, step: Step, version: int) -> Step:
-        """Start a step's messages."""
+        """Start a step's parcels."""
         ops: list[Operation] = []
         if step.receive is not None:
             ops.append((dist.irecv, step.receive.buffer, step.receive.peer))
@@ -133,26 +133,26 @@ class ProcessGroupTransport(Transport):
             self.arrived(step.receive, version)
 
     def wait(self, step: Step, version: int) -> None:
-        """Wait for a step's messages. Raises SyncError for a lost process."""
+        """Wait for a step's parcels. Raises SyncError for a lost process."""
         try:
             for work in step.works:
                 work.wait()
         except RuntimeError as error:
             raise SyncError(_awaited(step, version, self.ends.rank, error)) from error
 
-    def arrived(self, message: Message, version: int) -> None:
-        """Take a message whose bytes are there."""
-        self.ends.unpack(message, version)
+    def arrived(self, parcel: Parcel, version: int) -> None:
+        """Take a parcel whose bytes are there."""
+        self.ends.unpack(parcel, version)
 
 
 def _awaited(step: Step, version: int, rank: int, error: Exception) -> str:
     """What a process waited for when another was lost."""
     waits = []
-    for message, verb in ((step.receive, "from"), (step.send, "to")):
-        if message is not None:
-            first = message.bucket.parts[0]
+    for parcel, verb in ((step.receive, "from"), (step.send, "to")):
+        if parcel is not None:
+            first = parcel.bucket.parts[0]
             waits.append(
-                f"{message.bucket.num_bytes} bytes {verb} rank {message.peer}, which begin with "
+                f"{parcel.bucket.num_bytes} bytes {verb} rank {parcel.peer}, which begin with "
                 f"{first.dst_param} {first.dst_box}"
             )
     return (

@@ -31,7 +31,7 @@ from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.buckets import Bucket
 from rl_megatron.weights.transports.commit import Transport
-from rl_megatron.weights.transports.ends import Ends, Message, reports_of
+from rl_megatron.weights.transports.ends import Ends, Parcel, reports_of
 
 _SLOTS = 2
 _STEP, _GAVE_UP = b".", b"!"
@@ -47,29 +47,29 @@ class _LostError(Exception):
 
 
 class _Link:
-    """This process's end of one pair: a socket, and messages each bound to its slot of the ring."""
+    """This process's end of one pair: a socket, and parcels each bound to its slot of the ring."""
 
-    def __init__(self, peer: int, connection: socket.socket, messages: list[Message], *, leaving: bool) -> None:
+    def __init__(self, peer: int, connection: socket.socket, parcels: list[Parcel], *, leaving: bool) -> None:
         connection.setblocking(False)
         self.peer, self.connection, self.leaving = peer, connection, leaving
-        self.messages = messages
-        self.done = self.told = 0  # messages packed or unpacked here; unpacked or packed there
+        self.parcels = parcels
+        self.done = self.told = 0  # parcels packed or unpacked here; unpacked or packed there
 
     @property
     def ready(self) -> bool:
         """Whether a slot waits to be filled, or emptied."""
         if self.leaving:
-            return self.done < len(self.messages) and self.done < self.told + _SLOTS
+            return self.done < len(self.parcels) and self.done < self.told + _SLOTS
         return self.done < self.told
 
     @property
     def finished(self) -> bool:
-        """Whether every message has been unpacked."""
-        return (self.told if self.leaving else self.done) == len(self.messages)
+        """Whether every parcel has been unpacked."""
+        return (self.told if self.leaving else self.done) == len(self.parcels)
 
     def step(self, ends: Ends, version: int) -> None:
         """Fill or empty one slot, and say so."""
-        (ends.pack if self.leaving else ends.unpack)(self.messages[self.done], version)
+        (ends.pack if self.leaving else ends.unpack)(self.parcels[self.done], version)
         ends.settle()
         self.done += 1
         with contextlib.suppress(OSError):  # gone: `listen` says so
@@ -118,8 +118,8 @@ class SharedMemoryTransport(Transport):
         self.ends = Ends(moves, rank=rank, src=src, dst=dst, exchange=reports_of(group), verify=verify)
         self._timeout = timeout_seconds
         self._links = self._connect(self.ends.buckets(slot_bytes), group)
-        arriving = (message for link in self._links if not link.leaving for message in link.messages)
-        self._num_bytes = sum(message.bucket.num_bytes for message in arriving)
+        arriving = (parcel for link in self._links if not link.leaving for parcel in link.parcels)
+        self._num_bytes = sum(parcel.bucket.num_bytes for parcel in arriving)
 
     @override
     def move(self, version: int) -> WeightUpdate:
@@ -166,9 +166,9 @@ class SharedMemoryTransport(Transport):
         told = []
         for link in sorted(waits, key=lambda link: link.peer != error.rank)[:3]:
             at = link.told if link.leaving else link.done
-            part = link.messages[at].bucket.parts[0]
+            part = link.parcels[at].bucket.parts[0]
             told.append(
-                f"rank {link.peer} to {'empty' if link.leaving else 'fill'} slot {at} of {len(link.messages)} "
+                f"rank {link.peer} to {'empty' if link.leaving else 'fill'} slot {at} of {len(link.parcels)} "
                 f"({part.dst_param} {part.dst_box})"
             )
         for link in self._links:
@@ -246,6 +246,6 @@ class SharedMemoryTransport(Transport):
         """The other process's ring."""
         return torch.frombuffer(mmap.mmap(handles[0], num_bytes), dtype=torch.uint8)
 
-    def _bound(self, peer: int, buckets: list[Bucket], ring: Tensor, *, leaving: bool) -> list[Message]:
+    def _bound(self, peer: int, buckets: list[Bucket], ring: Tensor, *, leaving: bool) -> list[Parcel]:
         slots = ring.view(_SLOTS, -1)
         return [self.ends.bind(peer, b, slots[i % _SLOTS], leaving=leaving) for i, b in enumerate(buckets)]
