@@ -62,7 +62,7 @@ class Dtypes:
         return cls(common=getattr(torch, DType(common)), others=read)
 
 
-Report = tuple[list[str], Dtypes]
+Handshake = tuple[list[str], Dtypes]
 """What a process tells the others before the first move: what does not fit, and its destination dtypes."""
 
 
@@ -83,7 +83,7 @@ class Parcel:
 class Ends:
     """What a process sends, receives and copies within itself, over ``src`` and ``dst``, its tensors by local name.
 
-    ``exchange`` gives every process's report for this one's. Raises WeightError, naming tensor and rank, on every
+    ``exchange`` gives every process's handshake for this one's. Raises WeightError, naming tensor and rank, on every
     process where one has a missing, unknown or misshapen tensor. Elements are cast to the destination's dtype before
     they are sent. Tensors are held by storage: change them in place. Parcels are on the accelerator where any tensor
     is; the others may be in host memory.
@@ -96,7 +96,7 @@ class Ends:
         rank: int,
         src: Mapping[str, Tensor],
         dst: Mapping[str, Tensor],
-        exchange: Callable[[Report], Sequence[Report]],
+        exchange: Callable[[Handshake], Sequence[Handshake]],
         verify: bool,
     ) -> None:
         self.rank, self.verify = rank, verify
@@ -107,11 +107,11 @@ class Ends:
         receives, sends = list(moves.receives(rank)), list(moves.sends(rank))
         local = [t for t in receives if t.src_rank == rank]
         problems = list(_misfits([*local, *sends], receives, self.src, self.dst))
-        reports = exchange((problems, Dtypes.of_tensors(self.dst)))
-        lines = [f"rank {r}: {line}" for r, (found, _) in enumerate(reports) for line in found[:_MOST_TOLD]]
+        handshakes = exchange((problems, Dtypes.of_tensors(self.dst)))
+        lines = [f"rank {r}: {line}" for r, (found, _) in enumerate(handshakes) for line in found[:_MOST_TOLD]]
         if lines:
             raise WeightError("\n".join(lines))
-        self._dtypes = [dtypes for _, dtypes in reports]
+        self._dtypes = [dtypes for _, dtypes in handshakes]
         self._pairs: dict[tuple[int, int], list[Transfer]] = {}
         for t in (*receives, *sends):
             if t.src_rank != t.dst_rank:
@@ -263,10 +263,10 @@ class Ends:
         )
 
 
-def reports_of(group: dist.ProcessGroup | None) -> Callable[[Report], list[Report]]:
-    """What an `Ends` exchanges reports with, over the ranks of a group."""
+def handshakes_of(group: dist.ProcessGroup | None) -> Callable[[Handshake], list[Handshake]]:
+    """What an `Ends` exchanges handshakes with, over the ranks of a group."""
 
-    def exchange(mine: Report) -> list[Report]:
+    def exchange(mine: Handshake) -> list[Handshake]:
         problems, dtypes = mine
         return [
             (list(map(str, told)), Dtypes.from_json(*kinds))

@@ -31,7 +31,7 @@ from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.buckets import Bucket
 from rl_megatron.weights.transports.commit import Transport
-from rl_megatron.weights.transports.ends import Ends, Parcel, reports_of
+from rl_megatron.weights.transports.ends import Ends, Parcel, handshakes_of
 
 _SLOTS = 2
 _STEP, _GAVE_UP = b".", b"!"
@@ -115,7 +115,7 @@ class SharedMemoryTransport(Transport):
         verify: bool = True,
     ) -> None:
         rank = dist.get_rank() if group is None else group.rank()
-        self.ends = Ends(moves, rank=rank, src=src, dst=dst, exchange=reports_of(group), verify=verify)
+        self.ends = Ends(moves, rank=rank, src=src, dst=dst, exchange=handshakes_of(group), verify=verify)
         self._timeout = timeout_seconds
         self._links = self._connect(self.ends.buckets(slot_bytes), group)
         arriving = (parcel for link in self._links if not link.leaving for parcel in link.parcels)
