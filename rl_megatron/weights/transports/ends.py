@@ -80,7 +80,7 @@ class Parcel:
     written: list[memoryview | None]  # of each part, on a CPU: the bytes copied, None where they lie strided
 
 
-class Ends:
+class PlanEnds:
     """What a process sends, receives and copies within itself, over ``src`` and ``dst``, its tensors by local name.
 
     ``exchange`` gives every process's handshake for this one's. Raises WeightError, naming tensor and rank, on every
@@ -264,7 +264,7 @@ class Ends:
 
 
 def handshakes_of(group: dist.ProcessGroup | None) -> Callable[[Handshake], list[Handshake]]:
-    """What an `Ends` exchanges handshakes with, over the ranks of a group."""
+    """What an `PlanEnds` exchanges handshakes with, over the ranks of a group."""
 
     def exchange(mine: Handshake) -> list[Handshake]:
         problems, dtypes = mine

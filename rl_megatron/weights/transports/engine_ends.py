@@ -23,7 +23,7 @@ from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.buckets import Bucket
 from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
-from rl_megatron.weights.transports.ends import Ends
+from rl_megatron.weights.transports.ends import PlanEnds
 from rl_megatron.weights.transports.joined import Member, Rendezvous
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
@@ -35,7 +35,7 @@ _SLOT_BYTES = 2**20  # of host memory: two stay in the cores' shared cache
 class _Transport(Transport, Protocol):
     """A transport of one plan, and this process's ends of it."""
 
-    ends: Ends
+    ends: PlanEnds
 
 
 def _process_group(rendezvous: Rendezvous, moves: Plan, **ends: Any) -> _Transport:

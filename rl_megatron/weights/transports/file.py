@@ -28,7 +28,7 @@ from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.buckets import Part
 from rl_megatron.weights.transports.commit import Transport
-from rl_megatron.weights.transports.ends import Ends, handshakes_of, view
+from rl_megatron.weights.transports.ends import PlanEnds, handshakes_of, view
 
 _DIGESTS = "digests"
 _PART_BYTES = 64 * 2**20
@@ -49,7 +49,7 @@ class FileTransport(Transport):
     ) -> None:
         self._folder, self._group = folder, group
         self._rank = dist.get_rank(group)
-        self._ends = Ends(moves, rank=self._rank, src=src, dst=dst, exchange=handshakes_of(group), verify=verify)
+        self._ends = PlanEnds(moves, rank=self._rank, src=src, dst=dst, exchange=handshakes_of(group), verify=verify)
         self._num_bytes = 0
         self._leaving: dict[str, tuple[Tensor, torch.dtype]] = {}  # by name in the file
         self._arriving: dict[int, list[tuple[str, Part]]] = {}  # by sender

@@ -12,7 +12,7 @@ from rl_megatron.errors import WeightError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports.commit import Transport
-from rl_megatron.weights.transports.ends import Ends
+from rl_megatron.weights.transports.ends import PlanEnds
 
 
 class MemoryTransport(Transport):
@@ -33,7 +33,9 @@ class MemoryTransport(Transport):
                 f"memory copies within one process, but the plan moves weights between this one ({rank}) and "
                 f"{', '.join(map(str, others))}; use weights.transport=shared_memory or process_group"
             )
-        self.ends = Ends(moves, rank=rank, src=src, dst=dst, exchange=lambda mine: [mine] * (rank + 1), verify=verify)
+        self.ends = PlanEnds(
+            moves, rank=rank, src=src, dst=dst, exchange=lambda mine: [mine] * (rank + 1), verify=verify
+        )
 
     @override
     def move(self, version: int) -> WeightUpdate:

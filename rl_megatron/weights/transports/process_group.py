@@ -22,7 +22,7 @@ from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.plans.plan import Plan, Rounds
 from rl_megatron.weights.transports.buckets import Bucket
 from rl_megatron.weights.transports.commit import Transport
-from rl_megatron.weights.transports.ends import Ends, Parcel, handshakes_of
+from rl_megatron.weights.transports.ends import Parcel, PlanEnds, handshakes_of
 
 Operation = tuple[Callable[..., object], Tensor, int]
 """torch.distributed's isend or irecv, what is sent or where it arrives, and the peer."""
@@ -41,7 +41,7 @@ class ProcessGroupTransport(Transport):
     """Moves the plan's weights each time ``move`` is called. Every process of ``group`` makes one and calls it alike.
 
     Processes of ``moves`` are ranks of ``group`` (None: the default group). ``src`` and ``dst`` are this process's
-    tensors by local name: all that the plan reads or writes here, and in ``dst`` nothing else (see `Ends`, also for
+    tensors by local name: all that the plan reads or writes here, and in ``dst`` nothing else (see `PlanEnds`, also for
     what is raised). No buffer is larger than ``bucket_bytes`` and its digests. Making one is collective.
     """
 
@@ -57,7 +57,7 @@ class ProcessGroupTransport(Transport):
     ) -> None:
         self.group = group
         rank = dist.get_rank() if group is None else group.rank()
-        self.ends = Ends(moves, rank=rank, src=src, dst=dst, exchange=handshakes_of(group), verify=verify)
+        self.ends = PlanEnds(moves, rank=rank, src=src, dst=dst, exchange=handshakes_of(group), verify=verify)
         self.steps = self._schedule(self.ends.buckets(bucket_bytes), moves.rounds())
         self._num_bytes = sum(step.receive.bucket.num_bytes for step in self.steps if step.receive)
 

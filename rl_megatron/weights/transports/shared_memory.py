@@ -31,7 +31,7 @@ from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.buckets import Bucket
 from rl_megatron.weights.transports.commit import Transport
-from rl_megatron.weights.transports.ends import Ends, Parcel, handshakes_of
+from rl_megatron.weights.transports.ends import Parcel, PlanEnds, handshakes_of
 
 _SLOTS = 2
 _STEP, _GAVE_UP = b".", b"!"
@@ -67,7 +67,7 @@ class _Link:
         """Whether every parcel has been unpacked."""
         return (self.told if self.leaving else self.done) == len(self.parcels)
 
-    def step(self, ends: Ends, version: int) -> None:
+    def step(self, ends: PlanEnds, version: int) -> None:
         """Fill or empty one slot, and say so."""
         (ends.pack if self.leaving else ends.unpack)(self.parcels[self.done], version)
         ends.settle()
@@ -115,7 +115,7 @@ class SharedMemoryTransport(Transport):
         verify: bool = True,
     ) -> None:
         rank = dist.get_rank() if group is None else group.rank()
-        self.ends = Ends(moves, rank=rank, src=src, dst=dst, exchange=handshakes_of(group), verify=verify)
+        self.ends = PlanEnds(moves, rank=rank, src=src, dst=dst, exchange=handshakes_of(group), verify=verify)
         self._timeout = timeout_seconds
         self._links = self._connect(self.ends.buckets(slot_bytes), group)
         arriving = (parcel for link in self._links if not link.leaving for parcel in link.parcels)
