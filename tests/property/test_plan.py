@@ -24,7 +24,7 @@ from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.json_form import from_json, to_json
 from rl_megatron.weights.plans.plan import Transfer, plan
-from rl_megatron.weights.transports.buckets import Part, cut_into_buckets
+from rl_megatron.weights.transports.buckets import BucketPart, cut_into_buckets
 from tests.property.shards import (
     SMALL,
     UNWRITTEN,
@@ -219,7 +219,7 @@ def test_buckets_are_bounded_and_tile_what_a_pair_moves(m: ModelShape, d: Parall
         part.dst_param: bucket.dtype for bucket in buckets for part in bucket.parts
     }
 
-    def elements(moved: Iterable[Transfer | Part]) -> Counter[tuple[str, tuple[int, ...], str, tuple[int, ...]]]:
+    def elements(moved: Iterable[Transfer | BucketPart]) -> Counter[tuple[str, tuple[int, ...], str, tuple[int, ...]]]:
         """Each element's way: where from, where to."""
         return Counter(
             (t.src_param, src, t.dst_param, dst)

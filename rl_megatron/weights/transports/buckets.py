@@ -13,7 +13,7 @@ from rl_megatron.weights.plans.plan import Transfer, volume
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BucketPart:
     """A box small enough for a bucket, in both processes' tensors."""
 
     src_param: str
@@ -32,7 +32,7 @@ class Bucket:
     """Parts of one pair of processes and one dtype (the destination's), laid one behind the other."""
 
     dtype: torch.dtype
-    parts: list[Part]
+    parts: list[BucketPart]
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +63,9 @@ def cut_into_buckets(
                 free = bucket_bytes
             free -= num_bytes
             src_box, dst_box = _shift(cut, t.src_box), _shift(cut, t.dst_box)
-            out[-1].parts.append(Part(src_param=t.src_param, src_box=src_box, dst_param=t.dst_param, dst_box=dst_box))
+            out[-1].parts.append(
+                BucketPart(src_param=t.src_param, src_box=src_box, dst_param=t.dst_param, dst_box=dst_box)
+            )
     return out
 
 

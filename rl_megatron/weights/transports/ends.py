@@ -27,7 +27,7 @@ from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.hashing import PIECE_BYTES, bytes_of, digest, digests
 from rl_megatron.weights.plans.plan import Plan, Transfer
 from rl_megatron.weights.transports import words
-from rl_megatron.weights.transports.buckets import Bucket, Part, cut_into_buckets
+from rl_megatron.weights.transports.buckets import Bucket, BucketPart, cut_into_buckets
 
 _WORD = 8  # bytes of a digest
 _MOST_TOLD = 10  # problems of a process that an error lists
@@ -227,7 +227,7 @@ class PlanEnds:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def write(self, part: Part, source: Tensor, sender: int, sent: int) -> None:
+    def write(self, part: BucketPart, source: Tensor, sender: int, sent: int) -> None:
         """Write one part of a CPU tensor from ``source``, whose digest was ``sent`` when ``sender`` wrote it."""
         target = view(self.dst[part.dst_param], part.dst_box)
         target.copy_(source)
@@ -256,7 +256,7 @@ class PlanEnds:
         self._verify_seconds += spent
         return out
 
-    def _difference(self, part: Part, sender: int) -> str:
+    def _difference(self, part: BucketPart, sender: int) -> str:
         return (
             f"{part.dst_param} {part.dst_box} on rank {self.rank} is not {part.src_param} {part.src_box} "
             f"as rank {sender} sent it"
@@ -264,7 +264,7 @@ class PlanEnds:
 
 
 def handshakes_of(group: dist.ProcessGroup | None) -> Callable[[Handshake], list[Handshake]]:
-    """What an `PlanEnds` exchanges handshakes with, over the ranks of a group."""
+    """What `PlanEnds` exchanges handshakes with, over the ranks of a group."""
 
     def exchange(mine: Handshake) -> list[Handshake]:
         problems, dtypes = mine

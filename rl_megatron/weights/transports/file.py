@@ -26,7 +26,7 @@ from rl_megatron.weights.bytes.hashing import bytes_of, digest
 from rl_megatron.weights.bytes.mapped import MappedFile, header_bytes, read_header
 from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports import words
-from rl_megatron.weights.transports.buckets import Part
+from rl_megatron.weights.transports.buckets import BucketPart
 from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.ends import PlanEnds, handshakes_of, view
 
@@ -52,7 +52,7 @@ class FileTransport(Transport):
         self._ends = PlanEnds(moves, rank=self._rank, src=src, dst=dst, exchange=handshakes_of(group), verify=verify)
         self._num_bytes = 0
         self._leaving: dict[str, tuple[Tensor, torch.dtype]] = {}  # by name in the file
-        self._arriving: dict[int, list[tuple[str, Part]]] = {}  # by sender
+        self._arriving: dict[int, list[tuple[str, BucketPart]]] = {}  # by sender
         for (sender, receiver), buckets in self._ends.buckets(_PART_BYTES, _PART_BYTES).items():
             parts = [(_name(part, bucket.dtype), part, bucket.dtype) for bucket in buckets for part in bucket.parts]
             if sender == self._rank:
@@ -144,6 +144,6 @@ def _file_of(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def _name(part: Part, dtype: torch.dtype) -> str:
+def _name(part: BucketPart, dtype: torch.dtype) -> str:
     box = ",".join(f"{low}:{high}" for low, high in part.src_box)
     return f"{part.src_param}[{box}] {str(dtype).removeprefix('torch.')}"
