@@ -97,12 +97,10 @@ def proximal_share(rollout_version: Tensor, *, proximal_version: int, version: i
     return torch.where(distance > 0, (proximal_version - rollout_version) / distance.clamp(min=1), 0.0)
 
 
-def with_proximal(inputs: LossInputs) -> LossInputs:
-    """Where the samples hold a ``proximal_share``: old log-probs log-linear between the rollout's and the current ones.
+def with_proximal(inputs: LossInputs, share: Tensor) -> LossInputs:
+    """Old log-probs ``share`` [T] of the way from the rollout's to the current ones.
 
     This stands for a pass of the old policy over stale samples (arXiv:2505.24298's decoupled objective).
     """
-    if inputs.proximal_share is None:
-        return inputs
     current, rollout = inputs.logprobs.detach(), inputs.rollout_logprobs
-    return replace(inputs, old_logprobs=rollout + inputs.proximal_share * (current - rollout))
+    return replace(inputs, old_logprobs=rollout + share * (current - rollout))

@@ -58,7 +58,9 @@ class PolicyLoss:
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """This rank's share of the loss; every rank that shares a sequence calls it (``segment_sum`` may wait)."""
-        row, inputs = self.row, with_proximal(masked(inputs))
+        row, inputs = self.row, masked(inputs)
+        if inputs.proximal_share is not None:
+            inputs = with_proximal(inputs, inputs.proximal_share)
         lengths = inputs.segment_sum(inputs.mask.to(inputs.logprobs.dtype))
         raw = RATIO_LEVELS[row.ratio_level](inputs, lengths)
         log_ratio = raw.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

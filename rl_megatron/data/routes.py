@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_megatron.errors import DataError
-from rl_megatron.types import Chain, Routes
+from rl_megatron.types import Routes
 
 _NARROW, _WIDE = np.dtype(np.uint8), np.dtype("<i2")
 
@@ -42,24 +42,24 @@ def decode_routes(routes: Routes) -> NDArray[Any]:
     return np.frombuffer(routes.data, _NARROW if size <= 1 else _WIDE).reshape(routes.shape)
 
 
-def joined_routes(rows: Sequence[tuple[str, Chain]]) -> Tensor | None:
-    """[N, MoE layers, top_k] of all rows, each with its prompt's id, one after the other; None where none has routes.
+def joined_routes(ids: Sequence[str], lengths: Sequence[int], routes: Sequence[Routes | None]) -> Tensor | None:
+    """[N, MoE layers, top_k] of all rows, one after the other; None where none has routes.
 
-    Raises DataError naming the prompt whose routes are missing, of the wrong length, or of another model's size.
+    ``ids`` are the prompts', for errors, ``lengths`` the rows' tokens. Raises DataError naming the prompt whose routes
+    are missing, of the wrong length, or of another model's size.
     """
-    if all(row.routes is None for _, row in rows):
+    if all(row is None for row in routes):
         return None
     arrays: list[NDArray[Any]] = []
-    for prompt, row in rows:
-        if row.routes is None:
+    for prompt, length, row in zip(ids, lengths, routes, strict=True):
+        if row is None:
             raise DataError(f"prompt {prompt!r}: a completion has no routes, but others of its batch have")
-        array = decode_routes(row.routes)
-        positions = len(row.token_ids) - 1
-        wanted = (positions, *arrays[0].shape[1:]) if arrays else (positions, *array.shape[1:])
+        array = decode_routes(row)
+        wanted = (length - 1, *arrays[0].shape[1:]) if arrays else (length - 1, *array.shape[1:])
         if array.shape != wanted:
             raise DataError(
                 f"prompt {prompt!r}: routes of shape {array.shape} where [positions, MoE layers, experts a token] "
-                f"is {wanted}, of {len(row.token_ids)} tokens but the last"
+                f"is {wanted}, of {length} tokens but the last"
             )
         arrays.append(array)
     return torch.from_numpy(np.concatenate(arrays))

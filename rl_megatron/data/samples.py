@@ -32,12 +32,9 @@ def to_samples(groups: Sequence[RolloutGroup]) -> Samples:
     row without a sampled token, and for routes that do not fit their row.
     """
     rows = [(group.prompt.id, row) for group in groups for one in group.trajectories for row in one.chains]
-    samples = _join(
-        [prompt for prompt, _ in rows],
-        [row.token_ids for _, row in rows],
-        [[(turn.start, turn.logprobs) for turn in row.turns] for _, row in rows],
-    )
-    return replace(samples, routes=joined_routes(rows))
+    ids, tokens = [prompt for prompt, _ in rows], [row.token_ids for _, row in rows]
+    samples = _join(ids, tokens, [[(turn.start, turn.logprobs) for turn in row.turns] for _, row in rows])
+    return replace(samples, routes=joined_routes(ids, [len(row) for row in tokens], [row.routes for _, row in rows]))
 
 
 def supervised_samples(

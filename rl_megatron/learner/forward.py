@@ -8,7 +8,7 @@ result does not depend on how the batch was cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,8 @@ from rl_megatron.types import Loss, LossInputs, LossOutput, Want
 
 LossClosure = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
 AroundForward = Callable[[Any, PackedMicroBatch], AbstractContextManager[None]]
-"""Entered with a chunk and a micro-batch around the forward pass of one over the other (`routing_replay.Routing`)."""
+"""Entered with a chunk and a micro-batch that has routes around the forward pass of one over the other
+(`routing_replay.Routing`)."""
 
 
 def run_scores(
@@ -68,7 +69,7 @@ def run_loss(
                 **head(output, micro_batch),
                 **micro_batch.columns,
                 segment_ids=micro_batch.segment_ids,
-                segment_sum=partial(_segment_sum, micro_batch),
+                segment_sum=partial(_segment_sum, micro_batch.segment_ids, micro_batch.num_segments),
                 num_tokens=num_tokens,
                 num_sequences=num_sequences,
             )
@@ -97,7 +98,7 @@ def _schedule(
         micro_batch = next(iterator)
         activity.part(f"{places[id(micro_batch)]}, forward")
         half = {"fp32_output": False} if chunks[0].config.bf16 else {}  # else all logits are copied to float32
-        with around(model, micro_batch):
+        with nullcontext() if micro_batch.routes is None else around(model, micro_batch):
             output = model(
                 micro_batch.input_ids[None],
                 micro_batch.attention.positions[None],
@@ -124,9 +125,9 @@ def _zero_tokens(like: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.int, device=like.device)
 
 
-def _segment_sum(micro_batch: PackedMicroBatch, values: Tensor) -> Tensor:
+def _segment_sum(segment_ids: Tensor, num_segments: int, values: Tensor) -> Tensor:
     """[t] -> [S]: sums over each sequence, over the CP ranks that share it."""
-    out = values.new_zeros(micro_batch.num_segments).index_add_(0, micro_batch.segment_ids, values)
+    out = values.new_zeros(num_segments).index_add_(0, segment_ids, values)
     if parallel_state.get_context_parallel_world_size() > 1:
         dist.all_reduce(out, group=parallel_state.get_context_parallel_group())
     return out

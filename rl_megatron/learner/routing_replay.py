@@ -98,11 +98,9 @@ class Routing:
 
     @contextlib.contextmanager
     def replaying(self, chunk: Any, micro_batch: PackedMicroBatch) -> Iterator[None]:
-        """Around the forward pass of ``chunk``: its routers take ``micro_batch.routes``, where there are any."""
+        """Around the forward pass of ``chunk``: its routers take ``micro_batch.routes``."""
         routes = micro_batch.routes
-        if routes is None:
-            yield
-            return
+        assert routes is not None
         own = _own_tokens(len(routes))
         mine, real = routes[own].to(torch.int64), (micro_batch.source[own] >= 0).to(self._device)
         keep = self._recomputes and torch.is_grad_enabled()

@@ -88,6 +88,7 @@ class GroupJob(ABC):
         batch = self.buffer.popleft()
         ahead = asyncio.ensure_future(self.take()) if len(self.buffer) < staleness else None
         try:
+            self.recorder.write_samples(number, batch.groups)
             row = self._describe(batch) | await self.update(batch.groups, number, watch)
             if not row["tokens/train"]:
                 logger.warning("step %d has no token to train on, and is skipped: weights stay as they are", number)
@@ -114,8 +115,7 @@ class GroupJob(ABC):
         return groups_that_differ(groups, c.algorithm, max_new_tokens=c.rollout.max_new_tokens)
 
     def _describe(self, rollouts: RolloutBatch) -> Row:
-        """What can be said of a rollout batch before training on it; also records sample completions."""
-        self.recorder.write_samples(self.number, rollouts.groups)
+        """What can be said of a rollout batch before training on it."""
         return {
             "step": self.number,
             "phase": "rl",

@@ -203,6 +203,8 @@ class Update:
         value_loss = ValueLoss(clip=c.algorithm.critic.clip)
         packed = map(self.pack, minibatches(samples, c, step, unit=self._selection.unit))
         batches = [batch for batch in packed if batch.num_tokens]  # Adam's momentum moves weights at a gradient of 0
+        row: Row = {"learning_rate": rate, **advantage_row(samples)}
+        row |= packing_metrics(batches, dims=c.learner.dims, attention_cost=self.attention_cost)
         critic = roles.learners.get("critic")
         policy_steps: list[Made | None] = []  # None: it was left out
         critic_steps: list[Made | None] = []
@@ -219,9 +221,7 @@ class Update:
                     policy_steps.append(await at_once.end(trained))
                 if valued is not None:
                     critic_steps.append(await at_once.end(valued))
-        skipped = [*policy_steps, *critic_steps].count(None)
-        row: Row = {"learning_rate": rate, "steps/skipped": skipped, **advantage_row(samples)}
-        row |= packing_metrics(batches, dims=c.learner.dims, attention_cost=self.attention_cost)
+        row["steps/skipped"] = [*policy_steps, *critic_steps].count(None)
         row |= policy_row([made for made in policy_steps if made is not None])
         if learnt := [made for made in critic_steps if made is not None]:
             row |= {"critic/learning_rate": critic_rate, "critic/explained_variance": explained_variance(samples)}
