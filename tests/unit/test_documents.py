@@ -27,3 +27,12 @@ def test_files_that_a_document_names_are_there(document: Path) -> None:
     named = {name for name in named - EXAMPLES if not name.startswith(OTHERS) and "<" not in name}
     files = tracked()
     assert [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in files)] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO)))
+def test_tests_that_a_document_names_are_there(document: Path) -> None:
+    """As ``unit/test_extensions.py::test_a_transport``."""
+    named = re.findall(r"`([\w./-]+\.py)::(\w+)`", document.read_text(encoding="utf-8"))
+    files = {path: REPO / "tests" / path for path, _ in named}
+    texts = {path: file.read_text(encoding="utf-8") if file.is_file() else "" for path, file in files.items()}
+    assert [f"{path}::{test}" for path, test in named if f"\ndef {test}(" not in texts[path]] == []

@@ -1,4 +1,5 @@
-"""What a package of the user's own adds in one file, named by a key: an engine that is a server, a transport."""
+"""What the user adds in one file outside this package, named on the command line: an algorithm, an engine that is a
+server, a transport. Rewards, observers, options and model families have tests in their rooms (CONTRIBUTING.md)."""
 
 from __future__ import annotations
 
@@ -22,10 +23,13 @@ from rl_megatron.types import Completion
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.transports.connect import Ends, connect
+from tests.documents import blocks
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, push, running
+from tests.unit.training.test_update_oracle import assert_as_plain_loops
 
 SHAPE = tiny_shape(TinyModelSection())
 ENGINE = """
+from tests.documents import blocks
 from tests.unit.rollout.test_engine_servers import Words
 
 class Mine(Words):
@@ -58,6 +62,18 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_engine.py").write_text(ENGINE)
     (tmp_path / "mine_transport.py").write_text(TRANSPORT)
     monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_an_algorithm(tmp_path: Path) -> None:
+    """The row that docs/algorithms.md gives as an example."""
+    (documented,) = blocks(Path(__file__).parents[2] / "docs" / "algorithms.md", "yaml")
+    path = tmp_path / "mine.yaml"
+    path.write_text(documented.text)
+    keys = ["train.minibatches=1", "train.epochs=2", "train.learning_rate=2.0", "train.lr_decay=none"]
+    config = load(str(path), [*keys, "learner.ep=1", "rollout.max_prompt_tokens=2"])
+    row = config.algorithm
+    assert (row.objective, row.correction.mode, row.correction.high) == ("importance", "truncate", 1.5)
+    assert_as_plain_loops(config)
 
 
 @pytest.mark.usefixtures("mine")

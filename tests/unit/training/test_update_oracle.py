@@ -78,14 +78,20 @@ def groups(step: int, engine: torch.Tensor) -> list[RolloutGroup]:
 
 @pytest.mark.parametrize("name", PATHS)
 def test_models_after_three_steps_are_those_of_plain_loops(name: str) -> None:
-    config = RunConfig.model_validate(
-        {
-            "algorithm": PATHS[name],
-            "train": {"minibatches": 1, "epochs": 2, "learning_rate": 2.0},
-            "rollout": {"max_prompt_tokens": 2, "max_new_tokens": 6},
-            "learner": {"max_tokens_per_micro_batch": 16},
-        }
+    assert_as_plain_loops(
+        RunConfig.model_validate(
+            {
+                "algorithm": PATHS[name],
+                "train": {"minibatches": 1, "epochs": 2, "learning_rate": 2.0},
+                "rollout": {"max_prompt_tokens": 2, "max_new_tokens": 6},
+                "learner": {"max_tokens_per_micro_batch": 16},
+            }
+        )
     )
+
+
+def assert_as_plain_loops(config: RunConfig) -> None:
+    """After each of three steps the tables are those of the loops; of a configuration with one minibatch an epoch."""
     tables = [table(VOCABULARY, VOCABULARY, seed=1), table(VOCABULARY, VOCABULARY, seed=3), table(VOCABULARY, seed=2)]
     policy, reference, critic = (Toy(weights) for weights in tables)
     needs, unused = config.algorithm, Toy(torch.zeros(1))
