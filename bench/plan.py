@@ -105,7 +105,7 @@ def measure(name: str, sizes: Numbers, learner: Numbers, engine: Numbers) -> Non
         "ranks": ranks,
         "engines": engines,
         "transfers": moves.num_transfers(),
-        "blocks": len(moves.blocks),
+        "stretches": len(moves.stretches),
         "mine": max(sends, receives),
         "seconds": planned - started,
         "parts": parts,
@@ -128,8 +128,8 @@ def apart(name: str, sizes: Numbers, learner: Numbers, engine: Numbers) -> tuple
     r = json.loads(done.stdout)
     uneven = f"{r['uneven']:.3f}" if "uneven" in r else ""
     cells = (
-        f"{r['elements'] / 1e9:,.1f} B | {r['ranks']:,} to {r['engines']:,} | {r['transfers']:,} | {r['blocks']:,} | "
-        f"{r['seconds']:.2f} | {r['mine']:,} | {r['parts']:.2f} | {r['peak']:.0f} MiB | {uneven} |"
+        f"{r['elements'] / 1e9:,.1f} B | {r['ranks']:,} to {r['engines']:,} | {r['transfers']:,} | "
+        f"{r['stretches']:,} | {r['seconds']:.2f} | {r['mine']:,} | {r['parts']:.2f} | {r['peak']:.0f} MiB | {uneven} |"
     )
     return {"model": name, "sizes": sizes, "learner": learner, "engine": engine, **r}, cells
 
@@ -145,7 +145,7 @@ def planning() -> list[dict[str, object]]:
 
     print(f"bar at 512 ranks into 256: {SECONDS_BAR} s, {PEAK_BAR} MiB")
     columns = (
-        "parameters | ranks | transfers | blocks | seconds | a process's part | seconds | peak memory | max/mean |"
+        "parameters | ranks | transfers | stretches | seconds | a process's part | seconds | peak memory | max/mean |"
     )
     print(f"| model | engines | {columns}\n|{' --- |' * 11}")
     for name, learner in LEARNERS.items():

@@ -6,21 +6,21 @@ from typing import Any
 
 from rl_megatron.errors import WeightError
 from rl_megatron.weights.layouts.layout import Slice
-from rl_megatron.weights.plans.plan import Block, Plan
+from rl_megatron.weights.plans.plan import Plan, Stretch
 
 
 def to_json(moves: Plan) -> list[Any]:
     """What `from_json` reads."""
     return [
         [b.box, _row(b.wanted), b.layers, b.experts, b.holders, [_row(h) for h in b.held], b.local, b.remote, b.bounds]
-        for b in moves.blocks
+        for b in moves.stretches
     ]
 
 
 def from_json(said: Any) -> Plan:
     """Raises WeightError for what is none."""
     try:
-        return Plan(blocks=tuple(_block(*row) for row in said))
+        return Plan(stretches=tuple(_stretch(*row) for row in said))
     except (TypeError, ValueError) as error:
         raise WeightError(f"what rank 0 sent is no plan of weights: {error}") from error
 
@@ -29,10 +29,10 @@ def _row(one: Slice) -> list[Any]:
     return [one.hf, one.hf_box, one.param, one.shape, one.box]
 
 
-def _block(
+def _stretch(
     box: Any, wanted: Any, layers: Any, experts: Any, holders: Any, held: Any, local: Any, remote: Any, bounds: Any
-) -> Block:
-    return Block(
+) -> Stretch:
+    return Stretch(
         box=_box(box),
         wanted=_slice(*wanted),
         layers=_numbers(layers),

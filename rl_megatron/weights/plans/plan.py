@@ -1,7 +1,7 @@
 """Which box goes from which rank to which: integer arithmetic over two layouts, no torch, the same on every process.
 
-A plan is symbolic. A row of the table moves alike in all its layers and experts, so one `Block` stands for all of them
-that have the same holders and the same destinations; a process writes out only what it sends and receives itself.
+A plan is symbolic. A row of the table moves alike in all its layers and experts, so one `Stretch` stands for all of
+them that have the same holders and the same destinations; a process writes out only what it sends and receives itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class Stretch:
     """``box`` of each layer and expert listed, from one of ``holders`` into every one of the destinations.
 
     ``local`` destinations hold it themselves. The transfers into the others make a line, layer after layer, in each
@@ -144,42 +144,42 @@ class Rounds:
 class Plan:
     """Every transfer between two layouts, in the destination's table order; equal on every process."""
 
-    blocks: tuple[Block, ...]
+    stretches: tuple[Stretch, ...]
 
     def receives(self, process: int) -> Iterator[Transfer]:
         """What ``process`` writes, each element once; copies within it have ``src_rank == dst_rank``."""
-        for block in self.blocks:
-            yield from block.into(process)
+        for stretch in self.stretches:
+            yield from stretch.into(process)
 
     def sends(self, process: int) -> Iterator[Transfer]:
         """What ``process`` sends to others; a pair's transfers come in the order in which the other receives them."""
-        for block in self.blocks:
-            yield from block.out_of(process)
+        for stretch in self.stretches:
+            yield from stretch.out_of(process)
 
     def traffic(self) -> dict[tuple[int, int], int]:
         """Elements between every pair (sender, receiver) of different processes that have any."""
         out: Counter[tuple[int, int]] = Counter()
-        for block in self.blocks:
-            for sender, receiver, elements in block.flows():
+        for stretch in self.stretches:
+            for sender, receiver, elements in stretch.flows():
                 if elements:
                     out[sender, receiver] += elements
         return dict(out)
 
     def rounds(self) -> Rounds:
         """An order for all pairs in which nobody sends to two at once, nor receives from two."""
-        moved = [block for block in self.blocks if block.remote]
+        moved = [stretch for stretch in self.stretches if stretch.remote]
         sending = {
             holder
-            for block in moved
-            for holder, (low, high) in zip(block.holders, pairwise(block.bounds), strict=True)
+            for stretch in moved
+            for holder, (low, high) in zip(stretch.holders, pairwise(stretch.bounds), strict=True)
             if low < high
         }
-        receiving = set[int]().union(*(block.remote for block in moved))
+        receiving = set[int]().union(*(stretch.remote for stretch in moved))
         return Rounds(senders=tuple(sorted(sending)), receivers=tuple(sorted(receiving)))
 
     def num_transfers(self) -> int:
         """Transfers of all processes, copies within a process counted."""
-        return sum(block.count * (len(block.local) + len(block.remote)) for block in self.blocks)
+        return sum(stretch.count * (len(stretch.local) + len(stretch.remote)) for stretch in self.stretches)
 
 
 def plan(src: Layout, dst: Layout, *, placement: Mapping[int, int] | None = None) -> Plan:
@@ -194,10 +194,10 @@ def plan(src: Layout, dst: Layout, *, placement: Mapping[int, int] | None = None
     if len(set(where.values())) != len(where):
         raise WeightError(f"placement={dict(where)} puts two destination ranks into one process; give each its own")
     source, target = _Source(src), _Target(dst, where)
-    drafts = [block for spec in dst.rows() for block in _blocks(source, target, spec)]
-    moved = sum(block.size * block.count * len(block.remote) for block in drafts)
+    drafts = [stretch for spec in dst.rows() for stretch in _stretches(source, target, spec)]
+    moved = sum(stretch.size * stretch.count * len(stretch.remote) for stretch in drafts)
     limit = max(_SMALLEST_CUT, moved // (src.dims.world_size * _LARGEST_SHARE))
-    return Plan(blocks=tuple(_dealt([part for block in drafts for part in _striped(block, limit)])))
+    return Plan(stretches=tuple(_dealt([part for stretch in drafts for part in _striped(stretch, limit)])))
 
 
 def volume(box: Box) -> int:
@@ -299,20 +299,20 @@ def _groups(source: _Source, target: _Target, spec: ParamSpec, chunk: int, hf: s
                 )
 
 
-def _blocks(source: _Source, target: _Target, spec: ParamSpec) -> Iterator[Block]:
+def _stretches(source: _Source, target: _Target, spec: ParamSpec) -> Iterator[Stretch]:
     for chunk, slices in enumerate(target.layout.chunks(spec)):
         for wanted in slices:
             cuts = [(box, cut) for box in source.boxes(wanted.hf) if (cut := _intersect(box, wanted.hf_box))]
             for group in _groups(source, target, spec, chunk, wanted.hf):
                 held = [(cut, *source.holders(wanted.hf, box, group.src_stages, group.src_ep)) for box, cut in cuts]
-                found = [_block(wanted, group, cut, ranks, slices) for cut, ranks, slices in held if ranks]
+                found = [_stretch(wanted, group, cut, ranks, slices) for cut, ranks, slices in held if ranks]
                 _refuse_gap(wanted, group, found)
                 yield from found
 
 
-def _block(wanted: Slice, group: _Group, cut: Box, ranks: tuple[int, ...], slices: tuple[Slice, ...]) -> Block:
+def _stretch(wanted: Slice, group: _Group, cut: Box, ranks: tuple[int, ...], slices: tuple[Slice, ...]) -> Stretch:
     mine = set(ranks).intersection(group.wanting)
-    return Block(
+    return Stretch(
         box=cut,
         wanted=wanted,
         layers=group.layers,
@@ -324,31 +324,31 @@ def _block(wanted: Slice, group: _Group, cut: Box, ranks: tuple[int, ...], slice
     )
 
 
-def _striped(block: Block, limit: int) -> Iterator[Block]:
-    """The block cut along dim 0 into boxes of at most ``limit`` elements, where somebody has a choice."""
-    start, stop = block.box[0]
-    parts = min(stop - start, -(-block.size // limit))
-    if parts <= 1 or len(block.holders) == 1 or not block.remote:
-        yield block
+def _striped(stretch: Stretch, limit: int) -> Iterator[Stretch]:
+    """The stretch cut along dim 0 into boxes of at most ``limit`` elements, where somebody has a choice."""
+    start, stop = stretch.box[0]
+    parts = min(stop - start, -(-stretch.size // limit))
+    if parts <= 1 or len(stretch.holders) == 1 or not stretch.remote:
+        yield stretch
         return
     edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
     for low, high in pairwise(edges):
-        yield replace(block, box=((low, high), *block.box[1:]))
+        yield replace(stretch, box=((low, high), *stretch.box[1:]))
 
 
-def _dealt(blocks: Sequence[Block]) -> list[Block]:
-    """Senders chosen. Blocks with the fewest holders, then the largest boxes, choose first: the rest can even out."""
-    out = list(blocks)
+def _dealt(stretches: Sequence[Stretch]) -> list[Stretch]:
+    """Senders chosen. Those with the fewest holders, then the largest boxes, choose first: the rest can even out."""
+    out = list(stretches)
     load: Counter[int] = Counter()
     for i in sorted(range(len(out)), key=lambda i: (len(out[i].holders), -out[i].size, i)):
-        block = out[i]
-        if block.remote:
-            shares = _level([load[rank] for rank in block.holders], block.size, block.count * len(block.remote))
+        stretch = out[i]
+        if stretch.remote:
+            shares = _level([load[rank] for rank in stretch.holders], stretch.size, stretch.count * len(stretch.remote))
             bounds = [0]
-            for rank, share in zip(block.holders, shares, strict=True):
-                load[rank] += share * block.size
+            for rank, share in zip(stretch.holders, shares, strict=True):
+                load[rank] += share * stretch.size
                 bounds.append(bounds[-1] + share)
-            out[i] = replace(block, bounds=tuple(bounds))
+            out[i] = replace(stretch, bounds=tuple(bounds))
     return out
 
 
@@ -375,8 +375,8 @@ def _refuse_overlap(hf: str, boxes: Sequence[Box]) -> None:
             raise WeightError(f"{hf}: the source holds {box} and {other}, which overlap; fix its table")
 
 
-def _refuse_gap(wanted: Slice, group: _Group, blocks: Sequence[Block]) -> None:
-    found, needed = sum(block.size for block in blocks), volume(wanted.hf_box)
+def _refuse_gap(wanted: Slice, group: _Group, stretches: Sequence[Stretch]) -> None:
+    found, needed = sum(stretch.size for stretch in stretches), volume(wanted.hf_box)
     if found != needed:
         layer, expert = group.layers[0], group.experts[0]
         raise WeightError(
