@@ -96,7 +96,7 @@ class ServedEngines:
     ) -> AsyncIterator[None]:
         """Every replica is looked after; servers that this takes are put on ``running``."""
 
-        async def bring_back(replica: Replica) -> Standing:
+        async def restart(replica: Replica) -> Standing:
             if self._section.addresses:
                 again: Standing = Attached(server=await self._answers(replica.server))
             else:
@@ -113,7 +113,7 @@ class ServedEngines:
             if not task.cancelled() and (error := task.exception()) is not None:
                 engine.replicas.fail(error)
 
-        supervisor = Supervisor(engine=engine, section=self._section, bring_back=bring_back, refit=refit)
+        supervisor = Supervisor(engine=engine, section=self._section, restart=restart, refit=refit)
         pairs = zip(engine.replicas.all, standing, strict=True)
         keeping = [asyncio.create_task(supervisor.keep(replica, one)) for replica, one in pairs]
         for task in keeping:

@@ -81,15 +81,15 @@ class Attached(Standing):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervisor:
-    """Keeps the replicas of ``engine``. ``bring_back`` gives what stands at a site after a death, ready and checked.
+    """Keeps the replicas of ``engine``. ``restart`` gives what stands at a site after a death, ready and checked.
 
-    ``refit`` has a stale server at a URL hold what is served. It raises SyncError, ``bring_back`` EngineError or
+    ``refit`` has a stale server at a URL hold what is served. It raises SyncError, ``restart`` EngineError or
     ConfigError.
     """
 
     engine: ServedEngine
     section: ServerSection
-    bring_back: Callable[[Replica], Awaitable[Standing]]
+    restart: Callable[[Replica], Awaitable[Standing]]
     refit: Callable[[str], Awaitable[None]]
 
     async def keep(self, replica: Replica, standing: Standing) -> None:
@@ -115,7 +115,7 @@ class Supervisor:
             replica.restarts += 1
             replica.apply(Event.RESTARTED)
             try:
-                return await self.bring_back(replica)
+                return await self.restart(replica)
             except (EngineError, ConfigError) as error:
                 replica.apply(Event.DIED, str(error))
         return None

@@ -148,7 +148,7 @@ METRICS: Mapping[str, Documented] = _rows(
         "error of the tensor that quantising for engine servers put furthest off, over the tensor, as Frobenius norms",
     ),
     ("engine/healthy", "servers", "engine servers that serve after the step's push; only where servers sample"),
-    ("engine/restarts", "", "how often a dead engine server was brought back, since the run was started"),
+    ("engine/restarts", "", "how often a dead engine server was restarted, since the run was started"),
     ("tokens/rollout", "tokens", "tokens sampled in the step"),
     ("tokens/train", "tokens", "positions the optimizer steps ran on, prompts included, padding left out"),
     ("tokens_per_second/rollout", "tokens/s", "tokens/rollout over seconds/rollout"),

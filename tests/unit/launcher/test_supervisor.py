@@ -77,7 +77,7 @@ async def bed(fakes: list[Fake], spare: list[Fake], **changes: Any) -> AsyncIter
     it = Bed(engine=engine, places=places, spare=spare)
     it.may_start.set()
 
-    async def bring_back(replica: Replica) -> Standing:
+    async def restart(replica: Replica) -> Standing:
         await it.may_start.wait()
         if not it.spare:
             raise EngineError("no more ports")
@@ -89,7 +89,7 @@ async def bed(fakes: list[Fake], spare: list[Fake], **changes: Any) -> AsyncIter
             await engine.load(Path("weights"), it.version, only=url)
             await engine.commit(it.version, only=url)
 
-    supervisor = Supervisor(engine=engine, section=section, bring_back=bring_back, refit=refit)
+    supervisor = Supervisor(engine=engine, section=section, restart=restart, refit=refit)
     tasks = [asyncio.create_task(supervisor.keep(r, p)) for r, p in zip(engine.replicas.all, places, strict=True)]
     try:
         yield it
