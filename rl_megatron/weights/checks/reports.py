@@ -22,7 +22,7 @@ from rl_megatron.weights.boxes import Box, Shape
 from rl_megatron.weights.checks.checksums import aligned, checksum
 from rl_megatron.weights.checks.places import Held
 
-Sum = tuple[str, str, Box, int]
+BoxSum = tuple[str, str, Box, int]
 """Parameter, Hugging Face tensor, its box, the checksum of what lies there."""
 
 
@@ -42,7 +42,7 @@ class Report:
     ``read`` is what a rank found in a file or was sent, before its kernels made something else of it.
     """
 
-    rows: Sequence[Sum]
+    rows: Sequence[BoxSum]
     seconds: float
     read: Sequence[Read] = ()
 
@@ -74,7 +74,7 @@ class Beside:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksums")
-        self._held: list[Future[Sequence[Sum]]] = []
+        self._held: list[Future[Sequence[BoxSum]]] = []
         self._read: list[Future[Read]] = []
 
     def read(self, name: str, tensor: Tensor) -> None:
@@ -90,7 +90,7 @@ class Beside:
         """Look at boxes as they are held."""
         ready = _ready(params[held[0].param]) if held else None
 
-        def look() -> Sequence[Sum]:
+        def look() -> Sequence[BoxSum]:
             _wait_for(ready)
             return checksums_of(held, params).rows
 
