@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.results import parse, write
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.report import write_report
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
 PLAIN = ("learner.ep=1", "learner.threads=1", "log.progress=plain", "log.tensorboard=false")
 ENOUGH = 0.9
-STEPS = load("tiny_cpu", []).train.steps
+STEPS = load_config("tiny_cpu", []).train.steps
 ON_POLICY = ("train.minibatches=1",)  # no ratio: right only for samples of the current policy
 LONG_LAMBDA = ("algorithm.lam_length_factor=5",)  # the paper's 0.05 makes lambda 0 below 20 tokens; answers have 4
 SETTINGS = {"reinforce": ON_POLICY, "rloo": ON_POLICY, "remax": ON_POLICY, "vapo": LONG_LAMBDA}

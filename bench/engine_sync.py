@@ -23,7 +23,7 @@ import torch
 from bench.results import parse, write
 from launcher.hosts.local import LocalLauncher
 from launcher.servers.launcher import ServedLauncher
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import WeightUpdate
@@ -44,7 +44,7 @@ async def measure(engine: str, model: Path, folder: Path, pushes: int, keys: Seq
     """What each push says of itself."""
     python = ROOT / ".engines" / engine / "bin" / "python"
     given = [f"rollout={engine}", f"rollout.python={python}", "learner.ep=1", "rollout.slots=64", *keys]
-    config = load("tiny_cpu", given)
+    config = load_config("tiny_cpu", given)
     shape = read_shape(model)
     launcher = ServedLauncher(LocalLauncher(model, folder), model, folder, shape)
     async with launcher.start(config) as roles:

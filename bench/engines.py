@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from bench.results import parse, write
 from launcher.servers.engines import SERVERS
 from launcher.servers.pool import ServedEngines
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.local.engine import LocalEngine
@@ -161,7 +161,7 @@ def interpreter(name: str) -> Path:
 @contextlib.asynccontextmanager
 async def serving(name: str, model: Path, folder: Path, concurrency: int) -> AsyncIterator[ServedEngine]:
     """A server as a run starts it, with the model's weights."""
-    config = load(
+    config = load_config(
         "tiny_cpu",
         [
             *(f"rollout={name}", f"rollout.python={interpreter(name)}", f"rollout.slots={concurrency}"),

@@ -16,7 +16,7 @@ from launcher.commands import doctor as doctor_room
 from launcher.commands.plan import show, show_memory
 from launcher.processes import limits
 from launcher.runs.name import choose
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError, RLMegatronError
 from tools.options import OwnFamily
 
@@ -58,7 +58,7 @@ def train(
     from launcher.preflight.checks import preflight
     from rl_megatron.rewards.registry import resolve_reward
 
-    loaded = load(config, overrides or [])
+    loaded = load_config(config, overrides or [])
     named = choose(loaded, Path(config).stem, resume=resume)
     findings = preflight(named)
     findings.raise_problems()
@@ -87,7 +87,7 @@ def submit(
     """Train on a Slurm cluster: check all that can be seen here, write the job's script to runs/<name>/ and send it."""
     from launcher.commands import submit as room
 
-    loaded = load(config, overrides or [])
+    loaded = load_config(config, overrides or [])
     named = choose(loaded, Path(config).stem, resume=False, taken=room.taken)
     prepared = room.prepare(named)
     print(prepared.checked.describe(), prepared.findings.describe(), sep="\n", flush=True)

@@ -26,7 +26,7 @@ def _of_own_code(text: str) -> str:
 
 
 OwnCode = Annotated[str, AfterValidator(_of_own_code)]
-"""Names an object of the user's own packages, as `rl_megatron.user_code.load` finds it."""
+"""Names an object of the user's own packages, as `rl_megatron.user_code.load_named` finds it."""
 
 
 class Section(BaseModel):

@@ -12,7 +12,7 @@ from rl_megatron.errors import ConfigError, RLMegatronError
 _MOST_SAID = 500  # characters of a foreign exception
 
 
-def load(path: str, key: str, what: str, fits: Callable[[object], bool]) -> Any:
+def load_named(path: str, key: str, what: str, fits: Callable[[object], bool]) -> Any:
     """The object at ``path``, a ``what`` as ``fits`` says.
 
     Raises ConfigError that begins with ``key`` and names what is not there, what is near it, or what importing raised.

@@ -29,7 +29,7 @@ class Data:
     held_out: Sequence[Prompt]
 
 
-def load(config: RunConfig, model_folder: Path) -> Data:
+def load_data(config: RunConfig, model_folder: Path) -> Data:
     """Read tokenizer and data. Raises ConfigError, and DataError naming the row."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads would take the learners' cores
     from transformers import AutoTokenizer

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.build.data import Data, load
+from launcher.build.data import Data, load_data
 from launcher.build.model import starting_folder
 from launcher.hosts.local import LocalLauncher
 from launcher.hosts.sites import sites_of
@@ -65,7 +65,7 @@ async def _start(
     launcher = _launcher(parts, model_folder, shape, stop)
     starting = asyncio.create_task(stack.enter_async_context(launcher.start(config, progress.note)))
     try:
-        data = await thread(load, config, model_folder)
+        data = await thread(load_data, config, model_folder)
     except BaseException:  # what is wrong with the data is raised before all processes are up
         starting.cancel()
         await asyncio.wait([starting])

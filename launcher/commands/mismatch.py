@@ -20,7 +20,7 @@ from launcher.controller.proxies import WeightGroup
 from launcher.preflight.checks import preflight
 from launcher.runs.folder import mirror_path
 from launcher.runs.stop import stop_signals
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileData
 from rl_megatron.data.prompts import PromptStream
@@ -59,9 +59,9 @@ def target_of(name: str, overrides: Sequence[str]) -> Target:
     """Of a run's folder, or of a configuration. Raises ConfigError."""
     path = Path(name)
     if path.is_dir():
-        config = load(str(path / "config.yaml"), overrides)
+        config = load_config(str(path / "config.yaml"), overrides)
         return Target(config=config, folder=path / "doctor", checkpoint=latest(path / "checkpoints"))
-    config = load(name, overrides)
+    config = load_config(name, overrides)
     return Target(config=config, folder=config.run.dir / f"doctor-{path.stem}", checkpoint=None)
 
 

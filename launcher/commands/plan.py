@@ -9,7 +9,7 @@ from math import prod
 from rich.console import Console
 from rich.table import Table
 
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import expect
@@ -84,7 +84,7 @@ def show_memory(config_name: str, overrides: Sequence[str]) -> None:
     A configuration that names its model needs no folder of it.
     """
     named = [] if any(item.startswith("model.path=") for item in overrides) else ["model.path=."]
-    config = load(config_name, [*overrides, *named])
+    config = load_config(config_name, [*overrides, *named])
     if config.model.name is None and named:
         raise ConfigError(f"{config_name}: the model's sizes are not known; give model.path, or model.name")
     shape = model_shape(str(config.model.name if named else config.model.path), config.learner.model)

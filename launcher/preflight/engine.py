@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.errors import ConfigError
-from rl_megatron.user_code import load
+from rl_megatron.user_code import load_named
 
 
 def check(subject: Subject) -> Iterator[Found]:
@@ -52,7 +52,7 @@ def module_of(engine: str) -> str:
     """What is imported to serve: the engine's own name, or what the user's Adapter says. Raises ConfigError."""
     if ":" not in engine:
         return engine
-    adapter = load(engine, "rollout.engine", "class with a module", lambda found: hasattr(found, "module"))
+    adapter = load_named(engine, "rollout.engine", "class with a module", lambda found: hasattr(found, "module"))
     return str(adapter.module)
 
 

@@ -9,7 +9,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import Adapter
 from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
 from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
-from rl_megatron.user_code import load
+from rl_megatron.user_code import load_named
 from rl_megatron.weights.servers.probe import PROBE_LENGTH
 
 SERVERS: Mapping[str, Callable[[ModelShape], Adapter]] = {"sglang": SGLangAdapter, "vllm": VLLMAdapter}
@@ -17,7 +17,7 @@ SERVERS: Mapping[str, Callable[[ModelShape], Adapter]] = {"sglang": SGLangAdapte
 
 def adapter_of(engine: str, shape: ModelShape) -> Adapter:
     """The adapter to servers of ``rollout.engine``. Raises ConfigError where the user's own cannot be loaded."""
-    make = SERVERS.get(engine) or load(engine, "rollout.engine", "class", callable)
+    make = SERVERS.get(engine) or load_named(engine, "rollout.engine", "class", callable)
     adapter: Adapter = make(shape)
     return adapter
 

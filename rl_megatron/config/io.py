@@ -27,7 +27,7 @@ _MAX_LINES = 30  # of an error
 _MAX_LINE = 1000  # characters of a line
 
 
-def load(name: str, overrides: Sequence[str], root: Path | None = None) -> RunConfig:
+def load_config(name: str, overrides: Sequence[str], root: Path | None = None) -> RunConfig:
     """The config ``<root>/<name>.yaml``, or the YAML file ``name``, changed by ``key=value`` overrides.
 
     ``root`` (the conf/ folder beside the package) also holds the groups. Raises ConfigError with everything that is

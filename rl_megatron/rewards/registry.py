@@ -19,7 +19,7 @@ from rl_megatron.rewards.length import length_reward
 from rl_megatron.rewards.math_verify import math_verify
 from rl_megatron.rewards.own import Async, Plain
 from rl_megatron.rewards.weighted_sum import WeightedSum
-from rl_megatron.user_code import load
+from rl_megatron.user_code import load_named
 
 REWARDS: dict[str, RewardFunction] = {
     "exact_match": exact_match,
@@ -72,7 +72,7 @@ def _function(name: str, section: RewardSection, key: str) -> RewardFunction:
 
 
 def _own(path: str, key: str) -> RewardFunction:
-    function = load(path, key, "function", callable)
+    function = load_named(path, key, "function", callable)
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return Async(function)
     return Plain(function)

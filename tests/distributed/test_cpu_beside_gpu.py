@@ -15,7 +15,7 @@ import torch
 from launcher.hosts.local import LocalLauncher
 from launcher.wire import channel
 from launcher.wire.greetings import Call
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
@@ -41,7 +41,7 @@ def test_a_local_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (package.parent / "sitecustomize.py").write_text(BESIDE_A_GPU)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    config = load("tiny_cpu", ["learner.threads=1", "learner.ep=1", "learner.dp=1"])
+    config = load_config("tiny_cpu", ["learner.threads=1", "learner.ep=1", "learner.dp=1"])
     model = make_tiny_model(TinyModelSection(num_layers=1), tmp_path / "cache", seed=3)
     samples = ragged_samples(4, torch.Generator().manual_seed(5))
     samples = dataclasses.replace(samples, advantages=torch.ones(len(samples.input_ids)))

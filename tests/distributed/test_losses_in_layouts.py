@@ -13,7 +13,7 @@ import torch
 
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import loss_of
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack, unpack
@@ -67,12 +67,12 @@ def jobs() -> dict[str, tuple[Loss, int, Samples]]:
     plain = replace(samples, proximal_share=None, nll_weights=None)
     out: dict[str, tuple[Loss, int, Samples]] = {}
     for name in NAMES:
-        config = load("tiny_cpu", [f"algorithm={name}"])
+        config = load_config("tiny_cpu", [f"algorithm={name}"])
         unit = 1 if config.algorithm.preference_beta is None else 2
         out[name] = of(config), unit, replace(plain, nll_weights=samples.nll_weights)
-    config = load("tiny_cpu", ["algorithm=grpo", "algorithm.entropy_coefficient=0.1"])
+    config = load_config("tiny_cpu", ["algorithm=grpo", "algorithm.entropy_coefficient=0.1"])
     out["kl and entropy"] = of(config, 0.3), 1, plain
-    out["interpolated"] = of(load("tiny_cpu", ["algorithm=decoupled_ppo"])), 1, samples
+    out["interpolated"] = of(load_config("tiny_cpu", ["algorithm=decoupled_ppo"])), 1, samples
     return out
 
 

@@ -11,7 +11,7 @@ import torch
 
 from launcher.hosts.local import LocalLauncher
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.data.packing import pack
 from rl_megatron.interfaces import Roles
@@ -42,7 +42,7 @@ async def step(roles: Roles, number: int, g: torch.Generator) -> None:
 
 def test_it_stays_flat(tmp_path: Path) -> None:
     """12 seconds."""
-    config = load("tiny_cpu", ["learner.threads=1", "learner.ep=1", "learner.dp=1"])
+    config = load_config("tiny_cpu", ["learner.threads=1", "learner.ep=1", "learner.dp=1"])
     model = make_tiny_model(TinyModelSection(num_layers=1, hidden_size=32, num_experts=4), tmp_path / "cache", seed=3)
     g = torch.Generator().manual_seed(5)
     held: list[int] = []

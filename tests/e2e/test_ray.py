@@ -32,7 +32,7 @@ from pathlib import Path
 import psutil
 from launcher.processes.guards import Order
 from launcher.hosts.ray.cluster import RayCluster
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 
 def order(what):
     here = Path.cwd()
@@ -55,7 +55,7 @@ async def sleeping(count):
     return found
 
 async def main():
-    config = load("tiny_cpu", ["rollout=vllm", "rollout.server.replicas=2", "run.launcher=ray"])
+    config = load_config("tiny_cpu", ["rollout=vllm", "rollout.server.replicas=2", "run.launcher=ray"])
     cluster = RayCluster(config, None, Path.cwd())
     async with cluster.running():
         guard = await cluster.start_guard(0, order("echo its log; exit 5"))

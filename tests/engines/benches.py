@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from launcher.servers.engines import SERVERS
 from launcher.servers.pool import ServedEngines
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.shape import ModelShape
@@ -231,7 +231,7 @@ def config_of(engine: str, *, routes: bool = True, **keys: object) -> RunConfig:
     given = [f"rollout.server.{key}={value}" for key, value in keys.items()]
     python = [] if "addresses" in keys else [f"rollout.python={interpreter(engine)}"]
     replay = ["algorithm.routing_replay=r3"] if routes and engine in RETURN_ROUTES else []
-    return load("tiny_cpu", [f"rollout={engine}", "rollout.slots=64", *python, *LENGTHS, *given, *replay])
+    return load_config("tiny_cpu", [f"rollout={engine}", "rollout.slots=64", *python, *LENGTHS, *given, *replay])
 
 
 def spare_a_core() -> None:

@@ -20,7 +20,7 @@ from launcher.controller.proxies import WeightGroup
 from launcher.runs.folder import mirror_path
 from launcher.wire.setup import Setup
 from launcher.worker.learner_rank import Worker
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.tiny import byte_tokenizer
 from tests.distributed.ranks import FORKS, LIMIT
@@ -92,7 +92,7 @@ def config_of(root: Path, name: str, layout: str) -> RunConfig:
     """A run whose learner has the layout, and whose servers read mirrors under ``root``."""
     chosen = LAYOUTS[layout]
     degrees = chosen.dense if name in DENSE else chosen.sparse
-    return load(
+    return load_config(
         "tiny_cpu",
         [*degrees, "rollout=vllm", "learner.threads=1", f"weights.folder={root}", "weights.delta=false"],
     )

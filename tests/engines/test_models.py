@@ -18,7 +18,7 @@ import torch
 
 from launcher.preflight.sizes import misfits
 from launcher.servers.engines import SERVERS
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.recorded import Boxes
@@ -159,6 +159,6 @@ def test_the_embedded_engine_takes_what_learners_pushed(pushed: Path) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_embedded_engine_refuses_other_models_by_name(name: str, pushed: Path) -> None:
     shape = read_shape(folder_of(pushed, name, 1))
-    (found,) = misfits(load("tiny_cpu", ["learner.ep=1"]), shape)
+    (found,) = misfits(load_config("tiny_cpu", ["learner.ep=1"]), shape)
     assert f"model_type='{name}': the engine that samples here does not run it" in found.text
     assert found.text.endswith("; rollout=vllm or rollout=sglang runs others")

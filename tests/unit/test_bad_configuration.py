@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from launcher.runs.name import choose
 from rl_megatron.config.errors import explain
-from rl_megatron.config.io import load, save_resolved
+from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.section import Section
@@ -46,7 +46,7 @@ KEYS = dict(sections(RunConfig))
 def outcome(name: str, overrides: list[str]) -> str:
     """The error's text, with what must hold of each; "" where the configuration is taken."""
     try:
-        load(name, overrides)
+        load_config(name, overrides)
     except ConfigError as error:
         text = str(error)
         assert 0 < len(text) <= LONGEST, (len(text), overrides[0][:80])
@@ -164,12 +164,12 @@ def test_what_is_no_path_is_said_in_words() -> None:
 
 @pytest.mark.parametrize("stem", ["my run", "_test", "-x", "...", "日本", "a" * 250, "ok-1.2", "run (1)", " "])
 def test_a_run_named_after_a_file_can_be_configured_by_its_own_configuration(tmp_path: Path, stem: str) -> None:
-    config = load("tiny_cpu", [f"run.dir={tmp_path}"])
+    config = load_config("tiny_cpu", [f"run.dir={tmp_path}"])
     named = choose(config, stem, resume=False)
     folder = tmp_path / str(named.run.name)
     folder.mkdir()
     save_resolved(named, folder / "config.yaml")
-    again = load(str(folder / "config.yaml"), [])
+    again = load_config(str(folder / "config.yaml"), [])
     assert again == named
     assert choose(again, "config", resume=True) == named
     assert choose(config, stem, resume=True) == named  # by the file's name, as the run began
@@ -179,6 +179,6 @@ def test_a_run_named_after_a_file_can_be_configured_by_its_own_configuration(tmp
 
 
 def test_a_folder_that_has_every_number_of_a_name_is_told_in_words(tmp_path: Path) -> None:
-    config = load("tiny_cpu", [f"run.dir={tmp_path}"])
+    config = load_config("tiny_cpu", [f"run.dir={tmp_path}"])
     with pytest.raises(ConfigError, match=r"has all of tiny_cpu-2 to tiny_cpu-9999; set run\.name, or another"):
         choose(config, "tiny_cpu", resume=False, taken=lambda _: True)

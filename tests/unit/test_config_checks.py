@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 
@@ -15,7 +15,7 @@ REFILL = "rollout.dynamic_sampling=refill"
 
 def problem(*keys: str) -> str | None:
     try:
-        load("tiny_cpu", list(keys))
+        load_config("tiny_cpu", list(keys))
     except ConfigError as error:
         return str(error)
     return None

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rl_megatron.config.io import load, save_resolved
+from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig, RunSection
 from rl_megatron.config.sections.data import ArithmeticData, FileData
 from rl_megatron.errors import ConfigError
@@ -41,12 +41,12 @@ def conf(tmp_path: Path) -> Path:
 
 def problems(name: str, overrides: list[str], root: Path | None = None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load(name, overrides, root)
+        load_config(name, overrides, root)
     return str(caught.value).splitlines()
 
 
 def test_defaults_compose_under_the_file_that_names_them(conf: Path) -> None:
-    config = load("run", [], conf)
+    config = load_config("run", [], conf)
     assert config.seed == 7
     assert (config.learner.ep, config.learner.optimizer.beta1, config.learner.optimizer.beta2) == (2, 0.7, 0.6)
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (3e-4, 0.2)
@@ -54,7 +54,7 @@ def test_defaults_compose_under_the_file_that_names_them(conf: Path) -> None:
 
 
 def test_a_group_is_swapped_whole_and_before_single_values(conf: Path) -> None:
-    config = load("run", ["algorithm.clip_low=0.1", "algorithm=wide", "data=mine"], conf)
+    config = load_config("run", ["algorithm.clip_low=0.1", "algorithm=wide", "data=mine"], conf)
     assert config.algorithm.ratio_level == "token"
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.1, 9.0)
     assert config.data == FileData(type="files", train=Path("a.jsonl"), eval=Path("b.jsonl"))
@@ -64,7 +64,7 @@ def test_a_file_of_ones_own_starts_from_a_known_config_and_its_groups(conf: Path
     own = tmp_path / "elsewhere" / "own.yaml"
     own.parent.mkdir()
     own.write_text("defaults: [run, {algorithm: wide}]\nseed: 8\n")
-    config = load(str(own), [], conf)
+    config = load_config(str(own), [], conf)
     assert (config.seed, config.algorithm.clip_high, config.data) == (8, 9.0, ArithmeticData(digits=1))
 
 
@@ -87,14 +87,14 @@ def test_a_file_of_ones_own_starts_from_a_known_config_and_its_groups(conf: Path
     ],
 )
 def test_override_values(conf: Path, override: str, section: str, key: str, expected: object) -> None:
-    value = getattr(getattr(load("run", ["data=mine", override], conf), section), key)
+    value = getattr(getattr(load_config("run", ["data=mine", override], conf), section), key)
     assert value == expected
     assert type(value) is type(expected)
 
 
 def test_yaml_files_read_off_as_text_and_exponents_as_numbers(conf: Path) -> None:
     (conf / "run.yaml").write_text("log: {wandb: off}\ntrain: {learning_rate: 1e-3}\nrun: {name: no}\n")
-    config = load("run", [], conf)
+    config = load_config("run", [], conf)
     assert (config.log.wandb, config.train.learning_rate, config.run.name) == ("off", 1e-3, "no")
 
 
@@ -177,8 +177,8 @@ def test_layers_without_an_attention_kernel_are_refused() -> None:
     given = ["learner.cp=2", "learner.ep=1", "learner.device=cuda"]
     (problem,) = problems("tiny_cpu", [*given, "learner.layers=transformer_engine"])
     assert "attention kernels for half precision alone; set learner.dtype=bfloat16" in problem
-    load("tiny_cpu", [*given, "learner.layers=transformer_engine", "learner.dtype=bfloat16"])
-    load("tiny_cpu", given)
+    load_config("tiny_cpu", [*given, "learner.layers=transformer_engine", "learner.dtype=bfloat16"])
+    load_config("tiny_cpu", given)
 
 
 @pytest.mark.parametrize(
@@ -212,11 +212,11 @@ def test_bytes_that_are_not_utf8_are_named(conf: Path) -> None:
 def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) -> None:
     none = ["slurm.engines.nodes=0", "weights.folder=null"]  # no servers, no nodes and no file for them
     where = none if choice == "rollout=local" else []
-    assert isinstance(load(name, [choice, "model.path=/given", *where]), RunConfig)
+    assert isinstance(load_config(name, [choice, "model.path=/given", *where]), RunConfig)
 
 
 def test_shipped_algorithms_are_the_rows_of_their_papers() -> None:
-    gspo, grpo, cispo = (load("tiny_cpu", [f"algorithm={name}"]).algorithm for name in ("gspo", "grpo", "cispo"))
+    gspo, grpo, cispo = (load_config("tiny_cpu", [f"algorithm={name}"]).algorithm for name in ("gspo", "grpo", "cispo"))
     assert (gspo.objective, gspo.ratio_level, gspo.clip_low, gspo.clip_high) == ("clip", "sequence", 3e-4, 4e-4)
     assert (grpo.objective, grpo.ratio_level, grpo.clip_low, grpo.clip_high) == ("clip", "token", 0.2, 0.2)
     assert (cispo.objective, cispo.ratio_level, cispo.cap_low, cispo.cap_high) == ("cispo", "token", 0.0, 5.0)
@@ -225,10 +225,10 @@ def test_shipped_algorithms_are_the_rows_of_their_papers() -> None:
 
 
 def test_shipped_yaml_holds_only_what_differs_from_the_schema() -> None:
-    plain = load("tiny_cpu", ["data=arithmetic"])
+    plain = load_config("tiny_cpu", ["data=arithmetic"])
     assert plain.data == ArithmeticData()
     for path in sorted((REPO / "conf" / "algorithm").glob("*.yaml")):
-        chosen = load("tiny_cpu", [f"algorithm={path.stem}"]).algorithm
+        chosen = load_config("tiny_cpu", [f"algorithm={path.stem}"]).algorithm
         written = [line.split(":")[0] for line in path.read_text().splitlines() if line and line[0] not in "# "]
         defaults = RunConfig().algorithm
         assert [key for key in written if getattr(chosen, key) == getattr(defaults, key)] == []
@@ -251,13 +251,13 @@ def test_a_resolved_config_reads_back_equal(
     )
     path = tmp_path_factory.mktemp("resolved") / "config.yaml"
     save_resolved(config, path)
-    assert load(str(path), []) == config
+    assert load_config(str(path), []) == config
     assert [file.name for file in path.parent.iterdir()] == ["config.yaml"]
 
 
 def test_the_configuration_imports_no_torch() -> None:
     code = (
-        "import json, sys, rl_megatron.config.run, rl_megatron.config.io as c; c.load('tiny_cpu', []); "
+        "import json, sys, rl_megatron.config.run, rl_megatron.config.io as c; c.load_config('tiny_cpu', []); "
         "print(json.dumps([m for m in ('torch', 'megatron', 'transformers', 'numpy') if m in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)

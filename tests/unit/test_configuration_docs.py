@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.config.docs import render
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileData
 
@@ -39,7 +39,7 @@ def test_every_key_is_there_with_its_default(tmp_path: Path) -> None:
     empty = tmp_path / "empty.yaml"
     empty.touch()
     for key, default in shown.items():
-        assert load(str(empty), [f"{key}={default}"]) == RunConfig(), key
+        assert load_config(str(empty), [f"{key}={default}"]) == RunConfig(), key
 
 
 def test_both_kinds_of_data_are_there() -> None:

@@ -19,7 +19,7 @@ from launcher.__main__ import app
 from launcher.commands.plan import _texts
 from launcher.preflight.checks import preflight
 from launcher.preflight.sizes import misfits
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.named import NAMED
 from rl_megatron.scaling.memory import check_memory
@@ -73,7 +73,7 @@ def parsed(command: Command) -> tuple[str, dict[str, object]]:
 def configuration(name: str, overrides: list[str]) -> RunConfig:
     """As given; a file of the reader's stands for the default run."""
     known = (REPO / "conf" / f"{name}.yaml").is_file()
-    return load(name if known else "tiny_cpu", overrides)
+    return load_config(name if known else "tiny_cpu", overrides)
 
 
 def test_documents_have_commands() -> None:

@@ -18,7 +18,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.errors import RLMegatronError
@@ -179,7 +179,7 @@ class Rig:
 @pytest.mark.parametrize("row", ROWS)
 def test_every_key_changes_what_a_step_does_or_is_refused(row: str, tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    tree = load("tiny_cpu", [f"algorithm={row}", *BASE]).model_dump()
+    tree = load_config("tiny_cpu", [f"algorithm={row}", *BASE]).model_dump()
     before = [asyncio.run(rig.step(RunConfig.model_validate(tree), batch)) for batch in BATCHES]
     assert all(isinstance(heard[-1], list) for heard in before), before
     silent = []

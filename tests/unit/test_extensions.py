@@ -12,7 +12,7 @@ import torch
 
 from launcher.preflight.engine import module_of
 from launcher.servers.engines import adapter_of
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.weights import WeightsSection
 from rl_megatron.errors import ConfigError
@@ -70,7 +70,7 @@ def test_an_algorithm(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(documented.text)
     keys = ["train.minibatches=1", "train.epochs=2", "train.learning_rate=2.0", "train.lr_decay=none"]
-    config = load(str(path), [*keys, "learner.ep=1", "rollout.max_prompt_tokens=2"])
+    config = load_config(str(path), [*keys, "learner.ep=1", "rollout.max_prompt_tokens=2"])
     row = config.algorithm
     assert (row.objective, row.correction.mode, row.correction.high) == ("importance", "truncate", 1.5)
     assert_as_plain_loops(config)
@@ -78,7 +78,7 @@ def test_an_algorithm(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("mine")
 def test_an_engine_that_is_a_server() -> None:
-    name = load("tiny_cpu", ["rollout.engine=mine_engine:Mine"]).rollout.engine
+    name = load_config("tiny_cpu", ["rollout.engine=mine_engine:Mine"]).rollout.engine
     assert module_of(name) == "mine_server"
     adapter = adapter_of(name, SHAPE)
 
@@ -121,7 +121,7 @@ def test_a_transport(tmp_path: Path) -> None:
 )
 def test_what_is_neither_known_nor_of_ones_own_is_refused(key: str, given: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        load("tiny_cpu", [f"{key}={given}"])
+        load_config("tiny_cpu", [f"{key}={given}"])
 
 
 def test_an_engine_that_is_not_there_is_named() -> None:

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from launcher.runs.folder import mirror_path
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.weights import TRANSPORT_KINDS, WeightsSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.transports import connect, engine_ends
@@ -21,7 +21,7 @@ OWN = "my_package.moves:Copies"
 
 def problems(overrides: list[str]) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load("tiny_cpu", overrides)
+        load_config("tiny_cpu", overrides)
     return str(caught.value).splitlines()
 
 
@@ -38,7 +38,7 @@ def test_the_configuration_and_both_tables_of_code_have_the_same_transports() ->
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_fill_the_engine_over_the_process_group_and_servers_through_a_file(recipe: str, engine: str) -> None:
     none = ["slurm.engines.nodes=0", "weights.folder=null"] if engine == "local" else []
-    config = load(recipe, [f"rollout={engine}", "model.path=/given", *none])
+    config = load_config(recipe, [f"rollout={engine}", "model.path=/given", *none])
     assert config.transport.name == ("process_group" if engine == "local" else "file")
     section = config.weights.filling(served=config.rollout.served)
     assert (section.transport, section.verify, section.delta) == ("process_group", True, False)
@@ -46,7 +46,7 @@ def test_recipes_fill_the_engine_over_the_process_group_and_servers_through_a_fi
 
 
 def test_the_recipe_whose_servers_are_elsewhere_has_its_file_where_they_see_it(tmp_path: Path) -> None:
-    config = load("deepseek_v3", ["model.path=/given"])
+    config = load_config("deepseek_v3", ["model.path=/given"])
     assert mirror_path(config, tmp_path).parent.parent == Path("runs/weights")
 
 
@@ -83,7 +83,7 @@ def test_disk_is_refused_with_its_new_name() -> None:
 def test_memory_is_of_one_process() -> None:
     (many,) = problems(["weights.transport=memory"])
     assert many.startswith("weights.transport=memory copies within one process, but the learner has 2; set")
-    load("tiny_cpu", ["weights.transport=memory", "learner.ep=1"])
+    load_config("tiny_cpu", ["weights.transport=memory", "learner.ep=1"])
     assert problems([*SERVED, "weights.transport=memory", "learner.ep=1"]) == [
         "weights.transport=memory copies within one process, but rollout.engine=vllm samples in servers, which are "
         "processes of their own; set weights.transport=process_group or shared_memory or cuda_ipc or file, or auto"
@@ -100,19 +100,19 @@ def test_memory_that_two_processes_map_is_of_one_machine_and_one_kind(engine: st
     away = "slurm.nodes=2" + ("" if engine == "local" else " and slurm.engines.nodes=1")
     assert machine == f"{start} stays on one machine, but {away}; set weights.transport=auto"
     assert problems([*given, "weights.transport=shared_memory"]) == [machine.replace("cuda_ipc", "shared_memory")]
-    load("tiny_cpu", [f"rollout={engine}", "weights.transport=shared_memory"])
-    load("tiny_cpu", [f"rollout={engine}", "weights.transport=cuda_ipc", "learner.device=cuda"])
+    load_config("tiny_cpu", [f"rollout={engine}", "weights.transport=shared_memory"])
+    load_config("tiny_cpu", [f"rollout={engine}", "weights.transport=cuda_ipc", "learner.device=cuda"])
 
 
 def test_servers_that_take_turns_get_no_weights_over_nccl() -> None:
     given = [*SERVED, "rollout.server.colocated=true"]
-    load("tiny_cpu", given)
+    load_config("tiny_cpu", given)
     for device, other in (("cpu", "shared_memory"), ("cuda", "cuda_ipc")):
         (problem,) = problems([*given, f"learner.device={device}", "weights.transport=process_group"])
         wanted = "process_group wants an accelerator for each rank; set weights.transport=file or "
         assert problem.endswith(wanted + other)
-        load("tiny_cpu", [*given, f"learner.device={device}", f"weights.transport={other}"])
-    load("tiny_cpu", ["rollout.server.colocated=true", "weights.transport=process_group"])
+        load_config("tiny_cpu", [*given, f"learner.device={device}", f"weights.transport={other}"])
+    load_config("tiny_cpu", ["rollout.server.colocated=true", "weights.transport=process_group"])
 
 
 def test_quantised_weights_are_for_servers_on_gpus_that_read_a_file() -> None:
@@ -165,6 +165,6 @@ def test_a_key_that_the_transport_does_not_read_is_refused(given: list[str], rea
 def test_keys_that_act_with_servers_are_taken() -> None:
     """Whatever the transport, their file is filled: for an export, and for a server that comes back."""
     keys = ["weights.delta=true", "weights.bucket_mb=8", "weights.verify=false", "weights.folder=/fast"]
-    load("tiny_cpu", [*SERVED, *keys])
-    load("tiny_cpu", [*SERVED, *keys, f"weights.transport={OWN}"])
-    load("tiny_cpu", [*SERVED, *keys, "weights.transport=shared_memory", "weights.meeting_host=a"])
+    load_config("tiny_cpu", [*SERVED, *keys])
+    load_config("tiny_cpu", [*SERVED, *keys, f"weights.transport={OWN}"])
+    load_config("tiny_cpu", [*SERVED, *keys, "weights.transport=shared_memory", "weights.meeting_host=a"])

@@ -40,7 +40,7 @@ from rl_megatron.learner.model.decoder_config import device_of
 from rl_megatron.learner.model.experts import FusedExperts
 from rl_megatron.learner.model.fused import expert_mlp, linear, rms_norm
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.user_code import load
+from rl_megatron.user_code import load_named
 
 
 class RMSNorm(torch.nn.Module):
@@ -217,7 +217,7 @@ def own_layer_spec(path: str, shape: ModelShape, layer: int) -> ModuleSpec:
 
     Raises ConfigError for what cannot be imported, is no function or gives no ModuleSpec.
     """
-    spec = load(path, "learner.layers", "function", callable)(shape, layer)
+    spec = load_named(path, "learner.layers", "function", callable)(shape, layer)
     if not isinstance(spec, ModuleSpec):
         raise ConfigError(
             f"learner.layers={path!r} gave {spec!r:.80} for layer {layer}; a ModuleSpec of megatron-core is wanted, as "

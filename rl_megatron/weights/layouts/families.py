@@ -12,7 +12,7 @@ from rl_megatron.models.families.fields import ConfigFields
 from rl_megatron.models.json_files import Fields, read_json
 from rl_megatron.models.shape import ModelShape, problems
 from rl_megatron.types import ParallelDims
-from rl_megatron.user_code import load
+from rl_megatron.user_code import load_named
 from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.layout import Layout, split_layers
 from rl_megatron.weights.layouts.tables.deepseek_v3 import DEEPSEEK_V2, DEEPSEEK_V3
@@ -64,7 +64,9 @@ def family_of(shape: ModelShape) -> Family:
 
 
 def _own(path: str) -> Family:
-    family: Family = load(path, "learner.model (--family of tools)", "Family", lambda found: isinstance(found, Family))
+    family: Family = load_named(
+        path, "learner.model (--family of tools)", "Family", lambda found: isinstance(found, Family)
+    )
     return family
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rl_megatron.config.sections.weights import WeightsSection
-from rl_megatron.user_code import load
+from rl_megatron.user_code import load_named
 from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
@@ -86,6 +86,6 @@ def connect(ends: Ends) -> Transport:
     cannot be loaded, and as the transports do.
     """
     name = ends.section.transport
-    make = TRANSPORTS.get(name) or load(name, "weights.transport", "function", callable)
+    make = TRANSPORTS.get(name) or load_named(name, "weights.transport", "function", callable)
     transport: Transport = make(ends)
     return transport

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.corrections import second_moment_mask
 from rl_megatron.algorithms.losses import loss_of
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.training.credit import AlgorithmState, assign_credit, shape_rewards
@@ -25,7 +25,7 @@ LENGTHS = [5, 9, 1, 3]
 
 
 def row(*keys: str) -> Loss:
-    section = load("tiny_cpu", list(keys)).algorithm
+    section = load_config("tiny_cpu", list(keys)).algorithm
     return loss_of(section, kl_coefficient=0.0, max_new_tokens=9)
 
 
@@ -68,7 +68,7 @@ def credited(*keys: str) -> Samples:
     """One group of four completions of unlike lengths and rewards, with the advantages of a row."""
     prompt = Prompt(id="a", text="", token_ids=(1, 2), answer="")
     group = single_turns(prompt, [completion((7,) * n) for n in LENGTHS], rewards=(1.0, 0.0, 0.25, 0.5))
-    section = load("tiny_cpu", list(keys)).algorithm
+    section = load_config("tiny_cpu", list(keys)).algorithm
     rewards = shape_rewards([group], section, AlgorithmState(kl_coefficient=0.0), max_new_tokens=9)
     return assign_credit(to_samples([group]), [group], rewards, section, success_reward=1.0)[0]
 

@@ -22,7 +22,7 @@ from rl_megatron.algorithms.advantages import group_advantages
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.returns import gae, whiten
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.types import LossInputs
 
 LENGTHS, PROMPTS = [9, 4, 6, 2, 5, 7], [2, 1, 3, 1, 0, 2]
@@ -79,7 +79,7 @@ def packed(x: Padded, logp: Tensor) -> LossInputs:
 
 
 def ours(x: Padded, *keys: str) -> Tensor:
-    row = load("tiny_cpu", [f"algorithm{key}" for key in keys]).algorithm
+    row = load_config("tiny_cpu", [f"algorithm{key}" for key in keys]).algorithm
     return loss_of(row, kl_coefficient=row.kl.coefficient, max_new_tokens=WIDTH)(packed(x, x.logp)).loss
 
 

@@ -18,7 +18,7 @@ from rl_megatron.algorithms.aggregation import AGGREGATIONS
 from rl_megatron.algorithms.divergence import ESTIMATORS
 from rl_megatron.algorithms.objectives import OBJECTIVES
 from rl_megatron.algorithms.ratios import RATIO_LEVELS
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.algorithm import AlgorithmSection, CorrectionSection, KLSection
 from rl_megatron.errors import ConfigError
 
@@ -45,8 +45,8 @@ def _number(text: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_shipped_configuration_is_the_documented_row_and_builds(name: str) -> None:
     keys = [f"algorithm.{key}={value}" for key, value in documented_rows()[name].items()]
-    by_keys = load("tiny_cpu", ["algorithm=default_row", *keys], conf_with_an_empty_row())
-    shipped = load("tiny_cpu", [f"algorithm={name}"])
+    by_keys = load_config("tiny_cpu", ["algorithm=default_row", *keys], conf_with_an_empty_row())
+    shipped = load_config("tiny_cpu", [f"algorithm={name}"])
     assert by_keys.algorithm == shipped.algorithm
 
 
@@ -72,8 +72,8 @@ def test_the_limits_of_the_papers_are_in_the_rows() -> None:
 
 def test_a_sequence_ratio_makes_grpo_gspo() -> None:
     clips = ["algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"]
-    changed = load("tiny_cpu", ["algorithm=grpo", "algorithm.ratio_level=sequence", *clips])
-    assert changed.algorithm == load("tiny_cpu", ["algorithm=gspo"]).algorithm
+    changed = load_config("tiny_cpu", ["algorithm=grpo", "algorithm.ratio_level=sequence", *clips])
+    assert changed.algorithm == load_config("tiny_cpu", ["algorithm=gspo"]).algorithm
 
 
 def test_the_names_that_the_schema_allows_are_those_of_the_tables() -> None:
@@ -96,4 +96,4 @@ def test_the_names_that_the_schema_allows_are_those_of_the_tables() -> None:
 )
 def test_an_unsound_row_is_refused_with_its_reason(keys: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.(objective|aggregation)="):
-        load("tiny_cpu", ["algorithm=grpo", *(f"algorithm.{key}" for key in keys)])
+        load_config("tiny_cpu", ["algorithm=grpo", *(f"algorithm.{key}" for key in keys)])

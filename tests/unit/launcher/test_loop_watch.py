@@ -10,10 +10,10 @@ STANDING_STILL = """
 import asyncio, sys, time
 from pathlib import Path
 from launcher.controller.loop_watch import LoopWatch
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 
 async def controller():
-    LoopWatch(load("tiny_cpu", ["run.watchdog_seconds=1"]), Path(sys.argv[1]))
+    LoopWatch(load_config("tiny_cpu", ["run.watchdog_seconds=1"]), Path(sys.argv[1]))
     standing_still()
 
 def standing_still():

@@ -16,7 +16,7 @@ from launcher.commands.submit import prepare, taken
 from launcher.preflight import devices, reward
 from launcher.preflight.checks import CHECKS, preflight
 from launcher.runs.name import choose
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.layouts.families import read_shape
@@ -56,7 +56,7 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str,
 
 
 def job(keys: tuple[str, ...], *more: str) -> RunConfig:
-    return load("qwen3_30b_a3b", ["run.name=x", *keys, *more])
+    return load_config("qwen3_30b_a3b", ["run.name=x", *keys, *more])
 
 
 def test_a_sound_job_has_no_problem_and_says_what_nobody_looked_at(keys: tuple[str, ...]) -> None:
@@ -191,7 +191,7 @@ def test_a_reward_that_takes_long_is_not_waited_for(keys: tuple[str, ...], monke
 
 @pytest.mark.parametrize("more", [(), ("model.tiny.num_layers=3", "model.tiny.tie_embeddings=true"), ("rollout=vllm",)])
 def test_the_tiny_models_sizes_are_known_before_it_is_made(tmp_path: Path, more: tuple[str, ...]) -> None:
-    config = load("tiny_cpu", [f"model.cache_dir={tmp_path}", *more])
+    config = load_config("tiny_cpu", [f"model.cache_dir={tmp_path}", *more])
     assert starting_shape(config) == read_shape(starting_folder(config))
 
 
@@ -213,13 +213,13 @@ def test_gpus_are_counted_as_cuda_counts_them(
 
 
 def test_more_ranks_than_a_machine_has_memory_for_are_told_before_one_starts() -> None:
-    said = preflight(load("tiny_cpu", ["learner.dp=1000000000"]), for_job=False).texts("problem")
+    said = preflight(load_config("tiny_cpu", ["learner.dp=1000000000"]), for_job=False).texts("problem")
     assert "1000000000 learner ranks (tp*cp*dp*pp) are 1000000000 processes on this machine of " in said[0]
-    assert not preflight(load("tiny_cpu", ["learner.dp=8"]), for_job=False).texts("problem")
+    assert not preflight(load_config("tiny_cpu", ["learner.dp=8"]), for_job=False).texts("problem")
 
 
 def test_a_learner_on_gpus_where_none_can_be_used_is_told_so() -> None:
-    problems = preflight(load("tiny_cpu", ["learner.device=cuda"])).texts("problem")
+    problems = preflight(load_config("tiny_cpu", ["learner.device=cuda"])).texts("problem")
     assert len(problems) == 1
     assert problems[0].startswith("learner.device=cuda, but ")
     assert "learner.device=cpu" in problems[0]

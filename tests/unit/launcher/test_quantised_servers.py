@@ -11,7 +11,7 @@ import torch
 
 from launcher.servers.launcher import _tolerance
 from launcher.servers.pool import ServedEngines
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
@@ -26,7 +26,7 @@ GPU = ["rollout=vllm", "learner.device=cuda", "learner.dtype=bfloat16"]
 
 
 def config_with(*overrides: str) -> RunConfig:
-    return load("tiny_cpu", [*GPU, *overrides])
+    return load_config("tiny_cpu", [*GPU, *overrides])
 
 
 @pytest.mark.parametrize("kind", ["none", "fp8", "int8"])

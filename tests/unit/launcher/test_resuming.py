@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from launcher.runs.resume import find
-from rl_megatron.config.io import load, save_resolved
+from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.resume import FREE, fixed, is_free, table
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileData
@@ -58,13 +58,13 @@ def test_the_docs_have_the_table() -> None:
 
 
 def test_a_config_file_edited_between_two_starts_is_refused_by_key(tmp_path: Path) -> None:
-    run = run_of(tmp_path, load("tiny_cpu", ["algorithm=gspo", "reward.parts.exact_match=1"]))
+    run = run_of(tmp_path, load_config("tiny_cpu", ["algorithm=gspo", "reward.parts.exact_match=1"]))
     path = run / "config.yaml"
-    find(load(str(path), []), run)
+    find(load_config(str(path), []), run)
     path.write_text(
         path.read_text().replace("ratio_level: sequence", "ratio_level: token").replace("seed: 0", "seed: 1")
     )
-    edited = load(str(path), ["reward.parts.exact_match.weight=2"])
+    edited = load_config(str(path), ["reward.parts.exact_match.weight=2"])
     with pytest.raises(CheckpointError) as caught:
         find(edited, run)
     for line in (
@@ -87,7 +87,7 @@ def test_a_config_file_edited_between_two_starts_is_refused_by_key(tmp_path: Pat
 )
 def test_layout_limits_and_lengths_are_free_and_numbers_are_not(key: str, free: bool) -> None:
     ours = ["algorithm=ppo", "learner.ep=1", "rollout=vllm", "learner.threads=1", "warm_start.steps=0"]
-    assert (fixed(load("tiny_cpu", ours)) == fixed(load("tiny_cpu", [*ours, key]))) == free
+    assert (fixed(load_config("tiny_cpu", ours)) == fixed(load_config("tiny_cpu", [*ours, key]))) == free
 
 
 def test_other_data_is_told_by_few_lines(tmp_path: Path) -> None:

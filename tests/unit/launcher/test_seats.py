@@ -14,7 +14,7 @@ from launcher.hosts.slurm.allocation import Allocation
 from launcher.processes.guards import Guard, Order, start_guard
 from launcher.runs.folder import mirror_path
 from launcher.servers.site import Site, elsewhere
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.placement.ranks import placement_of
@@ -28,7 +28,7 @@ GPUS = ("learner.device=cuda", "learner.tp=4", "learner.ep=8", "slurm.gpus_per_n
 
 
 def config_of(*keys: str) -> RunConfig:
-    return load("tiny_cpu", [*SERVED, *keys])
+    return load_config("tiny_cpu", [*SERVED, *keys])
 
 
 @pytest.fixture

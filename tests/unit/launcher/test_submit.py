@@ -16,7 +16,7 @@ from launcher.hosts.ray.node import engine_node_command, node_command
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.steps import step_command
 from launcher.preflight.checks import preflight
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from tests.unit.launcher.sites import site
@@ -108,13 +108,13 @@ RECIPES = {  # what is the user's to give
 
 
 def config_of(*keys: str) -> RunConfig:
-    return load("tiny_cpu", ["run.name=golden", *keys])
+    return load_config("tiny_cpu", ["run.name=golden", *keys])
 
 
 @pytest.mark.parametrize("case", [*CASES, *RECIPES])
 def test_scripts_are_the_golden_ones_and_bash_reads_them(case: str) -> None:
     given = ["run.name=golden", "model.path=/models/given", *RECIPES.get(case, ())]
-    config = load(case, given) if case in RECIPES else config_of(*CASES[case])
+    config = load_config(case, given) if case in RECIPES else config_of(*CASES[case])
     made = submit.render(config, folder=Path("/home/me/work"), python="/venv/bin/python", package=Path("/code"))
     path = GOLDEN / f"{case}.sbatch"
     if os.environ.get("UPDATE_GOLDEN"):
@@ -228,7 +228,7 @@ def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
     assert "memory: up to 90.1 GB a GPU (rank 0), most of it: engine" in done.stdout
     run = tmp_path / "runs" / "here"
     assert sorted(p.name for p in run.iterdir()) == ["config.yaml", "job.sbatch", "jobs", "placement.txt"]
-    assert load(str(run / "config.yaml"), []).run.launcher == "slurm"
+    assert load_config(str(run / "config.yaml"), []).run.launcher == "slurm"
     assert f"sbatch {run / 'job.sbatch'}" in done.stdout
     assert "most of it: engine" in (run / "placement.txt").read_text()
 

@@ -14,7 +14,7 @@ import pytest
 
 from launcher.servers.pool import ServedEngines
 from launcher.servers.supervisor import Standing, Supervisor
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import EngineError, ReplicasLost
 from rl_megatron.models.tiny import make_tiny_model
@@ -306,7 +306,7 @@ def test_a_server_by_address_that_was_out_of_reach_serves_again_once_it_is_refit
     """Between a broken connection and its next answer it was started again, by somebody else."""
     fake, gone = fakes[0], list[int]()
     model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
-    config = load("tiny_cpu", ["rollout=vllm", f"rollout.server.addresses={fake.url}"])
+    config = load_config("tiny_cpu", ["rollout=vllm", f"rollout.server.addresses={fake.url}"])
 
     def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
         if path == "/generate" and not gone:

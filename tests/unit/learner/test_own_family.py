@@ -21,7 +21,7 @@ from launcher.preflight import layers, sizes
 from launcher.preflight.subject import Subject
 from launcher.wire.setup import Setup
 from launcher.worker.models import RankModels
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.types import Samples
@@ -51,7 +51,7 @@ def model(place: Path) -> Any:
 
 
 def config_of(folder: Path, *more: str) -> RunConfig:
-    return load("tiny_cpu", [f"model.path={folder}", f"learner.model={FAMILY}", "learner.ep=1", *more])
+    return load_config("tiny_cpu", [f"model.path={folder}", f"learner.model={FAMILY}", "learner.ep=1", *more])
 
 
 def samples() -> Samples:
@@ -206,5 +206,5 @@ def test_what_is_no_layer_is_refused(own: str, message: str, place: Path) -> Non
 )
 def test_what_no_name_of_own_code_is_is_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load("tiny_cpu", [override])
+        load_config("tiny_cpu", [override])
     assert str(caught.value).startswith(message)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
@@ -137,7 +137,7 @@ class Stop(Exception):
 
 
 def recipe(name: str, *keys: str) -> tuple[RunConfig, ModelShape]:
-    config = load(name, [*RECIPES[name], *keys])
+    config = load_config(name, [*RECIPES[name], *keys])
     return config, SHAPES[config.model.name or "tiny"]
 
 
@@ -211,7 +211,7 @@ def cases() -> Iterator[tuple[str, Any]]:
     for keys in MEMORY:
         yield f"qwen3_30b_a3b {keys}: bytes", bytes_held(*recipe("qwen3_30b_a3b", *keys.split()))
     for name in ("biases, windows, sinks", "dense", "latent, no stretch", "shared expert, half of a head turns"):
-        config = load("tiny_cpu", ["learner.ep=1", "learner.pp=2"])
+        config = load_config("tiny_cpu", ["learner.ep=1", "learner.pp=2"])
         yield f"{name}: bytes", bytes_held(config, SHAPES[name])
     for keys in REFUSED:
         yield f"tiny_cpu {keys}: refusal", refusal(*keys.split())

@@ -49,7 +49,7 @@ SAYS = """
 import json
 import pickle
 from rl_megatron.config.docs import render
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import fixed
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
@@ -60,12 +60,12 @@ GIVEN = ["model.path=/models/given", "learner.residual_copies=3"]
 
 def refused(keys, look=lambda config: None):
     try:
-        look(load("qwen3_30b_a3b", [*GIVEN, *keys]))
+        look(load_config("qwen3_30b_a3b", [*GIVEN, *keys]))
     except ConfigError as error:
         return str(error)
 
 shape = NAMED["qwen3-30b-a3b"]
-config = load("qwen3_30b_a3b", GIVEN)
+config = load_config("qwen3_30b_a3b", GIVEN)
 assert pickle.loads(pickle.dumps(config)) == config  # as ranks are sent it
 print(json.dumps({
     "listed": list(options())[-1],

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from pydantic import ValidationError
 
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.rewards.registry import resolve_reward
@@ -66,11 +66,11 @@ def test_a_function_without_its_options_says_which(name: str, message: str) -> N
 )
 def test_what_cannot_run_is_refused_with_its_key(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load("tiny_cpu", overrides)
+        load_config("tiny_cpu", overrides)
 
 
 def test_parts_are_written_short_or_long_on_the_command_line() -> None:
-    section = load(
+    section = load_config(
         "tiny_cpu",
         ["reward.parts.final_number=1", "reward.parts.style.function=format", "reward.parts.style.weight=-2"],
     ).reward

@@ -17,7 +17,7 @@ from launcher.controller.loop_watch import LoopWatch
 from launcher.controller.proxies import LearnerGroup
 from launcher.controller.workers import WorkerGroup
 from launcher.worker.models import RankModels
-from rl_megatron.config.io import load
+from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest, digests
@@ -101,7 +101,7 @@ def test_the_readers_share_the_files(tmp_path: Path) -> None:
 def test_a_save_of_any_size_leaves_the_event_loop_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
     monkeypatch.setattr(LoopWatch, "_end", lambda self: ended.append(self))
-    config = load("tiny_cpu", ["run.watchdog_seconds=1.5"])
+    config = load_config("tiny_cpu", ["run.watchdog_seconds=1.5"])
 
     class Large:
         """8 GB that take no room on the disk; its ranks would have read them, the controller must not."""
@@ -199,7 +199,7 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
         return 0.25
 
     sampler, recorder = cast(Any, SimpleNamespace(evaluate=evaluate)), cast(Any, SimpleNamespace(write=rows.append))
-    config = load("tiny_cpu", ["train.steps=0", f"warm_start.steps={warm_start_steps}"])
+    config = load_config("tiny_cpu", ["train.steps=0", f"warm_start.steps={warm_start_steps}"])
     job = Reinforcement(
         config=config,
         roles=cast(Any, SimpleNamespace(learners={"policy": learner}, frozen={})),
