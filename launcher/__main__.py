@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from launcher.commands import doctor as doctor_room
-from launcher.commands.plan import show, show_memory
+from launcher.commands.plan import show_memory, show_plan
 from launcher.processes import limits
 from launcher.runs.name import choose
 from rl_megatron.config.io import load_config
@@ -91,7 +91,7 @@ def submit(
     named = choose(loaded, Path(config).stem, resume=False, taken=room.taken)
     prepared = room.prepare(named)
     print(prepared.checked.describe(), prepared.findings.describe(), sep="\n", flush=True)
-    room.verify(prepared, cluster=not dry_run)
+    room.verify_script(prepared, cluster=not dry_run)
     sends = f"nothing was sent; this sends it: sbatch {prepared.script}"
     print(sends if dry_run else f"job {room.send(prepared)}: {prepared.folder}")
 
@@ -190,7 +190,7 @@ def verify(
         for path in filter(None, (folder, against)):
             conversion.must_be_there(path)
         cores = len(os.sched_getaffinity(0))
-        right = logprob_check.compare(
+        right = logprob_check.compare_dumps(
             folder,
             against=against,
             config=config,
@@ -267,7 +267,7 @@ def plan(
         raise ConfigError("give a model and two layouts, as in kimi-k2 src=megatron,ep=8,dp=8 dst=hf, or --config NAME")
     model, *layouts = arguments
     links = Links(nic=nic * 1e9, nvlink=nvlink * 1e9, per_node=per_node)
-    show(
+    show_plan(
         model,
         layouts,
         family=family,

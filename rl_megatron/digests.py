@@ -53,7 +53,7 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
     return {name: digest_file(folder / name) for name in names}
 
 
-def shares(files: Mapping[str, Digest], count: int) -> list[dict[str, Digest]]:
+def deal_out(files: Mapping[str, Digest], count: int) -> list[dict[str, Digest]]:
     """The files dealt out among ``count`` readers, the largest first, so that each gets about as much."""
     order = sorted(files, key=lambda name: (-files[name].bytes, name))
     return [{name: files[name] for name in order[reader::count]} for reader in range(count)]

@@ -30,7 +30,7 @@ def load_named(path: str, key: str, what: str, fits: Callable[[object], bool]) -
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's module may raise anything, and exit
-        raise ConfigError(f"{given}: importing {module_name} {said(error)}") from error
+        raise ConfigError(f"{given}: importing {module_name} {describe_error(error)}") from error
     found = getattr(module, name, None)
     if not fits(found):
         wrong = f"is not a {what}" if hasattr(module, name) else "is not there"
@@ -40,7 +40,7 @@ def load_named(path: str, key: str, what: str, fits: Callable[[object], bool]) -
     return found
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """``raised <type>: <text>``, bounded; of an error that is the user's to read its text alone."""
     if isinstance(error, RLMegatronError):
         return str(error)

@@ -26,7 +26,7 @@ from rl_megatron.config.sections.data import FileData
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
 from rl_megatron.diagnosis.causes import CAUSES, Finding, judge
-from rl_megatron.diagnosis.experiments import Bench, run
+from rl_megatron.diagnosis.experiments import Bench, run_experiments
 from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError, SyncError
@@ -128,7 +128,7 @@ class _Examination:
             served=rollout.served,
             replays=self.config.algorithm.routing_replay == "r3",
         )
-        outcomes = await run(self._bench(), prompts, completions=num_completions, worth=setting.noise)
+        outcomes = await run_experiments(self._bench(), prompts, completions=num_completions, worth=setting.noise)
         weights, tokenizer = await self._weights(), await self._tokenizer(prompts)
         return await asyncio.to_thread(judge, outcomes, setting, weights, tokenizer)
 

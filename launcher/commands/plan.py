@@ -23,7 +23,7 @@ from rl_megatron.weights.plans.cost import Cost, Links, broadcast_cost, plan_cos
 from rl_megatron.weights.plans.plan import plan
 
 
-def show(
+def show_plan(
     model: str,
     layouts: Sequence[str],
     *,

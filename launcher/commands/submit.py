@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.build.model import starting_shape
-from launcher.hosts.slurm.script import PACKAGE, render
+from launcher.hosts.slurm.script import PACKAGE, job_script
 from launcher.preflight.checks import Preflight, preflight
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
@@ -96,7 +96,7 @@ def prepare(config: RunConfig) -> Prepared:
     findings.raise_problems()
     found = checked(config)
     folder = Path.cwd() / config.run.dir / str(config.run.name)
-    script = render(config, folder=Path.cwd(), python=sys.executable, package=PACKAGE)
+    script = job_script(config, folder=Path.cwd(), python=sys.executable, package=PACKAGE)
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
     save_resolved(config, folder / "config.yaml")
     write_atomically(folder / "job.sbatch", script.encode(), private=bool(config.slurm.environment))
@@ -104,7 +104,7 @@ def prepare(config: RunConfig) -> Prepared:
     return Prepared(folder=folder, script=folder / "job.sbatch", checked=found, findings=findings)
 
 
-def verify(prepared: Prepared, *, cluster: bool) -> None:
+def verify_script(prepared: Prepared, *, cluster: bool) -> None:
     """Have bash read the script, and Slurm say whether the job could ever run.
 
     Raises ConfigError with their words; the run's folder is then gone again.

@@ -123,7 +123,7 @@ class LearnerGroup(Learner):
     @override
     async def load(self, folder: Path, files: Mapping[str, Digest]) -> None:
         """Every rank verifies its share of the files before any loads them."""
-        shares = digests.shares(files, len(self._group.workers))
+        shares = digests.deal_out(files, len(self._group.workers))
         mine = {w.rank: (folder, share) for w, share in zip(self._group.workers, shares, strict=True)}
         problems: list[list[str]] = await self._group.ask("verify", mine)
         if any(problems):

@@ -37,7 +37,7 @@ def check(subject: Subject) -> Iterator[Found]:
         )
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = visible_gpus(visible)
+    count = count_visible_gpus(visible)
     ranks = config.learner.dims.world_size
     said = "is not set" if visible is None else f"is {visible!r}"
     if count is None:
@@ -72,7 +72,7 @@ def torch_is_for_cpus() -> bool:
     return record is not None and record.is_file() and bool(re.search(r"^cuda\b.*= None$", record.read_text(), re.M))
 
 
-def visible_gpus(visible: str | None) -> int | None:
+def count_visible_gpus(visible: str | None) -> int | None:
     """GPUs that a process with this CUDA_VISIBLE_DEVICES sees: of the list those before the first that is none.
 
     None where the driver does not say how many there are.

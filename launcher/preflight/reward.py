@@ -14,7 +14,7 @@ from rl_megatron.data.prompts import first_problem
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.rewards.scoring import problems, score
+from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.types import Completion, Prompt, Scored, Span
 
 SECONDS = 3.0  # for its answer, where reward.timeout_seconds is more
@@ -50,7 +50,7 @@ def _asked(subject: Subject, function: RewardFunction) -> Iterator[Found]:
     if scored is None and section.timeout_seconds > SECONDS:
         yield unchecked(f"the reward {name!r}, which gave no answer in {SECONDS:g} s")
         return
-    wrong = problems(scored) if scored else [f"no answer in reward.timeout_seconds={section.timeout_seconds:g}"]
+    wrong = errors_of(scored) if scored else [f"no answer in reward.timeout_seconds={section.timeout_seconds:g}"]
     said = f"reward {name!r}, asked before the run about {prompt.text!r:.60}: {'; '.join(wrong)}"
     if wrong and section.on_error == "fail":
         yield problem(f"{said}; mend it, or set reward.on_error to drop or to a number")

@@ -16,10 +16,10 @@ from rl_megatron.weights.layouts.learner import learner_layout
 
 def check(subject: Subject) -> Iterator[Found]:
     """Yields a problem for each size of the model that the configuration does not fit. Raises ConfigError."""
-    yield from misfits(subject.config, subject.shape)
+    yield from size_problems(subject.config, subject.shape)
 
 
-def misfits(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
+def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
     """A problem for each size of the model that the configuration does not fit."""
     yield from _engine(config, shape)
     try:

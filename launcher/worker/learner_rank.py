@@ -74,7 +74,7 @@ class Worker(RankModels):
         from rl_megatron.weights.formats.served import FORMATS
         from rl_megatron.weights.plans.plan import plan
         from rl_megatron.weights.transports.commit import Staging
-        from rl_megatron.weights.transports.connect import Ends, connect
+        from rl_megatron.weights.transports.connect import Ends, make_transport
 
         holders = 1 if config.rollout.served else self._layout.dims.world_size
         replicas = replace(self._hf, dims=ParallelDims(dp=holders))
@@ -95,7 +95,7 @@ class Worker(RankModels):
             folder=folder,
             timeout_seconds=config.learner.timeout_seconds,
         )
-        self._staging = Staging(connect(ends), self._holder)
+        self._staging = Staging(make_transport(ends), self._holder)
 
     @property
     def _held(self) -> dict[str, Tensor]:

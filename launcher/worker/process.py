@@ -35,7 +35,7 @@ def serve_forked(connection: Connection, rank: int) -> None:
     """Entry of a forked worker: wait for its `Setup`, then serve calls."""
     with telling(connection):
         threading.Thread(target=say_alive, args=(connection,), name="alive", daemon=True).start()
-        run(connection, rank)
+        run_worker(connection, rank)
 
 
 def quieten() -> None:
@@ -43,7 +43,7 @@ def quieten() -> None:
     warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")
 
 
-def run(connection: Connection, rank: int, store: int | None = None) -> None:
+def run_worker(connection: Connection, rank: int, store: int | None = None) -> None:
     """Serve the controller until it asks for the end or hangs up. What is wrong is raised.
 
     ``store``: see ``world.join``.
@@ -66,7 +66,7 @@ def run(connection: Connection, rank: int, store: int | None = None) -> None:
     threading.Thread(target=_hear, args=(connection, calls), name="hear", daemon=True).start()
     with run_log(setup.run_folder, role="rank" if setup.role == LEARNER else setup.role, rank=rank):
         worker = (Worker if setup.role == LEARNER else RankModels)(setup, rank, store)
-        tell(connection, "ok", None)
+        say(connection, "ok", None)
         _serve(connection, worker, calls)
 
 
@@ -79,10 +79,10 @@ def telling(connection: Connection) -> Iterator[None]:
     except BaseException as error:  # noqa: BLE001  a process boundary: the controller shows it with the rank
         with contextlib.suppress(OSError):  # the controller is gone
             if isinstance(error, RLMegatronError):
-                tell(connection, "refused", error)
+                say(connection, "refused", error)
             else:
                 first = traceback.format_exception_only(error)[0].splitlines()[0]
-                tell(connection, "raised" if _machines(error) else "erred", f"{first}\n{traceback.format_exc()}")
+                say(connection, "raised" if _machines(error) else "erred", f"{first}\n{traceback.format_exc()}")
 
 
 def _machines(error: BaseException) -> bool:
@@ -114,12 +114,12 @@ def _serve(connection: Connection, worker: RankModels, calls: SimpleQueue[messag
             raise RLMegatronError(f"worker has no call {name!r}; it has {', '.join(worker.CALLS)}")
         answer = getattr(worker, name)(*arguments)
         activity.begin("nothing: it waits for a call")
-        tell(connection, "ok", answer)
+        say(connection, "ok", answer)
         if name == "close":
             return
 
 
-def tell(connection: Connection, status: str, value: Any) -> None:
+def say(connection: Connection, status: str, value: Any) -> None:
     """Say one thing to the controller, from any thread."""
     message = messages.pack((status, value))
     with _SENDING:
@@ -130,6 +130,6 @@ def say_alive(connection: Connection) -> None:
     """Each second, with what is done, so that the controller can tell a long step from a hang; until it is gone."""
     with telling(connection):
         while True:
-            tell(connection, "alive", activity.now())
+            say(connection, "alive", activity.now())
             stacks.living()
             time.sleep(1.0)

@@ -19,7 +19,7 @@ from launcher.processes.engine_guard import interface_of
 from launcher.processes.environment import variables
 from launcher.wire import channel
 from launcher.wire.greetings import Call, Hello, this_node
-from launcher.worker.process import run, say_alive, tell, telling
+from launcher.worker.process import run_worker, say, say_alive, telling
 
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
@@ -53,7 +53,7 @@ def serve(call: Call, rank: int) -> None:
     with telling(connection):
         threading.Thread(target=_live, args=(connection,), name="alive", daemon=True).start()
         threading.Thread(target=_pass_on, args=(connection,), name="signals", daemon=True).start()
-        run(connection, rank, store.detach() if store else None)
+        run_worker(connection, rank, store.detach() if store else None)
 
 
 def _live(connection: Connection) -> NoReturn:
@@ -65,7 +65,7 @@ def _live(connection: Connection) -> NoReturn:
 def _pass_on(connection: Connection) -> None:
     """Slurm sends SIGTERM to all ranks before it preempts a job: the controller decides what is still done."""
     while True:
-        tell(connection, "signal", signal.Signals(signal.sigwait(_SIGNALS)).name)
+        say(connection, "signal", signal.Signals(signal.sigwait(_SIGNALS)).name)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.segments import discounted_sum, parts, segment_sum, sequence_ids
+from rl_megatron.algorithms.segments import discounted_sum, segment_sum, sequence_ids, whole_sequences
 
 
 def last_token_rewards(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def _part_by_part(
 ) -> Tensor:
     """[N]: what ``compute`` makes of the masked-in positions of each part, 0 at the others."""
     out = torch.empty(len(mask), dtype=dtype, device=mask.device)
-    cuts = list(parts(cu_seqlens))
+    cuts = list(whole_sequences(cu_seqlens))
     largest = max((positions.stop - positions.start for _, positions in cuts), default=0)
     room = torch.empty(3, largest, dtype=torch.float64, device=mask.device)
     for sequences, positions in cuts:

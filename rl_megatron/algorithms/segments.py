@@ -51,7 +51,7 @@ def differ(values: Tensor, ids: Tensor) -> Tensor:
     return high > low
 
 
-def parts(cu_seqlens: Tensor) -> Iterator[tuple[slice, slice]]:
+def whole_sequences(cu_seqlens: Tensor) -> Iterator[tuple[slice, slice]]:
     """Runs of whole sequences of about ``_PART`` positions: which sequences, and their positions.
 
     What a part needs stays in the processor's cache, and its memory is used again; a pass over all of a large batch

@@ -32,7 +32,7 @@ class _Place(NamedTuple):
         return _cut(self.key, _MOST_KEY)
 
 
-def explain(errors: Sequence[ErrorDetails]) -> list[str]:
+def explain_errors(errors: Sequence[ErrorDetails]) -> list[str]:
     """One line for each bad key and for each broken rule between keys."""
     lines: list[str] = []
     allowed: dict[str, list[str]] = {}  # key=value -> what each alternative of the key's type allows

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rl_megatron.config import yaml_text
-from rl_megatron.config.errors import did_you_mean, explain, near_miss, not_a_section, shorten
+from rl_megatron.config.errors import did_you_mean, explain_errors, near_miss, not_a_section, shorten
 from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
@@ -56,7 +56,7 @@ def load_config(name: str, overrides: Sequence[str], root: Path | None = None) -
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        composer.problems += explain([e for e in error.errors() if not composer.is_consequence(e)])
+        composer.problems += explain_errors([e for e in error.errors() if not composer.is_consequence(e)])
     if composer.problems:
         raise ConfigError(_bounded(composer.problems))
     return config

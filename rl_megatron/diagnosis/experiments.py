@@ -69,7 +69,7 @@ class Outcomes:
     prompts: Mapping[str, float]  # size of the gap where the learner sees the prompts changed so
 
 
-async def run(bench: Bench, prompts: Sequence[Prompt], *, completions: int, worth: float) -> Outcomes:
+async def run_experiments(bench: Bench, prompts: Sequence[Prompt], *, completions: int, worth: float) -> Outcomes:
     """Ask everything. Changed prompts are tried where the gap's size is above ``worth``."""
     observation = await observe(bench, prompts, completions)
     gap = size(observation.gaps)

@@ -21,14 +21,14 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
     _fix_torch_adam()
     config = OptimizerConfig(**with_dtypes(given.optimizer))
     optimizer = get_megatron_optimizer(config, list(chunks))
-    for part in parts(optimizer):
+    for part in inner_optimizers(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):  # neither apex nor TransformerEngine
             for group in part.optimizer.param_groups:
                 group["fused"] = True  # one kernel for all parameters
     return optimizer
 
 
-def parts(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
+def inner_optimizers(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
     """The optimizers inside (dense and expert parameters have their own), or the one."""
     inside: Sequence[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
     return inside
@@ -46,7 +46,7 @@ def step(optimizer: MegatronOptimizer, learning_rate: float) -> float:
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
         return norm
-    for part in parts(optimizer):
+    for part in inner_optimizers(optimizer):
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
             megatron_optimizer.clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
@@ -59,7 +59,7 @@ def create_state(optimizer: MegatronOptimizer) -> None:
 
     torch's counts steps for each parameter; apex's and TransformerEngine's for each group, and take no ``step`` here.
     """
-    for part in parts(optimizer):
+    for part in inner_optimizers(optimizer):
         adam = part.optimizer
         counts = isinstance(adam, torch.optim.AdamW)
         for parameter in (p for group in adam.param_groups for p in group["params"]):

@@ -156,7 +156,7 @@ class ModelShape:
         return query + m.kv_rank + m.rope_dim + heads * m.value_dim + up // self.hidden_size
 
 
-def problems(m: ModelShape) -> Iterator[str]:
+def shape_problems(m: ModelShape) -> Iterator[str]:
     """What no model can be, whatever its family."""
     if m.num_heads % m.num_kv_heads:
         yield f"{m.num_kv_heads} key and value heads do not divide {m.num_heads} attention heads"

@@ -78,7 +78,7 @@ def styles(count: int) -> list[tuple[int, int, int]]:
     return different * math.ceil(max(count, 1) / len(different))
 
 
-def show(value: float) -> str:
+def number_text(value: float) -> str:
     """A number for reading: four digits, thousands with a comma."""
     if value and (abs(value) < 1e-4 or abs(value) >= 1e7):
         mantissa, exponent = f"{value:.2e}".split("e")
@@ -99,11 +99,17 @@ def line_chart(title: str, unit: str, series: Sequence[Series], limits: tuple[fl
     for index, s in enumerate(series):
         for p in s.points:
             if p.y is not None:
-                spread = f" ({show(p.low)} to {show(p.high)})" if p.low is not None and p.high is not None else ""
-                hover.setdefault(p.x, (p.label, []))[1].append((index, y(p.y), show(p.y) + spread))
+                spread = (
+                    f" ({number_text(p.low)} to {number_text(p.high)})"
+                    if p.low is not None and p.high is not None
+                    else ""
+                )
+                hover.setdefault(p.x, (p.label, []))[1].append((index, y(p.y), number_text(p.y) + spread))
     ends = [(s.label, [p for p in s.points if p.y is not None]) for s in series]
     told = [
-        f"{name}: {show(p[0].y or 0)} at {p[0].label}, {show(p[-1].y or 0)} at {p[-1].label}" for name, p in ends if p
+        f"{name}: {number_text(p[0].y or 0)} at {p[0].label}, {number_text(p[-1].y or 0)} at {p[-1].label}"
+        for name, p in ends
+        if p
     ]
     return Chart(
         title=title,
@@ -134,17 +140,18 @@ def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[tu
         for index, mean in enumerate(means):
             bottom, top = y(base), y(base + mean[bar])
             paths[index].append(f"M{_r(left + slot * 0.08)} {bottom}V{top}h{_r(slot * 0.84)}V{bottom}Z")
-            values.append((index, top, show(mean[bar])))
+            values.append((index, top, number_text(mean[bar])))
             base += mean[bar]
         label = f"step {first}" if first == last else f"steps {first}-{last}, mean"
         hover.append((_r(left + slot / 2), label, values[::-1]))
     x_ticks = [
-        Tick(at=_r(LEFT + ((t - steps[0]) / size + 0.5) * slot), text=show(t)) for t in _ticks(steps[0], steps[-1], 5)
+        Tick(at=_r(LEFT + ((t - steps[0]) / size + 0.5) * slot), text=number_text(t))
+        for t in _ticks(steps[0], steps[-1], 5)
     ]
     return Chart(
         title=title,
         unit=unit,
-        summary="; ".join(f"{name}: {show(sum(v) / len(v))} on average" for name, v in parts),
+        summary="; ".join(f"{name}: {number_text(sum(v) / len(v))} on average" for name, v in parts),
         y_ticks=y_ticks,
         x_ticks=[t for t in x_ticks if LEFT <= t.at <= RIGHT],
         warm_end=None,
@@ -194,7 +201,7 @@ def _y_axis(low: float, high: float) -> tuple[list[Tick], Callable[[float], floa
     def place(value: float) -> float:
         return _r(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP))
 
-    return [Tick(at=place(t), text=show(t)) for t in _ticks(low, high, 5)], place
+    return [Tick(at=place(t), text=number_text(t)) for t in _ticks(low, high, 5)], place
 
 
 def _x_axis(xs: Sequence[float]) -> tuple[list[Tick], Callable[[float], float], float | None]:
@@ -209,7 +216,7 @@ def _x_axis(xs: Sequence[float]) -> tuple[list[Tick], Callable[[float], float], 
             return LEFT + (1 + x) * (start - LEFT)
         return start + (x - first) / ((last - first) or 1.0) * (RIGHT - start)
 
-    ticks = [Tick(at=_r(place(t)), text=show(t)) for t in _ticks(first, last, 5) if t == int(t)]
+    ticks = [Tick(at=_r(place(t)), text=number_text(t)) for t in _ticks(first, last, 5) if t == int(t)]
     return ticks, place, _r(start) if warm else None
 
 

@@ -16,7 +16,7 @@ from rl_megatron.observability.charts import (
     Point,
     Series,
     line_chart,
-    show,
+    number_text,
     stacked_bars,
     styles,
 )
@@ -259,11 +259,11 @@ def _summary(run: Run) -> dict[str, str]:
         "before": _share((warm or at_zero)[:1]),
         "warm": _share(warm[-1:]),
         "after": _share(rl[-1:]),
-        "reward": show(sum(tail) / len(tail)) if tail else "-",
+        "reward": number_text(sum(tail) / len(tail)) if tail else "-",
         "steps": f"{last} of {run.config['train.steps']}" if "train.steps" in run.config else str(last),
         "time": f"{minutes} min {rest} s" if all_seconds else "-",
         "speed": f"{tokens / seconds:,.0f}" if seconds and tokens else "-",
-        "mismatch": show(sum(mismatch) / len(mismatch)) if mismatch else "-",
+        "mismatch": number_text(sum(mismatch) / len(mismatch)) if mismatch else "-",
     }
 
 

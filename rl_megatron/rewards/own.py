@@ -11,7 +11,7 @@ from itertools import islice
 from rl_megatron.errors import RewardError
 from rl_megatron.rewards.threads import in_daemon_thread, on_loop_apart
 from rl_megatron.types import Completion, Prompt, Scored
-from rl_megatron.user_code import said
+from rl_megatron.user_code import describe_error
 
 
 class Plain:
@@ -29,7 +29,7 @@ class Plain:
             try:
                 return scored(self._function(prompt, completions, texts), len(completions))
             except BaseException as error:
-                raise RewardError(said(error)) from error
+                raise RewardError(describe_error(error)) from error
 
         return await in_daemon_thread(call)
 
@@ -49,7 +49,7 @@ class Async:
             try:
                 return scored(await self._function(prompt, completions, texts), len(completions))
             except BaseException as error:
-                raise RewardError(said(error)) from error
+                raise RewardError(describe_error(error)) from error
 
         return await on_loop_apart(call)
 

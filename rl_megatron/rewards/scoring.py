@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.types import Completion, Prompt, Scored
-from rl_megatron.user_code import said
+from rl_megatron.user_code import describe_error
 
 _MOST_NAMED = 3  # completions without a finite reward
 
@@ -33,11 +33,11 @@ async def score(
         return tuple(_finite(i, one) for i, (one, _) in enumerate(zip(given, completions, strict=True)))
     except Exception as error:  # noqa: BLE001  whatever is raised is named and counted
         late = isinstance(error, TimeoutError) and time.expired()
-        problem = f"no answer in reward.timeout_seconds={limit:g}" if late else said(error)
+        problem = f"no answer in reward.timeout_seconds={limit:g}" if late else describe_error(error)
         return (Scored(total=math.nan, error=problem),) * len(completions)
 
 
-def problems(scored: Sequence[Scored]) -> list[str]:
+def errors_of(scored: Sequence[Scored]) -> list[str]:
     """The errors of one prompt's completions, each once, and how many more there are than can be shown."""
     named = list(dict.fromkeys(one.error for one in scored if one.error is not None))
     more = [f"so did {len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TypeVar
 
 from rl_megatron.errors import RewardError
-from rl_megatron.user_code import said
+from rl_megatron.user_code import describe_error
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ def _passable(error: BaseException) -> Exception:
     """The error, or a RewardError in the place of one that a future cannot hold or that would end who awaits it."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    return RewardError(said(error))
+    return RewardError(describe_error(error))
 
 
 @cache

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from rl_megatron.errors import RewardError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.types import Completion, Prompt, Scored
-from rl_megatron.user_code import said
+from rl_megatron.user_code import describe_error
 
 
 class WeightedSum:
@@ -45,4 +45,4 @@ async def _part(
     try:
         return [one.total for one in await function(prompt, completions, texts)]
     except Exception as error:
-        raise RewardError(f"part {name!r} {said(error)}") from error
+        raise RewardError(f"part {name!r} {describe_error(error)}") from error

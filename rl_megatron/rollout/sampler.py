@@ -14,7 +14,7 @@ from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import RewardError
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
-from rl_megatron.rewards.scoring import problems, score
+from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams, Scored
 
@@ -118,7 +118,7 @@ class RolloutSampler:
         texts = await asyncio.to_thread(self._texts, completions)  # long ones would hold up the event loop
         scored = await score(self.reward_function, prompt, completions, texts, limit=self.reward.timeout_seconds)
         on_error = self.reward.on_error
-        if told := problems(scored):
+        if told := errors_of(scored):
             function = ", ".join(self.reward.functions.values())
             message = f"reward {function!r} of prompt {prompt.id!r}: {'; '.join(told)}"
             if on_error == "fail":

@@ -87,12 +87,17 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
 
 def skipped(megatron: Any, batch: Batch, dp: int) -> list[tuple[int, int]]:
     """A step with an infinite advantage in sequence `BAD`: it changes no bit; the micro-batches that it names."""
-    from rl_megatron.learner.optimizer import parts
+    from rl_megatron.learner.optimizer import inner_optimizers
 
-    states = [s for part in parts(megatron._optimizer) for s in part.optimizer.state.values()]
+    states = [s for part in inner_optimizers(megatron._optimizer) for s in part.optimizer.state.values()]
     held = [*megatron.tensors.values(), *(p for c in megatron._chunks for p in c.parameters())]
     held += [tensor for state in states for tensor in state.values()]
-    held += [p for part in parts(megatron._optimizer) for group in part.optimizer.param_groups for p in group["params"]]
+    held += [
+        p
+        for part in inner_optimizers(megatron._optimizer)
+        for group in part.optimizer.param_groups
+        for p in group["params"]
+    ]
     before = [tensor.detach().clone() for tensor in held]
     row = [
         replace(m, advantages=torch.full_like(m.advantages, torch.inf)) if BAD in ids else m
@@ -127,11 +132,11 @@ def in_parts(megatron: Any, batch: Batch, dp: int) -> dict[str, float]:
 
 def held_bytes(megatron: Any) -> dict[str, int]:
     """Of this rank, by what `rl_megatron.scaling.memory` calls them; megatron pads gradients for their reduction."""
-    from rl_megatron.learner.optimizer import parts
+    from rl_megatron.learner.optimizer import inner_optimizers
 
     chunks = megatron._chunks
     buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    states = [s for part in parts(megatron._optimizer) for s in part.optimizer.state.values()]
+    states = [s for part in inner_optimizers(megatron._optimizer) for s in part.optimizer.state.values()]
     moments = [tensor for state in states for name, tensor in state.items() if name != "step"]
     return {
         "parameters": sum(p.nbytes for chunk in chunks for p in chunk.parameters()),

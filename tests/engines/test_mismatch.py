@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
 from rl_megatron.diagnosis.causes import Finding, judge
-from rl_megatron.diagnosis.experiments import Bench, run
+from rl_megatron.diagnosis.experiments import Bench, run_experiments
 from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Batch, ParallelDims, Prompt, Samples, Scores, Want
@@ -81,7 +81,7 @@ def diagnose(server: ServedBench, learner: Learner) -> dict[str, Finding]:
         special_token_ids={"bos_token": 258},
     )
 
-    outcomes = server.run(run(bench, PROMPTS, completions=2, worth=SETTING.noise))
+    outcomes = server.run(run_experiments(bench, PROMPTS, completions=2, worth=SETTING.noise))
     expected = checksums(HFFolder(learner.folder), shapes(server.path), dtypes(server.path))
     ((compared, differing),) = server.run(server.engine.comparable(server.path, expected)).values()
     how = f"with {learner.folder}"

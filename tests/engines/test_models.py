@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.preflight.sizes import misfits
+from launcher.preflight.sizes import size_problems
 from launcher.servers.engines import SERVERS
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
@@ -159,6 +159,6 @@ def test_the_embedded_engine_takes_what_learners_pushed(pushed: Path) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_embedded_engine_refuses_other_models_by_name(name: str, pushed: Path) -> None:
     shape = read_shape(folder_of(pushed, name, 1))
-    (found,) = misfits(load_config("tiny_cpu", ["learner.ep=1"]), shape)
+    (found,) = size_problems(load_config("tiny_cpu", ["learner.ep=1"]), shape)
     assert f"model_type='{name}': the engine that samples here does not run it" in found.text
     assert found.text.endswith("; rollout=vllm or rollout=sglang runs others")

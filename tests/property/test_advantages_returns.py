@@ -21,7 +21,7 @@ from rl_megatron.algorithms.returns import (
     length_adaptive_lambda,
     whiten,
 )
-from rl_megatron.algorithms.segments import discounted_sum, parts
+from rl_megatron.algorithms.segments import discounted_sum, whole_sequences
 
 seeds = st.integers(0, 2**32)
 ragged = st.lists(st.integers(0, 9), min_size=1, max_size=5)
@@ -141,7 +141,7 @@ def test_a_batch_of_many_parts_is_its_sequences_one_by_one() -> None:
     g = torch.Generator().manual_seed(0)
     lengths = [750_000, 0, 7, 450_000, 500_001, 3]
     bounds = boundaries(lengths)
-    assert len(list(parts(bounds))) > 2
+    assert len(list(whole_sequences(bounds))) > 2
     num = int(bounds[-1])
     rewards, values = (torch.randn(num, generator=g, dtype=torch.float64) for _ in range(2))
     mask = torch.rand(num, generator=g) < 0.9
@@ -177,7 +177,7 @@ def test_a_batch_of_many_parts_is_its_sequences_one_by_one() -> None:
 
 def test_parts_are_of_half_a_million_positions() -> None:
     """In sequences of 1024: each part is whole ones, one after the other, and there is none more."""
-    found = list(parts(torch.arange(0, 2**21 + 1, 1024)))
+    found = list(whole_sequences(torch.arange(0, 2**21 + 1, 1024)))
     assert found == [(slice(512 * i, 512 * (i + 1)), slice(2**19 * i, 2**19 * (i + 1))) for i in range(4)]
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from launcher.runs.name import choose
-from rl_megatron.config.errors import explain
+from rl_megatron.config.errors import explain_errors
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
@@ -159,7 +159,7 @@ def test_what_is_said(override: str, line: str) -> None:
 def test_what_is_no_path_is_said_in_words() -> None:
     with pytest.raises(ValidationError) as caught:
         RunConfig.model_validate({"model": {"path": [1]}})
-    assert explain(caught.value.errors()) == ["model.path=[1]: must be a path, as text"]
+    assert explain_errors(caught.value.errors()) == ["model.path=[1]: must be a path, as text"]
 
 
 @pytest.mark.parametrize("stem", ["my run", "_test", "-x", "...", "日本", "a" * 250, "ok-1.2", "run (1)", " "])

@@ -18,7 +18,7 @@ import typer
 from launcher.__main__ import app
 from launcher.commands.plan import _texts
 from launcher.preflight.checks import preflight
-from launcher.preflight.sizes import misfits
+from launcher.preflight.sizes import size_problems
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.named import NAMED
@@ -124,7 +124,7 @@ def test_recipes_of_who_moves_here_fit_their_gpus(command: Command) -> None:
     config = configuration(str(given["config"]), list(given["overrides"]))  # type: ignore[call-overload]
     fullest = check_memory(config, NAMED[str(config.model.name)])
     assert fullest is not None
-    assert list(misfits(config, NAMED[str(config.model.name)])) == []
+    assert list(size_problems(config, NAMED[str(config.model.name)])) == []
     found = preflight(config, for_job=True)
     own = ("model.path=", "data.train=", "data.eval=", "rollout.python=", "reward.function='my_rewards")
     assert [text for text in found.texts("problem") if not text.startswith(own)] == []

@@ -22,7 +22,7 @@ from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.plans.plan import plan
-from rl_megatron.weights.transports.connect import Ends, connect
+from rl_megatron.weights.transports.connect import Ends, make_transport
 from tests.documents import blocks
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, push, running
 from tests.unit.training.test_update_oracle import assert_as_plain_loops
@@ -103,7 +103,9 @@ def test_a_transport(tmp_path: Path) -> None:
     src = {name: torch.randn(shape) for name, shape in layout.local_shapes(0).items()}
     dst = {name: torch.zeros_like(tensor) for name, tensor in src.items()}
     moves = plan(layout, layout)
-    transport = connect(Ends(section=section, moves=moves, src=src, dst=dst, folder=tmp_path, timeout_seconds=1.0))
+    transport = make_transport(
+        Ends(section=section, moves=moves, src=src, dst=dst, folder=tmp_path, timeout_seconds=1.0)
+    )
     assert transport.move(1).num_bytes == sum(tensor.nbytes for tensor in src.values())
     assert all(torch.equal(dst[name], tensor) for name, tensor in src.items())
 

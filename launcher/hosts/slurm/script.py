@@ -18,7 +18,7 @@ _TEMPLATES = PACKAGE / "slurm"
 _UNREAD = re.compile(r"[^\w./+:=@,~-]")  # in a line of #SBATCH: quotes, %, spaces, and a newline, which ends it
 
 
-def render(config: RunConfig, *, folder: Path, python: str, package: Path) -> str:
+def job_script(config: RunConfig, *, folder: Path, python: str, package: Path) -> str:
     """The job's script. ``folder`` is where it runs and relative paths start, ``package`` where this code is.
 
     Of what is given only ``slurm.setup`` is run: the rest is quoted, or of characters that bash and sbatch leave alone.

@@ -28,7 +28,7 @@ def digest(data: memoryview) -> int:
     return xxh3_64_intdigest(data)
 
 
-def digests(tensors: Sequence[Tensor]) -> Tensor:
+def tensor_digests(tensors: Sequence[Tensor]) -> Tensor:
     """[len(tensors)] int64 on their device, without waiting for it.
 
     Of each tensor the sum of its words, mixed, each times an odd number of its place's own, modulo 2**64: one wrong

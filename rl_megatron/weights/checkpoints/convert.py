@@ -34,7 +34,7 @@ from rl_megatron.weights.checkpoints.streaming import (
     Streamed,
     in_files,
     numbers,
-    run,
+    write_files,
 )
 from rl_megatron.weights.checkpoints.torch_dist import (
     Chunk,
@@ -111,7 +111,7 @@ def hf_to_megatron(
         write_index(folder, chunks, _global_sizes(chunks))
         _copy_companions(source, folder, {dtype} if dtype else set())
 
-    run(source, out, sinks, files, on_bytes, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
+    write_files(source, out, sinks, files, on_bytes, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
 
 
 def megatron_to_hf(
@@ -150,7 +150,7 @@ def megatron_to_hf(
         quantization = quantization_config([(tensor.name, tensor.shape) for tensor in tensors]) if quantise else None
         _copy_companions(companion, folder, {plain[0].dtype}, quantization)
 
-    run(source, out, sinks, files, on_bytes, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
+    write_files(source, out, sinks, files, on_bytes, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
 
 
 def left_out(source: Path, config: Path | None = None, family: str | None = None) -> str | None:

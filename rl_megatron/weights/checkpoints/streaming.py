@@ -186,7 +186,7 @@ def in_files(tensors: Sequence[Streamed], limit: int) -> list[list[Streamed]]:
     return groups
 
 
-def run(
+def write_files(
     source: Path,
     out: Path,
     sinks: Sequence[Sink],

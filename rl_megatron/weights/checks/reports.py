@@ -129,7 +129,7 @@ def seconds_waited(reports: Mapping[str, Sequence[Report]]) -> float:
     return max((report.seconds for said in reports.values() for report in said), default=0.0)
 
 
-def seen(held: Sequence[Held], private: Collection[str]) -> list[Held]:
+def not_private(held: Sequence[Held], private: Collection[str]) -> list[Held]:
     """Those that do not lie in parameters of ``private`` kinds."""
     return [one for one in held if kind_of(one.param) not in private]
 

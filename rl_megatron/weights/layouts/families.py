@@ -10,7 +10,7 @@ from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.families.fields import ConfigFields
 from rl_megatron.models.json_files import Fields, read_json
-from rl_megatron.models.shape import ModelShape, problems
+from rl_megatron.models.shape import ModelShape, shape_problems
 from rl_megatron.types import ParallelDims
 from rl_megatron.user_code import load_named
 from rl_megatron.weights.layouts.family import Family
@@ -49,7 +49,7 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
         allowed = ", ".join(map(repr, known)) + (f", of {family}" if family else "")
         raise ConfigError(f"{path}: model_type={shorten(model_type)} is not supported; allowed: {allowed}")
     shape = replace(known[model_type].read(raw, path), family=model_type, family_at=family)
-    if found := list(problems(shape)):
+    if found := list(shape_problems(shape)):
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in found))
     return shape
 

@@ -79,7 +79,7 @@ TRANSPORTS: Mapping[str, Callable[[Ends], Transport]] = {
 }
 
 
-def connect(ends: Ends) -> Transport:
+def make_transport(ends: Ends) -> Transport:
     """The transport of ``section.transport``, which is not auto; one of the user's own is a function of Ends.
 
     Collective over the default process group, but for ``memory``, which needs none. Raises ConfigError where the user's

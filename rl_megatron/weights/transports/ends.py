@@ -24,7 +24,7 @@ from rl_megatron.errors import CorruptionError, WeightError
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.bytes.bits import dtype_of
 from rl_megatron.weights.bytes.dtypes import DType
-from rl_megatron.weights.bytes.hashing import PIECE_BYTES, bytes_of, digest, digests
+from rl_megatron.weights.bytes.hashing import PIECE_BYTES, bytes_of, digest, tensor_digests
 from rl_megatron.weights.plans.plan import Plan, Transfer
 from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.buckets import Bucket, BucketPart, cut_into_buckets
@@ -195,7 +195,7 @@ class PlanEnds:
         else:
             torch._foreach_copy_(parcel.views, parcel.tensors)
             parcel.trailer[0] = version
-            parcel.trailer[1:] = digests(parcel.views)
+            parcel.trailer[1:] = tensor_digests(parcel.views)
 
     def unpack(self, parcel: Parcel, version: int) -> None:
         """Write the parcel's tensors; what is not as it was sent is remembered for `finish`."""
@@ -216,7 +216,7 @@ class PlanEnds:
             started = time.perf_counter()
             sent_version = int(parcel.trailer[0])
             held = [tensor.to(self.device) for tensor in parcel.tensors]  # back, where they lie in host memory
-            wrong = (digests(held) != parcel.trailer[1:]).nonzero().flatten().tolist()
+            wrong = (tensor_digests(held) != parcel.trailer[1:]).nonzero().flatten().tolist()
             self._verify_seconds += time.perf_counter() - started
         if sent_version != version:
             self._failures.append(f"a parcel of rank {parcel.peer} says that it is of version {sent_version}")

@@ -19,7 +19,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from rl_megatron.data.prompts import Prompt
 from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
 from rl_megatron.diagnosis.causes import Finding, judge
-from rl_megatron.diagnosis.experiments import Bench, run
+from rl_megatron.diagnosis.experiments import Bench, run_experiments
 from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.local.engine import LocalEngine
@@ -258,7 +258,7 @@ def diagnose(
     )
     configured = Parameters(temperature=bench.temperature, top_p=bench.top_p)
     setting = Setting(**dtypes, configured=configured, served=False, replays=replays)
-    outcomes = asyncio.run(run(bench, prompts(), completions=3, worth=setting.noise))
+    outcomes = asyncio.run(run_experiments(bench, prompts(), completions=3, worth=setting.noise))
     return {f.cause: f for f in judge(outcomes, setting, weights, tokenizer)}
 
 

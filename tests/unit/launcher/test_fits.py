@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.preflight.sizes import misfits
+from launcher.preflight.sizes import size_problems
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape, Rope
@@ -14,7 +14,7 @@ SHAPE = NAMED["qwen3-30b-a3b"]
 
 
 def told(config: RunConfig, shape: ModelShape) -> str:
-    return "\n".join(found.text for found in misfits(config, shape))
+    return "\n".join(found.text for found in size_problems(config, shape))
 
 
 def test_only_what_the_engine_runs_starts() -> None:

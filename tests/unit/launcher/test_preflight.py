@@ -209,7 +209,7 @@ def test_gpus_are_counted_as_cuda_counts_them(
         )
         driver.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert devices.visible_gpus(visible) == count
+    assert devices.count_visible_gpus(visible) == count
 
 
 def test_more_ranks_than_a_machine_has_memory_for_are_told_before_one_starts() -> None:

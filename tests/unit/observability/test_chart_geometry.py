@@ -19,7 +19,7 @@ from rl_megatron.observability.charts import (
     Point,
     Series,
     line_chart,
-    show,
+    number_text,
     stacked_bars,
 )
 
@@ -103,4 +103,4 @@ def test_every_shape_stays_inside_the_frame_with_round_ticks(values: list[float 
      (999.94, "999.9"), (1.5e9, "1.5e9")],
 )  # fmt: skip
 def test_numbers_are_short(value: float, text: str) -> None:
-    assert show(value) == text
+    assert number_text(value) == text

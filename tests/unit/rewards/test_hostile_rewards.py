@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.rewards.scoring import problems, score
+from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.types import Prompt, Scored
 from tests.completions import completion
 
@@ -110,7 +110,7 @@ def test_what_is_no_reward_is_named_at_once_and_once(
     scored = run(monkeypatch, kind, given)
     if kind == "later" and problem.startswith("raised StopIteration"):
         problem = "raised RuntimeError: coroutine raised StopIteration"  # as Python has it
-    assert ([one.error for one in scored], problems(scored)) == ([problem] * 2, [problem])
+    assert ([one.error for one in scored], errors_of(scored)) == ([problem] * 2, [problem])
     assert all(math.isnan(one.total) for one in scored)
 
 
@@ -129,7 +129,7 @@ def test_numbers_of_any_kind_are_rewards(monkeypatch: pytest.MonkeyPatch, kind: 
 def test_what_blocks_is_left_in_time_and_the_loop_turns_on(
     monkeypatch: pytest.MonkeyPatch, kind: str, given: Callable[[], object]
 ) -> None:
-    assert problems(run(monkeypatch, kind, given, limit=0.05)) == ["no answer in reward.timeout_seconds=0.05"]
+    assert errors_of(run(monkeypatch, kind, given, limit=0.05)) == ["no answer in reward.timeout_seconds=0.05"]
 
 
 def test_an_async_reward_that_will_not_be_cancelled_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_an_async_reward_that_will_not_be_cancelled_is_left_in_time(monkeypatch:
     monkeypatch.setitem(sys.modules, "stubborn_for_test", module)
     function = resolve_reward("stubborn_for_test:stubborn")
     scored = asyncio.run(score(function, PROMPT, [DONE], [""], limit=1.0))
-    assert problems(scored) == ["no answer in reward.timeout_seconds=1"]
+    assert errors_of(scored) == ["no answer in reward.timeout_seconds=1"]
     assert asked.wait(30)  # it was asked to end, for it had begun
 
 
@@ -173,4 +173,4 @@ def test_a_task_of_an_async_reward_that_exits_ends_nothing_else(monkeypatch: pyt
 def test_completions_without_a_number_are_named_three_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     scored = run(monkeypatch, "plain", lambda: [math.nan] * 64, count=64)
     assert sum(one.error is not None for one in scored) == 64
-    assert problems(scored)[2:] == ["completion 2 got nan, which is not finite", "so did 61 more"]
+    assert errors_of(scored)[2:] == ["completion 2 got nan, which is not finite", "so did 61 more"]

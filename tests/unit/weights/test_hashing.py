@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from rl_megatron.weights.bytes.hashing import bytes_of, digest, digests
+from rl_megatron.weights.bytes.hashing import bytes_of, digest, tensor_digests
 
 
 def test_cpu_digests_are_xxh3() -> None:
@@ -40,7 +40,7 @@ def _by_integers(data: bytes) -> int:
 def test_torch_digests_are_the_sum_they_say(length: int) -> None:
     data = bytes(random.Random(length).randbytes(length))
     tensors = [torch.frombuffer(bytearray(b"x" * shift + data), dtype=torch.uint8)[shift:] for shift in (0, 1)]
-    assert digests(tensors).tolist() == [_by_integers(data)] * 2
+    assert tensor_digests(tensors).tolist() == [_by_integers(data)] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -51,4 +51,4 @@ def test_torch_digests_see_every_flipped_bit_and_swapped_rows(dtype: torch.dtype
         other = box.clone()
         other.view(-1).view(torch.uint8)[at // 8] ^= 1 << at % 8
         changed.append(other)
-    assert len(set(digests(changed).tolist())) == len(changed)
+    assert len(set(tensor_digests(changed).tolist())) == len(changed)

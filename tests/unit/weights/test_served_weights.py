@@ -17,7 +17,7 @@ import torch
 from rl_megatron.errors import CorruptionError, ReplicasLost, SyncError
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Scores, Want, WeightUpdate
 from rl_megatron.weights.checks.places import Held
-from rl_megatron.weights.checks.reports import NO_KINDS, Beside, Kinds, Report, seen
+from rl_megatron.weights.checks.reports import NO_KINDS, Beside, Kinds, Report, not_private
 from rl_megatron.weights.checks.whole import sealed_by
 from rl_megatron.weights.servers.delivery import Delivered
 from rl_megatron.weights.servers.direct import DirectDelivery
@@ -99,7 +99,7 @@ class Both:
         beside = Beside()
         for name, tensor in self.mirror.tensors.items():
             beside.read(name, tensor + 1 if name == self.misread else tensor)
-        beside.held(seen(held, private.get("it", ())), self.params)
+        beside.held(not_private(held, private.get("it", ())), self.params)
         return {"it": [beside.report()]}
 
     async def sample_everywhere(

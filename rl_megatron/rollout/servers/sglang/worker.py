@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.weights.checks.places import Held, record
-from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, seen
+from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, not_private
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.transports.engine_ends import Receiver, one_thread
 from rl_megatron.weights.transports.joined import Rendezvous
@@ -43,7 +43,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
             answer = _receive(model, order["version"], order["private"]).to_json()
         elif order["do"] == "held":
             places = [one for ones in layout_of(model, path, partial=True).values() for one in ones]
-            answer = checksums_of(seen(places, order["private"]), dict(model.named_parameters())).to_json()
+            answer = checksums_of(not_private(places, order["private"]), dict(model.named_parameters())).to_json()
         else:
             answer = _load(model, path, order["version"], order["private"]).to_json()
     except RLMegatronError as error:
@@ -59,7 +59,7 @@ def _receive(model: Any, version: int, private: Sequence[str]) -> Report:
     params, beside = dict(model.named_parameters()), Beside()
 
     def whole(one: Held) -> None:
-        if seen([one], private):
+        if not_private([one], private):
             beside.held([one], params)
         else:
             beside.sent(one, params[one.param])
@@ -71,7 +71,7 @@ def _receive(model: Any, version: int, private: Sequence[str]) -> Report:
 
 def _load(model: Any, path: Path, version: int, private: Sequence[str]) -> Report:
     found, params, beside = mirror.read(path, version), dict(model.named_parameters()), Beside()
-    places = {name: seen(ones, private) for name, ones in layout_of(model, path, partial=True).items()}
+    places = {name: not_private(ones, private) for name, ones in layout_of(model, path, partial=True).items()}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         """Checksums each tensor in the loaded parameter; for parameters with a private layout, the bytes read."""

@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
 from rl_megatron.weights.checks.places import Held, record
-from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, seen
+from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, not_private
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.transports.engine_ends import Receiver
 from rl_megatron.weights.transports.joined import Rendezvous
@@ -160,7 +160,7 @@ class WorkerExtension:
     def rl_megatron_held(self, path: str, private: list[str]) -> dict[str, object]:
         """A `Report` of this rank's parameters. What lies in a layout of the kernels' own is for the probe."""
         model = self.model_runner.model
-        places = seen(layout_of(model, path, partial=True), private)
+        places = not_private(layout_of(model, path, partial=True), private)
         report = checksums_of(places, dict(model.named_parameters()))
         read = READ.pop(model, Report(rows=(), seconds=0.0))
         return Report(rows=report.rows, seconds=report.seconds + read.seconds, read=read.read).to_json()
