@@ -59,7 +59,7 @@ class Preflight:
 
     def describe(self) -> str:
         """Lines for a person: notes, what was looked at, and what was not."""
-        lines = [*self.notes(), *self.texts("seen")]
+        lines = [*self.notes(), *self.texts("fact")]
         lines.append(f"checked in {self.seconds:.1f} s: {', '.join(CHECKS)}")
         if missed := self.texts("unchecked"):
             lines.append(f"not checked: {'; '.join(missed)}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from launcher.preflight.subject import Found, Subject, note, problem, seen, unchecked
+from launcher.preflight.subject import Found, Subject, fact, note, problem, unchecked
 from rl_megatron.data.prompts import first_problem
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import RewardFunction
@@ -58,7 +58,7 @@ def _asked(subject: Subject, function: RewardFunction) -> Iterator[Found]:
         yield note(f"{said}; reward.on_error={section.on_error}")
     elif scored is not None:
         answer, other = (one.total for one in scored)
-        yield seen(f"reward {name!r} gives {answer:g} for the answer itself, {other:g} for {MADE_UP!r}")
+        yield fact(f"reward {name!r} gives {answer:g} for the answer itself, {other:g} for {MADE_UP!r}")
 
 
 def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> tuple[Scored, ...] | None:

@@ -44,7 +44,7 @@ class Subject:
 class Found:
     """One finding: what keeps the run from starting, what its user should know or may like to, what only a run sees."""
 
-    kind: Literal["problem", "note", "seen", "unchecked"]
+    kind: Literal["problem", "note", "fact", "unchecked"]
     text: str
 
 
@@ -62,9 +62,9 @@ def note(text: str) -> Found:
     return Found("note", text)
 
 
-def seen(text: str) -> Found:
+def fact(text: str) -> Found:
     """What was found to be so, for who asks."""
-    return Found("seen", text)
+    return Found("fact", text)
 
 
 def unchecked(text: str) -> Found:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,15 @@ DOCUMENTS = [
     path.relative_to(REPO) for folder in (".", "docs", "docs/adr", "slurm") for path in (REPO / folder).glob("*.md")
 ]
 SHELVES = {"rl_megatron/options"}  # listed in one table; that they do not import each other is a contract
+ONE_EACH = {  # functions that may have one name, by where they are: a table takes them, or a program
+    "check": "launcher/preflight",
+    "read": "rl_megatron/models/families",
+    "main": "",
+    "linear": "",  # one operation: forward alone, and with its gradient
+    "rms_norm": "",
+    "pack": "launcher/wire/messages.py",  # always called as messages.pack
+    "unpack": "launcher/wire/messages.py",
+}
 IN_ENGINES = ("engine_token.py", "sglang/server.py")  # of rollout/servers: other processes
 
 
@@ -84,6 +93,34 @@ def violations(path: Path, source: str) -> list[str]:
     return found
 
 
+def types_of(tree: ast.Module) -> Iterator[str]:
+    """Public classes and type aliases of a module; a TypeVar is none."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp | ast.Name):
+            yield from (
+                n.id for n in node.targets if isinstance(n, ast.Name) and re.fullmatch(r"[A-Z]\w*[a-z]\w*", n.id)
+            )
+
+
+def clashes(sources: Mapping[str, str]) -> list[str]:
+    """Words with two owners, by path: public types, and functions that some module imports by their bare name."""
+    types, functions, bare = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list), set[str]()
+    for path, source in sources.items():
+        tree = ast.parse(source)
+        for name in types_of(tree):
+            types[name].append(path)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not path.endswith("__main__.py"):
+                functions[node.name] += [] if path.startswith(ONE_EACH.get(node.name, "/")) else [path]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                bare |= {alias.name for alias in node.names if not alias.asname}
+    owners = [*types.items(), *((name, paths) for name, paths in functions.items() if name in bare)]
+    return [f"{n}: {', '.join(paths)}" for n, paths in sorted(owners) if len(paths) > 1 and not n.startswith("_")]
+
+
 def too_long(path: Path, source: str) -> list[str]:
     """The file and those of its functions that are too long, with their lines."""
     lengths = {str(path): (len(source.splitlines()), MAX_FILE_LINES)}
@@ -99,6 +136,17 @@ def test_files_and_functions_stay_short() -> None:
         "x.py has 401 lines of 400",
         "x.py: f has 401 lines of 60",
     ]
+
+
+def test_a_word_has_one_owner() -> None:
+    packages = [path for path in FILES if inside(path, "rl_megatron", "launcher")]
+    assert clashes({str(path): (REPO / path).read_text(encoding="utf-8") for path in packages}) == []
+    planted = {
+        "a.py": "class Row: ...\nPlace = tuple[int, int]\ndef show(): ...\ndef read(): ...\n_T = list[int]\n",
+        "b.py": "Row = dict[str, int]\nclass Place: ...\ndef show(): ...\ndef read(): ...\nclass _T: ...\n",
+        "c.py": "import a, b\nfrom a import show\na.read()\nb.read()\n",
+    }
+    assert clashes(planted) == ["Place: a.py, b.py", "Row: a.py, b.py", "show: a.py, b.py"]
 
 
 def test_rooms_keep_to_their_own() -> None:

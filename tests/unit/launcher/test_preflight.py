@@ -62,7 +62,7 @@ def job(keys: tuple[str, ...], *more: str) -> RunConfig:
 def test_a_sound_job_has_no_problem_and_says_what_nobody_looked_at(keys: tuple[str, ...]) -> None:
     found = preflight(job(keys), for_job=True)
     assert found.texts("problem") == found.texts("note") == []
-    assert found.texts("seen") == ["reward 'final_number' gives 1 for the answer itself, 0 for 'a made-up completion'"]
+    assert found.texts("fact") == ["reward 'final_number' gives 1 for the answer itself, 0 for 'a made-up completion'"]
     assert found.describe().splitlines()[-1] == (
         "not checked: whether prompts fit in rollout.max_prompt_tokens; the GPUs of the job's nodes; that vllm starts"
     )
@@ -157,7 +157,7 @@ def test_the_reward_is_asked_once_about_the_first_problem(keys: tuple[str, ...])
     text, texts, lengths = preflight_rewards.asked[0]
     assert (text, texts) == ("What is 2 + 3?", ("It is 5.\n#### 5", "a made-up completion"))
     assert lengths == [len(t) + 1 for t in texts]
-    assert found.texts("seen") == [
+    assert found.texts("fact") == [
         "reward 'preflight_rewards:good' gives 1 for the answer itself, 0 for 'a made-up completion'"
     ]
     preflight_rewards.asked.clear()
