@@ -80,7 +80,7 @@ class Sampling(Protocol):
         ...
 
 
-class Holding(Protocol):
+class Loading(Protocol):
     """The weights that an engine holds; their versions are labels there. Every method raises as `Server` does."""
 
     async def load(
@@ -140,7 +140,7 @@ class Running(Protocol):
         ...
 
 
-class Adapter(Sampling, Holding, Running, Protocol):
+class Adapter(Sampling, Loading, Running, Protocol):
     """One kind of engine: an engine's file has a class that implements it."""
 
     name: str
