@@ -1,6 +1,6 @@
-"""Model and optimizer shards through megatron's dist_checkpointing: saved in one layout, readable in another.
+"""Saves and loads model and optimizer shards with megatron's dist_checkpointing; another layout can load them.
 
-Every rank calls both functions; the caller owns the folder's atomicity (learner shards are only part of a checkpoint).
+Every rank calls `save` and both loads. The caller makes the folder atomic: shards are only a part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 
-_SHARD = re.compile(r"__(\d+)_\d+\.distcp")  # of a rank's shards, as torch's FileSystemWriter names them
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")  # a rank's shard files, as torch's FileSystemWriter names them
 
-_NAMED = 5  # at most, of many tensors
+_NAMED = 5  # an error names at most so many tensors
 _PROBE_BYTES = 4 << 20
 
 # Megatron's queue lives in a process of its own, which outlives a killed rank.
@@ -48,7 +48,7 @@ filesystem_async._results_queue = queue.SimpleQueue()
 
 
 class _SaveInProcess(TorchDistSaveShardedStrategy):
-    """Writes in this process; megatron's own forks writers, beside the threads of gloo and CUDA, for each save."""
+    """Writes in this process. Megatron's own strategy forks writers at each save, beside gloo's and CUDA's threads."""
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
         request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
@@ -56,7 +56,7 @@ class _SaveInProcess(TorchDistSaveShardedStrategy):
 
 
 def _write(writer: Any, rank: int, buckets: list[Any], results: queue.SimpleQueue[Any]) -> None:
-    """Stands for ``FileSystemWriterAsync.write_preloaded_data_multiproc``: a file for each bucket, synced."""
+    """Replaces ``FileSystemWriterAsync.write_preloaded_data_multiproc``: writes and syncs one file a bucket."""
     transforms = [writer.transforms] if hasattr(writer, "transforms") else []
     done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
     left: queue.Queue[int] = queue.Queue()
@@ -79,22 +79,25 @@ def _sharded_state(
 
 
 def _weights(chunk: Any, without: str | None = None) -> dict[str, Any]:
-    """The parameters and buffers of a chunk that a checkpoint holds, but for names that begin with ``without``."""
+    """The parameters and buffers of a chunk that a checkpoint holds, except names that begin with ``without``."""
     found = _inner(chunk).sharded_state_dict(metadata=dict(_METADATA)).items()
     return {name: part for name, part in found if not _left_out(name, without)}
 
 
 def _left_out(name: str, without: str | None) -> bool:
-    """TransformerEngine's state of fp8, which nothing here trains in, is in no checkpoint: torch's layers have none."""
+    """No checkpoint holds TransformerEngine's fp8 state: nothing here trains in fp8, and torch's layers have none."""
     return "_extra_state" in name or bool(without and name.startswith(without))
 
 
 def _fill(chunk: Any, state: dict[str, Any], where: str, without: str | None = None) -> None:
-    """Raises CheckpointError where parameters or buffers are left over, in ``state`` or in the chunk."""
+    """Load ``state`` into the chunk. Raises CheckpointError if either has a tensor that the other lacks."""
     keys = _inner(chunk).load_state_dict(state, strict=False)
     missing = [name for name in keys.missing_keys if not _left_out(name, without)]
     if missing or keys.unexpected_keys:
-        raise CheckpointError(f"{where}: missing {missing[:_NAMED]}, unknown {keys.unexpected_keys[:_NAMED]}")
+        raise CheckpointError(
+            f"{where} does not fit the model: the checkpoint lacks {missing[:_NAMED]}, and the model lacks "
+            f"{keys.unexpected_keys[:_NAMED]}"
+        )
 
 
 def _key(index: int, count: int) -> str:
@@ -109,7 +112,7 @@ def _inner(chunk: Any) -> Any:
 
 
 def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> dict[str, Digest]:
-    """Write this rank's shards into ``folder`` (which exists); the digest of each file that is this rank's, by name."""
+    """Write this rank's shards into the existing ``folder``. Returns the digest of each file it wrote, by name."""
     try:
         dist_checkpointing.save(
             _sharded_state(chunks, optimizer, loading=False),
@@ -122,20 +125,20 @@ def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Meg
         if why is None:  # a peer knows
             raise RuntimeError(f"{folder} could not be written: {_told(error)}") from error
         raise CheckpointError(
-            f"{folder} cannot be written: {why}; make room or raise the quota, then --resume goes on from the "
-            "checkpoint before"
+            f"{folder} cannot be written: {why}; free space or raise the quota, then --resume continues from the "
+            "previous checkpoint"
         ) from error
     return digests(folder, _own_files(folder, dist.get_rank()))
 
 
 def _own_files(folder: Path, rank: int) -> list[str]:
-    """What a rank wrote: its shards and, rank 0, all that is nobody's."""
+    """The files that a rank wrote: its shards, and on rank 0 also the files that belong to no rank."""
     shards = {path.name: _SHARD.fullmatch(path.name) for path in sorted(folder.iterdir())}
     return [name for name, shard in shards.items() if rank == (int(shard[1]) if shard else 0)]
 
 
 def _why_not_written(folder: Path, error: BaseException) -> str | None:
-    """What the file system says of a save that failed; torch's zip writer hides it, so it is asked again."""
+    """The file system's error behind a failed save. torch's zip writer hides it, so a small file is written to see."""
     for one in _causes(error):
         if isinstance(one, OSError) and one.strerror:
             return one.strerror
@@ -150,19 +153,19 @@ def _why_not_written(folder: Path, error: BaseException) -> str | None:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """What every rank raised, as far as it is known here."""
+    """The exception of every rank that megatron reported here."""
     return [one for one, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
 
 
 def _told(error: BaseException) -> str:
-    """The first cause's last words, without torch's stacks."""
+    """The first line of the first cause's message; torch appends stacks to it."""
     return (str(next(iter(_causes(error)), "another rank failed")).strip().splitlines() or [type(error).__name__])[0]
 
 
 def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, without: str | None = None) -> None:
-    """Fill the model alone from ``folder``, leaving names that begin with ``without``.
+    """Load the model alone from ``folder``, except names that begin with ``without``.
 
-    Raises CheckpointError, or WeightError for values that are no numbers.
+    Raises CheckpointError, or WeightError for NaN and infinite values.
     """
     for i, chunk in enumerate(chunks):
         state = _read({"model": _weights(chunk, without)}, folder, f"chunk {i}")
@@ -174,7 +177,7 @@ def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, wit
 
 
 def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-    """Fill model and optimizer from ``folder``. Raises CheckpointError where shards are missing or do not fit."""
+    """Load model and optimizer from ``folder``. Raises CheckpointError if shards are missing or do not fit."""
     state = _read(_sharded_state(chunks, optimizer, loading=True), folder, "this layout")
     with torch.no_grad():
         for i, chunk in enumerate(chunks):

@@ -1,8 +1,8 @@
-"""megatron-core 0.16.1 on a machine without CUDA. The only patch in the house; `install` does nothing with CUDA.
+"""Patches megatron-core 0.16.1 to run on a machine without CUDA. `install` does nothing where there is CUDA.
 
-Modules under ``megatron.core`` get a forwarding proxy in place of their global name ``torch``; torch itself stays
-untouched (a global TorchFunctionMode breaks under activation recompute). Each replacement below was shown to be
-necessary: without it the named megatron code stops or goes wrong.
+Modules under ``megatron.core`` get a forwarding proxy in place of their global name ``torch``; torch itself is not
+patched (a global TorchFunctionMode breaks under activation recompute). Each replacement below was shown to be
+necessary: without it the named megatron code raises or computes wrong values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h; the largest values it takes are set below
-_WANT_CUDA = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")  # packages that megatron tries
+_WANT_CUDA = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")  # megatron tries to import them
 _TRIM_STEPS = 25
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn")
 
@@ -69,7 +69,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def _all_gather_uneven(
     outputs: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
-    """gloo refuses unequal first dimensions (ETP in the all-to-all dispatcher): pad, gather, cut."""
+    """gloo refuses unequal first dimensions (ETP in the all-to-all dispatcher): pad, gather, slice."""
     if len({x.shape for x in outputs}) == 1:
         work: dist.Work | None = dist.all_gather(outputs, tensor, group=group, async_op=async_op)
         return work
@@ -126,7 +126,7 @@ def _pretending(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep what is freed: layers' large temporaries else go back and fault in again, 8 % of a tiny step."""
+    """Let glibc keep freed memory: returning and faulting in layers' large temporaries costs 8 % of a tiny step."""
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)
@@ -134,23 +134,23 @@ def _keep_freed_memory() -> None:
 
 
 class Heap:
-    """The memory that glibc keeps as `_keep_freed_memory` tells it to: steps of unlike sizes leave ever more holes."""
+    """Trims the memory that glibc keeps after `_keep_freed_memory`, which steps of different sizes fragment."""
 
     def __init__(self) -> None:
         self._trim = None if torch.cuda.is_available() else getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._steps = 0
 
     def step(self) -> None:
-        """Give all holes back at each `_TRIM_STEPS`-th call: then they are faulted in once more."""
+        """At every `_TRIM_STEPS`-th call return all free memory to the system; the next step faults it in again."""
         self._steps += 1
         if self._trim is not None and self._steps % _TRIM_STEPS == 0:
             self._trim(0)
 
 
 def _fuse_nothing() -> None:
-    """megatron's ``jit_fuser`` is torch.compile, which wants a C++ compiler here.
+    """Disable megatron's ``jit_fuser``, which is torch.compile and needs a C++ compiler here.
 
-    To import what that needs is a third of the start of a rank, so nothing of it is, unless megatron is there already.
+    Importing its dependencies takes a third of a rank's start, so they are imported only if megatron already was.
     """
     if "megatron.core" in sys.modules:
         from torch import _dynamo
@@ -163,9 +163,9 @@ def _fuse_nothing() -> None:
 
 
 def _hide_what_wants_cuda() -> None:
-    """megatron takes their layers and optimizers wherever they can be imported, and half of one ends its own import."""
+    """Hide these packages: megatron uses their layers and optimizers if they import, and fails on a partial install."""
     for name in _WANT_CUDA:
-        sys.modules[name] = None  # type: ignore[assignment]  # Python's way to say that there is no such module
+        sys.modules[name] = None  # type: ignore[assignment]  # makes Python raise ModuleNotFoundError
 
 
 def install() -> None:
@@ -175,7 +175,7 @@ def install() -> None:
         _fuse_nothing()
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
-    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 names it without TransformerEngine, on GPUs too
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 uses the name even without TransformerEngine, on GPUs too
         moe_utils.te_general_gemm = None
     if torch.cuda.is_available():
         return

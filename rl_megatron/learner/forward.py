@@ -1,8 +1,8 @@
-"""One packed (mini)batch through megatron's pipeline schedule: its scores, or the loss and its gradients.
+"""Runs a packed (mini)batch through megatron's pipeline schedule, for scores or for the loss and its gradients.
 
 The loss closure hands megatron this rank's additive share of the loss, already over the global denominators, with a
-token count of 0: with ``calculate_per_token_loss`` megatron then only adds (over micro-batches, DP and CP), so the
-result does not depend on how the batch was cut.
+token count of 0: with ``calculate_per_token_loss`` megatron then only sums (over micro-batches, DP and CP), so the
+result does not depend on how the batch was split.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from rl_megatron.types import Loss, LossInputs, LossOutput, Want
 
 LossClosure = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
 AroundForward = Callable[[Any, PackedMicroBatch], AbstractContextManager[None]]
-"""Entered with a chunk and a micro-batch that has routes around the forward pass of one over the other
-(`routing_replay.Routing`)."""
+"""Makes a context manager around a chunk's forward pass of a micro-batch with routes (`routing_replay.Routing`)."""
 
 
 def run_scores(
@@ -38,7 +37,7 @@ def run_scores(
     want: frozenset[Want],
     around: AroundForward,
 ) -> list[dict[Want, Tensor]]:
-    """``head.scores`` per micro-batch on the last pipeline stage, nothing elsewhere. Every rank calls it."""
+    """``head.scores`` per micro-batch on the last pipeline stage, an empty list elsewhere. Every rank calls it."""
 
     def closure(micro_batch: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[Want, Tensor]]:
         return output.new_zeros(()), _zero_tokens(output), head.scores(output, micro_batch, want)
@@ -58,9 +57,9 @@ def run_loss(
     num_tokens: int,
     num_sequences: int,
 ) -> list[LossOutput]:
-    """Adds this rank's gradients into the chunks' buffers, not yet reduced; loss shares on the last stage.
+    """Accumulates this rank's unreduced gradients in the chunks' buffers. Returns loss shares on the last stage.
 
-    All ranks call it.
+    Every rank calls it.
     """
 
     def closure(micro_batch: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:

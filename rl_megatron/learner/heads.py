@@ -1,4 +1,4 @@
-"""What the last pipeline stage's output means."""
+"""Heads: turn the last pipeline stage's output into log-probs and entropy, or into values."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from rl_megatron.types import Want
 
 
 class Head(Protocol):
-    """What the last pipeline stage's output [1, t, ...] means. Every TP rank calls it."""
+    """Turns the last pipeline stage's output [1, t, ...] into what a loss or a scorer reads. Every TP rank calls it."""
 
     says: ClassVar[frozenset[Want]]
-    """What can be wanted of it."""
+    """The scores that ``scores`` can compute."""
 
     def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
         """``logprobs``, ``entropy`` (and ``values``) [t] float32 of LossInputs."""
         ...
 
     def scores(self, output: Tensor, micro_batch: PackedMicroBatch, want: frozenset[Want]) -> dict[Want, Tensor]:
-        """Those of ``says`` that are wanted: [t] float32, logits [masked-in, V]."""
+        """The scores in ``want``, a subset of ``says``: [t] float32, logits [masked-in, V]."""
         ...
 
 
@@ -64,7 +64,7 @@ class VocabHead(Head):
         return found
 
     def _masked_in(self, output: Tensor, micro_batch: PackedMicroBatch) -> Tensor:
-        """Logits before the temperature, of the masked-in positions alone: their whole vocabulary is large."""
+        """Logits before the temperature, over the whole vocabulary, so only of the masked-in positions."""
         mine = output.squeeze(0)[micro_batch.columns["mask"]].float()
         tp = parallel_state.get_tensor_model_parallel_group()
         if tp.size() > 1:

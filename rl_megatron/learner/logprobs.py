@@ -1,4 +1,4 @@
-"""Log-probs and entropy from vocabulary-parallel logits, chunk by chunk: no float32 copy of all logits at once.
+"""Computes log-probs and entropy from vocabulary-parallel logits chunk by chunk, without a float32 copy of all logits.
 
 Letters: T positions, V vocabulary rows of this TP rank, c positions of a chunk. Extra memory is O(c*V) float32 in both
 directions (and the gradient of the logits, in their own dtype). Two all-reduces over TP in the forward, none in the
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CPU_CHUNK_BYTES = 4 << 20  # of float32 values: what stays in the processor's cache
+CPU_CHUNK_BYTES = 4 << 20  # of float32 values: fits the processor's cache
 
 
 def token_logprobs(
@@ -30,8 +30,8 @@ def token_logprobs(
     """Log-probs [T] of ``targets`` [T] and entropy [T] of the whole vocabulary, with gradients; float32 nats.
 
     ``logits`` [T, V] hold rows ``vocab_start ..`` of the vocabulary; rows from ``vocab_size`` on are padding and have
-    probability 0. ``group`` is the TP group; every rank of it calls this. ``chunk`` is the most positions at once; on
-    CPU fewer where they would not stay in the cache.
+    probability 0. ``group`` is the TP group; every rank of it calls this. ``chunk`` limits the positions computed at
+    once; on CPU a chunk is also small enough for the cache.
     """
     if logits.is_cpu:
         chunk = max(1, min(chunk, CPU_CHUNK_BYTES // (4 * logits.shape[1])))
@@ -75,7 +75,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs, entropy = sums[2] - log_z, log_z - sums[1] / sums[0]
         ctx.save_for_backward(logits, local, here, peak + log_z, entropy)
         ctx.scale, ctx.valid, ctx.chunk = scale, valid, chunk
-        ctx.set_materialize_grads(False)  # most losses leave the entropy alone
+        ctx.set_materialize_grads(False)  # most losses do not use the entropy
         return logprobs, entropy
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The models of one rank: a policy, a critic, a frozen policy. Every rank of its world makes them together."""
+"""Builds the models of one rank: policy, critic, frozen policy. Every rank of the world calls these functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rl_megatron.learner.trained import MegatronLearner  # noqa: E402
 def make_policy(
     shape: ModelShape, learner: LearnerSection, device: torch.device, *, temperature: float
 ) -> MegatronLearner:
-    """The learner of a policy on this rank of the world that `world.join` entered. Every rank calls it."""
+    """This rank's part of a policy's learner, after `world.join`. Every rank calls it."""
     config = make_config(shape, learner)
     head = _vocab_head(shape, learner, temperature)
     return MegatronLearner(shape, learner, device, config, build_chunks(shape, learner, config), head)
@@ -31,7 +31,7 @@ def make_policy(
 def make_frozen(
     shape: ModelShape, learner: LearnerSection, device: torch.device, *, temperature: float
 ) -> MegatronScorer:
-    """As `make_policy`, without gradients and optimizer."""
+    """As `make_policy`, without gradients or optimizer."""
     config = make_config(shape, learner)
     models = build_chunks(shape, learner, config)
     chunks = [module.to(device).requires_grad_(False) for module in modules(config, models)]
@@ -39,7 +39,7 @@ def make_frozen(
 
 
 def make_critic(shape: ModelShape, learner: LearnerSection, device: torch.device) -> MegatronLearner:
-    """As `make_policy`, with a value in the place of the logits; the value layer starts at 0."""
+    """As `make_policy`, with a value layer in place of the output layer; it is initialised to 0."""
     untied = replace(shape, tie_embeddings=False)
     config = make_config(untied, learner)
     chunks = build_chunks(untied, learner, config)

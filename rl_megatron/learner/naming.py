@@ -1,4 +1,4 @@
-"""A rank's parameters under the global names of weights/: ``decoder.layers.{layer}…weight{expert}``."""
+"""Names a rank's parameters as weights/ does, globally: ``decoder.layers.{layer}…weight{expert}``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.weight)(\d+)$")
 
 
 def global_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
-    """(global name, parameter) of every parameter this rank holds, and the routers' selection biases, buffers."""
+    """(global name, tensor) of every parameter on this rank and of its routers' selection biases, which are buffers."""
     for chunk in chunks:
         local_experts = (chunk.config.num_moe_experts or 0) // chunk.config.expert_model_parallel_size
         first_expert = parallel_state.get_expert_model_parallel_rank() * local_experts

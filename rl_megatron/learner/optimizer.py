@@ -1,4 +1,4 @@
-"""Megatron's (distributed) AdamW over the model chunks, and the fixes it needs over torch's AdamW."""
+"""Builds and steps megatron's (distributed) AdamW, with fixes for its use of torch's AdamW."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer
 
 
 def step(optimizer: MegatronOptimizer, learning_rate: float) -> float:
-    """The norm of the gradient over the whole model, which is clipped and steps where it is finite.
+    """Clip the gradient and step, if the gradient's norm is finite. Returns that norm, over the whole model.
 
-    Where it is not, no bit of weights and moments changes. megatron's own ``step`` looks at the norm of no gradient
-    (ChainedOptimizer.step, which this is but for that). Every rank calls it, and all find the same norm.
+    If the norm is not finite, weights and moments stay equal to the bit. Otherwise this is megatron's
+    ChainedOptimizer.step, which never checks the norm. Every rank calls it, and all get the same norm.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
@@ -55,9 +55,9 @@ def step(optimizer: MegatronOptimizer, learning_rate: float) -> float:
 
 
 def create_state(optimizer: MegatronOptimizer) -> None:
-    """Give a fresh AdamW its (zero) state: a sharded load needs the tensors to be there.
+    """Give a fresh AdamW its (zero) state: a sharded load needs the tensors to exist.
 
-    torch's counts steps for each parameter; apex's and TransformerEngine's for each group, and take no ``step`` here.
+    torch's AdamW counts steps per parameter; apex's and TransformerEngine's count per group and get no ``step`` here.
     """
     for part in inner_optimizers(optimizer):
         adam = part.optimizer
@@ -69,10 +69,10 @@ def create_state(optimizer: MegatronOptimizer) -> None:
 
 
 def _fix_torch_adam() -> None:
-    """Without apex or TransformerEngine DistributedOptimizer reloads torch's AdamW wrongly (0.16.1, on GPUs too).
+    """Fix how DistributedOptimizer reloads torch's AdamW, used without apex and TransformerEngine (0.16.1, GPUs too).
 
-    It hands one ``step`` tensor to every parameter, which then counts once per parameter: the bias correction goes
-    silently wrong; and it copies fp32 shards with autograd on, which raises.
+    It shares one ``step`` tensor among all parameters, which is then incremented once per parameter, so the bias
+    correction is silently wrong; and it copies fp32 shards with autograd on, which raises.
     """
     cls = distrib_optimizer.DistributedOptimizer
     if distrib_optimizer.HAVE_APEX_OR_TE or getattr(cls, "torch_adam_fixed", False):

@@ -1,4 +1,4 @@
-"""A micro-batch as one rank of the learner computes on it: padded for TP and CP, cut for CP, ready for attention.
+"""Packs a micro-batch for one learner rank: pads it for TP and CP, takes its CP share, and groups it for attention.
 
 Letters: S sequences, N positions of the samples, T padded positions of all CP ranks, t = T / cp of this rank,
 B length classes. A sequence is padded to a multiple of 2*cp, the whole to a multiple of tp*2*cp (megatron's zig-zag:
@@ -36,7 +36,7 @@ class LengthClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """Where the rows of a flat tensor lie in the padded classes. A sequence's padding repeats its last row."""
+    """Maps the rows of a flat tensor to slots of the padded classes. A sequence's padding repeats its last row."""
 
     row: Tensor  # [slots] the row in each slot
     slot: Tensor  # [rows] each row's own slot
@@ -45,18 +45,18 @@ class Slots:
 
 @dataclass(kw_only=True)
 class PackedAttentionParams(PackedSeqParams):
-    """Megatron's packed-sequence parameters and what our torch attention needs beside them."""
+    """Megatron's packed-sequence parameters, and what our torch attention needs in addition."""
 
     classes: tuple[LengthClass, ...] = ()
     queries: Slots | None = None  # of this rank's t positions; None where every row is its own slot
     keys: Slots | None = None  # of the cp-gathered T positions
     positions: Tensor = field(default_factory=lambda: torch.empty(0))  # [t] int64, position inside its sequence
-    rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine [t, 1, d / 2]; the first layer leaves them here
+    rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine [t, 1, d / 2]; cached by the first layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedMicroBatch:
-    """One rank's tensors [t] of a micro-batch. ``source`` is the samples' position each came from, -1 for padding."""
+    """One rank's tensors [t] of a micro-batch. ``source`` is each one's position in the samples, -1 for padding."""
 
     input_ids: Tensor
     targets: Tensor
@@ -69,7 +69,7 @@ class PackedMicroBatch:
 
 
 def pack_micro_batch(samples: Samples, *, tp: int, cp: int, cp_rank: int, device: torch.device) -> PackedMicroBatch:
-    """This rank's share of ``samples``; the same on every TP and PP rank of a CP rank. No collective."""
+    """This rank's share of ``samples``, equal on all TP and PP ranks that share a CP rank. Not a collective."""
     unit = 2 * cp if cp > 1 else 1
     lengths = samples.cu_seqlens.diff()
     padded = (lengths + unit - 1) // unit * unit
@@ -104,7 +104,7 @@ def pack_micro_batch(samples: Samples, *, tp: int, cp: int, cp_rank: int, device
 
 
 def _packed_routes(routes: Tensor, take: Tensor, real: Tensor) -> Tensor:
-    """A token's experts are all different, those of padding too: megatron counts on it."""
+    """Packs routes. Padding also gets distinct experts for each token, as megatron requires."""
     packed = routes[take]
     packed[~real] = torch.arange(routes.shape[-1], dtype=routes.dtype)
     return packed

@@ -1,4 +1,4 @@
-"""Shares of a loss and its metrics to global values."""
+"""Reduces ranks' shares of a loss and its metrics to global values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from rl_megatron.types import Counts, LossOutput, Metric, Over
 
-_SIGNS: Mapping[Over, float] = {"min": -1.0, "max": 1.0}  # the others add up
+_SIGNS: Mapping[Over, float] = {"min": -1.0, "max": 1.0}  # others are summed
 
 
 def reduce_outputs(outputs: Sequence[LossOutput]) -> dict[str, Metric[float | Counts]]:
-    """``loss`` and the metrics of a (mini)batch, from this rank's micro-batches. Last-stage ranks call it together."""
+    """Global ``loss`` and metrics of a (mini)batch from each rank's micro-batches. Every last-stage rank calls it."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     kinds = outputs[0].metrics
     adding = [name for name, metric in kinds.items() if metric.over not in _SIGNS]

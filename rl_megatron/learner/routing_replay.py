@@ -1,8 +1,9 @@
-"""Routing replay: this rank's routers take given experts, or say which they took.
+"""Routing replay: makes this rank's routers take given experts, or records the experts they chose.
 
-megatron-core's RouterReplay does it in each router; here is who gets what: which layers a rank has (PP, VPP), which
-tokens of a micro-batch a TP rank routes (sequence parallelism), and when (in each micro-batch, and again where its
-layers are recomputed). A router's weights are those of its scores of the replayed experts, so it still learns.
+megatron-core's RouterReplay does so in one router. This module hands each router its routes: it knows which layers a
+rank has (PP, VPP), which tokens of a micro-batch a TP rank routes (sequence parallelism), and when (in each
+micro-batch, and again when its layers are recomputed). Expert weights are the router's own scores of the replayed
+experts, so the router still learns.
 
 R2 replays the routes of the learner's own pass over the old policy, R3 those of the rollout engine (Zheng et al.,
 "Stabilizing Reinforcement Learning with LLMs", arXiv:2512.01374; Ma et al., "Stabilizing MoE Reinforcement Learning by
@@ -30,11 +31,11 @@ from rl_megatron.types import Metric
 
 
 class _Replay(RouterReplay):
-    """A router's, which counts the tokens that it would have sent elsewhere."""
+    """Replays one router, and counts the tokens that the router would have sent to other experts."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.real = torch.zeros(0, dtype=torch.bool, device=device)  # [t] which tokens are no padding
+        self.real = torch.zeros(0, dtype=torch.bool, device=device)  # [t] which tokens are not padding
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # tokens replayed; those with other experts
 
     def get_replay_topk(
@@ -45,7 +46,7 @@ class _Replay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As RouterReplay's; counts replayed tokens, and those whose own experts are others."""
+        """RouterReplay's, and counts replayed tokens and those that the router would have sent to other experts."""
         probs, chosen = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
         if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD and default_compute_topk is not None:
             _, own = default_compute_topk(scores.detach(), topk, num_groups, group_topk)
@@ -55,7 +56,7 @@ class _Replay(RouterReplay):
 
 
 class Routing:
-    """The routers of one rank's model chunks. ``chunks`` are as the pipeline schedule calls them, around ``models``."""
+    """Replays or records in the routers of one rank. ``chunks`` wrap ``models``; the pipeline schedule calls them."""
 
     def __init__(
         self,
@@ -76,47 +77,48 @@ class Routing:
         self._recomputes, self._num_experts, self._device = recomputes, shape.num_experts, device
         self._size = (len(column), shape.experts_per_token)
         self.layers = tuple(number for routers in self._routers.values() for number, _ in routers)
-        """This rank's, by their numbers among the model's MoE layers: routes to replay are of these, in this order."""
+        """This rank's MoE layers, as indices into all MoE layers; routes to replay have these layers, in this order."""
 
     def check(self, routes: Tensor | None) -> None:
-        """Raises RLMegatronError for ``routes`` [N, layers, top_k] that this rank's routers cannot take."""
+        """Raises RLMegatronError for ``routes`` [N, layers, top_k] that this rank's routers cannot replay."""
         if routes is None:
             return
         if tuple(routes.shape[1:]) != (len(self.layers), self._size[1]):
             raise RLMegatronError(
-                f"routes to replay are of {routes.shape[1]} MoE layers with {routes.shape[2]} experts a token; this "
-                f"rank's routers are of {len(self.layers)} with {self._size[1]}: is the engine's another model?"
+                f"routes to replay have {routes.shape[1]} MoE layers and {routes.shape[2]} experts a token, but this "
+                f"rank has {len(self.layers)} and {self._size[1]}; check that the engine serves the same model"
             )
         if not routes.numel():
             return
         experts = routes.sort(-1).values
         if bool((experts[..., 1:] == experts[..., :-1]).any()) or int(experts.max()) >= self._num_experts:
             raise RLMegatronError(
-                f"routes to replay name an expert twice for one token, or one of {self._num_experts} and above: what "
-                "the engine gave is not what it routed by"
+                f"routes to replay name an expert twice for one token, or an expert outside of 0 to "
+                f"{self._num_experts - 1}: the engine did not route by what it returned; set algorithm.routing_replay "
+                "to r2 or off"
             )
 
     @contextlib.contextmanager
     def replaying(self, chunk: Any, micro_batch: PackedMicroBatch) -> Iterator[None]:
-        """Around the forward pass of ``chunk``: its routers take ``micro_batch.routes``."""
+        """Makes the routers of ``chunk`` replay ``micro_batch.routes`` in the forward pass within."""
         routes = micro_batch.routes
         assert routes is not None
         own = _own_tokens(len(routes))
         mine, real = routes[own].to(torch.int64), (micro_batch.source[own] >= 0).to(self._device)
         keep = self._recomputes and torch.is_grad_enabled()
         for number, router in self._routers[chunk]:
-            if not keep:  # what is set also waits, first in first out, for layers to be recomputed
+            if not keep:  # routes that are set are also queued for the recompute of the layers
                 router.clear_indices()
             router.real = real
             router.set_target_indices(mine[:, self.layers.index(number)])
             router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         yield
-        for _, router in self._routers[chunk]:  # whatever comes before this chunk's next forward recomputes
+        for _, router in self._routers[chunk]:  # until the chunk's next forward pass its layers are only recomputed
             router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
     @contextlib.contextmanager
     def recording(self, chunk: Any, micro_batch: PackedMicroBatch) -> Iterator[None]:
-        """Around the forward pass of ``chunk``: what its routers choose is written into ``micro_batch.routes``."""
+        """Records the experts that the routers of ``chunk`` choose within into ``micro_batch.routes``."""
         routes = micro_batch.routes
         assert routes is not None
         for _, router in self._routers[chunk]:
@@ -127,7 +129,7 @@ class Routing:
             own[:, column] = router.get_recorded_indices().to(routes.dtype)
 
     def finish(self) -> None:
-        """Routers choose by themselves again. Raises RLMegatronError where a recomputed layer left routes over."""
+        """End replay and recording. Raises RLMegatronError if routes queued for a recompute were not used."""
         left = 0
         for routers in self._routers.values():
             for _, router in routers:
@@ -135,12 +137,12 @@ class Routing:
                 router.clear_indices()
                 router.clear_router_replay_action()
         if left:
-            raise RLMegatronError(f"{left} layers were to be recomputed with replayed routes and were not")
+            raise RLMegatronError(f"{left} layers should have been recomputed with replayed routes, but were not")
 
     def read(self) -> dict[str, Metric[float]]:
-        """``moe/rerouted_fraction``: tokens, in a layer, with other experts than its router would take; resets.
+        """``moe/rerouted_fraction``: share of (token, layer) whose router would choose other experts; resets it.
 
-        Empty where nothing was replayed since the last read. Every rank calls it: each counts its tokens and layers.
+        Empty if nothing was replayed since the last read. Every rank calls it; each counts its own tokens and layers.
         """
         counts = self._counts()
         total = torch.stack([torch.zeros(2, dtype=torch.int64, device=self._device), *counts]).sum(0)
@@ -152,7 +154,7 @@ class Routing:
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """Tokens of passes within are not counted."""
+        """Does not count the tokens of the passes within."""
         kept = [count.clone() for count in self._counts()]
         try:
             yield
@@ -164,17 +166,17 @@ class Routing:
         return [router.counts for routers in self._routers.values() for _, router in routers]
 
     def blank(self, length: int) -> Tensor:
-        """Room for the routes of ``length`` positions, zeros: [length, MoE layers, top_k]."""
+        """Zeroed routes of ``length`` positions, for `recording`: [length, MoE layers, top_k]."""
         return torch.zeros((length, *self._size), dtype=routes_dtype(self._num_experts), device=self._device)
 
 
 def gather_recorded(packed: Sequence[PackedMicroBatch], counts: Sequence[int]) -> list[Tensor]:
-    """Recorded routes at the samples' positions, [N, MoE layers, top_k] a micro-batch of ``counts`` N; on the CPU.
+    """Recorded routes at the samples' positions: [N, MoE layers, top_k] a micro-batch, on the CPU, N from ``counts``.
 
-    Every rank calls it and gets all of its DP rank's. A rank wrote its own tokens and layers, and zeros elsewhere.
+    Every rank calls it and gets all routes of its DP rank. A rank recorded its own tokens and layers; the rest is 0.
     """
     parts = []
-    for micro_batch, count in zip(packed, counts, strict=False):  # a filled-up pipeline has copies at the end
+    for micro_batch, count in zip(packed, counts, strict=False):  # a padded pipeline has copies at the end
         routes = micro_batch.routes
         assert routes is not None
         source = micro_batch.source.to(routes.device)
@@ -191,7 +193,7 @@ def gather_recorded(packed: Sequence[PackedMicroBatch], counts: Sequence[int]) -
 
 
 def _own_tokens(length: int) -> slice:
-    """Those of a packed micro-batch that this TP rank routes, under sequence parallelism."""
+    """The tokens of a packed micro-batch that this TP rank routes, under sequence parallelism."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     rank, size = parallel_state.get_tensor_model_parallel_rank(), length // tp
     return slice(rank * size, (rank + 1) * size)

@@ -1,6 +1,6 @@
-"""A model on one rank that says something of each position: a reference as it is, and the half of a learner.
+"""A model on one rank that scores positions: a frozen reference, and the base class of a learner.
 
-Every method is collective: all ranks call it.
+Every method is collective: every rank calls it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from rl_megatron.types import Samples, Want
 
 
 class MegatronScorer:
-    """Model and schedule of one rank. Weights are undefined until ``tensors`` are filled and adopted.
+    """Model and schedule of one rank. Weights are undefined until the caller fills ``tensors`` and calls ``adopt``.
 
-    ``chunks`` are as the pipeline schedule calls them, around ``models``.
+    ``chunks`` wrap ``models``; the pipeline schedule calls them.
     """
 
     def __init__(
@@ -54,28 +54,28 @@ class MegatronScorer:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """This rank's parameters under global names, but for a critic's value layer; writing into them changes the
-        model (then call ``adopt``)."""
+        """This rank's parameters under global names, without a critic's value layer. After writing into them call
+        ``adopt``."""
         return {name: p.data for name, p in global_parameters(self._models) if not isinstance(p, ValueParameter)}
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
-        """Of which MoE layers this rank wants routes to replay, by their numbers among the model's."""
+        """The MoE layers of this rank, whose routes it replays, as indices into all MoE layers."""
         return self._routing.layers
 
     def adopt(self) -> None:
-        """Take over parameters that were written from outside."""
+        """Use the parameters that were written into ``tensors``."""
 
     def score(
         self, micro_batches: Sequence[Samples], want: frozenset[Want], weights: Mapping[str, Tensor] | None = None
     ) -> dict[Want, list[Tensor]] | None:
-        """All that is wanted (`types.Want`), on the CPU, of each micro-batch of this DP rank, in one pass.
+        """The scores in ``want`` (`types.Want`) of each micro-batch of this DP rank, on the CPU, in one pass.
 
-        None off the last stage and off TP/CP rank 0. ``weights`` stand for the model's own ``tensors`` during the pass.
-        Raises RLMegatronError for what the model cannot say.
+        None except on TP/CP rank 0 of the last stage. The pass uses ``weights`` in place of the model's ``tensors``.
+        Raises RLMegatronError for a score that the model cannot compute.
         """
         if strange := want - self._head.says - {"routes"}:
-            raise RLMegatronError(f"this model says {sorted(self._head.says)} of a position, not {sorted(strange)}")
+            raise RLMegatronError(f"this model computes {sorted(self._head.says)} of a position, not {sorted(strange)}")
         packed, records = self._pack(micro_batches), "routes" in want
         if records:
             packed = [replace(p, routes=self._routing.blank(len(p.source))) for p in packed]
@@ -96,7 +96,7 @@ class MegatronScorer:
 
     @contextlib.contextmanager
     def _swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """The parameters point to other memory meanwhile: nothing is copied."""
+        """Points the parameters to ``weights``, without a copy."""
         own = [(p, p.data, weights[name]) for name, p in global_parameters(self._models) if name in weights]
         try:
             for parameter, _, other in own:
@@ -107,7 +107,7 @@ class MegatronScorer:
                 parameter.data = mine
 
     def _pack(self, micro_batches: Sequence[Samples]) -> list[PackedMicroBatch]:
-        """This rank's share of each; interleaved pipelines want a multiple of pp: masked copies of the last fill up."""
+        """This rank's share of each. Interleaved pipelines need a multiple of pp: masked copies of the last fill up."""
         for micro_batch in micro_batches:
             self._routing.check(micro_batch.routes)
         missing = -len(micro_batches) % self._dims.pp if self._dims.vpp > 1 else 0
@@ -124,13 +124,13 @@ class MegatronScorer:
         ]
 
     def _restore(self, scores: Tensor, packed: PackedMicroBatch, samples: Samples) -> Tensor:
-        """This rank's [t] back at the samples' positions [N], joined over CP."""
+        """Scatters this rank's [t] to the samples' positions [N], and sums over CP."""
         source = packed.source.to(self._device)
         real = source >= 0
         return self._joined(scores[real], source[real], len(samples.input_ids))
 
     def _restore_masked_in(self, logits: Tensor, packed: PackedMicroBatch, samples: Samples) -> Tensor:
-        """This rank's [masked-in, V] in the order of the samples' masked-in positions, joined over CP."""
+        """Scatters this rank's [masked-in, V] to the samples' masked-in positions, and sums over CP."""
         places = packed.source.to(self._device)[packed.columns["mask"]]
         rows = samples.mask.long().cumsum(0).to(self._device)[places] - 1  # among the masked-in positions
         return self._joined(logits, rows, int(samples.mask.sum()))
@@ -144,5 +144,5 @@ class MegatronScorer:
 
 
 def modules(config: DecoderConfig, models: Sequence[GPTModel]) -> list[MegatronModule]:
-    """The models as the pipeline schedule calls them."""
+    """The models, wrapped as the pipeline schedule calls them."""
     return [Float16Module(config, m) for m in models] if config.bf16 else list(models)

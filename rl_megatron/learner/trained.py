@@ -1,6 +1,6 @@
-"""A model on one rank that is trained: gradients are added by ``backward``, ``step`` makes an optimizer step of them.
+"""A trained model on one rank: ``backward`` accumulates gradients, ``step`` makes an optimizer step.
 
-Every method is collective: all ranks call it.
+Every method is collective: every rank calls it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from rl_megatron.options.table import keywords
 from rl_megatron.types import Counts, Culprit, Loss, LossOutput, Metric, Samples, SkippedStep, StepResult
 
 Added = tuple[Sequence[Samples], Callable[[Sequence[PackedMicroBatch]], object]]
-"""Micro-batches, and what adds the gradient of such."""
+"""Micro-batches, and the function that accumulates the gradients of micro-batches."""
 
 
 class MegatronLearner(MegatronScorer):
-    """A scorer that is trained: with gradients and an optimizer."""
+    """A scorer with gradients and an optimizer."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class MegatronLearner(MegatronScorer):
         super().__init__(shape, learner, device, models, head, self._trained)
 
     def adopt(self) -> None:
-        """Take over parameters that were written from outside (the optimizer keeps its own float32 copies)."""
+        """Use the parameters that were written into ``tensors``: copies them into the optimizer's float32 weights."""
         self._optimizer.reload_model_params()
 
     def load_weights(self, folder: Path) -> None:
-        """Start from a ``torch_dist`` checkpoint's model, all but a critic's value layer. Raises CheckpointError."""
+        """Load the model of a ``torch_dist`` checkpoint, except a critic's value layer. Raises CheckpointError."""
         is_critic = isinstance(self._head, ValueHead)
         checkpoint.load_weights(folder, self._trained, without="output_layer." if is_critic else None)
         self.adopt()
@@ -79,10 +79,10 @@ class MegatronLearner(MegatronScorer):
     def backward(
         self, micro_batches: Sequence[Samples], loss: Loss, *, num_tokens: int, num_sequences: int
     ) -> dict[str, Metric[float | Counts]] | None:
-        """Add the gradients of this DP rank's micro-batches to those since the last ``step``.
+        """Accumulate the gradients of this DP rank's micro-batches with those since the last ``step``.
 
-        ``loss``, and its metrics, on last-stage ranks. Ranks' gradients are added up by ``step``, once: megatron's
-        schedule would do so behind each call, and count the first ones again.
+        Returns ``loss`` and its metrics on last-stage ranks, else None. ``step`` all-reduces the gradients once;
+        megatron's schedule would do so after each call, and so count the first ones again.
         """
         if not self._added:
             self._clear()
@@ -93,12 +93,12 @@ class MegatronLearner(MegatronScorer):
         return reduce_outputs(outputs) if parallel_state.is_pipeline_last_stage() else None
 
     def step(self, learning_rate: float) -> StepResult | SkippedStep:
-        """One optimizer step with what was added since the last. Where that is not finite, all ranks skip it.
+        """Make an optimizer step with the gradients since the last. If they are not finite, all ranks skip the step.
 
-        Raises RLMegatronError where nothing was added.
+        Raises RLMegatronError if ``backward`` was not called since the last step.
         """
         if not self._added:
-            raise RLMegatronError("an optimizer step without a backward pass before it")
+            raise RLMegatronError("there is no gradient to step with; call backward before step")
         added, self._added = self._added, []
         self._heap.step()
         activity.part("optimizer")
@@ -132,9 +132,9 @@ class MegatronLearner(MegatronScorer):
         return outputs
 
     def _culprits(self, added: Sequence[Added]) -> tuple[Culprit, ...]:
-        """Those of this rank's that give a gradient which is not finite by themselves, not added up over ranks.
+        """This rank's micro-batches whose own gradient, before the all-reduce, is not finite.
 
-        Experts' gradients are left out: tokens of other ranks are in them.
+        Leaves out experts' gradients, which also come from tokens of other ranks.
         """
         found = []
         each = [(micro_batch, add) for micro_batches, add in added for micro_batch in micro_batches]
@@ -150,9 +150,9 @@ class MegatronLearner(MegatronScorer):
         return tuple(Culprit(data_rank=data_rank, micro_batch=m, rank=rank, node=node) for m in found)
 
     def save(self, folder: Path) -> dict[str, Digest]:
-        """Write this rank's shards into ``folder``; what it wrote there, by name. Raises CheckpointError."""
+        """Write this rank's shards into ``folder``. Returns its files' digests, by name. Raises CheckpointError."""
         return checkpoint.save(folder, self._trained, self._optimizer)
 
     def load(self, folder: Path) -> None:
-        """Continue from ``save``. Raises CheckpointError."""
+        """Load the shards that ``save`` wrote. Raises CheckpointError."""
         checkpoint.load(folder, self._trained, self._optimizer)

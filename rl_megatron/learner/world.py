@@ -1,4 +1,4 @@
-"""The torch.distributed world of a run and megatron's process groups in it."""
+"""Joins and leaves a run's torch.distributed world, and makes megatron's process groups in it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def join(
     store: int | None = None,
     first_device: int = 0,
 ) -> torch.device:
-    """Enter the world as ``rank`` and make megatron's groups; this rank's device. Every rank calls it.
+    """Join the world as ``rank`` and make megatron's groups. Returns this rank's device. Every rank calls it.
 
     ``rendezvous`` is a torch.distributed init method: ``file://`` on one machine, ``tcp://host:port`` between nodes,
     where rank 0 serves the ranks' store on the listening socket whose file descriptor is ``store``, so that it is bound
-    to one address. ``first_device`` is the GPU of rank 0. Raises where not all ranks arrive in
-    ``learner.timeout_seconds``, and ConfigError where a rank of the CPU sees a GPU.
+    to one address. ``first_device`` is the GPU of rank 0. Raises if not all ranks arrive within
+    ``learner.timeout_seconds``, and ConfigError if a rank with ``learner.device=cpu`` sees a GPU.
     """
     d, device = learner.dims, torch.device(learner.device)
     if device.type == "cpu" and torch.cuda.is_available():
         raise ConfigError(
-            "learner.device=cpu, but this process sees a GPU, which megatron then wants all weights on; start it with "
-            "CUDA_VISIBLE_DEVICES= (empty), or set learner.device=cuda"
+            "learner.device=cpu, but this process sees a GPU, and megatron would put all weights on it; start the run "
+            "with CUDA_VISIBLE_DEVICES= (empty), or set learner.device=cuda"
         )
     if device.type != "cpu":
         device = torch.device(device.type, (first_device + rank) % torch.cuda.device_count())
@@ -64,7 +64,7 @@ def join(
 
 
 def leave() -> None:
-    """Leave the world once every rank arrived."""
+    """Wait for every rank, then leave the world. Every rank calls it."""
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

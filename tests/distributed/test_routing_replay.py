@@ -53,10 +53,10 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by the number of ranks
     4: {"pp2-ep2": {"pp": 2, "ep": 2}, "tp2-pp2-ep2-recompute": {"tp": 2, "pp": 2, "ep": 2, "recompute_layers": True}},
 }
 BAD_ROUTES = {
-    r"MoE layers with 2 experts a token; this rank's routers are of \d with 2": lambda routes: routes[:, 1:],
-    "MoE layers with 1 experts": lambda routes: routes[..., :1],
+    r"MoE layers and 2 experts a token, but this rank has \d and 2": lambda routes: routes[:, 1:],
+    "MoE layers and 1 experts": lambda routes: routes[..., :1],
     "an expert twice for one token": lambda routes: torch.zeros_like(routes),
-    f"or one of {EXPERTS} and above": lambda routes: routes + EXPERTS - 1,
+    f"or an expert outside of 0 to {EXPERTS - 1}": lambda routes: routes + EXPERTS - 1,
 }
 
 LOGPROBS: frozenset[Want] = frozenset({"logprobs"})

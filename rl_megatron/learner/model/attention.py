@@ -1,4 +1,4 @@
-"""Attention of packed sequences over torch: rotary embeddings, grouped queries, windows, sinks, TP and CP."""
+"""Attention over packed sequences in torch: rotary embeddings, grouped queries, windows, sinks, TP and CP."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from rl_megatron.learner.model.fused import from_slots, into_slots, rotate
 from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.learner.packed import LengthClass, PackedAttentionParams
 
-_LANE = 8  # head dimensions stay a multiple of it, which fast attention kernels want
+_LANE = 8  # fast attention kernels need head dimensions that are multiples of it
 
 
 class PackedAttention(MegatronModule):
-    """Rotary embedding and causal attention of packed sequences over torch SDPA; GQA, TP (heads come cut), CP.
+    """Rotary embedding and causal attention over packed sequences with torch SDPA; GQA, TP (its share of heads), CP.
 
-    Sequences of like length are attended in one padded call (see packed.py), so cost does not grow with their number.
+    One padded call attends sequences of similar length (packed.py), so the number of calls stays small.
     Under CP each rank gathers keys and values (backward: reduce-scatter) and attends its own zig-zag chunks. Sinks are
-    ``softmax_offset`` [heads / tp], as megatron's DotProductAttention names them.
+    ``softmax_offset`` [heads / tp], as in megatron's DotProductAttention.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PackedAttention(MegatronModule):
         return self.attend(rotate(query, *packed.rotary), rotate(key, *packed.rotary), value, packed)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedAttentionParams) -> Tensor:
-        """As ``forward``, of queries and keys that were turned; values may have another width."""
+        """As ``forward``, with queries and keys already rotated; values may have another width."""
         if self.cp is not None:
             joined = torch.cat([key, value], -1).contiguous()
             widths = [key.shape[-1], value.shape[-1]]
@@ -81,7 +81,7 @@ class PackedAttention(MegatronModule):
         return output if packed.queries is None else from_slots(output, packed.queries)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, classes: Sequence[LengthClass]) -> Tensor:
-        """Slots of all classes, one call each -> [slots, h * d]."""
+        """Attends the slots of all classes, with one call a class -> [slots, h * d]."""
         queries = _split(query, [c.count * c.query_length for c in classes])
         keys, values = (_split(x, [c.count * c.key_length for c in classes]) for x in (key, value))
         outputs = []
@@ -99,9 +99,9 @@ class PackedAttention(MegatronModule):
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _attend_with_sinks(self, query: Tensor, key: Tensor, value: Tensor, part: LengthClass, sinks: Tensor) -> Tensor:
-        """The sink is a last key that all queries see and whose value is 0.
+        """Adds the sink as a last key that all queries see and whose value is 0.
 
-        It lies in a dimension of its own, where queries are the head's logit over the scale, it is 1 and others are 0.
+        It takes an extra dimension: queries hold the head's logit over the scale there, the sink 1, other keys 0.
         """
         size = query.shape[-1]
         logit = (sinks / self.scale)[None, :, None, None].to(query.dtype)
@@ -117,14 +117,14 @@ class PackedAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The sinks, cut by TP."""
+        """The sinks, sharded over TP."""
         state = self.state_dict(prefix="", keep_vars=True)
         out: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
         return out
 
 
 class AllHeadsNorm(torch.nn.Module):
-    """RMS norm over all heads of q or k at once, MiniMax-M2's; ``weight`` [heads * d / tp] is cut as the heads are."""
+    """MiniMax-M2's RMS norm over all heads of q or k at once; ``weight`` [heads * d / tp] is sharded with the heads."""
 
     def __init__(self, config: DecoderConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int, **_: Any) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class AllHeadsNorm(torch.nn.Module):
         """[s, b, heads / tp, d] -> the same. Every TP rank calls it."""
         wide = x.float()
         squares = wide.square().sum((-2, -1), keepdim=True)
-        if self.parallel:  # each rank's output hangs on the sum of all: its gradient is summed as well
+        if self.parallel:  # each rank's output depends on the sum over all, so the gradient is summed too
             squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
         normed = wide * (squares / self.size + self.eps).rsqrt()
         return normed.to(x.dtype) * self.weight.view(x.shape[-2:])
@@ -145,11 +145,11 @@ class AllHeadsNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """One tensor over all heads."""
+        """One global tensor over all heads, sharded over TP."""
         state = self.state_dict(prefix="", keep_vars=True)
         out: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
         return out
 
 
 def _split(x: Tensor, sizes: list[int]) -> Sequence[Tensor]:
-    return x.split(sizes) if len(sizes) > 1 else [x]  # one part is no copy in the backward
+    return x.split(sizes) if len(sizes) > 1 else [x]  # one part needs no copy in the backward

@@ -1,4 +1,4 @@
-"""ModelShape and ParallelDims -> this rank's megatron GPTModel chunks. TransformerEngine's layers when installed."""
+"""Builds this rank's megatron GPTModel chunks from a ModelShape, with TransformerEngine's layers if it is installed."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from rl_megatron.options.table import keywords
 
 
 def with_dtypes(given: Mapping[str, object]) -> dict[str, Any]:
-    """Options' keywords as megatron-core takes them: with torch's dtypes."""
+    """Options' keywords with dtype names replaced by torch's dtypes, as megatron-core takes them."""
     return {name: torch_dtype(value.name) if isinstance(value, Dtype) else value for name, value in given.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """By its name in torch."""
+    """The torch dtype called ``name``."""
     found: torch.dtype = getattr(torch, name)
     return found
 
@@ -49,9 +49,9 @@ def padded_vocab(shape: ModelShape, learner: LearnerSection) -> int:
 
 
 def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
-    """Megatron's configuration of one rank: what the model is, and the options' keywords.
+    """Megatron's configuration for one rank, from the model's shape and the options' keywords.
 
-    Raises ConfigError for what is refused (`refusals`), and where the machine lacks what an option needs.
+    Raises ConfigError for what `refusals` refuses, and if the machine lacks what an option needs.
     """
     fused = uses_transformer_engine(learner, shape)
     refuse(shape, learner)
@@ -97,7 +97,7 @@ def _expert_keywords(shape: ModelShape) -> dict[str, Any]:
         "moe_router_pre_softmax": router.score == "softmax" and not shape.normalize_top_k,
         "moe_router_score_function": router.score,
         "moe_grouped_gemm": True,
-        "moe_enable_routing_replay": True,  # costs nothing while no routes are replayed (`replay`)
+        "moe_enable_routing_replay": True,  # costs nothing while no routes are replayed (`routing_replay`)
     }
     if shape.dense_layers:  # makes megatron name layers one by one in checkpoints
         out["moe_layer_freq"] = [int(layer in shape.moe_layers) for layer in range(shape.num_layers)]
@@ -146,8 +146,8 @@ def _build_chunk(shape: ModelShape, learner: LearnerSection, config: DecoderConf
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
-    """Say which weights TP cuts. Megatron says it while it initialises weights, which we skip; without it the gradient
-    norm counts rank 0's part of them alone."""
+    """Mark the weights that TP shards. Megatron marks them while it initialises weights, which we skip; without the
+    marks the gradient norm counts only rank 0's shards of them."""
     cut = ((ColumnParallelLinear, 0), (RowParallelLinear, 1), (VocabParallelEmbedding, 0))
     for module in model.modules():
         for kind, dim in cut:
@@ -171,7 +171,7 @@ def _block_spec(
 
 
 def keep_selection_biases_float32(chunks: Sequence[GPTModel]) -> None:
-    """Undo what half precision does to routers' buffers, before they are filled."""
+    """Restore float32 in routers' selection biases, which half precision converts. Call it before they are filled."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):

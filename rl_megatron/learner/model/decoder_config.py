@@ -1,4 +1,4 @@
-"""Megatron's configuration of a decoder, with what our layers need to know beside it."""
+"""Extends megatron's configuration of a decoder by the model's shape, which our layers read."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rl_megatron.models.shape import ModelShape
 
 @dataclass
 class DecoderConfig(TransformerConfig):
-    """Megatron's configuration and the shape that it was made of."""
+    """Megatron's configuration, and the shape that it was made from."""
 
     shape: ModelShape = None  # type: ignore[assignment]  # megatron's fields before it have defaults
 
 
 @dataclass
 class LatentDecoderConfig(DecoderConfig, MLATransformerConfig):
-    """With the options of megatron's own latent attention, which only its TransformerEngine layers use."""
+    """Adds the options of megatron's own latent attention, which only its TransformerEngine layers use."""
 
 
 def device_of(config: TransformerConfig) -> torch.device:
-    """Where parameters are made."""
+    """The device that parameters are created on."""
     return torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""gpt-oss's experts: fused tensors as its checkpoints hold them, biases, a clamped gate."""
+"""gpt-oss's experts: fused tensors laid out as in its checkpoints, biases, a clamped gate."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _ALPHA = 1.702  # gate * sigmoid(alpha * gate)
 
 
 class FusedExperts(MegatronModule):
-    """This rank's ``n`` experts: ``gate_up_proj`` [n, h, 2f], gate and up in turns, ``down_proj`` [n, f, h], biases.
+    """This rank's ``n`` experts: ``gate_up_proj`` [n, h, 2f], gate and up interleaved, ``down_proj`` [n, f, h], biases.
 
-    In the place of megatron's grouped MLP. Expert tensor parallelism is not for it.
+    Replaces megatron's grouped MLP. It does not support expert tensor parallelism.
     """
 
     def __init__(self, num_local_experts: int, config: DecoderConfig, *, pg_collection: Any, **_: Any) -> None:
@@ -38,7 +38,7 @@ class FusedExperts(MegatronModule):
             self.register_parameter(name, parameter)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Tokens sorted by expert, [n, h] -> ([n, h], None), times ``probs`` [n]."""
+        """Tokens [n, h] sorted by expert -> ([n, h], None), scaled by ``probs`` [n]."""
         counts = tokens_per_expert.tolist()
         weights = (self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias)
         out = []
@@ -52,7 +52,7 @@ class FusedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Whole tensors over all experts, cut along them by EP."""
+        """Global tensors over all experts, sharded over EP along the experts."""
         state = self.state_dict(prefix="", keep_vars=True)
         out: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state,

@@ -1,6 +1,6 @@
-"""Hand-written gradients of the decoder's layers: fewer passes over memory than autograd makes of the same formulas.
+"""Hand-written gradients of the decoder's layers, which pass over memory less often than autograd does.
 
-Matrix products on CPU in float32 go through oneDNN: torch sends them to MKL, which on AMD processors keeps to AVX2 and
+Float32 matrix products on CPU go through oneDNN: torch would use MKL, which stays at AVX2 on AMD processors and
 reaches half the speed. oneDNN compiles a kernel per shape, so ragged row counts are rounded up to a few sizes.
 """
 
@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from rl_megatron.learner.packed import Slots
 
-WEIGHT_GRAD_ROWS = 1024  # oneDNN copies the transposed rows first: parts that stay in the cache
-ROW_BLOCK = 64  # rows of an expert are rounded up to this, for kernels to be found again in the next step
+WEIGHT_GRAD_ROWS = 1024  # oneDNN first copies transposed rows: so many fit the cache
+ROW_BLOCK = 64  # an expert's rows are rounded up to it, so that later steps reuse the compiled kernels
 
 
 def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class _RMSNorm(torch.autograd.Function):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of [t, n, d] by ``cos`` and ``sin`` [t, 1, r / 2], halves convention (HF's rotate_half).
 
-    The first r dimensions turn, those behind them stay.
+    The first r dimensions are rotated; the rest is unchanged.
     """
     out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return out
@@ -123,7 +123,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def into_slots(x: Tensor, slots: Slots) -> Tensor:
-    """Rows [rows, ...] laid out as [slots, ...]. Nothing may flow back into the padding: its gradient is dropped."""
+    """Lay rows [rows, ...] out as [slots, ...]. The backward pass drops the gradient of the padding."""
     out: Tensor = _IntoSlots.apply(x, slots)  # type: ignore[no-untyped-call]
     return out
 
@@ -168,7 +168,7 @@ def expert_mlp(x: Tensor, probs: Tensor, counts: list[int], fc1: list[Tensor], f
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """One expert at a time from end to end: its intermediate values stay in the processor's cache."""
+    """Computes one expert at a time from input to output, so its intermediate values stay in the processor's cache."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class _ExpertMLP(torch.autograd.Function):
         grad_fc1, grad_fc2 = [], []
         for window, fc1, fc2, inside in zip(ctx.windows, rest, rest[count:], rest[2 * count :], strict=False):
             prob = torch.zeros_like(probs[window.rows])[:, None]
-            prob[window.inner, 0] = probs[window.own]  # 0 for others' rows: they add nothing to the weights' gradients
+            prob[window.inner, 0] = probs[window.own]  # 0 for other experts' rows: they add nothing to the gradients
             gate, up = inside.chunk(2, -1)
             gated = F.silu(gate)
             active, grad_out = gated * up, grad[window.rows]
@@ -210,7 +210,7 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 class _Window(NamedTuple):
-    """The rows computed on for one expert, its own among all rows, and its own among those of the window."""
+    """The rows computed for one expert, and its own rows among all rows and among the window's."""
 
     rows: slice
     own: slice
@@ -218,7 +218,7 @@ class _Window(NamedTuple):
 
 
 def _windows(counts: list[int], x: Tensor) -> list[_Window]:
-    """One per expert. For oneDNN it is rounded up over the neighbours' rows, whose results are thrown away."""
+    """One window an expert. For oneDNN it is rounded up with neighbours' rows, whose results are discarded."""
     block, total = ROW_BLOCK if _through_onednn(x) else 1, len(x)
     out, start = [], 0
     for count in counts:

@@ -1,9 +1,9 @@
-"""Multi-head latent attention of packed sequences (DeepSeek-V2, arXiv:2405.04434), under TransformerEngine's names.
+"""Multi-head latent attention over packed sequences (DeepSeek-V2, arXiv:2405.04434), under TransformerEngine's names.
 
-Upstream: megatron-core ``transformer/multi_latent_attention.py``, whose rotary code wants CUDA. Queries (through a
-latent of their own, or not), keys and values come out of low-rank latents; the part of a head that turns has one key
-for all heads. With TP every rank makes the latents of its share of the sequence with whole down projections, and its
-heads of all of it.
+Upstream: megatron-core ``transformer/multi_latent_attention.py``, whose rotary code needs CUDA. Keys and values, and
+optionally queries, are projected up from low-rank latents; all heads share one key for the rotary part. With TP every
+rank computes the latents of its share of the sequence with whole down projections, and its share of the heads for the
+whole sequence.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rl_megatron.models.shape import LatentAttention, ModelShape, Rope
 
 
 class WholeLinear(torch.nn.Module):
-    """``weight`` [out, in], whole on every TP rank, which each uses for its own tokens: their gradients are summed."""
+    """``weight`` [out, in], replicated over TP: each rank uses it for its own tokens, and the gradients are summed."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class WholeLinear(torch.nn.Module):
 
 
 class LatentUpLinear(NormColumnLinear):
-    """Norm of a latent and column-parallel up projection."""
+    """RMS norm of a latent, then a column-parallel up projection."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """[s, b, rank] -> ([s * tp, b, out / tp], None)."""
@@ -55,7 +55,7 @@ class LatentUpLinear(NormColumnLinear):
 
 
 class LatentSelfAttention(MegatronModule):
-    """The attention of one layer; ``shape`` has ``latent``."""
+    """Latent attention of one layer; needs ``shape.latent``."""
 
     def __init__(
         self,
@@ -128,21 +128,21 @@ class LatentSelfAttention(MegatronModule):
 
 
 def _halves(x: Tensor) -> Tensor:
-    """Pairs (0, 1), (2, 3), … that turn together, laid out as `rotate` has them: first members, then second.
+    """Reorder pairs (0, 1), (2, 3), … into halves, as `rotate` takes them: first members, then second.
 
-    Queries and keys are laid out alike, so their products are those of the pairs.
+    Queries and keys are reordered alike, so their products do not change.
     """
     out: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return out
 
 
 def softmax_scale(head_dim: int, rope: Rope) -> float:
-    """What products are multiplied with; DeepSeek grows it by the square of YaRN's factor for all dimensions."""
+    """The softmax scale. DeepSeek multiplies it by the square of YaRN's magnitude factor over all dimensions."""
     return rope.grown(rope.mscale_all_dim) ** 2 / math.sqrt(head_dim)
 
 
 def megatron_latent_keywords(shape: ModelShape) -> dict[str, Any]:
-    """Keywords of megatron's own latent attention (MLATransformerConfig), where it computes what the shape says."""
+    """Keywords for megatron's own latent attention (MLATransformerConfig), for a shape that it can compute."""
     m, rope = shape.latent, shape.rope
     assert m is not None
     stretched = rope.kind == "yarn"
@@ -170,5 +170,5 @@ def megatron_latent_keywords(shape: ModelShape) -> dict[str, Any]:
 
 
 def latent_attention_spec(shape: ModelShape) -> ModuleSpec:
-    """Self-attention of a layer of a ``shape`` with ``latent``. The layer's input norm stands by itself before it."""
+    """Self-attention of a layer whose ``shape`` has ``latent``. The layer's input norm is a module of its own."""
     return ModuleSpec(module=LatentSelfAttention, params={"shape": shape})

@@ -1,8 +1,7 @@
 """Pure-torch layers under TransformerEngine's parameter names, for machines without TransformerEngine (CPU or GPU).
 
-One name table then serves checkpoints and weight transfer everywhere. They differ from megatron's local layers where
-those refuse something we need: RMSNorm with sequence parallelism, packed sequences, context parallelism, grouped
-experts.
+One name table thus serves checkpoints and weight transfer everywhere. These layers support what megatron's local
+layers refuse: RMSNorm with sequence parallelism, packed sequences, context parallelism, grouped experts.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from rl_megatron.user_code import load_named
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm over the last dimension whose weight is marked for megatron's sequence-parallel gradient sum."""
+    """RMS norm over the last dimension; marks its weight for megatron's sequence-parallel gradient all-reduce."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -100,7 +99,7 @@ class GroupedColumnLinear(torch.nn.Module):
 
     @property
     def weights(self) -> list[Tensor]:
-        """In the order of the experts."""
+        """The weights, in the order of the experts."""
         return [getattr(self, f"weight{expert}") for expert in range(self.num_gemms)]
 
     def sharded_state_dict(
@@ -128,41 +127,41 @@ class GroupedColumnLinear(torch.nn.Module):
 
 
 class GroupedRowLinear(GroupedColumnLinear):
-    """As GroupedColumnLinear, cut along the input: [out, in / etp]."""
+    """As GroupedColumnLinear, sharded along the input: [out, in / etp]."""
 
     partition_dim = 1
 
 
 class GroupedMLP(TEGroupedMLP):
-    """Megatron's grouped experts over torch: its modules, names and sharding, with the linears and SwiGLU in one pass.
+    """Megatron's grouped experts in torch: its modules, names and sharding, with linears and SwiGLU in one pass.
 
-    The dispatcher does the ETP communication.
+    The token dispatcher communicates over ETP.
     """
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Tokens sorted by expert, [n, h] -> ([n, h], None), times ``probs`` [n]."""
+        """Tokens [n, h] sorted by expert -> ([n, h], None), scaled by ``probs`` [n]."""
         return expert_mlp(x, probs, tokens_per_expert.tolist(), self.linear_fc1.weights, self.linear_fc2.weights), None
 
 
 class LocalDispatcher(MoEAlltoAllTokenDispatcher):
-    """The all-to-all dispatcher of a group of one: what is sorted by expert before the exchange is so after it."""
+    """The all-to-all dispatcher of a group of one: rows are sorted by expert already, so it does not sort again."""
 
     tokens_per_expert: Tensor | None
 
     def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows [n, h] and ``probs`` [n] as they are, and each expert's number of rows between them."""
+        """Returns rows [n, h] and ``probs`` [n] unchanged, and between them the number of rows of each expert."""
         counts: Tensor = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
         counts = self._maybe_dtoh_and_synchronize("before_finish", counts)
         self.tokens_per_expert = None
         return hidden, counts, probs
 
     def combine_preprocess(self, hidden: Tensor) -> Tensor:
-        """As they are."""
+        """Returns the rows unchanged."""
         return hidden
 
 
 def specialise(model: torch.nn.Module) -> None:
-    """Take what is general out of a built model's inner loops: linears and dispatchers without a group."""
+    """Replace linears and dispatchers whose group has one rank by faster ones without communication."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module._forward_impl = partial(_multiply, module._forward_impl)
@@ -191,9 +190,9 @@ def _multiply(
 
 
 def torch_layer_spec(shape: ModelShape, layer: int, latent: ModuleSpec | None = None) -> ModuleSpec:
-    """Decoder layer ``layer`` of the layers above, with the state-dict names of megatron's TransformerEngine spec.
+    """Decoder layer ``layer`` made of the layers above, with the state-dict names of megatron's TransformerEngine spec.
 
-    ``latent`` attention takes the place of grouped-query attention, behind a norm of its own.
+    ``latent`` attention, if given, replaces grouped-query attention and follows an input norm of its own.
     """
     sparse = layer in shape.moe_layers
     return ModuleSpec(
@@ -213,15 +212,15 @@ def torch_layer_spec(shape: ModelShape, layer: int, latent: ModuleSpec | None = 
 
 
 def own_layer_spec(path: str, shape: ModelShape, layer: int) -> ModuleSpec:
-    """Decoder layer ``layer`` as the user's function at ``path`` makes it, ``package.module:name``.
+    """Decoder layer ``layer`` from the user's function at ``path``, ``package.module:name``.
 
-    Raises ConfigError for what cannot be imported, is no function or gives no ModuleSpec.
+    Raises ConfigError if ``path`` cannot be imported, is not a function or does not return a ModuleSpec.
     """
     spec = load_named(path, "learner.layers", "function", callable)(shape, layer)
     if not isinstance(spec, ModuleSpec):
         raise ConfigError(
-            f"learner.layers={path!r} gave {spec!r:.80} for layer {layer}; a ModuleSpec of megatron-core is wanted, as "
-            "rl_megatron.learner.model.layers.torch_layer_spec gives one"
+            f"learner.layers={path!r} returned {spec!r:.80} for layer {layer}; it must return a ModuleSpec of "
+            "megatron-core, as rl_megatron.learner.model.layers.torch_layer_spec does"
         )
     return spec
 

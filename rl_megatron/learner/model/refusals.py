@@ -1,4 +1,4 @@
-"""What the learner cannot build of a shape: the routers that megatron-core has not, and what the options refuse."""
+"""Refuses models that the learner cannot build: routers that megatron-core lacks, and what the options refuse."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rl_megatron.options.table import problems
 
 
 def refuse(shape: ModelShape, learner: LearnerSection) -> None:
-    """Raises ConfigError naming every part of the model that megatron-core 0.16 would get wrong or cannot build."""
+    """Raises ConfigError naming every part of the model that megatron-core 0.16 computes wrongly or cannot build."""
     found = [*_router_problems(shape), *problems(learner, shape)]
     if found:
-        raise ConfigError(f"model_type={shape.family!r} cannot be trained so:\n  " + "\n  ".join(found))
+        raise ConfigError(f"model_type={shape.family!r} cannot be trained as configured:\n  " + "\n  ".join(found))
 
 
 def _router_problems(shape: ModelShape) -> Iterator[str]:
@@ -22,11 +22,11 @@ def _router_problems(shape: ModelShape) -> Iterator[str]:
     if router.score == "sigmoid" and (top_k == 1 or not shape.normalize_top_k):
         yield (
             f"a sigmoid router with num_experts_per_tok={top_k} and norm_topk_prob={shape.normalize_top_k}: megatron "
-            f"makes the weights of the chosen add up to 1 where there are two or more, and only there"
+            f"normalizes the weights of the chosen experts if and only if there are two or more of them"
         )
     summed = {"top2": 2, "max": 1}[router.group_score]
     if 1 <= router.top_groups < router.groups and top_k // router.top_groups != summed:
         yield (
-            f"groups of experts are chosen by their best {summed}; megatron takes num_experts_per_tok / topk_group = "
-            f"{top_k} / {router.top_groups} = {top_k // router.top_groups}"
+            f"the model scores a group of experts by its best {summed}; megatron scores it by its best "
+            f"num_experts_per_tok / topk_group = {top_k} / {router.top_groups} = {top_k // router.top_groups}"
         )

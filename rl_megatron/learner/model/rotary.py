@@ -1,4 +1,4 @@
-"""Rotary frequencies of plain and stretched embeddings. Source: transformers ``modeling_rope_utils.py``."""
+"""Rotary frequencies of plain and scaled embeddings. Source: transformers ``modeling_rope_utils.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_megatron.models.shape import Rope
 
 
 def inverse_frequencies(theta: float, dim: int, rope: Rope, device: torch.device) -> Tensor:
-    """Radians a position, float32 [dim / 2], of a head's first ``dim`` dimensions, halves convention."""
+    """Radians per position, float32 [dim / 2], of a head's first ``dim`` dimensions, halves convention."""
     exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     plain = 1.0 / theta**exponent
     if rope.kind == "linear":
@@ -24,7 +24,7 @@ def inverse_frequencies(theta: float, dim: int, rope: Rope, device: torch.device
 
 
 def _llama3(plain: Tensor, rope: Rope) -> Tensor:
-    """Long waves are stretched, short ones stay, those between are blended."""
+    """Scales long wavelengths, keeps short ones, and interpolates between."""
     waves = 2 * math.pi / plain
     long, short = rope.original_positions / rope.low_frequency, rope.original_positions / rope.high_frequency
     stay = (rope.original_positions / waves - rope.low_frequency) / (rope.high_frequency - rope.low_frequency)
@@ -33,10 +33,10 @@ def _llama3(plain: Tensor, rope: Rope) -> Tensor:
 
 
 def _yarn(plain: Tensor, theta: float, dim: int, rope: Rope) -> Tensor:
-    """As llama3's, with a ramp over the dimensions (arXiv:2309.00071, section 3.2)."""
+    """As llama3's, with a linear ramp over the dimensions (arXiv:2309.00071, section 3.2)."""
 
     def turning(rotations: float) -> float:
-        """The dimension that turns so often over the original context."""
+        """The dimension that makes so many rotations over the original context."""
         return dim * math.log(rope.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = turning(rope.beta_fast), turning(rope.beta_slow)

@@ -1,4 +1,4 @@
-"""A critic's output layer: one number a position in the place of the logits."""
+"""A critic's output layer: one value a position in place of the logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ValueParameter(torch.nn.Parameter):
 
 
 class ValueLayer(torch.nn.Module):
-    """Hidden states to values, in float32; replicated over TP. Starts at 0, so that the first values are 0."""
+    """Maps hidden states to values, in float32; replicated over TP. Its weights start at 0, and so do the values."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class ValueLayer(torch.nn.Module):
 
     def _parameter(self, data: Tensor) -> ValueParameter:
         parameter = ValueParameter(data)
-        parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]  # megatron adds up its gradient over TP
+        parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]  # all-reduced over TP
         return parameter
 
     def forward(self, hidden: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
@@ -38,7 +38,7 @@ class ValueLayer(torch.nn.Module):
 
 
 def put_value_layer(chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
-    """Replace the output layer of the chunk that has one."""
+    """Replace the output layer of the chunk that has one by a ValueLayer."""
     for chunk in chunks:
         if chunk.post_process:
             chunk.output_layer = ValueLayer(config)

@@ -1,4 +1,4 @@
-"""Counts the tokens each expert receives: how evenly the router spreads the load."""
+"""Measures how evenly routers balance the load over experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_megatron.types import Metric
 
 
 class ExpertLoadMeter(Observer):
-    """Forward hooks on every router of this rank; counts [num_layers, num_experts] float32 since the last read."""
+    """Hooks every router of this rank, and counts tokens [num_layers, num_experts] float32 since the last read."""
 
     def __init__(self, models: Sequence[GPTModel], shape: ModelShape, device: torch.device) -> None:
         self._counts = torch.zeros(shape.num_layers, shape.num_experts, device=device)
@@ -44,9 +44,9 @@ class ExpertLoadMeter(Observer):
 
     @override
     def read(self) -> dict[str, Metric[float]]:
-        """``moe/load_imbalance``: most over mean tokens of an expert, in the worst layer (1 is even); resets.
+        """``moe/load_imbalance``: the most tokens of an expert over the mean, in the worst layer (1 is even).
 
-        Empty for a model without experts.
+        Resets the counts. Empty for a model without experts.
         """
         if not self._counts.numel():
             return {}

@@ -1,4 +1,4 @@
-"""What an observer of a rank's model does."""
+"""The protocol of an observer: it watches a rank's model and returns metrics."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rl_megatron.types import Metric
 
 
 class Observer(Protocol):
-    """Sees one model of a rank at work. All ranks make it, and call its methods together."""
+    """Watches one model of a rank. Every rank makes one and calls its methods at the same points."""
 
     def __init__(self, models: Sequence[GPTModel], shape: ModelShape, device: torch.device) -> None:
-        """``models`` are this rank's pipeline chunks; hooks may be put on them."""
+        """``models`` are this rank's pipeline chunks; the observer may hook them."""
         ...
 
     def unseen(self) -> AbstractContextManager[None]:
-        """Passes within are no part of a step: they score, or look for what broke a gradient."""
+        """Ignores the passes within, which are not part of a step: they score, or search for a bad micro-batch."""
         ...
 
     def read(self) -> Mapping[str, Metric[float]]:
-        """What was seen since the last call, over all ranks. An installed package's names begin with ``observer/``."""
+        """Metrics since the last call, over all ranks. Names from an installed package begin with ``observer/``."""
         ...

@@ -1,4 +1,4 @@
-"""The observers of a model: those of this package, and those that installed packages name as entry points."""
+"""The observers of a model: this package's, and those that installed packages register as entry points."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from rl_megatron.types import Metric
 
 OBSERVERS: Mapping[str, type[Observer]] = {"experts": ExpertLoadMeter}
 GROUP = "rl_megatron.observers"
-"""Of entry points: a name, and a class that is an Observer."""
+"""The group of entry points: each has a name, and a class that is an Observer."""
 _PREFIX = "observer/"
 
 
 class Observers:
-    """All observers of one model on this rank, as one. Every rank makes it. Raises ConfigError."""
+    """All observers of one model on this rank, as one observer. Every rank makes one.
+
+    Raises ConfigError if an installed observer cannot be loaded.
+    """
 
     def __init__(self, models: Sequence[GPTModel], shape: ModelShape, device: torch.device) -> None:
         self._own = [kind(models, shape, device) for kind in OBSERVERS.values()]
@@ -30,21 +33,24 @@ class Observers:
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """Passes within are seen by none."""
+        """Every observer ignores the passes within."""
         with contextlib.ExitStack() as stack:
             for observer in (*self._own, *self._installed.values()):
                 stack.enter_context(observer.unseen())
             yield
 
     def read(self) -> dict[str, Metric[float]]:
-        """What all of them saw since the last call. Every rank calls it. Raises RLMegatronError for a strange name."""
+        """Metrics of all observers since the last call. Every rank calls it.
+
+        Raises RLMegatronError if an installed observer returns a name without its prefix.
+        """
         found = {name: metric for observer in self._own for name, metric in observer.read().items()}
         for called, observer in self._installed.items():
             said = observer.read()
             if strange := [name for name in said if not name.startswith(_PREFIX)]:
                 raise RLMegatronError(
-                    f"the observer {called!r} of an installed package gives {strange[0]!r}; its names must begin with "
-                    f"{_PREFIX!r}, as {_PREFIX}{called}"
+                    f"the observer {called!r} of an installed package returned {strange[0]!r}; its names must begin "
+                    f"with {_PREFIX!r}, for example {_PREFIX}{called}"
                 )
             found.update(said)
         return found
@@ -55,9 +61,9 @@ def _installed() -> dict[str, type[Observer]]:
     for point in entry_points(group=GROUP):
         try:
             found[point.name] = point.load()
-        except Exception as error:  # a stranger's module may raise anything
+        except Exception as error:  # a foreign module may raise anything
             raise ConfigError(
                 f"the observer {point.name!r} ({point.value}) of an installed package cannot be loaded: "
-                f"{type(error).__name__}: {error}; mend it or uninstall it"
+                f"{type(error).__name__}: {error}; fix it or uninstall it"
             ) from error
     return found

@@ -79,6 +79,6 @@ def test_groups_that_megatron_rates_otherwise_are_refused() -> None:
     make_config(V3, LearnerSection())
     best = Router(groups=8, top_groups=3, group_score="max", scaling=16.0)
     v2 = replace(V3, family="deepseek_v2", experts_per_token=6, router=best, normalize_top_k=False)
-    with pytest.raises(ConfigError, match=r"groups of experts are chosen by their best 1; megatron takes .* = 2"):
+    with pytest.raises(ConfigError, match=r"a group of experts by its best 1; megatron scores it by its best .* = 2"):
         make_config(v2, LearnerSection())
     make_config(replace(v2, experts_per_token=3), LearnerSection())

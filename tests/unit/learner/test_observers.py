@@ -123,7 +123,7 @@ def test_one_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_step_without_a_backward_pass_is_refused(hf: Path) -> None:
-    with pytest.raises(RLMegatronError, match="without a backward pass"):
+    with pytest.raises(RLMegatronError, match="call backward before step"):
         policy(hf).step(1e-3)
 
 

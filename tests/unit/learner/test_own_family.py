@@ -181,7 +181,7 @@ def test_a_shape_finds_its_rows_wherever_it_goes(place: Path) -> None:
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ("own_models_layers:nothing", r"gave \{'layer': 0\} for layer 0; a ModuleSpec of megatron-core is wanted"),
+        ("own_models_layers:nothing", r"returned \{'layer': 0\} for layer 0; it must return a ModuleSpec"),
         ("own_models_layers:Skippedx", r"learner\.layers='own_models_layers:Skippedx': .* did you mean 'Skipped'"),
     ],
 )

@@ -140,7 +140,7 @@ def test_a_full_disk_is_named_and_not_by_a_traceback(hf: Path, tmp_path: Path) -
             learner.save(tmp_path / "full")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert f"{tmp_path}/full cannot be written: File too large; make room" in str(caught.value)
+    assert f"{tmp_path}/full cannot be written: File too large; free space" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
