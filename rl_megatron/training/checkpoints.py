@@ -1,8 +1,8 @@
-"""Checkpoint folders: written under a temporary name, listed in a manifest, made durable, then renamed.
+"""Writes and reads checkpoint folders: a temporary name, a manifest, fsync, then the final name.
 
-``checkpoints/step_000010/`` holds ``learner/`` and, where there is one, ``critic/`` (their shards), ``trainer.json``
-(all that the controller must remember) and ``manifest.json`` (size and checksum of every file, as its writer says).
-``warm_start_000040/`` is the same, of a warm start that was stopped. A folder with its final name is whole.
+``checkpoints/step_000010/`` holds the shards in ``learner/`` and, if there is a critic, ``critic/``; the controller's
+state in ``trainer.json``; and in ``manifest.json`` the size and checksum of every file, as its writer reported them.
+``warm_start_000040/`` is the same for a warm start that was stopped. A folder with its final name is complete.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_LINES = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """What the controller remembers between steps. Random numbers are functions of (seed, step), so none is kept."""
+    """The controller's state between steps. Random numbers are functions of (seed, step), so it has no generator."""
 
     step: int  # finished RL steps; 0 is right after the warm start
     batches_sampled: int  # rollout batches taken from the prompts so far
@@ -44,7 +44,7 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Manifest:
-    """What must be in a checkpoint: without its files' names it verifies nothing."""
+    """The files that a checkpoint must hold, and their digests."""
 
     checksum: Literal["xxh3_128"]
     config: dict[str, JsonValue]  # see Checkpoint
@@ -63,10 +63,10 @@ class CheckpointStore:
         self._folder, self._keep, self._config = folder, keep, dict(config)
 
     async def save(self, state: TrainerState, learners: Mapping[str, Learner]) -> Path:
-        """Write a checkpoint, a folder for each of ``learners``, and drop the oldest beyond ``keep``.
+        """Write a checkpoint with a folder for each of ``learners``, and remove the oldest beyond ``keep``.
 
-        Killed at any moment, the last whole one stays. The event loop turns meanwhile, however much is written. Raises
-        CheckpointError, as where a file of the learners' is not seen from here.
+        A kill at any moment leaves the previous checkpoint whole. Files are written in threads, so the event loop is
+        not blocked. Raises CheckpointError, for example if the controller cannot see a file that a rank wrote.
         """
         warm = state.warm_start_step
         final = self._folder / (f"step_{state.step:06d}" if warm is None else f"warm_start_{warm:06d}")
@@ -81,26 +81,26 @@ class CheckpointStore:
 
     def _make_room(self, temporary: Path, learners: Mapping[str, Learner]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for left in self._folder.glob(".*"):  # of a save that was killed
+        for left in self._folder.glob(".*"):  # left by a killed save
             shutil.rmtree(left)
         for name in learners:
             (temporary / name).mkdir(parents=True)
 
     def _publish(self, temporary: Path, final: Path, state: TrainerState, files: dict[str, Digest]) -> None:
-        """Add what is the controller's; give the folder its name; drop old ones."""
+        """Check the ranks' files, add the controller's, rename the folder, and remove old checkpoints."""
         problems = misfits(temporary, files, read=False)
         there = {path.relative_to(temporary).as_posix() for path in temporary.rglob("*") if path.is_file()}
         problems += [
-            f"{temporary / name}: no rank says that it wrote this file" for name in sorted(there - files.keys())
+            f"{temporary / name}: no rank reported that it wrote this file" for name in sorted(there - files.keys())
         ]
         if problems:
-            title = f"{temporary} is not what the ranks wrote; is run.dir one folder on all nodes?"
+            title = f"{temporary} does not hold what the ranks wrote; run.dir must be one shared folder on all nodes"
             raise CheckpointError(_listed([title, *problems]))
         text = _STATE.dump_json(state)
         (temporary / _STATE_FILE).write_bytes(text)
         manifest = _Manifest(checksum=KIND, config=self._config, files={**files, _STATE_FILE: digest_of(text)})
         (temporary / _MANIFEST_FILE).write_bytes(_MANIFEST.dump_json(manifest, indent=1))
-        remove_folder(final)  # the same step again, after a resume: both are whole, and hold the same
+        remove_folder(final)  # a resumed run reached the same step again: both checkpoints are equal
         publish_folder(temporary, final)
         for old in _all(self._folder)[: -self._keep]:
             remove_folder(old)
@@ -108,7 +108,7 @@ class CheckpointStore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A whole checkpoint as its manifest tells of it, and the controller's part. The ranks verify theirs."""
+    """A complete checkpoint: its manifest and the controller's state. Ranks verify their own files when they load."""
 
     folder: Path
     state: TrainerState
@@ -116,13 +116,13 @@ class Checkpoint:
     config: Mapping[str, JsonValue]  # the keys that a resume must give again (config_resume)
 
     async def load(self, learners: Mapping[str, Learner]) -> None:
-        """Have each of ``learners`` continue from its folder. Raises CheckpointError that names what is changed."""
+        """Load each of ``learners`` from its folder. Raises CheckpointError that names files that have changed."""
         for name, learner in learners.items():
             await learner.load(self.folder / name, _inside(name, self.files))
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint of a run's ``checkpoints`` folder."""
+    """The newest complete checkpoint in a run's ``checkpoints`` folder."""
     found = _all(folder)
     return found[-1] if found else None
 
@@ -135,9 +135,9 @@ def _all(folder: Path) -> list[Path]:
 
 
 def read(folder: Path) -> Checkpoint:
-    """A checkpoint, after the size of every file was compared with the manifest, and what ``trainer.json`` holds.
+    """Read ``trainer.json`` and the manifest, and compare the size of every file with the manifest.
 
-    Raises CheckpointError naming each missing or torn file.
+    Raises CheckpointError that names each missing or torn file.
     """
     manifest = _manifest(folder)
     files = manifest.files
@@ -153,21 +153,22 @@ def read(folder: Path) -> Checkpoint:
         state = _STATE.validate_json((folder / _STATE_FILE).read_bytes())
     except ValidationError as error:
         raise CheckpointError(
-            f"{folder / _STATE_FILE} is not of this version: {_said(error)}\nresume with the version that wrote it"
+            f"{folder / _STATE_FILE} was written by another version of rl_megatron: {_said(error)}\nresume with the "
+            "version that wrote it"
         ) from error
     return Checkpoint(folder=folder, state=state, files=files, config=manifest.config)
 
 
 def files_of(shards: Path) -> Mapping[str, Digest]:
-    """What a checkpoint says of the files in ``shards``, one of its folders; nothing where it is of none.
+    """Digests of the files in ``shards``, from the checkpoint that it is part of; empty if it is part of none.
 
-    Raises CheckpointError where its manifest is torn.
+    Raises CheckpointError if the manifest is torn.
     """
     return _inside(shards.name, _manifest(shards.parent).files) if (shards.parent / _MANIFEST_FILE).exists() else {}
 
 
 def unsound(folder: Path, problems: Sequence[str]) -> CheckpointError:
-    """The error of a checkpoint that is not as it was written."""
+    """The error for a checkpoint whose files have changed since they were written."""
     return CheckpointError(f"{_listed(problems)}\n{_advice(folder)}")
 
 
@@ -182,7 +183,9 @@ def _manifest(folder: Path) -> _Manifest:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}\n{_advice(folder)}") from error
     except ValidationError as error:
-        raise CheckpointError(f"{path} is torn or not of this version: {_said(error)}\n{_advice(folder)}") from error
+        raise CheckpointError(
+            f"{path} is torn or was written by another version of rl_megatron: {_said(error)}\n{_advice(folder)}"
+        ) from error
     outside = [name for name in manifest.files if PurePosixPath(name).is_absolute() or ".." in name.split("/")]
     if outside:
         raise CheckpointError(f"{path} names files outside of the checkpoint: {_listed(outside)}\n{_advice(folder)}")
@@ -190,7 +193,7 @@ def _manifest(folder: Path) -> _Manifest:
 
 
 def _said(error: ValidationError) -> str:
-    """The first of what pydantic says, without the value."""
+    """The first of pydantic's problems, without the value."""
     first = error.errors(include_input=False, include_url=False)[0]
     return f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg'][:200]}".removeprefix(": ")
 

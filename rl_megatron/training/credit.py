@@ -1,6 +1,6 @@
-"""Rollouts -> an advantage for every trained token: shaping, KL, baseline, credit, whitening, in that order.
+"""Assigns an advantage to every trained token: shaping, KL, baseline, credit, whitening, in that order.
 
-Everything here sees the whole rollout batch, before it is cut into minibatches, so nothing depends on the cut.
+Works on the whole rollout batch before it is split into minibatches, so advantages do not depend on the split.
 Letters: S completions, N positions of all of them.
 """
 
@@ -33,7 +33,7 @@ class AlgorithmState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """Rewards [S] float32 as the algorithm takes them, in the order of the completions, and what they left behind."""
+    """Shaped rewards [S] float32 in the order of the completions, and the algorithm's state after shaping them."""
 
     values: Tensor
     state: AlgorithmState
@@ -43,9 +43,9 @@ class Rewards:
 def shape_rewards(
     groups: Sequence[RolloutGroup], section: AlgorithmSection, state: AlgorithmState, *, max_new_tokens: int
 ) -> Rewards:
-    """Unfinished, overlong, scale, running whitening and clip, in that order; off unless the section asks.
+    """Apply unfinished and overlong rewards, scale, running whitening and clip, in that order, if configured.
 
-    Greedy completions are taken as the others are, but running moments are of the sampled ones.
+    Greedy completions are shaped likewise, but do not enter the running moments.
     """
     judged = _judged(groups, section, max_new_tokens)
     greedy = [g.greedy for g in groups if g.greedy is not None]
@@ -62,7 +62,7 @@ def shape_rewards(
 
 
 def _judged(groups: Sequence[RolloutGroup], section: AlgorithmSection, max_new_tokens: int) -> Tensor:
-    """Rewards [S] with what is said of each completion by itself."""
+    """Rewards [S] after the rules that look at one completion alone."""
     rewards = torch.tensor([r for g in groups for r in g.rewards])
     if section.unfinished_reward is not None:
         rewards = score_finished(rewards, ~truncated(groups), unfinished_reward=section.unfinished_reward)
@@ -80,9 +80,9 @@ def _clipped(rewards: Tensor, section: AlgorithmSection) -> Tensor:
 
 
 def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
-    """Whether a group has two different rewards as its advantages take them: what dynamic sampling keeps (DAPO).
+    """Whether each group has two different shaped rewards; dynamic sampling keeps these groups (DAPO).
 
-    Running moments are left out, which move all rewards alike and would make a choice depend on when it is made.
+    Ignores running moments, which shift all rewards alike and would make the choice depend on when it is made.
     """
     if not groups:
         return []
@@ -113,7 +113,7 @@ def assign_credit(
 ) -> tuple[Samples, AlgorithmState]:
     """``samples`` of ``groups`` with advantages [N] (and returns, and NLL marks), and what the next step must know.
 
-    ``next_values`` [S] are the critic's after each completion's last token.
+    ``next_values`` [S] are the critic's values after each completion's last token.
     """
     state = rewards.state
     penalty = torch.zeros_like(samples.old_logprobs)
@@ -141,9 +141,9 @@ def assign_credit(
 
 @dataclass(frozen=True, slots=True)
 class _Credit:
-    of_completions: Tensor  # [S] rewards, less their baseline
-    of_tokens: Tensor  # [N] what each token adds by itself
-    goes_on: Tensor  # [S] bool, whether what would have come is worth ``next_values``
+    of_completions: Tensor  # [S] rewards minus their baseline
+    of_tokens: Tensor  # [N] the reward of each token by itself
+    goes_on: Tensor  # [S] bool, whether to bootstrap from ``next_values``
     next_values: Tensor | None  # [S]
 
     def per_token(self, samples: Samples) -> Tensor:
@@ -163,7 +163,7 @@ def _discounted(samples: Samples, credit: _Credit, section: AlgorithmSection) ->
 
 
 def _generalised(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
-    """GAE twice: the policy's advantages, and with the critic's lambda the returns it learns (VAPO decouples them)."""
+    """GAE twice: with the policy's lambda for advantages, with the critic's for returns (VAPO decouples them)."""
     values, after = samples.old_values, credit.next_values
     assert values is not None
     assert after is not None
@@ -202,8 +202,8 @@ def _completion_advantages(groups: Sequence[RolloutGroup], rewards: Rewards, sec
     if mean == "greedy":
         if rewards.greedy is None:
             raise DataError(
-                "algorithm.advantage_mean=greedy, but these completions came without a greedy one: they were sampled "
-                "before it was set; start a new run"
+                "algorithm.advantage_mean=greedy, but these groups have no greedy completion: they were sampled before "
+                "it was set; start a new run"
             )
         return remax_advantages(values, rewards.greedy[ids])
     if mean == "moving":
@@ -231,7 +231,7 @@ def reference_kl(samples: Samples, section: AlgorithmSection) -> Tensor:
 
 
 def mean_over_completions(values: Tensor, samples: Samples) -> float:
-    """Mean over completions of the means over their trained tokens; NaN where there is none."""
+    """Mean over completions of the mean over each one's trained tokens; NaN if there is none."""
     ids = sequence_ids(samples.cu_seqlens)
     count = segment_sum(samples.mask.double(), ids, samples.num_sequences)
     sums = segment_sum(values.double() * samples.mask, ids, samples.num_sequences)
@@ -239,14 +239,14 @@ def mean_over_completions(values: Tensor, samples: Samples) -> float:
 
 
 def over_right_tokens(samples: Samples) -> Samples:
-    """NLL marks of a minibatch as weights: over how many of its tokens are of right completions."""
+    """Divide the NLL marks of a minibatch by the number of its tokens that belong to right completions."""
     if samples.nll_weights is None:
         return samples
     return replace(samples, nll_weights=samples.nll_weights / max(int((samples.nll_weights > 0).sum()), 1))
 
 
 def explained_variance(samples: Samples) -> float:
-    """1 - Var(returns - values)/Var(returns) over trained tokens: 1 is a perfect critic; 0 where returns are equal."""
+    """1 - Var(returns - values)/Var(returns) over trained tokens: 1 is a perfect critic; 0 if all returns are equal."""
     assert samples.returns is not None
     assert samples.old_values is not None
     returns, values = (x[samples.mask].double() for x in (samples.returns, samples.old_values))

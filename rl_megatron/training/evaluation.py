@@ -1,4 +1,4 @@
-"""How good the policy is on held-out prompts."""
+"""Evaluates the policy on held-out prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_megatron.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Samples a completion of each of ``prompts`` by the weights that were pushed last."""
+    """Samples one completion of each of ``prompts`` with the weights that were pushed last."""
 
     sampler: RolloutSampler
     prompts: Sequence[Prompt]

@@ -1,4 +1,4 @@
-"""A job whose steps train the policy on batches of groups, whatever these come from; and push its weights."""
+"""The base class of jobs whose steps train the policy on batches of groups and push its weights."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from rl_megatron.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-_FOLDERS = {"policy": "learner"}  # of a checkpoint, by role; others have their role's name
+_FOLDERS = {"policy": "learner"}  # a checkpoint's folder by role; others are named as their role
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupJob(ABC):
-    """A Job of ``training.loop``; its subclasses say where groups come from.
+    """A Job of ``training.loop``; its subclasses produce the groups.
 
-    ``train.max_staleness`` batches are taken ahead of the one that is trained on.
+    It takes up to ``train.max_staleness`` batches ahead of the one that it trains on.
     """
 
     config: RunConfig
@@ -41,7 +41,7 @@ class GroupJob(ABC):
     prompts: PromptStream
     evaluation: Evaluation
     update: Update
-    start_folder: Path  # keeps the policy that this job starts from, where a reference or a critic starts from it
+    start_folder: Path  # the policy is exported here at the start, if a reference or a critic starts from it
     recorder: Recorder
     name: str = "reinforcement"
     number: int = 0  # of the last step
@@ -50,27 +50,27 @@ class GroupJob(ABC):
 
     @abstractmethod
     async def take(self) -> RolloutBatch:
-        """The next batch to train on. Raises DataError where there is nothing in it to train on, by a fault."""
+        """The next batch to train on. Raises DataError if faults left nothing in it to train on."""
 
     @property
     def first_step_is_saved(self) -> bool:
-        """Behind a warm start."""
+        """Whether a warm start came before this job."""
         return self.config.warm_start.steps > 0
 
     async def start(self, *, fresh: bool) -> Row | None:
-        """Give reference and critic their weights; evaluate the policy as it is."""
+        """Load the weights of reference and critic, and evaluate the policy."""
         await self.start_models(fresh=fresh)
         return {"step": 0, "phase": "rl", **await self.evaluation.row()} if fresh else None
 
     async def start_models(self, *, fresh: bool) -> None:
-        """The reference takes its weights; so does the critic, unless a checkpoint gave it its own."""
+        """Load the reference's weights, and on a fresh start the critic's; a checkpoint restores the critic itself."""
         roles, kl, critic = self.roles, self.config.algorithm.kl, self.config.algorithm.critic
         wanted = (
             "reference" in roles.frozen and kl.reference is None,
             "critic" in roles.learners and critic.path is None,
         )
         if fresh and any(wanted):
-            remove_folder(self.start_folder)  # of a run that was killed before its first checkpoint
+            remove_folder(self.start_folder)  # left by a run that was killed before its first checkpoint
             await roles.weights.export(self.start_folder)
         if fresh and "critic" in roles.learners:
             path, model = critic.path or self.start_folder, roles.learners["critic"]
@@ -80,7 +80,7 @@ class GroupJob(ABC):
             await roles.frozen["reference"].start_from(kl.reference or self.start_folder)
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
-        """The metrics row of a batch taken, trained on and pushed."""
+        """Take a batch, train on it and push the weights. Returns the metrics row."""
         staleness, self.number = self.config.train.max_staleness, number
         while len(self.buffer) < max(1, staleness):
             with watch("rollout"):
@@ -91,7 +91,7 @@ class GroupJob(ABC):
             self.recorder.write_samples(number, batch.groups)
             row = self._describe(batch) | await self.update(batch.groups, number, watch)
             if not row["tokens/train"]:
-                logger.warning("step %d has no token to train on, and is skipped: weights stay as they are", number)
+                logger.warning("step %d has no token to train on and is skipped: the weights do not change", number)
             if ahead is not None:
                 with watch("rollout"):
                     self.buffer.append(await ahead)
@@ -110,7 +110,7 @@ class GroupJob(ABC):
         return {**row, **self.roles.engine_metrics()}
 
     def teaches(self, groups: Sequence[RolloutGroup]) -> list[bool]:
-        """Of each group."""
+        """Whether each group has different rewards, and so a gradient."""
         c = self.config
         return groups_that_differ(groups, c.algorithm, max_new_tokens=c.rollout.max_new_tokens)
 
@@ -148,20 +148,20 @@ class GroupJob(ABC):
         }
 
     async def evaluate(self, watch: Stopwatch) -> Row:
-        """Held-out accuracy of the weights that were pushed last."""
+        """Held-out accuracy of the weights that were pushed last, timed as ``eval``."""
         with watch("eval"):
             return await self.evaluation.row()
 
     def enough(self, row: Row) -> bool:
-        """Never before its steps are made."""
+        """Always False: the job makes all its steps."""
         return False
 
     def learners(self) -> dict[str, Learner]:
-        """By the folder of a checkpoint that their shards lie in."""
+        """The learners whose shards a checkpoint holds, keyed by subfolder."""
         return {_FOLDERS.get(role, role): learner for role, learner in self.roles.learners.items()}
 
     def state(self) -> TrainerState:
-        """The position in the data, waiting batches, and what the algorithm remembers."""
+        """The position in the data, batches not yet trained on, and the algorithm's state."""
         return TrainerState(
             step=self.number,
             batches_sampled=self.batches_taken,
@@ -171,7 +171,7 @@ class GroupJob(ABC):
         )
 
     async def restore(self, state: TrainerState) -> None:
-        """Continue from ``state``: the weights are pushed."""
+        """Continue from ``state``, and push the weights."""
         self.number, self.batches_taken = state.step, state.batches_sampled
         self.prompts.restore(state.prompts)
         self.buffer = deque(state.buffer)

@@ -1,4 +1,4 @@
-"""A run's loop, which every job shares: steps, evaluations, rows of metrics, checkpoints, stops."""
+"""The loop that every job runs in: it makes steps, evaluates, writes metrics and checkpoints, and handles stops."""
 
 from __future__ import annotations
 
@@ -16,59 +16,62 @@ from rl_megatron.training.stopping import unless_stopped
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """When what is done, in steps. Beside multiples of a number the last step counts; 0 is the last step alone."""
+    """Intervals, in steps, between rows of metrics, evaluations and checkpoints.
+
+    The last step always counts, and with an interval of 0 it alone does.
+    """
 
     steps: int
     rows: int  # of metrics
     evaluations: int
-    checkpoints: int | None  # None: where a stop comes, and nowhere else
+    checkpoints: int | None  # None: only when a stop is requested
 
 
 class Job(Protocol):
-    """What a run does in each step. The controller's process."""
+    """Defines the work of one training step. Runs in the controller process."""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The name in messages."""
         ...
 
     @property
     def first_step_is_saved(self) -> bool:
-        """Whether what ``start`` works on lies in no checkpoint yet, so that one is written behind it."""
+        """Whether no checkpoint yet holds the weights at ``start``, so that the loop writes one after it."""
         ...
 
     async def start(self, *, fresh: bool) -> Row | None:
-        """Before the first step; after ``restore`` where this is not a ``fresh`` start. The row of step 0, if any."""
+        """Prepare the first step. Called after ``restore`` unless the start is ``fresh``. Returns the row of step 0."""
         ...
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
-        """Make a step; its metrics."""
+        """Make step ``number``. Returns its metrics."""
         ...
 
     async def evaluate(self, watch: Stopwatch) -> Row:
-        """Metrics of the weights as they are, on held-out data."""
+        """Metrics of the present weights on held-out data."""
         ...
 
     def enough(self, row: Row) -> bool:
-        """Whether the job ends with the step of this row, though more were allowed."""
+        """Whether the job ends early, with the step of this row."""
         ...
 
     def state(self) -> TrainerState:
-        """What a checkpoint of this moment holds beside the learners' shards."""
+        """The controller's state that a checkpoint holds beside the learners' shards."""
         ...
 
     def learners(self) -> Mapping[str, Learner]:
-        """Whose shards it holds, by the folder that they lie in."""
+        """The learners whose shards a checkpoint holds, keyed by subfolder."""
         ...
 
     async def restore(self, state: TrainerState) -> None:
-        """Continue from ``state``, once the learners have."""
+        """Continue from ``state``. Called after the learners have loaded their shards."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Loop:
-    """One job's steps. ``stop`` set (Ctrl-C, SIGTERM) ends it after the step in hand, with a checkpoint."""
+    """Runs one job. Setting ``stop`` (Ctrl-C, SIGTERM) ends it after the current step, with a checkpoint."""
 
     job: Job
     pace: Pace
@@ -79,9 +82,9 @@ class Loop:
     saved: int | None = None  # the step that a resume goes on from; None before the first
 
     async def run(self) -> bool:
-        """Make all steps; whether the job came to its end before a stop. Where it did not, a checkpoint was written.
+        """Make all steps. Returns False if a stop ended the job early; a checkpoint is then written.
 
-        Raises Stopped where a stop is asked before the first step.
+        Raises Stopped if a stop is requested before the first step.
         """
         await self._start()
         watch, ended = Stopwatch(), self.done >= self.pace.steps
@@ -103,7 +106,7 @@ class Loop:
 
     async def _start(self) -> None:
         fresh = self.saved is None
-        if fresh and self.job.first_step_is_saved:  # what a stop would lose lies in no checkpoint yet
+        if fresh and self.job.first_step_is_saved:  # else a stop would lose weights that no checkpoint holds
             await self._first_row(fresh=True)
             await self.save()
         else:
@@ -121,12 +124,12 @@ class Loop:
         return self.done == self.pace.steps or (every > 0 and self.done % every == 0)
 
     async def save(self) -> None:
-        """A checkpoint of this moment."""
+        """Write a checkpoint of the present state."""
         await self.checkpoints.save(self.job.state(), self.job.learners())
         self.saved = self.done
 
     async def restore(self, checkpoint: Checkpoint, done: int) -> None:
-        """Continue behind step ``done``, from a checkpoint of it."""
+        """Continue after step ``done``, from its checkpoint."""
         await checkpoint.load(self.job.learners())
         await self.job.restore(checkpoint.state)
         self.done = self.saved = done

@@ -1,4 +1,4 @@
-"""Metrics of an update: of the measured batch, and of all its optimizer steps together."""
+"""Computes the metrics of an update: of the scored batch, and of all its optimizer steps together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A batch's samples with all scores that its algorithm asks for."""
+    """A batch's samples with all scores that the algorithm needs."""
 
     samples: Samples
     current: Tensor | None  # [N] log-probs of the policy at the start of the update
@@ -27,7 +27,7 @@ class Measured:
 
 
 def mismatch_row(found: Measured) -> Row:
-    """Nothing where the algorithm does not ask the learner before it trains."""
+    """Metrics of the gap between engine and learner; empty if the algorithm needs no log-probs before training."""
     samples, current = found.samples, found.current
     if current is None:
         return {}
@@ -45,21 +45,21 @@ def advantage_row(samples: Samples) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """An optimizer step that was made: ``loss`` and the metrics of the loss, and what the step itself says."""
+    """An optimizer step that was made: ``loss``, its metrics, and the step's result."""
 
     of_loss: Mapping[str, Metric[float | Counts]]
     step: StepResult
 
     @property
     def loss(self) -> float:
-        """The batch's."""
+        """The loss of the batch."""
         value = self.of_loss["loss"].value
         assert isinstance(value, float)
         return value
 
 
 def policy_row(steps: Sequence[Made]) -> Row:
-    """The policy's optimizer steps together: loss, gradient norm, metrics of the loss and of the observers."""
+    """Metrics over the policy's optimizer steps: loss, gradient norm, metrics of the loss and of the observers."""
     if not steps:
         return {}
     row = _merged([made.of_loss for made in steps]) | {"grad_norm": _grad_norm(steps)}
@@ -71,7 +71,7 @@ def policy_row(steps: Sequence[Made]) -> Row:
 
 
 def critic_row(steps: Sequence[Made]) -> Row:
-    """The critic's, where it made any: its observers would hide the policy's."""
+    """Metrics over the critic's optimizer steps, without observers, as these would overwrite the policy's."""
     if not steps:
         return {}
     row = _merged([made.of_loss for made in steps])
@@ -83,7 +83,7 @@ def _grad_norm(steps: Sequence[Made]) -> float:
 
 
 def _merged(steps: Sequence[Mapping[str, Metric[float | Counts]]]) -> Row:
-    """The metrics of several optimizer steps; a histogram as its quantiles."""
+    """Merge the metrics of several optimizer steps; a histogram becomes its quantiles."""
     row: Row = {}
     for name, kind in steps[0].items():
         parts = [step[name] for step in steps]

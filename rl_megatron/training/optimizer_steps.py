@@ -1,4 +1,4 @@
-"""Optimizer steps of one model, and what is done about those whose gradient is not finite."""
+"""Makes the optimizer steps of one model; skips, explains and limits those whose gradient is not finite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 8  # names in a message
 
 @dataclass(slots=True, kw_only=True)
 class OptimizerSteps:
-    """Those of the model called ``name``. ``most``: how many in a row may be left out."""
+    """The optimizer steps of the model ``name``, of which at most ``most`` in a row may be skipped."""
 
     name: str
     most: int
@@ -27,9 +27,9 @@ class OptimizerSteps:
     async def step(
         self, learner: Learner, batch: Batch, loss: Loss, learning_rate: float, prompts: Iterable[Prompt]
     ) -> Made | None:
-        """One optimizer step of ``learner`` on the whole batch, of ``prompts``.
+        """Make one optimizer step of ``learner`` on the whole batch; ``prompts`` name sequences in messages.
 
-        One that was left out is None, and logged. Raises RLMegatronError where more than ``most`` in a row were.
+        Logs a skipped step and returns None. Raises RLMegatronError if more than ``most`` in a row were skipped.
         """
         said = await learner.backward(batch, loss)
         result = await learner.step(learning_rate)
@@ -40,11 +40,11 @@ class OptimizerSteps:
         told = f"the {self.name}'s gradient norm is {result.grad_norm}: {_cause(result, batch, prompts)}"
         if self.in_a_row > self.most:
             raise RLMegatronError(
-                f"{told}. No bit of its weights changed, but {self.in_a_row} optimizer steps in a row were such, and "
-                f"train.on_nonfinite={f'skip:{self.most}' if self.most else 'fail'}: mend or leave out these prompts "
-                "and their rewards, or lower the learning rate, and resume from the last checkpoint"
+                f"{told}. The weights did not change, but {self.in_a_row} optimizer steps in a row failed like this, "
+                f"and train.on_nonfinite={f'skip:{self.most}' if self.most else 'fail'}: fix or remove these prompts "
+                "and their rewards, or lower the learning rate, then resume from the last checkpoint"
             )
-        logger.warning("%s. This optimizer step is left out, %d of %d in a row", told, self.in_a_row, self.most)
+        logger.warning("%s. This optimizer step is skipped, %d of at most %d in a row", told, self.in_a_row, self.most)
         return None
 
 
@@ -54,8 +54,8 @@ def _cause(result: SkippedStep, batch: Batch, prompts: Iterable[Prompt]) -> str:
         ranks.setdefault((c.data_rank, c.micro_batch), []).append(f"{c.rank} on {c.node}")
     if not ranks:
         return (
-            "no micro-batch by itself gives it again: finite parts whose norm is beyond float32, or a fault of memory "
-            "or processor"
+            "no micro-batch reproduces it alone: either finite gradients have a norm beyond float32, or memory or "
+            "processor failed"
         )
     known = {p.token_ids: p.id for p in prompts}
     told = [
@@ -67,7 +67,7 @@ def _cause(result: SkippedStep, batch: Batch, prompts: Iterable[Prompt]) -> str:
 
 
 def _prompts_of(samples: Samples, known: dict[tuple[int, ...], str]) -> list[str]:
-    """The ids of the prompts that its sequences begin with, of several the longest; each once."""
+    """The ids of the prompts that the sequences begin with, each once; the longest prompt that matches counts."""
     found: dict[str, None] = {}
     for first, end in zip(samples.cu_seqlens[:-1].tolist(), samples.cu_seqlens[1:].tolist(), strict=True):
         tokens = tuple(samples.input_ids[first:end].tolist())

@@ -1,4 +1,4 @@
-"""Numbers that are functions of the step: learning rates and seeds."""
+"""Learning rates and seeds, as functions of the step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_megatron.config.run import RunConfig
 
 
 def schedule(config: RunConfig, step: int) -> float:
-    """The share of the learning rate at RL step ``step`` (from 1): linear warm-up, then the decay's shape to 0."""
+    """The factor of the learning rate at RL step ``step`` (from 1): linear warm-up, then the configured decay to 0."""
     train = config.train
     warm = min(1.0, step / train.lr_warmup_steps) if train.lr_warmup_steps else 1.0
     left = (train.steps - step + 1) / max(1, train.steps - train.lr_warmup_steps)
@@ -19,16 +19,16 @@ def schedule(config: RunConfig, step: int) -> float:
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """The policy's rate."""
+    """The policy's learning rate at ``step``."""
     return config.train.learning_rate * schedule(config, step)
 
 
 def critic_learning_rate(config: RunConfig, step: int) -> float:
-    """The critic's rate, on the same schedule."""
+    """The critic's learning rate at ``step``, on the same schedule."""
     rate = config.algorithm.critic.learning_rate
     return (config.train.learning_rate if rate is None else rate) * schedule(config, step)
 
 
 def seed_of(*parts: int) -> int:
-    """One 63-bit seed from several numbers, unlike for unlike parts."""
+    """Hash several numbers to one 63-bit seed."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)

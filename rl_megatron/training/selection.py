@@ -1,4 +1,4 @@
-"""Which of a batch's completions an update trains on, and how many of them stay together."""
+"""Selects the completions of a batch that an update trains on, and how many sequences are packed as a unit."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from rl_megatron.training.credit import Rewards
 from rl_megatron.types import RolloutGroup
 
 Chosen = tuple[Sequence[RolloutGroup], Rewards, Row]
-"""Groups, rewards of their completions, and what a row of metrics says of it."""
+"""Groups, the rewards of their completions, and metrics of the selection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """``choose`` of groups and rewards; ``unit`` sequences that follow one another are packed together."""
+    """``choose`` selects from groups and rewards; ``unit`` neighbouring sequences are packed together."""
 
     choose: Callable[[Sequence[RolloutGroup], Rewards], Chosen]
     unit: int
 
 
 def selection_of(row: AlgorithmSection) -> Selection:
-    """All completions; pairs, where the loss is of preferences."""
+    """Preference pairs for a preference loss, else all completions."""
     return Selection(every_completion, 1) if row.preference_beta is None else Selection(preference_pairs, 2)
 
 
 def every_completion(groups: Sequence[RolloutGroup], rewards: Rewards) -> Chosen:
-    """Them as they are."""
+    """Keeps all groups and rewards."""
     return groups, rewards, {}
 
 
 def preference_pairs(groups: Sequence[RolloutGroup], rewards: Rewards) -> Chosen:
-    """The best and the worst completion of every group whose ``rewards`` differ, in this order: what DPO trains on."""
+    """Keeps the best and the worst completion, in this order, of every group whose ``rewards`` differ, for DPO."""
     pairs, kept = [], []
     for group, values in zip(groups, rewards.values.split([len(g.rewards) for g in groups]), strict=True):
         of_group = values.tolist()

@@ -1,4 +1,4 @@
-"""A stop that is asked where there is nothing to save yet: it is obeyed at once."""
+"""Ends work at once when a stop is requested before there is anything to save."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` gives. Raises Stopped once ``stop`` is set, after ``work`` was cancelled and ended."""
+    """The result of ``work``. If ``stop`` is set first, cancels ``work``, waits for its end and raises Stopped."""
     task, asked = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -24,4 +24,4 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T
         task.cancel()
         await asyncio.wait({task, asked})
         if not task.cancelled():
-            task.exception()  # what it met at its end has no reader
+            task.exception()  # nothing reads an error of the cancelled work

@@ -1,6 +1,6 @@
-"""One rollout batch -> optimizer steps: measure it with the models, assign credit, cut, pack, train.
+"""Trains on one rollout batch: scores it with the models, assigns credit, splits it into minibatches, packs, trains.
 
-The controller's process; every tensor here is on the CPU. Everything random is a function of (seed, step, epoch).
+Runs in the controller process; every tensor here is on the CPU. Randomness is a function of (seed, step, epoch).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Update:
         )
 
     async def __call__(self, groups: Sequence[RolloutGroup], step: int, watch: Stopwatch) -> Row:
-        """Train on a rollout batch; its metrics. Nothing is trained where there is no token for it: no group, no
-        completion that beats another, all of them left out."""
+        """Train on a rollout batch. Returns its metrics. Makes no optimizer step if no token is left to train on: there
+        is no group, no completion beats another, or all are left out."""
         section, longest = self.config.algorithm, self.config.rollout.max_new_tokens
         row: Row = {"tokens/train": 0}
         if not groups:
@@ -94,19 +94,19 @@ class Update:
         return row
 
     def _samples_of(self, groups: Sequence[RolloutGroup]) -> Samples:
-        """With the engine's routes only where they are replayed. Raises DataError where these are not there."""
+        """Samples of the groups, with the engine's routes only for replay. Raises DataError if those are missing."""
         samples = to_samples(groups)
         if self.config.algorithm.routing_replay != "r3":
             return replace(samples, routes=None)
         if samples.routes is None:
             raise DataError(
-                "algorithm.routing_replay=r3, but these completions came without routes: they were sampled before it "
-                "was set; go on with off or r2 until they are trained on, or start a new run"
+                "algorithm.routing_replay=r3, but these completions have no routes: they were sampled before it was "
+                "set; continue with off or r2 until they are trained on, or start a new run"
             )
         return samples
 
     def pack(self, samples: Samples) -> Batch:
-        """Micro-batches of the learner's ranks; pairs stay together."""
+        """Packs samples into micro-batches for the learner's ranks; pairs stay together."""
         learner = self.config.learner
         return pack(
             samples,
@@ -117,7 +117,7 @@ class Update:
         )
 
     async def _measure(self, samples: Samples, watch: Stopwatch) -> Measured:
-        """What the models say of the rollouts before any of them changes; only what the algorithm needs."""
+        """Score the rollouts with all models before any of them changes; only the scores that the algorithm needs."""
         section, roles = self.config.algorithm, self.roles
         batch = self.pack(samples)
         asked = section.old_logprobs == "learner" or section.second_moment_limit is not None
@@ -148,7 +148,7 @@ class Update:
 
     @property
     def _wanted_of_policy(self) -> frozenset[Want]:
-        """Log-probs, and routes where they are recorded to be replayed."""
+        """Log-probs, and the learner's routes if they are to be replayed."""
         return LOGPROBS | {"routes"} if self.config.algorithm.routing_replay == "r2" else LOGPROBS
 
     async def _values(self, samples: Samples, critic: Scorer) -> tuple[Tensor, Tensor]:
@@ -159,7 +159,7 @@ class Update:
         return values[~is_last], values[is_last]
 
     def _with_second_moment_limited(self, samples: Samples, current: Tensor | None, row: Row) -> Samples:
-        """M2PO: tokens far off the policy that sampled them get no advantage; denominators stay those of all tokens."""
+        """M2PO: zero the advantages of tokens far from the policy that sampled them; denominators count all tokens."""
         limit = self.config.algorithm.second_moment_limit
         if limit is None:
             return samples
@@ -196,7 +196,7 @@ class Update:
         return replace(state, kl_coefficient=beta)
 
     async def _train(self, samples: Samples, step: int, watch: Stopwatch, prompts: Sequence[Prompt]) -> Row:
-        """``train.epochs`` passes over the batch, each in minibatches of a fresh order."""
+        """Make ``train.epochs`` passes over the batch, each in minibatches of a new order."""
         c, roles = self.config, self.roles
         rate, critic_rate = learning_rate(c, step), critic_learning_rate(c, step)
         loss = loss_of(c.algorithm, kl_coefficient=self.state.kl_coefficient, max_new_tokens=c.rollout.max_new_tokens)
@@ -206,7 +206,7 @@ class Update:
         row: Row = {"learning_rate": rate, **advantage_row(samples)}
         row |= packing_metrics(batches, dims=c.learner.dims, attention_cost=self.attention_cost)
         critic = roles.learners.get("critic")
-        policy_steps: list[Made | None] = []  # None: it was left out
+        policy_steps: list[Made | None] = []  # None: skipped
         critic_steps: list[Made | None] = []
         for batch in batches:
             async with AtOnce(watch) as at_once:
@@ -230,9 +230,9 @@ class Update:
 
 
 class AtOnce:
-    """Models are asked at once: where they share processes they answer one after the other, in the order asked.
+    """Asks several models concurrently; models that share processes answer one after the other, in the order asked.
 
-    A phase's seconds are those that it is waited for alone, so that phases add up to the time that passed.
+    A phase counts only the seconds spent waiting for it, so that phases add up to the time that passed.
     """
 
     def __init__(self, watch: Stopwatch) -> None:
@@ -243,25 +243,25 @@ class AtOnce:
         return self
 
     def begin(self, phase: str, question: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Ask, after whatever began before."""
+        """Start ``question`` after the questions already begun."""
         task = asyncio.create_task(question, name=phase)
         self._tasks.append(task)
         return task
 
     async def end(self, task: asyncio.Task[T]) -> T:
-        """The answer."""
+        """Wait for the answer, and count the wait for its phase."""
         with self._watch(task.get_name()):
             return await task
 
     async def __aexit__(self, *_: object) -> None:
-        """Where one failed, others are left; an error of theirs would have the same cause."""
+        """Cancel what is not finished; errors of other models would have the same cause."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 def minibatches(samples: Samples, config: RunConfig, step: int, *, unit: int) -> Iterator[Samples]:
-    """``train.minibatches`` parts of all samples, ``train.epochs`` times over, each time in an order of its own."""
+    """Split the samples into ``train.minibatches`` parts, ``train.epochs`` times, each time in a new order."""
     count = min(config.train.minibatches, samples.num_sequences // unit)
     for epoch in range(config.train.epochs):
         for part in split_minibatches(samples, count, seed_of(config.seed, step, epoch), unit=unit):
@@ -269,6 +269,6 @@ def minibatches(samples: Samples, config: RunConfig, step: int, *, unit: int) ->
 
 
 def _by_own_routes(batch: Batch) -> Batch:
-    """For models whose routers are not the policy's."""
+    """The batch without routes, for models that have routers of their own."""
     rows = tuple(tuple(replace(samples, routes=None) for samples in row) for row in batch.micro_batches)
     return replace(batch, micro_batches=rows)

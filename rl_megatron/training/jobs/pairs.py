@@ -1,4 +1,4 @@
-"""Preference pairs from the data, in the place of sampled completions: offline DPO."""
+"""Offline DPO: trains on preference pairs from the data instead of sampled completions."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class PreferencePairs(GroupJob):
-    """Groups of two: a prompt's answer with reward 1 and its rejected one with reward 0, both ended by ``eos``.
+    """Makes groups of two: a prompt's answer with reward 1 and its rejected one with reward 0, both ended by ``eos``.
 
-    Log-probs are 0: nobody sampled these.
+    Their log-probs are 0, as no policy sampled them.
     """
 
     tokenizer: PreTrainedTokenizerBase
     eos: int
 
     async def take(self) -> RolloutBatch:
-        """Pairs of the next prompts. Raises DataError for too long an answer."""
+        """Pairs of the next prompts. Raises DataError for an answer that is too long."""
         self.batches_taken += 1
         prompts = self.prompts.take(self.config.rollout.prompts_per_step)
         groups = tuple(self._group(prompt, self.batches_taken - 1) for prompt in prompts)
@@ -43,7 +43,7 @@ class PreferencePairs(GroupJob):
         tokens, most = (*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.eos), self._longest
         if len(tokens) > most:
             raise DataError(
-                f"prompt {prompt.id!r}: the answer {text!r:.60} has {len(tokens)} tokens with its end, "
+                f"prompt {prompt.id!r}: the answer {text!r:.60} has {len(tokens)} tokens, its end included, but "
                 f"rollout.max_new_tokens={most}; raise it"
             )
         return Completion(

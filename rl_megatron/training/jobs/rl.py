@@ -1,4 +1,4 @@
-"""Reinforcement: completions of the policy itself are sampled, rewarded and trained on."""
+"""Reinforcement learning: samples completions of the policy, rewards them and trains on them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Reinforcement(GroupJob):
     sampler: RolloutSampler
 
     async def take(self) -> RolloutBatch:
-        """The next rollout batch to train on, dynamic sampling done. It may be short, or empty where rewards are equal.
+        """The next rollout batch, after dynamic sampling; short or empty if too many groups have equal rewards.
 
-        Raises DataError where rewards that failed left nothing of it.
+        Raises DataError if failed rewards left no group.
         """
         section = self.config.rollout
         tries, wanted, informative = {
@@ -41,9 +41,9 @@ class Reinforcement(GroupJob):
         found = (
             f"rollout batch {self.batches_taken}: {tries} x {section.prompts_per_step} prompts left "
             f"{len(batch.groups)} groups to train on, {wanted} were wanted: {batch.dropped_groups} were dropped for "
-            f"their reward (log.txt names them), {batch.filtered_groups} had equal rewards"
+            f"a failed reward (log.txt names them), {batch.filtered_groups} had equal rewards"
         )
         if not batch.groups and not batch.filtered_groups:
-            raise DataError(f"{found}. Mend the reward or the data")
-        logger.warning("%s; the step trains on what there is", found)
+            raise DataError(f"{found}. Fix the reward or the data")
+        logger.warning("%s; the step trains on these", found)
         return batch

@@ -1,4 +1,4 @@
-"""Supervised steps on right answers; they end when held-out accuracy is high enough."""
+"""Supervised training on right answers until held-out accuracy is high enough."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Supervised:
-    """A Job of ``training.loop``: cross-entropy on ``Prompt.answer``, by the keys of ``warm_start``."""
+    """A Job of ``training.loop``: cross-entropy on ``Prompt.answer``, configured by ``warm_start``."""
 
     config: RunConfig
     roles: Roles
@@ -36,14 +36,14 @@ class Supervised:
     number: int = 0  # of the last step
 
     async def start(self, *, fresh: bool) -> Row | None:
-        """Push the weights; evaluate them, where a step is to follow."""
+        """Push the weights, and evaluate them if a step follows."""
         if not fresh:
             return None
         await self.roles.weights.push(0)
         return {**self._row(), **await self.evaluation.row()} if self.config.warm_start.steps else None
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
-        """An optimizer step on ``warm_start.batch_size`` problems; the loss is null where it was left out."""
+        """Make an optimizer step on ``warm_start.batch_size`` problems; the loss is null if it was skipped."""
         c, self.number = self.config, number
         prompts = self.prompts.take(c.warm_start.batch_size)
         samples = supervised_samples(prompts, [p.answer for p in prompts], self.tokenizer)
@@ -61,16 +61,16 @@ class Supervised:
         return {"step": 0, "phase": "warm_start", "warm_start/step": self.number}
 
     async def evaluate(self, watch: Stopwatch) -> Row:
-        """Push the weights; held-out accuracy."""
+        """Push the weights, and measure held-out accuracy."""
         await self.roles.weights.push(0)
         return await self.evaluation.row()
 
     def enough(self, row: Row) -> bool:
-        """Where held-out accuracy reached ``warm_start.stop_at_accuracy``."""
+        """Whether held-out accuracy has reached ``warm_start.stop_at_accuracy``."""
         return float(row.get("eval/accuracy") or 0) >= self.config.warm_start.stop_at_accuracy
 
     def learners(self) -> dict[str, Learner]:
-        """The policy alone."""
+        """The policy alone, keyed by its subfolder of a checkpoint."""
         return {"learner": self.roles.policy}
 
     def state(self) -> TrainerState:
@@ -79,7 +79,7 @@ class Supervised:
         return TrainerState(step=0, batches_sampled=0, prompts=prompts, buffer=(), warm_start_step=self.number)
 
     async def restore(self, state: TrainerState) -> None:
-        """Continue from ``state``: the weights are pushed."""
+        """Continue from ``state``, and push the weights."""
         self.number = state.warm_start_step or 0
         self.prompts.restore(state.prompts)
         await self.roles.weights.push(0)

@@ -77,7 +77,7 @@ def test_an_error_of_the_one_who_asks_is_raised_and_all_are_left() -> None:
             at_once.begin("critic", hangs("critic"))
             at_once.begin("train", hangs("policy"))
             await asyncio.sleep(0)
-            raise DataError("these completions came without routes")
+            raise DataError("these completions have no routes")
 
     async def after() -> None:
         with pytest.raises(DataError, match="without routes"):

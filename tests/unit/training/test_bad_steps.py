@@ -88,10 +88,10 @@ def test_the_micro_batch_its_ranks_and_its_prompts_are_named(caplog: pytest.LogC
         assert made(steps, bad()) is None
     assert caplog.messages == [
         "the policy's gradient norm is inf: by micro-batch 1 of data-parallel rank 0 (rank 0 on n1, 1 on n1; prompt "
-        "'long'), micro-batch 3 of data-parallel rank 0 (rank 0 on n1; prompt 'short'). This optimizer step is left "
-        "out, 1 of 3 in a row",
-        "the policy's gradient norm is nan: no micro-batch by itself gives it again: finite parts whose norm is beyond "
-        "float32, or a fault of memory or processor. This optimizer step is left out, 2 of 3 in a row",
+        "'long'), micro-batch 3 of data-parallel rank 0 (rank 0 on n1; prompt 'short'). This optimizer step is "
+        "skipped, 1 of at most 3 in a row",
+        "the policy's gradient norm is nan: no micro-batch reproduces it alone: either finite gradients have a norm "
+        "beyond float32, or memory or processor failed. This optimizer step is skipped, 2 of at most 3 in a row",
     ]
 
 

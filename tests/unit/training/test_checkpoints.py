@@ -152,16 +152,16 @@ def test_every_changed_file_is_named_by_the_rank_that_reads_it(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: {}, "is torn or not of this version: checksum: Field required"),
+        (lambda m: {}, "is torn or was written by another version of rl_megatron: checksum: Field required"),
         (lambda m: {**m, "files": {}}, "lists no trainer.json or no file of learner/"),
         (lambda m: {**m, "files": {k: v for k, v in m["files"].items() if k == "trainer.json"}}, "no file of learner/"),
         (lambda m: {**m, "files": {k: v for k, v in m["files"].items() if k != "trainer.json"}}, "no trainer.json"),
-        (lambda m: {**m, "checksum": "sha256"}, "not of this version: checksum: Input should be 'xxh3_128'"),
-        (lambda m: m["files"], "not of this version"),
-        (lambda m: [], "not of this version"),
+        (lambda m: {**m, "checksum": "sha256"}, "another version of rl_megatron: checksum: Input should be 'xxh3_128'"),
+        (lambda m: m["files"], "another version of rl_megatron"),
+        (lambda m: [], "another version of rl_megatron"),
         (lambda m: {**m, "files": {"../x": m["files"]["trainer.json"], **m["files"]}}, "outside of the checkpoint"),
         (lambda m: {**m, "files": {"/etc/x": m["files"]["trainer.json"], **m["files"]}}, "outside of the checkpoint"),
-        (lambda m: {**m, "files": dict.fromkeys("x" * 9_000, "no digest")}, "not of this version"),
+        (lambda m: {**m, "files": dict.fromkeys("x" * 9_000, "no digest")}, "another version of rl_megatron"),
     ],
 )
 def test_a_manifest_that_lists_nothing_is_refused(tmp_path: Path, change: Any, message: str) -> None:
@@ -183,9 +183,9 @@ def test_what_no_rank_wrote_or_nobody_sees_here_is_no_checkpoint(tmp_path: Path)
 
     with pytest.raises(CheckpointError) as caught:
         saved(tmp_path, Elsewhere())
-    assert "is run.dir one folder on all nodes?" in str(caught.value)
+    assert "run.dir must be one shared folder on all nodes" in str(caught.value)
     assert "__1_0.distcp is missing" in str(caught.value)
-    assert "__2_0.distcp: no rank says that it wrote this file" in str(caught.value)
+    assert "__2_0.distcp: no rank reported that it wrote this file" in str(caught.value)
     assert checkpoints.latest(tmp_path) is None
 
 

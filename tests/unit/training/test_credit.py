@@ -89,7 +89,7 @@ def test_greedy_baseline_is_the_greedy_completions_reward_as_all_are_taken() -> 
     assert halves == [[0.375] * 3, [-0.125] * 2, [-0.125] * 4, [0.0], [0.0] * 2]
     judged = advantages(4, groups, **remax, unfinished_reward=-2.0, overlong_buffer=2, reward_clip=2.5)
     assert judged == [[0.5 - 0.25] * 3, [-0.25] * 2, [-1.25] * 4, [1 + 2.5], [1 + 2.5] * 2]
-    with pytest.raises(DataError, match="without a greedy one"):
+    with pytest.raises(DataError, match="no greedy completion"):
         advantages(**remax)
 
 

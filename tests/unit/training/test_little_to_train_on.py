@@ -112,13 +112,15 @@ def test_a_step_without_a_group_that_teaches_is_skipped(
     """At a pass rate of 0 or 1 a run of days goes on: the next prompts may teach."""
     row, taken = step(tmp_path, [batch(EQUAL), batch(EQUAL, EQUAL)], rollout={"dynamic_sampling": mode})
     assert (row["groups/trained"], row["groups/filtered"], row["tokens/train"], taken) == (0, 3, 0, 0)
-    assert "step 1 has no token to train on, and is skipped" in caplog.text
+    assert "step 1 has no token to train on and is skipped" in caplog.text
 
 
 @pytest.mark.parametrize(("mode", "tries"), [("off", 1), ("refill", 2), ("drop", 2)])
 def test_rewards_that_all_fail_end_the_run(tmp_path: Path, mode: str, tries: int) -> None:
     failed = [RolloutBatch(dropped_groups=4)] * tries
-    with pytest.raises(DataError, match=rf"{4 * tries} were dropped for their reward \(log.txt names them\).*Mend the"):
+    with pytest.raises(
+        DataError, match=rf"{4 * tries} were dropped for a failed reward \(log.txt names them\).*Fix the"
+    ):
         step(tmp_path, failed, rollout={"dynamic_sampling": mode})
 
 
