@@ -1,1 +1,1 @@
-"""Problems in, batches out: prompts and their files, tokens shifted into samples, samples packed into micro-batches."""
+"""Turns problems into batches: reads prompts, shifts tokens into samples, packs samples into micro-batches."""

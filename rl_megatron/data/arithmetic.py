@@ -1,4 +1,4 @@
-"""Additions made on the spot: ``37+08=`` with answer ``540``, lowest digit first; no held-out sum is trained on."""
+"""Generates additions: ``37+08=`` with answer ``540``, lowest digit first. No held-out sum is in the training split."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Sum = tuple[int, int]
 def split_sums(*, digits: int, num_eval: int, seed: int) -> tuple[list[Sum], list[Sum]]:
     """(train, held-out) pairs of addends below ``10**digits``.
 
-    Held out are ``num_eval`` unordered pairs, each asked in one order; train has both orders of the other pairs.
-    Raises ConfigError where nothing would be left to train on.
+    ``num_eval`` unordered pairs are held out, each in one order; train has both orders of the other pairs.
+    Raises ConfigError if nothing would be left to train on.
     """
     limit = 10**digits
     num_sums = limit * (limit + 1) // 2

@@ -1,4 +1,4 @@
-"""Rows of .jsonl and .parquet files, checked one by one: every bad row is named by file and 1-based number."""
+"""Reads .jsonl and .parquet files and checks every row; errors name each bad row by file and 1-based number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from rl_megatron.errors import DataError
 
 MAX_PROBLEMS_SHOWN = 20
-_MAX_SHOWN = 500  # characters of what a file or a library says
+_MAX_SHOWN = 500  # characters of a file's or a library's text in an error
 _ROWS_AT_ONCE = 4096
 
 
@@ -31,9 +31,9 @@ class Record:
 def read_records(path: Path, fields: tuple[str, ...], *, key: str, limit: int | None = None) -> list[Record]:
     """Of every row, in file order: item i of the result is of line (or parquet row) i + 1.
 
-    The first of ``fields`` must be text; another may be a number, a list or the like: it is given as the text that JSON
-    has for it, and as it is among the others. ``key`` is the config key that gave ``path``; only the first ``limit``
-    rows are read where it is given. Raises DataError with all bad rows at once.
+    The first of ``fields`` must be text. Another may be any JSON value: it is returned as JSON text, and unchanged
+    among the others. ``key`` is the config key that gave ``path``; ``limit``, if given, bounds the rows that are read.
+    Raises DataError with all bad rows at once.
     """
     readers: dict[str, Callable[[Path, tuple[str, ...]], Iterator[Mapping[str, object] | str]]] = {
         ".jsonl": _read_jsonl,
@@ -47,7 +47,7 @@ def read_records(path: Path, fields: tuple[str, ...], *, key: str, limit: int | 
         if not path.is_file():
             raise DataError(f"{key}={_cut(str(path))}: no such file")
         rows = [row if isinstance(row, str) else _pick(row, fields) for row in islice(reader(path, fields), limit)]
-    except OSError as error:  # as of a name of more than 255 characters
+    except OSError as error:  # for example a name of more than 255 characters
         raise DataError(f"{key}={_cut(str(path))}: cannot be read: {error.strerror or error}") from error
     if not rows:
         raise DataError(f"{key}={path}: the file is empty; give at least one row")
@@ -76,12 +76,12 @@ def _parse_line(line: bytes) -> Mapping[str, object] | str:
     except (ValueError, RecursionError) as error:
         return f"not JSON: {error}"
     if not isinstance(value, dict):
-        return f"a JSON object is wanted, got {type(value).__name__}"
+        return f"it must be a JSON object, not {type(value).__name__}"
     return value
 
 
 def _finite(text: str) -> float | None:
-    """None for NaN and infinity, which JSON has not."""
+    """None for NaN and infinity, which JSON lacks."""
     return value if math.isfinite(value := float(text)) else None
 
 
@@ -95,7 +95,7 @@ def _pick(row: Mapping[str, object], fields: tuple[str, ...]) -> Record | str:
         value = row[name]
         if not isinstance(value, str):
             if value is None or name == fields[0]:
-                return f"field {name!r} is {value!r:.40} ({type(value).__name__}); text is wanted, so quote it"
+                return f"field {name!r} is {value!r:.40} ({type(value).__name__}); it must be text, so quote it"
             others[name] = value
             value = json.dumps(value, ensure_ascii=False)
         if not value.strip():
@@ -103,7 +103,7 @@ def _pick(row: Mapping[str, object], fields: tuple[str, ...]) -> Record | str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            return f"field {name!r} holds half a surrogate pair, which is no text"
+            return f"field {name!r} holds a lone surrogate, which is not valid text"
         texts.append(value)
     return Record(tuple(texts), others)
 
@@ -117,7 +117,7 @@ def _read_parquet(path: Path, fields: tuple[str, ...]) -> Iterator[Mapping[str, 
         names = table.schema_arrow.names
         if len(set(names)) < len(names):
             name, count = Counter(names).most_common(1)[0]
-            raise DataError(f"{path}: {count} columns are called {_cut(repr(name))}; leave one")
+            raise DataError(f"{path}: {count} columns are called {_cut(repr(name))}; keep one of them")
         if missing := [name for name in fields if name not in names]:
             raise DataError(f"{path}: {_missing(missing[0], names)}")
         for batch in table.iter_batches(_ROWS_AT_ONCE):
@@ -131,7 +131,7 @@ def _read_parquet(path: Path, fields: tuple[str, ...]) -> Iterator[Mapping[str, 
 
 
 def _values(column: Any) -> list[Any]:
-    """Of one column; text as bytes, so that bad UTF-8 is found row by row."""
+    """The values of one column; text stays bytes, so that bad UTF-8 is found row by row."""
     import pyarrow as pa
 
     is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
@@ -140,7 +140,7 @@ def _values(column: Any) -> list[Any]:
 
 
 def _decoded(row: dict[str, Any]) -> Mapping[str, object] | str:
-    """The row with its texts as such."""
+    """The row with its texts decoded, or what is wrong with one."""
     for name, value in row.items():
         if isinstance(value, bytes):
             try:
@@ -151,7 +151,7 @@ def _decoded(row: dict[str, Any]) -> Mapping[str, object] | str:
 
 
 def _as_json(value: object) -> object:
-    """What JSON has for a value of a parquet column: bytes in base64, dates and decimals as text, NaN as null."""
+    """Convert a value of a parquet column to JSON: bytes to base64, dates and decimals to text, NaN to null."""
     match value:
         case None | bool() | int() | str():
             return value

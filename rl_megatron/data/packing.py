@@ -1,9 +1,9 @@
-"""Samples -> Batch [D][M]: whole sequences into micro-batches of equal work that fit the memory of a rank.
+"""Packs whole sequences into micro-batches of equal work that fit a rank's memory: Samples -> Batch [D][M].
 
 A sequence of l positions costs ``l + c * l**2``: the matrix products grow with l, causal attention with its square.
 Longest first, each sequence goes to the micro-batch with the least work that has room (LPT, Graham 1969, under a
-capacity). Micro-batches of like work then share an index m, because expert parallelism makes the ranks of one index
-wait for each other, and the ranks' sums are evened out row by row.
+capacity). Micro-batches of similar work then share an index m, because expert parallelism makes the ranks wait for
+each other at each index, and the ranks' totals are balanced row by row.
 Letters: D data-parallel ranks, M micro-batches a rank, S sequences.
 """
 
@@ -22,28 +22,28 @@ from rl_megatron.data.samples import members_of, rows_of, select
 from rl_megatron.errors import DataError
 from rl_megatron.types import Batch, ParallelDims, Samples
 
-# More micro-batches than memory asks for are tried (an eighth more) until the heaviest is this near the mean.
+# Up to an eighth more micro-batches than memory requires are tried until the heaviest is this near the mean.
 GOOD_IMBALANCE = 1.01
 
 
 def causal_attention_cost(*, linear_parameters: float, attention_width: float) -> float:
     """c in work(l) = l + c * l**2, from floating-point operations of a forward or a backward pass.
 
-    ``linear_parameters`` are those one token is multiplied with (active experts only, output layer included): two
+    ``linear_parameters`` counts the weights that multiply one token (active experts only, output layer included): two
     operations each. ``attention_width`` is num_layers * num_heads * head_dim: scores and values cost two operations
-    each per width and visible position, and a causal token sees l / 2.
+    each per width and visible position, and a causal token sees l / 2 positions.
     """
     return attention_width / linear_parameters
 
 
 def pack(samples: Samples, *, dims: ParallelDims, max_tokens: int, attention_cost: float = 0.0, unit: int = 1) -> Batch:
-    """Every sequence once, in D x M micro-batches of at most ``max_tokens`` positions; the same input, the same batch.
+    """Pack every sequence once into D x M micro-batches of at most ``max_tokens`` positions. Deterministic.
 
-    ``unit`` neighbouring sequences (2 for the pairs of a preference) stay together. The learner pads sequences and
-    micro-batches for TP and CP; no padding is added here, but counted: the padded micro-batch has at most
-    ``max_tokens`` positions too, rounded up to the padding's multiple. With fewer sequences than micro-batches the rest
-    get one position with nothing masked in, since every rank must join the collectives. Raises DataError for an empty
-    batch and for a sequence (a unit) longer than ``max_tokens``.
+    ``unit`` neighbouring sequences (2 for preference pairs) stay together. The learner, not this function, pads for TP
+    and CP; but padding counts: a padded micro-batch also has at most ``max_tokens`` positions, rounded up to the
+    padding's multiple. If there are fewer sequences than micro-batches, the others get one position with nothing masked
+    in, since every rank must join the collectives. Raises DataError for an empty batch and for a sequence (a unit)
+    longer than ``max_tokens``.
     """
     lengths = samples.cu_seqlens.diff().numpy()
     plan = plan_packing(lengths, dims=dims, max_tokens=max_tokens, attention_cost=attention_cost, unit=unit)
@@ -70,7 +70,7 @@ def plan_packing(
         number = int(whole.argmax()) * unit
         name = f"sequence {number} has" if unit == 1 else f"sequences {number} to {number + unit - 1} together have"
         raise DataError(
-            f"{name} {int(whole.max())} positions but a micro-batch holds at most {max_tokens}; "
+            f"{name} {int(whole.max())} positions, but a micro-batch holds at most {max_tokens}; "
             "raise learner.max_tokens_per_micro_batch or lower rollout.max_new_tokens"
         )
     sizes = padded_lengths(lengths, dims).reshape(units).sum(1)
@@ -79,7 +79,7 @@ def plan_packing(
     budget = _round_up(max_tokens, _sequence_multiple(dims) * dims.tp)
     bins, num_bins = _fill(sizes[order], work, dp=dims.dp, budget=budget)
     totals = np.bincount(bins, work, num_bins).astype(np.float64)
-    place = np.empty(num_bins, np.int64)  # of a bin, rank by rank
+    place = np.empty(num_bins, np.int64)  # a bin's place, rank by rank
     place[_deal(totals, dims.dp).ravel()] = np.arange(num_bins)
     places = place[bins]
     cuts = np.cumsum(np.bincount(places, minlength=num_bins))[:-1]
@@ -89,13 +89,13 @@ def plan_packing(
 
 
 def padded_lengths(lengths: NDArray[np.int64], dims: ParallelDims) -> NDArray[np.int64]:
-    """Positions a sequence takes once the learner has cut it into 2 * cp equal chunks."""
+    """Positions of each sequence after the learner has padded it to 2 * cp equal chunks."""
     multiple = _sequence_multiple(dims)
     return -(-lengths // multiple) * multiple
 
 
 def sequence_work(lengths: NDArray[np.int64], attention_cost: float) -> NDArray[np.float64]:
-    """l + c * l**2 [S], in positions of a matrix product."""
+    """Work l + c * l**2 [S] of each sequence, in positions of a matrix product."""
     wide = lengths.astype(np.float64)
     return wide + attention_cost * wide * wide
 
@@ -111,7 +111,7 @@ def _round_up(value: int, multiple: int) -> int:
 def _fill(
     padded: NDArray[np.int64], work: NDArray[np.float64], *, dp: int, budget: int
 ) -> tuple[NDArray[np.int64], int]:
-    """Bin of each sequence, and the number of bins (a multiple of ``dp``). Sequences come longest first."""
+    """The bin of each sequence, and the number of bins (a multiple of ``dp``). Sequences come longest first."""
     sizes, costs = padded.tolist(), work.tolist()
     fewest = _round_up(int(padded.sum()), dp * budget) // (dp * budget)
     best: tuple[NDArray[np.int64], int] | None = None
@@ -119,7 +119,7 @@ def _fill(
     while True:
         num_bins = dp * num_micro
         mean = float(work.sum()) / num_bins
-        # even enough, or no better than the longest sequence alone allows from here on
+        # balanced enough, or limited by the longest sequence from here on
         settled = best_imbalance <= max(GOOD_IMBALANCE, costs[0] / mean)
         if best is not None and (settled or num_micro > fewest + fewest // 8):
             return best
@@ -132,7 +132,7 @@ def _fill(
 
 
 def _longest_first(sizes: list[int], costs: list[float], num_bins: int, budget: int) -> NDArray[np.int64] | None:
-    """Greedy assignment of sequences with falling sizes, or None where they do not fit. O((S + bins) log bins).
+    """Assign sequences of falling sizes greedily; None if they do not fit. O((S + bins) log bins).
 
     A bin without room for this sequence is parked until the sequences are short enough: sizes only fall.
     """
@@ -156,7 +156,7 @@ def _longest_first(sizes: list[int], costs: list[float], num_bins: int, budget: 
 
 
 def _deal(totals: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
-    """Bins [D, M]: column m holds D bins of neighbouring work; the heaviest goes to the rank with the least so far."""
+    """Bins [D, M]: column m holds D bins of similar work; its heaviest goes to the rank with the least total so far."""
     rows = np.argsort(-totals, kind="stable").reshape(len(totals) // dp, dp)
     ranks = np.empty_like(rows)
     sums = np.zeros(dp)
@@ -168,16 +168,16 @@ def _deal(totals: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
 
 
 def _placeholder(samples: Samples) -> Samples:
-    """One position of the first sequence, nothing masked in: a rank with no work joins the collectives with it."""
+    """One position of the first sequence, with nothing masked in, for a rank without work to join the collectives."""
     columns = {name: torch.zeros_like(column[:1]) for name, column in samples.columns.items()}
     kept = {name: c[:1].clone() for name, c in samples.columns.items() if name in ("input_ids", "targets", "routes")}
     return Samples(**(columns | kept), cu_seqlens=torch.tensor([0, 1]))
 
 
 def unpack(batch: Batch, scores: Sequence[Sequence[Tensor]], samples: Samples) -> Tensor:
-    """Scores [D][M] of each position of ``batch`` -> [N] at the positions of the ``samples`` it was packed from.
+    """Scores [D][M] of the positions of ``batch`` -> [N, ...] at the positions of the ``samples`` it was packed from.
 
-    A score may be several numbers: what follows N stays.
+    A score may be several numbers: dimensions after N are kept.
     """
     like = scores[0][0]
     out = like.new_zeros((len(samples.input_ids), *like.shape[1:]))
@@ -189,10 +189,10 @@ def unpack(batch: Batch, scores: Sequence[Sequence[Tensor]], samples: Samples) -
 
 
 def packing_metrics(batches: Sequence[Batch], *, dims: ParallelDims, attention_cost: float) -> dict[str, float]:
-    """Positions trained on, the share of padding among those computed on, and the imbalance of the ranks' work.
+    """Positions trained on, the share of padding among computed positions, and the imbalance of the ranks' work.
 
-    Imbalance is the time of the slowest rank at each micro-batch (ranks wait for one another there), added up, over
-    the mean rank's work; 1 is even.
+    Imbalance is the work of the slowest rank at each micro-batch (ranks wait for each other there), summed, over the
+    mean rank's work; 1 is even.
     """
     slowest = mean = 0.0
     real = computed = 0

@@ -1,4 +1,4 @@
-"""Problems -> Prompts: rendered, tokenized, bounded in length; and the endless shuffled stream of training."""
+"""Renders and tokenizes problems into Prompts, bounds their length, and streams them shuffled without end."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 1000  # prompts given to a tokenizer
-_MOST_CHARACTERS = 100  # a token, on average over a prompt
+_AT_ONCE = 1000  # prompts that a tokenizer gets in one call
+_MOST_CHARACTERS = 100  # per token, on average over a prompt
 
 OnLongPrompt = Literal["fail", "drop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Problem:
-    """A prompt before tokenization. ``place`` is where to look when something is wrong with it."""
+    """A prompt before tokenization. ``place`` says in errors where it comes from."""
 
     id: str
     place: str
@@ -49,8 +49,8 @@ def load_prompts(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """(train, held-out) prompts, in an order that depends on ``data`` and ``seed`` alone.
 
-    ``Prompt.answer`` is the correct answer as the data has it: what rewards compare with and the warm start trains on.
-    Prompts of more than ``max_prompt_tokens`` are an error or are dropped, with a warning that counts them.
+    ``Prompt.answer`` is the correct answer, as in the data: rewards compare with it and the warm start trains on it.
+    A prompt of more than ``max_prompt_tokens`` raises or is dropped, with a warning that counts these.
     Raises DataError that names files and lines.
     """
     splits = _arithmetic_problems(data, seed) if isinstance(data, ArithmeticData) else _file_problems(data, tokenizer)
@@ -66,7 +66,7 @@ def fields_of(data: FileData, path: Path) -> tuple[str, ...]:
 
 
 def check_template(data: FileData) -> None:
-    """Raises ConfigError where the template has no place for the problem."""
+    """Raises ConfigError if the template has no place for the problem."""
     if "{prompt}" not in data.prompt_template:
         raise ConfigError(
             f"data.prompt_template={data.prompt_template!r:.200} has no '{{prompt}}'; write it where the problem goes"
@@ -84,7 +84,7 @@ def first_problem(data: ArithmeticData | FileData) -> tuple[str, str, Mapping[st
 
 
 def _sum(a: int, b: int, digits: int) -> _Problem:
-    text = f"{a:0{digits}}+{b:0{digits}}"  # digits stand in the same columns in every problem
+    text = f"{a:0{digits}}+{b:0{digits}}"  # digits are in the same columns in every problem
     return _Problem(id=text, place=text, text=f"{text}=", answer=f"{a + b:0{digits + 1}}"[::-1])
 
 
@@ -164,8 +164,8 @@ def _tokenize(
 def _encoded(
     problems: Sequence[_Problem], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool, most_characters: int
 ) -> Iterator[tuple[_Problem, list[int] | None]]:
-    """Each problem with its tokens, or None where it has more characters than any that fits; few at a time, because
-    a tokenizer's own records take 100 bytes a token while they last."""
+    """Each problem with its tokens, or with None if it has too many characters to fit. Encodes few at a time, because
+    a tokenizer's own records take 100 bytes a token while they exist."""
     for start in range(0, len(problems), _AT_ONCE):
         part = problems[start : start + _AT_ONCE]
         texts = [p.text for p in part if len(p.text) <= most_characters]
@@ -175,7 +175,7 @@ def _encoded(
 
 
 class PromptStream:
-    """Endless epochs over ``prompts``, each shuffled by (seed, epoch): the order is a function of the position."""
+    """Endless epochs over ``prompts``, each shuffled by (seed, epoch), so that a position determines the order."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int) -> None:
         if not prompts:
@@ -186,7 +186,7 @@ class PromptStream:
         self._order = self._shuffled()
 
     def take(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts; an epoch that ends is followed by the next."""
+        """The next ``n`` prompts, across the end of an epoch if need be."""
         taken: list[Prompt] = []
         while len(taken) < n:
             if self._position == len(self._prompts):
@@ -198,14 +198,14 @@ class PromptStream:
         return taken
 
     def state(self) -> dict[str, int]:
-        """Where the stream stands: ``restore`` of it continues with the same prompts in the same order."""
+        """The position in the stream; ``restore`` of it continues with the same prompts in the same order."""
         return {"epoch": self._epoch, "position": self._position, "num_prompts": len(self._prompts)}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Continue from ``state``. Raises CheckpointError where it is of another data set."""
+        """Continue from ``state``. Raises CheckpointError if it belongs to another data set."""
         if state["num_prompts"] != len(self._prompts):
             raise CheckpointError(
-                f"the checkpoint was made with {state['num_prompts']} training prompts, the data now has "
+                f"the checkpoint was made with {state['num_prompts']} training prompts, but the data has "
                 f"{len(self._prompts)}; resume with the same data and limits"
             )
         self._epoch, self._position = state["epoch"], state["position"]

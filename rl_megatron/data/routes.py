@@ -1,4 +1,4 @@
-"""Routes of sequences: the experts that a model's routers chose, as compact arrays [positions, MoE layers, top_k].
+"""Encodes routes, the experts that a model's routers chose, as compact arrays [positions, MoE layers, top_k].
 
 A sequence of L tokens has L - 1 positions; position i is where token i is the input. A position costs
 ``MoE layers * top_k`` bytes, twice that above 256 experts.
@@ -21,16 +21,16 @@ _NARROW, _WIDE = np.dtype(np.uint8), np.dtype("<i2")
 
 
 def routes_dtype(num_experts: int) -> torch.dtype:
-    """The least that holds an expert's number."""
+    """The smallest dtype that holds an expert's number."""
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
 def encode_routes(experts: NDArray[Any], *, num_experts: int) -> Routes:
-    """``experts`` [positions, MoE layers, top_k] of any integer type. Raises DataError for one that does not exist."""
+    """Encode ``experts`` [positions, MoE layers, top_k] of any integer type. Raises DataError for an unknown expert."""
     if experts.ndim != 3:
-        raise DataError(f"routes have shape {experts.shape}; they are [positions, MoE layers, experts a token]")
+        raise DataError(f"routes have shape {experts.shape}; it must be [positions, MoE layers, experts a token]")
     if experts.size and not 0 <= experts.min() <= experts.max() < num_experts:
-        raise DataError(f"routes name experts {experts.min()} to {experts.max()}; the model has {num_experts}")
+        raise DataError(f"routes name experts {experts.min()} to {experts.max()}, but the model has {num_experts}")
     positions, layers, top_k = experts.shape
     narrow = _NARROW if num_experts <= 256 else _WIDE
     return Routes(data=experts.astype(narrow).tobytes(), shape=(positions, layers, top_k))

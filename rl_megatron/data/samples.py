@@ -1,7 +1,7 @@
-"""Ragged batches: rollouts or supervised targets -> Samples, and gathers over them.
+"""Turns rollouts or supervised targets into ragged Samples, and gathers sequences of them.
 
-The one place where tokens are shifted: a sequence of L tokens becomes L - 1 (input, target) positions.
-Cost is a few array operations for the whole batch; nothing here makes a tensor per sequence.
+Tokens are shifted here and nowhere else: a sequence of L tokens becomes L - 1 (input, target) positions.
+The whole batch takes a few array operations; nothing here makes a tensor per sequence.
 Letters: S sequences, N positions of all of them, L tokens of one.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def to_samples(groups: Sequence[RolloutGroup]) -> Samples:
     """Every row of every trajectory, in the order of ``groups``; only turns are masked in.
 
-    Advantages are 0, and ``old_logprobs`` what the engine reported, until somebody knows better. Raises DataError for a
+    Advantages are 0, and ``old_logprobs`` are the engine's, until the update replaces them. Raises DataError for a
     row without a sampled token, and for routes that do not fit their row.
     """
     rows = [(group.prompt.id, row) for group in groups for one in group.trajectories for row in one.chains]
@@ -40,10 +40,10 @@ def to_samples(groups: Sequence[RolloutGroup]) -> Samples:
 def supervised_samples(
     prompts: Sequence[Prompt], target_texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> Samples:
-    """Each target text and the end-of-sequence token behind its prompt: advantages 1, log-probs 0."""
+    """Each prompt followed by its target text and the end-of-sequence token; advantages 1, log-probs 0."""
     eos = tokenizer.eos_token_id
     if not isinstance(eos, int):
-        raise DataError("the tokenizer has no eos_token, so a supervised target would have no end; add one to it")
+        raise DataError("the tokenizer has no eos_token to end a supervised target with; add one to it")
     targets = tokenizer(list(target_texts), add_special_tokens=False)["input_ids"]
     rows = [np.array((*p.token_ids, *ids, eos), np.int32) for p, ids in zip(prompts, targets, strict=True)]
     turns = [[(len(p.token_ids), np.zeros(len(ids) + 1, np.float32))] for p, ids in zip(prompts, targets, strict=True)]
@@ -52,7 +52,7 @@ def supervised_samples(
 
 
 def rows_of(cu_seqlens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the sequences ``indices`` [K] one after the other, and the boundaries [K + 1] between them there."""
+    """Concatenated positions of the sequences ``indices`` [K], and the boundaries [K + 1] between them."""
     starts, lengths = cu_seqlens[:-1][indices], cu_seqlens.diff()[indices]
     bounds = torch.zeros(len(indices) + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=bounds[1:])
@@ -61,16 +61,16 @@ def rows_of(cu_seqlens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def select(samples: Samples, indices: Tensor) -> Samples:
-    """The sequences ``indices`` [K] int64 of ``samples``, in that order, in memory of their own."""
+    """A copy of the sequences ``indices`` [K] int64 of ``samples``, in that order."""
     rows, cu_seqlens = rows_of(samples.cu_seqlens, indices)
     columns = {name: column.index_select(0, rows) for name, column in samples.columns.items()}
     return Samples(**columns, cu_seqlens=cu_seqlens)
 
 
 def with_last_tokens(samples: Samples) -> tuple[Samples, Tensor]:
-    """Each sequence with its last target as one more input, and which positions those are, [N + S] bool.
+    """Append each sequence's last target as one more input; also returns these positions, [N + S] bool.
 
-    A critic's value there is that of the whole sequence. Nothing is masked in, and targets are 0.
+    A critic's value there is the value of the whole sequence. Nothing is masked in, and targets are 0.
     """
     cu_seqlens = samples.cu_seqlens + torch.arange(len(samples.cu_seqlens))
     is_last = torch.zeros(int(cu_seqlens[-1]), dtype=torch.bool)
@@ -92,22 +92,22 @@ def with_last_tokens(samples: Samples) -> tuple[Samples, Tensor]:
 
 
 def members_of(units: NDArray[np.int64], unit: int) -> NDArray[np.int64]:
-    """The sequences, [K * unit], of units [K] of ``unit`` neighbouring sequences each."""
+    """The sequences [K * unit] of ``units`` [K], each of ``unit`` neighbouring sequences."""
     return (units[:, None] * unit + np.arange(unit)).reshape(-1)
 
 
 def split_minibatches(samples: Samples, num: int, seed: int, *, unit: int = 1) -> list[Samples]:
-    """``num`` shuffled parts that hold every sequence once; their counts of units differ by at most one."""
+    """Split into ``num`` shuffled parts whose counts of units differ by at most one."""
     count = samples.num_sequences // unit
     if not 1 <= num <= count:
         what = "sequences" if unit == 1 else "pairs"
-        raise DataError(f"cannot split {count} {what} into {num} minibatches; train.minibatches is 1 to that")
+        raise DataError(f"cannot split {count} {what} into {num} minibatches; set train.minibatches to at most {count}")
     order = np.random.default_rng(seed).permutation(count)
     return [select(samples, torch.from_numpy(members_of(part, unit))) for part in np.array_split(order, num)]
 
 
 def _join(ids: Sequence[str], rows: Sequence[TokenIds], turns: Sequence[Sequence[tuple[int, LogProbs]]]) -> Samples:
-    """``turns`` of each row are (first token, a log-prob for each token); ``ids`` are the prompts', for errors."""
+    """Join rows. Each row's ``turns`` are (first token, log-probs); ``ids`` are the prompts', for errors."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths - 1)))
     total = int(cu_seqlens[-1])
@@ -116,8 +116,8 @@ def _join(ids: Sequence[str], rows: Sequence[TokenIds], turns: Sequence[Sequence
         if not of_row or not all(1 <= start < start + len(said) <= length for start, said in of_row):
             bounds = [(start, start + len(said)) for start, said in of_row]
             raise DataError(
-                f"prompt {prompt!r}: sampled tokens {bounds} in a row of {length}; a sequence needs a prompt token and "
-                "a sampled token, at least one each"
+                f"prompt {prompt!r}: sampled tokens are {bounds} in a row of {length}; a sequence needs at least one "
+                "prompt token and one sampled token"
             )
         for start, said in of_row:
             begin = first + start - 1  # of the position whose target is the turn's first token

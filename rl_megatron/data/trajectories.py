@@ -1,4 +1,4 @@
-"""Completions -> trajectories: what one request answers is a row of one turn behind its prompt."""
+"""Turns completions into trajectories: each becomes a row of its prompt followed by one turn."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def single_turns(
     texts: Sequence[str] | None = None,
     rewards: Sequence[float] | None = None,
 ) -> RolloutGroup:
-    """A trajectory of each completion. Where nobody scores them, texts are empty and rewards 0."""
-    before = np.array(prompt.token_ids, np.int32)  # once for all: it walks Python numbers
+    """A group with a trajectory for each completion. Without scores texts are empty and rewards 0."""
+    before = np.array(prompt.token_ids, np.int32)  # once: it is a Python loop
     count = len(completions)
     parts = zip(completions, texts or ("",) * count, rewards or (0.0,) * count, strict=True)
     return RolloutGroup(prompt=prompt, trajectories=tuple(_trajectory(before, *part) for part in parts))

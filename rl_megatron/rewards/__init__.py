@@ -1,1 +1,1 @@
-"""What completions are worth: the registered reward functions and those of the user."""
+"""Reward functions: the registered ones, the user's own, servers, models, and weighted sums."""

@@ -1,4 +1,4 @@
-"""A reward model: a Hugging Face sequence classifier, loaded once, run in batches in the controller process."""
+"""A reward model: a Hugging Face sequence classifier that runs in batches in the controller process."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class ClassifierReward:
-    """The logit of a classifier's only label, or the probability of ``label``, for prompt and completion as one text.
+    """Scores prompt and completion as one text: the logit of the only label, or the probability of ``label``.
 
-    A group is cut into batches by itself, so that its rewards do not depend on what else is scored; one group is
-    scored at a time. Raises ConfigError for a folder that is no such classifier.
+    It scores one group at a time, in batches of that group alone, so that rewards do not depend on other groups.
+    Raises ConfigError for a folder that holds no such classifier.
     """
 
     def __init__(self, folder: Path, section: RewardModelSection, *, key: str) -> None:
         where = f"{key}=hf:{folder}"
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"{where}: no config.json there; give the folder of a Hugging Face sequence classifier")
+            raise ConfigError(f"{where}: it has no config.json; give the folder of a Hugging Face sequence classifier")
         self._section = section
         self._model, self._tokenizer = _load(folder, section, where)
         self._label = _label(self._model.config, section.label, where)
@@ -39,7 +39,7 @@ class ClassifierReward:
         self._turn = asyncio.Semaphore(1)
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
-        """The time waiting for other groups counts towards ``reward.timeout_seconds``."""
+        """Waiting for other groups counts towards ``reward.timeout_seconds``."""
         async with self._turn:
             return await in_daemon_thread(partial(self._score, prompt.text, list(texts)))
 
@@ -52,7 +52,7 @@ class ClassifierReward:
         return [Scored(total=float(reward)) for batch in batches for reward in batch]
 
     def _forward(self, prompt: str, texts: Sequence[str]) -> Tensor:
-        """[len(texts)] float32."""
+        """Rewards [len(texts)] float32."""
         encoded = self._tokenizer(
             [self._whole(prompt, text) for text in texts],
             add_special_tokens=not self._section.chat_template,  # the template writes its own
@@ -84,23 +84,23 @@ def _load(folder: Path, section: RewardModelSection, where: str) -> tuple[Any, A
             folder, truncation_side="left", padding_side="right", local_files_only=True
         )
         model = model.to(section.device).eval()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: a device that is not there
+    except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: a missing device
         raise ConfigError(f"{where} on reward.model.device={section.device}: {error}") from error
     if loading["missing_keys"]:
         raise ConfigError(
-            f"{where}: its files hold no {', '.join(sorted(loading['missing_keys']))}, which would be random; "
+            f"{where}: its files lack {', '.join(sorted(loading['missing_keys']))}, so these weights would be random; "
             "give a folder that was saved as a sequence classifier"
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
-        raise ConfigError(f"{where}: its tokenizer has neither a padding token nor an end token; name one in its files")
-    model.config.pad_token_id = tokenizer.pad_token_id  # where a decoder's classifier reads: the last that is not it
+        raise ConfigError(f"{where}: its tokenizer has neither a padding nor an end token; add one to its files")
+    model.config.pad_token_id = tokenizer.pad_token_id  # a decoder's classifier reads the last other token
     return model, tokenizer
 
 
 def _label(config: Any, wanted: str | None, where: str) -> int:
-    """Index of the label that is read. Raises ConfigError with the labels there are."""
+    """Index of the label to read. Raises ConfigError that names the labels."""
     labels = {str(name): int(index) for index, name in sorted(config.id2label.items())}
     if wanted is None:
         if config.num_labels == 1:
@@ -114,7 +114,7 @@ def _label(config: Any, wanted: str | None, where: str) -> int:
 
 
 def _max_tokens(config: Any, tokenizer: Any, wanted: int | None, where: str) -> int:
-    known = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]  # either may be the less
+    known = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]  # either may be smaller
     most = min(int(limit) for limit in known if limit is not None)
     if wanted is not None and wanted > most:
         raise ConfigError(f"reward.model.max_tokens={wanted}: {where} reads at most {most}; set that, or null")

@@ -1,4 +1,4 @@
-"""1 where the completion is the answer, white space around them aside."""
+"""Rewards a completion that equals the answer, apart from surrounding white space."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from rl_megatron.types import Completion, Prompt, Scored
 
 
 async def exact_match(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
-    """1.0 where a text equals ``prompt.answer``, else 0.0."""
+    """1.0 if a text equals ``prompt.answer``, else 0.0."""
     answer = prompt.answer.strip()
     return [Scored(total=float(text.strip() == answer)) for text in texts]

@@ -1,4 +1,4 @@
-"""1 where the last number of the completion is the answer's (GSM8K: the one behind ``####``)."""
+"""Rewards a completion whose last number equals the answer's (GSM8K: the number after ``####``)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fractions import Fraction
 from rl_megatron.errors import RewardError
 from rl_megatron.types import Completion, Prompt, Scored
 
-MAX_DIGITS = 1000  # a sampled run of digits beyond it equals no answer; Python refuses to read 4300 and more
+MAX_DIGITS = 1000  # a sampled number with more equals no answer; Python refuses to parse 4300 and more
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+"
-# A sign counts where it does not subtract from something in front of it: "5-3" ends in 3, "= -3" in -3.
+# A minus is a sign unless it subtracts from something before it: "5-3" ends in 3, "= -3" in -3.
 _NUMBER = re.compile(
     rf"(?P<sign>(?<![\w.)%])[-+\u2212])?\$?(?P<inner>(?<=\$)[-+\u2212])?(?P<top>{_DIGITS})(?:/(?P<bottom>\d+(?:\.\d+)?))?",
     re.ASCII,
@@ -20,10 +20,9 @@ _NUMBER = re.compile(
 
 
 async def final_number(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
-    """1.0 where the numbers are equal as exact fractions: ``0.5``, ``1/2``, ``.50`` and ``$0.50`` are one number.
+    """1.0 if the numbers are equal as exact fractions, else 0.0: ``0.5``, ``1/2``, ``.50`` and ``$0.50`` are equal.
 
-    Units are not read: ``%`` and ``$`` do not change a number, and commas between thousands are left out.
-    Raises RewardError where the answer holds no number.
+    Ignores units (``%`` and ``$``) and commas between thousands. Raises RewardError if the answer holds no number.
     """
     wanted = last_number(prompt.answer.rsplit("####", 1)[-1])
     if wanted is None:
@@ -32,7 +31,7 @@ async def final_number(prompt: Prompt, completions: Sequence[Completion], texts:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in ``text``, or None where there is none (or one of more than ``MAX_DIGITS`` digits)."""
+    """The last number in ``text``; None if there is none or if it has more than ``MAX_DIGITS`` digits."""
     last = None
     for last in _NUMBER.finditer(text):  # noqa: B007  # only the last is wanted
         pass

@@ -1,4 +1,4 @@
-"""1 where the whole completion matches a regular expression."""
+"""Rewards a completion that matches a regular expression as a whole."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rl_megatron.types import Completion, Prompt, Scored
 
 
 class FormatReward:
-    """1.0 where ``pattern`` matches a text from its first character to its last, else 0.0.
+    """1.0 if ``pattern`` matches a text from its first character to its last, else 0.0.
 
-    Matching holds the interpreter, so no time limit ends a pattern that backtracks without end.
+    Matching holds the interpreter's lock, so no time limit can end a pattern that backtracks endlessly.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -25,10 +25,10 @@ class FormatReward:
 
 
 def format_reward(section: RewardSection) -> FormatReward:
-    """The reward of ``reward.format``. Raises ConfigError where it has no pattern."""
+    """The reward of ``reward.format``. Raises ConfigError if it has no pattern."""
     if section.format.pattern is None:
         raise ConfigError(
             "the reward function format needs reward.format.pattern, a regular expression for the whole completion, "
-            r"as in reward.format.pattern='(?s)<think>.*</think>\s*\S.*'"
+            r"for example reward.format.pattern='(?s)<think>.*</think>\s*\S.*'"
         )
     return FormatReward(section.format.pattern)

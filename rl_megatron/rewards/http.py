@@ -1,4 +1,4 @@
-"""A reward that a server gives: JSON over HTTP. docs/rewards.md has the two bodies."""
+"""Asks a server for rewards: JSON over HTTP. docs/rewards.md shows request and answer."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from rl_megatron.types import Completion, Prompt, Scored
 logger = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 1 << 20
-_PASSING = (408, 429)  # statuses below 500 that another attempt may not meet
+_PASSING = (408, 429)  # statuses below 500 after which another attempt may succeed
 
 
 class _TryAgain(Exception):
-    """An attempt failed in a way that may pass."""
+    """An attempt failed, but another may succeed."""
 
 
 class HttpReward:
     """POSTs the completions of a prompt to ``url``; at most ``concurrency`` requests are in flight.
 
-    An attempt without a connection, without an answer in time or of status 408, 429 or 5xx is made again after a wait
-    that doubles; any other status but 200, and an answer of another shape, is an error at once. Redirects are not
-    followed and proxies not asked. Raises ConfigError for a URL that cannot be asked.
+    It retries, after a wait that doubles, without a connection, without an answer in time, and on status 408, 429 and
+    5xx. Any other status but 200 and an answer of another form is an error at once. It follows no redirects and uses
+    no proxies. Raises ConfigError for a URL that it cannot use.
     """
 
     def __init__(self, url: str, section: HttpSection, *, key: str) -> None:
@@ -42,7 +42,7 @@ class HttpReward:
         self._slots = asyncio.Semaphore(section.concurrency)
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
-        """Raises RewardError that names the URL, the prompt and what was answered."""
+        """Raises RewardError that names the URL, the prompt and the answer."""
         body = _request(prompt, completions, texts)
         wait = self._section.backoff_seconds
         for left in range(self._section.retries, -1, -1):
@@ -53,8 +53,8 @@ class HttpReward:
                 if not left:
                     tries = self._section.retries + 1
                     raise RewardError(f"{self._url}, prompt {prompt.id!r}: {error}; attempts made: {tries}") from error
-                logger.warning("%s, prompt %r: %s; again in %g s", self._url, prompt.id, error, wait)
-            except (ValueError, OverflowError) as error:  # the second: an integer beyond any float
+                logger.warning("%s, prompt %r: %s; retrying in %g s", self._url, prompt.id, error, wait)
+            except (ValueError, OverflowError) as error:  # OverflowError: an integer beyond any float
                 raise RewardError(f"{self._url}, prompt {prompt.id!r}: {error}") from error
             await asyncio.sleep(wait)
             wait *= 2
@@ -66,7 +66,7 @@ class HttpReward:
             async with self._slots, asyncio.timeout(limit):
                 status, answer = await self._post(body)
         except TimeoutError as error:
-            raise _TryAgain(f"no answer in reward.http.timeout_seconds={limit}") from error
+            raise _TryAgain(f"no answer within reward.http.timeout_seconds={limit}") from error
         except httpx2.TransportError as error:
             raise _TryAgain(f"{type(error).__name__}: {error!s:.500}") from error
         if status == 200:
@@ -77,7 +77,7 @@ class HttpReward:
         raise ValueError(said)
 
     async def _post(self, body: bytes) -> tuple[int, bytes]:
-        """Status and body of one request on a connection of its own; who cancels it closes that."""
+        """Status and body of one request on its own connection, which a cancellation closes."""
         client = httpx2.AsyncClient(timeout=None, trust_env=False, verify=self._trusted)
         headers = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
         async with client, client.stream("POST", self._url, content=body, headers=headers) as response:
@@ -90,18 +90,18 @@ class HttpReward:
 
 
 def _check(url: str, key: str) -> None:
-    """Raises ConfigError for what cannot be asked."""
+    """Raises ConfigError for a URL that cannot be used."""
     try:
         parts = urlsplit(url)
-        parts.port  # noqa: B018  # raises where it is no port
+        parts.port  # noqa: B018  # raises for an invalid port
     except ValueError as error:
         raise ConfigError(f"{key}={url!r:.200}: {error}; write it as http://host:port/path") from error
     if re.search(r"[^!-~]", url):
-        raise ConfigError(f"{key}={url!r:.200}: it holds white space or letters outside ASCII; write those as %XX")
+        raise ConfigError(f"{key}={url!r:.200}: it holds white space or non-ASCII characters; write these as %XX")
     if not parts.hostname:
         raise ConfigError(f"{key}={url!r:.200}: it names no host; write it as http://host:port/path")
     if parts.username is not None:
-        raise ConfigError(f"{key}: a URL with a user name or password in it is written to logs; leave them out")
+        raise ConfigError(f"{key}: remove user name and password from the URL; it is written to logs")
 
 
 def _request(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> bytes:
@@ -119,7 +119,7 @@ def _request(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[
 
 
 def _rewards(answer: bytes, count: int) -> list[Scored]:
-    """The rewards of ``{"rewards": [...]}``, NaN for a null. Raises ValueError that shows what is there instead."""
+    """The rewards of ``{"rewards": [...]}``, NaN for a null. Raises ValueError that shows the answer."""
     if len(answer) > MAX_ANSWER_BYTES:
         raise ValueError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
     try:
@@ -128,12 +128,12 @@ def _rewards(answer: bytes, count: int) -> list[Scored]:
         raise ValueError(f"the answer is not JSON: {_shown(answer)}") from error
     rewards = value.get("rewards") if isinstance(value, dict) else None
     if not isinstance(rewards, list):
-        raise ValueError(f'the answer is {_shown(answer)}; wanted is {{"rewards": [number, ...]}}')
+        raise ValueError(f'the answer is {_shown(answer)}; it must be {{"rewards": [number, ...]}}')
     if len(rewards) != count:
-        raise ValueError(f"{len(rewards)} rewards answered for {count} completions: {_shown(answer)}")
+        raise ValueError(f"the answer holds {len(rewards)} rewards for {count} completions: {_shown(answer)}")
     for i, reward in enumerate(rewards):
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
-            raise ValueError(f"rewards[{i}] is {reward!r:.80}; a number or null is wanted")
+            raise ValueError(f"rewards[{i}] is {reward!r:.80}; it must be a number or null")
     return [Scored(total=math.nan if reward is None else float(reward)) for reward in rewards]
 
 

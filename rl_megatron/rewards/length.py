@@ -1,4 +1,4 @@
-"""A preference for completions of some number of tokens."""
+"""Rewards completions whose number of tokens is in a range."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LengthReward:
         self._section = section
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
-        """A reward for each completion, of its number of tokens alone."""
+        """A reward for each completion, from its number of tokens alone."""
         return [Scored(total=self._of(len(completion.token_ids))) for completion in completions]
 
     def _of(self, tokens: int) -> float:
@@ -32,7 +32,7 @@ class LengthReward:
 
 
 def length_reward(section: RewardSection) -> LengthReward:
-    """The reward of ``reward.length``. Raises ConfigError where it prefers nothing."""
+    """The reward of ``reward.length``. Raises ConfigError if it prefers no length."""
     if section.length.max_tokens is None and section.length.min_tokens == 0:
         raise ConfigError(
             "the reward function length gives every completion 1; set reward.length.max_tokens or "

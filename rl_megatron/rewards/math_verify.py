@@ -1,4 +1,4 @@
-"""1 where the completion's last expression is mathematically the answer, by the math-verify library."""
+"""Rewards a completion whose last expression equals the answer mathematically, by the math-verify library."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rl_megatron.types import Completion, Prompt, Scored
 
 
 async def math_verify(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
-    """1.0 where math-verify finds the two equal, else 0.0; what it cannot read is 0.0.
+    """1.0 if math-verify finds the two equal, else 0.0, also for a text that it cannot parse.
 
-    The answer may be plain, LaTeX, or GSM8K's (the part behind ``####``). math-verify's own time limits need the main
+    The answer may be plain, LaTeX, or GSM8K's (the part after ``####``). math-verify's own time limits need the main
     thread's signals, so they are off: ``reward.timeout_seconds`` bounds this call.
-    Raises RewardError for an answer that is no expression, ConfigError where the library is missing.
+    Raises RewardError for an answer that is not an expression, ConfigError if the library is missing.
     """
     return await in_daemon_thread(partial(_score, prompt, list(texts)))
 
@@ -32,6 +32,6 @@ def _score(prompt: Prompt, texts: Sequence[str]) -> list[Scored]:
     answer = prompt.answer.rsplit("####", 1)[-1].strip()
     wanted = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)
     if not wanted:
-        raise RewardError(f"prompt {prompt.id!r}: math-verify reads no expression in its answer {answer!r:.80}")
+        raise RewardError(f"prompt {prompt.id!r}: math-verify finds no expression in its answer {answer!r:.80}")
     read = (parse(text, parsing_timeout=None) for text in texts)
     return [Scored(total=float(verify(wanted, one, timeout_seconds=None, raise_on_error=False))) for one in read]

@@ -1,6 +1,6 @@
-"""Reward functions of the user's own: run where they can end and hold up nobody, their numbers checked there too.
+"""Runs the user's own reward functions off the event loop, so that they cannot block it, and checks their numbers.
 
-Such a function gives numbers; `scored` alone makes a `Scored` of each.
+Such a function returns numbers; `scored` turns each into a `Scored`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rl_megatron.user_code import describe_error
 
 
 class Plain:
-    """A plain function as a RewardFunction, in a thread. What it raises is a RewardError with its name and text."""
+    """Runs a plain function in a thread. Its exceptions become RewardErrors with their type and text."""
 
     def __init__(self, function: Callable[[Prompt, Sequence[Completion], Sequence[str]], object]) -> None:
         self._function = function
@@ -35,7 +35,7 @@ class Plain:
 
 
 class Async:
-    """An ``async`` function likewise, on an event loop apart."""
+    """Runs an ``async`` function on a separate event loop. Its exceptions become RewardErrors likewise."""
 
     def __init__(self, function: Callable[[Prompt, Sequence[Completion], Sequence[str]], Awaitable[object]]) -> None:
         self._function = function
@@ -43,7 +43,7 @@ class Async:
     async def __call__(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
     ) -> Sequence[Scored]:
-        """Awaits the function on an event loop apart."""
+        """Awaits the function on the separate event loop."""
 
         async def call() -> Sequence[Scored]:
             try:
@@ -55,25 +55,25 @@ class Async:
 
 
 def scored(given: object, count: int) -> tuple[Scored, ...]:
-    """``count`` numbers that a function gave, NaN and infinity among them. At most one more than ``count`` is read.
+    """Check that a function returned ``count`` numbers (NaN and infinity count), reading at most one more.
 
-    Raises RewardError that says what was given instead, and what a number raises that is none.
+    Raises RewardError that says what it returned instead, and whatever converting a value to float raises.
     """
-    wanted = "a list of one number for each completion is wanted"
+    wanted = "it must return a list with one number for each completion"
     if isinstance(given, str | bytes | Mapping | Set) or not isinstance(given, Iterable):
-        raise RewardError(f"gave {_a(given)}; {wanted}")
+        raise RewardError(f"returned {_a(given)}; {wanted}")
     rewards = []
     for i, value in enumerate(islice(given, count + 1)):
         if value is None or isinstance(value, str | bytes):
-            raise RewardError(f"gave {_a(value)} for completion {i}; {wanted}")
+            raise RewardError(f"returned {_a(value)} for completion {i}; {wanted}")
         rewards.append(Scored(total=float(value)))
     if len(rewards) != count:
         many = len(given) if isinstance(given, Sized) else f"more than {count}" if rewards[count:] else len(rewards)
-        raise RewardError(f"gave {many} rewards for {count} completions; one for each is wanted")
+        raise RewardError(f"returned {many} rewards for {count} completions; it must return one for each")
     return tuple(rewards)
 
 
 def _a(value: object) -> str:
-    """None, or its type and how it begins where that is text."""
+    """None, or the type and, of text, the beginning."""
     shown = f" {value[:40]!r}" if isinstance(value, str | bytes) else ""
     return "None" if value is None else f"a {type(value).__name__:.80}{shown}"

@@ -1,4 +1,4 @@
-"""The names that ``reward.function`` may have, functions of the user's own, servers, models, and sums of them."""
+"""Resolves ``reward.function``: registered names, the user's own functions, servers, models, and sums of these."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ CONFIGURED: dict[str, Callable[[RewardSection], RewardFunction]] = {
 
 
 def resolve_reward(reward: RewardSection | str) -> RewardFunction:
-    """The reward of the section, or of ``reward.function`` alone with default options.
+    """The reward function of a section, or of a ``reward.function`` with default options.
 
     A function is a registered name, an http:// or https:// URL, ``hf:<folder>`` of a sequence classifier (loaded here),
     or ``package.module:function``. Your own takes (prompt, completions, texts) and returns one float per completion;
-    it may be ``async``. One that is not runs in a thread, so it may block. A section with parts gives their weighted
-    sum. Raises ConfigError that names what is not there and what is near it.
+    it may be ``async``, else it runs in a thread and may block. A section with parts becomes their weighted sum.
+    Raises ConfigError that names the unknown function and the nearest known one.
     """
     section = RewardSection(function=reward) if isinstance(reward, str) else reward
     if not section.parts:
@@ -65,7 +65,7 @@ def _function(name: str, section: RewardSection, key: str) -> RewardFunction:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"{key}={name!r:.200} is unknown; {hint}allowed: {', '.join(known)}, package.module:function of your own, "
+            f"{key}={name!r:.200} is unknown; {hint}allowed: {', '.join(known)}, your own package.module:function, "
             "an http:// or https:// URL, or hf:<folder of a sequence classifier>"
         )
     return REWARDS[name]

@@ -1,4 +1,4 @@
-"""One call of a reward function: bounded in time; what it does wrong is an answer, not an exception."""
+"""Calls a reward function within a time limit, and returns its failures as results instead of raising."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_megatron.interfaces import RewardFunction
 from rl_megatron.types import Completion, Prompt, Scored
 from rl_megatron.user_code import describe_error
 
-_MOST_NAMED = 3  # completions without a finite reward
+_MOST_NAMED = 3  # completions without a finite reward that a message names
 
 
 async def score(
@@ -22,16 +22,16 @@ async def score(
     *,
     limit: float,
 ) -> tuple[Scored, ...]:
-    """Ask ``function``, for ``limit`` seconds (reward.timeout_seconds) at most.
+    """Call ``function``, and wait at most ``limit`` seconds (reward.timeout_seconds).
 
-    Where it gives no finite reward the total is NaN, and the ``error`` says why: all have the same one where it raises
-    or is late.
+    A completion without a finite reward gets the total NaN and an ``error`` that says why. If ``function`` raises or is
+    late, all completions get the same error.
     """
     try:
         async with asyncio.timeout(limit) as time:
             given = await function(prompt, completions, texts)
         return tuple(_finite(i, one) for i, (one, _) in enumerate(zip(given, completions, strict=True)))
-    except Exception as error:  # noqa: BLE001  whatever is raised is named and counted
+    except Exception as error:  # noqa: BLE001  any exception is named and counted
         late = isinstance(error, TimeoutError) and time.expired()
         problem = f"no answer in reward.timeout_seconds={limit:g}" if late else describe_error(error)
         return (Scored(total=math.nan, error=problem),) * len(completions)
@@ -45,7 +45,7 @@ def errors_of(scored: Sequence[Scored]) -> list[str]:
 
 
 def _finite(index: int, one: Scored) -> Scored:
-    """With an error where the total of completion ``index`` is not finite; it names the parts that are not."""
+    """Add an error if the total of completion ``index`` is not finite; it names the parts that are not."""
     if math.isfinite(one.total):
         return one
     parts = [f"{name}: {value}" for name, value in one.parts.items() if not math.isfinite(value)]

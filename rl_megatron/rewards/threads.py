@@ -1,4 +1,4 @@
-"""Scorers beside the event loop: those that block in threads, the user's that are ``async`` on a loop apart."""
+"""Runs scorers off the event loop: blocking ones in threads, the user's ``async`` ones on a separate loop."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 async def in_daemon_thread(call: Callable[[], T]) -> T:
-    """What ``call`` returns or raises, run in a thread of its own; what would end an event loop is a RewardError.
+    """Run ``call`` in its own thread. Exceptions that would end an event loop become a RewardError.
 
-    Cancelling stops the waiting, not the thread. It is a daemon, unlike those of ``asyncio.to_thread``: a scorer that
-    never returns must not keep the process from ending.
+    Cancelling stops the waiting, not the thread. It is a daemon, unlike the threads of ``asyncio.to_thread``: a scorer
+    that never returns must not keep the process alive.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -45,10 +45,10 @@ async def in_daemon_thread(call: Callable[[], T]) -> T:
 
 
 async def on_loop_apart(call: Callable[[], Coroutine[None, None, T]]) -> T:
-    """What the coroutine of ``call`` returns or raises, run on an event loop of a daemon thread that all such share.
+    """Run the coroutine of ``call`` on the event loop of a daemon thread that all ``async`` scorers share.
 
-    Cancelling stops the waiting at once and asks the coroutine to end, whether it does or not. One that blocks, or
-    exits, holds up others of its kind and nobody else.
+    Cancelling stops the waiting at once and cancels the coroutine without waiting for its end. A coroutine that blocks
+    or exits delays only other ``async`` scorers.
     """
 
     async def outcome() -> tuple[T | None, Exception | None]:
@@ -65,7 +65,7 @@ async def on_loop_apart(call: Callable[[], Coroutine[None, None, T]]) -> T:
 
 
 def _passable(error: BaseException) -> Exception:
-    """The error, or a RewardError in the place of one that a future cannot hold or that would end who awaits it."""
+    """The error, or a RewardError in place of one that a future cannot hold or that would end the awaiting task."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return RewardError(describe_error(error))
@@ -77,7 +77,7 @@ def _loop_apart() -> asyncio.AbstractEventLoop:
 
     def turn() -> None:
         while not loop.is_closed():
-            with contextlib.suppress(BaseException):  # a task of the user's own may exit
+            with contextlib.suppress(BaseException):  # the user's task may exit
                 loop.run_forever()
 
     threading.Thread(target=turn, name="rewards' loop", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Several rewards added up by weight, each kept by name."""
+"""Adds several rewards by weight, and keeps each part by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_megatron.user_code import describe_error
 
 
 class WeightedSum:
-    """Scores with all parts at once. A part that raises fails the whole call."""
+    """Scores with all parts concurrently. A part that raises fails the whole call."""
 
     def __init__(self, parts: Mapping[str, tuple[float, RewardFunction]]) -> None:
         self._weights = {name: weight for name, (weight, _) in parts.items()}
@@ -27,13 +27,13 @@ class WeightedSum:
                     tasks.create_task(_part(name, function, prompt, completions, texts))
                     for name, function in self._functions.items()
                 ]
-        except ExceptionGroup as failed:  # the first is the cause; the others were cancelled for it
+        except ExceptionGroup as failed:  # the first is the cause; it cancelled the others
             raise failed.exceptions[0] from failed
         by_completion = zip(*(task.result() for task in running), strict=True)
         return [self._sum(dict(zip(self._weights, totals, strict=True))) for totals in by_completion]
 
     def _sum(self, parts: Mapping[str, float]) -> Scored:
-        """NaN where a term is not finite: ``fsum`` raises on inf - inf, and on a finite sum that overflows."""
+        """NaN if a term is not finite: ``fsum`` raises on inf - inf, and on a finite sum that overflows."""
         terms = [self._weights[name] * value for name, value in parts.items()]
         finite = all(map(math.isfinite, terms)) and abs(sum(terms)) < math.inf
         return Scored(total=math.fsum(terms) if finite else math.nan, parts=parts)

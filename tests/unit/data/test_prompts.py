@@ -120,7 +120,7 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
         load(files(path))
     wanted = {
         2: "not JSON",
-        3: "object is wanted, got list",
+        3: "it must be a JSON object, not list",
         4: "blank line",
         5: "not UTF-8 at byte 15",
         6: "did you mean 'questoin'",
@@ -160,7 +160,7 @@ def test_a_parquet_file_with_other_columns_or_types_or_bytes_is_refused(tmp_path
     with pytest.raises(DataError, match=r"no field 'question'.*did you mean 'questions'"):
         load(files(path))
     pq.write_table(pa.table({"question": [1], "answer": ["a"]}), path)
-    with pytest.raises(DataError, match=r"x.parquet:1: field 'question' is 1 \(int\); text is wanted"):
+    with pytest.raises(DataError, match=r"x.parquet:1: field 'question' is 1 \(int\); it must be text"):
         load(files(path))
     path.write_bytes(b"PAR1 torn")
     with pytest.raises(DataError, match="not a readable parquet file"):
@@ -303,5 +303,5 @@ def test_more_than_an_epoch_can_be_taken_at_once() -> None:
 
 def test_a_state_of_other_data_is_refused() -> None:
     state = PromptStream(prompts(7), seed=0).state()
-    with pytest.raises(CheckpointError, match="made with 7 training prompts, the data now has 8"):
+    with pytest.raises(CheckpointError, match="made with 7 training prompts, but the data has 8"):
         PromptStream(prompts(8), seed=0).restore(state)

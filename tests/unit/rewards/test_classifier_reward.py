@@ -83,7 +83,7 @@ def test_what_is_no_reward_model_is_refused_at_the_start(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"reward\.function=hf:.*nothing: no config\.json there"):
         resolve_reward(f"hf:{tmp_path / 'nothing'}")
     headless = make(tmp_path / "language", LlamaForCausalLM, num_labels=1)
-    with pytest.raises(ConfigError, match=r"hold no score\.weight, which would be random"):
+    with pytest.raises(ConfigError, match=r"lack score.weight, so these weights would be random"):
         resolve_reward(f"hf:{headless}")
     folder = make(tmp_path / "good", num_labels=1)
     with pytest.raises(ConfigError, match=r"has no chat template; set it to false"):

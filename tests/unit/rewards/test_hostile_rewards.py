@@ -20,7 +20,7 @@ from tests.completions import completion
 
 PROMPT = Prompt(id="train:7", text="", token_ids=(1,), answer="")
 DONE = completion((1,))
-WANTED = "; a list of one number for each completion is wanted"
+WANTED = "; it must return a list with one number for each completion"
 KINDS = ("plain", "later")  # a function, and an async one
 
 
@@ -82,18 +82,18 @@ def raises(error: BaseException) -> Callable[[], object]:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        (lambda: {0: 5.0, 1: 5.0}, f"gave a dict{WANTED}"),
-        (lambda: {1.0, 2.0}, f"gave a set{WANTED}"),
-        (lambda: "11", f"gave a str '11'{WANTED}"),
-        (lambda: b"11", f"gave a bytes b'11'{WANTED}"),
-        (lambda: None, f"gave None{WANTED}"),
-        (lambda: 1.0, f"gave a float{WANTED}"),
-        (lambda: ["1.0", "1.0"], f"gave a str '1.0' for completion 0{WANTED}"),
-        (lambda: [1.0, None], f"gave None for completion 1{WANTED}"),
+        (lambda: {0: 5.0, 1: 5.0}, f"returned a dict{WANTED}"),
+        (lambda: {1.0, 2.0}, f"returned a set{WANTED}"),
+        (lambda: "11", f"returned a str '11'{WANTED}"),
+        (lambda: b"11", f"returned a bytes b'11'{WANTED}"),
+        (lambda: None, f"returned None{WANTED}"),
+        (lambda: 1.0, f"returned a float{WANTED}"),
+        (lambda: ["1.0", "1.0"], f"returned a str '1.0' for completion 0{WANTED}"),
+        (lambda: [1.0, None], f"returned None for completion 1{WANTED}"),
         (lambda: [1.0, [2.0]], "raised TypeError: float() argument must be a string or a real number, not 'list'"),
-        (lambda: [1.0], "gave 1 rewards for 2 completions; one for each is wanted"),
-        (lambda: [1.0] * 9, "gave 9 rewards for 2 completions; one for each is wanted"),
-        (lambda: itertools.repeat(1.0), "gave more than 2 rewards for 2 completions; one for each is wanted"),
+        (lambda: [1.0], "returned 1 rewards for 2 completions; it must return one for each"),
+        (lambda: [1.0] * 9, "returned 9 rewards for 2 completions; it must return one for each"),
+        (lambda: itertools.repeat(1.0), "returned more than 2 rewards for 2 completions; it must return one for each"),
         (lambda: [10**400, 1], "raised OverflowError: int too large to convert to float"),
         (raises(SystemExit(0)), "raised SystemExit: 0"),
         (raises(KeyboardInterrupt()), "raised KeyboardInterrupt: "),

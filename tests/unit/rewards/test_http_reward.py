@@ -111,10 +111,10 @@ def test_a_status_that_may_pass_is_tried_again(server: Server, status: int) -> N
         (302, b"", "status 302"),
         (200, b"<html>", "not JSON: '<html>'"),
         (200, b"[" * 100_000, "not JSON"),
-        (200, b"[1.0]", "wanted is"),
-        (200, b'{"reward": [1.0]}', "wanted is"),
-        (200, b'{"rewards": [1.0, 2.0]}', "2 rewards answered for 1 completions"),
-        (200, b'{"rewards": ["1"]}', r"rewards\[0\] is '1'; a number or null is wanted"),
+        (200, b"[1.0]", "it must be"),
+        (200, b'{"reward": [1.0]}', "it must be"),
+        (200, b'{"rewards": [1.0, 2.0]}', "the answer holds 2 rewards for 1 completions"),
+        (200, b'{"rewards": ["1"]}', r"rewards\[0\] is '1'; it must be a number or null"),
         (200, b'{"rewards": [true]}', r"rewards\[0\] is True"),
         (200, b'{"rewards": [1' + b"0" * 400 + b"]}", "too large"),
         (200, b" " * (1 << 20) + b"{}", "longer than 1048576 bytes"),
@@ -132,7 +132,7 @@ def test_a_bad_answer_is_named_and_not_asked_for_again(
 def test_a_server_that_does_not_answer_in_time_is_left(server: Server) -> None:
     release = threading.Event()
     server.answer = lambda body, number: (release.wait(10), (200, b'{"rewards": [1]}'))[1]
-    with pytest.raises(RewardError, match=r"no answer in reward.http.timeout_seconds=0.05; attempts made: 2"):
+    with pytest.raises(RewardError, match=r"no answer within reward.http.timeout_seconds=0.05; attempts made: 2"):
         score(server.url, "a", options={"timeout_seconds": 0.05, "retries": 1})
     release.set()
 
@@ -166,7 +166,7 @@ def test_a_server_that_drips_is_left_and_its_connection_closed() -> None:
 
     threads = set(threading.enumerate())
     for url, closed in raw(drip, times=2):
-        with pytest.raises(RewardError, match=r"no answer in reward.http.timeout_seconds=0.2; attempts made: 2"):
+        with pytest.raises(RewardError, match=r"no answer within reward.http.timeout_seconds=0.2; attempts made: 2"):
             score(url, "a", options={"timeout_seconds": 0.2, "retries": 1})
         assert closed.wait(30)
     assert [t for t in threading.enumerate() if t not in threads and t.name == "reward"] == []
@@ -220,7 +220,7 @@ def test_no_more_requests_are_in_flight_than_allowed(server: Server) -> None:
         ("http://", "it names no host"),
         ("http://h:port/", "write it as http://host:port/path"),
         ("http://a b/", "white space"),
-        ("https://me:secret@h/", "user name or password"),
+        ("https://me:secret@h/", "remove user name and password"),
     ],
 )
 def test_a_url_that_cannot_be_asked_is_refused_at_the_start(url: str, message: str) -> None:

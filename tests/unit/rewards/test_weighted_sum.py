@@ -60,7 +60,7 @@ def test_the_sum_is_weighted_and_each_part_is_kept_unweighted(mine: types.Module
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [("broken", "part 'bad' raised ZeroDivisionError"), ("short", "part 'bad' gave 1 rewards for 2 completions")],
+    [("broken", "part 'bad' raised ZeroDivisionError"), ("short", "part 'bad' returned 1 rewards for 2 completions")],
 )
 def test_a_part_that_fails_is_named_and_the_others_are_not_waited_for(
     mine: types.ModuleType, function: str, message: str

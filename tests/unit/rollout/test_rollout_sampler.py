@@ -110,7 +110,7 @@ def test_a_step_repeats_exactly_and_no_two_steps_seeds_or_prompts_share_numbers(
     ("outcome", "errors", "said"),
     [
         ([1.0, math.nan, 2.0, math.inf], 2, "completion 1 got nan"),
-        ([1.0], 4, "gave 1 rewards for 4 completions"),
+        ([1.0], 4, "returned 1 rewards for 4 completions"),
         (KeyError("answer"), 4, "raised KeyError"),
     ],
 )
