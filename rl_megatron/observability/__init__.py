@@ -1,1 +1,1 @@
-"""What a run shows and records: metrics, progress, samples, log and report. A leaf: imports no other room."""
+"""Records and shows a run: metrics, progress, samples, log and report. A leaf: it imports no other room."""

@@ -1,7 +1,7 @@
-"""Geometry of the report's charts: points to SVG paths, ticks and tooltips. Pure; no HTML, no files.
+"""Computes the geometry of the report's charts: points to SVG paths, ticks and tooltips. Pure; no HTML, no files.
 
-Lengths are units of the viewBox, W x H. An x position is an RL step, or in [-1, 0) a share of the warm start: that
-part has a fixed width, so that hundreds of supervised steps do not squeeze the RL curve.
+Lengths are units of the viewBox, W x H. An x position is an RL step or, in [-1, 0), a fraction of the warm start,
+whose part has a fixed width, so that hundreds of supervised steps do not squeeze the RL curve.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """All a template needs. ``hover`` is [[x, label, [[series, y, text], ...]], ...] by ascending x."""
+    """Everything that a template needs. ``hover`` is [[x, label, [[series, y, text], ...]], ...] by ascending x."""
 
     title: str
     unit: str
@@ -87,7 +87,7 @@ def number_text(value: float) -> str:
 
 
 def line_chart(title: str, unit: str, series: Sequence[Series], limits: tuple[float, float] | None = None) -> Chart:
-    """Lines with their bands over a shared axis. Some point of some series must have a value."""
+    """Lines with their bands over a shared axis. At least one point must have a value."""
     series = [replace(s, points=_thin(s.points)) for s in series]
     points = [p for s in series for p in s.points]
     values = [v for p in points for v in (p.y, p.low, p.high) if v is not None]
@@ -125,7 +125,7 @@ def line_chart(title: str, unit: str, series: Sequence[Series], limits: tuple[fl
 
 
 def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[tuple[str, Sequence[float]]]) -> Chart:
-    """Bars of a step's parts, first part lowest; many steps share a bar of their mean."""
+    """Stacked bars of each step's parts, first part lowest; with many steps a bar shows the mean of several."""
     size = math.ceil(len(steps) / MAX_BARS)
     starts = range(0, len(steps), size)
     means = [[sum(v[i : i + size]) / len(v[i : i + size]) for i in starts] for _, v in parts]
@@ -166,7 +166,7 @@ def _r(value: float) -> float:
 
 
 def _thin(points: Sequence[Point]) -> Sequence[Point]:
-    """At most about MAX_POINTS: the least and the greatest of each bucket, so that no spike is lost."""
+    """Keep about MAX_POINTS: the least and the greatest of each bucket, so that no spike is lost."""
     if len(points) <= MAX_POINTS:
         return points
     size = math.ceil(2 * len(points) / MAX_POINTS)
@@ -189,7 +189,7 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def _y_limits(low: float, high: float) -> tuple[float, float]:
-    """Room above and below; from zero where zero is near."""
+    """Limits with a margin above and below; from zero if zero is near."""
     if low == high:
         pad = abs(low) * 0.5 or 1.0
         return (0.0, high + pad) if low >= 0 else (low - pad, high + pad)

@@ -1,7 +1,7 @@
-"""A run's append-only JSON lines, which survive kill -9.
+"""Append-only JSON lines files that survive kill -9.
 
-A line counts once its newline is on disk. A last line without one was torn by a kill: readers leave it out and
-`truncate_after` removes it, so a resumed run never glues a new row to half of an old one.
+A line is valid once its newline is on disk. A last line without one was torn by a kill: readers skip it and
+`truncate_after` removes it, so that a resumed run never appends to half a row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class JsonlFile:
         self._file: IO[bytes] | None = None
 
     def append(self, rows: Iterable[JsonRow]) -> None:
-        """Rows are on disk (fsync) when this returns. Raises ValueError for NaN and infinity, which JSON lacks.
+        """Append rows; they are on disk (fsync) at return. Raises ValueError for NaN and infinity, which JSON lacks.
 
         Raises OSError that names the file.
         """
@@ -42,9 +42,9 @@ class JsonlFile:
             os.fsync(self._file.fileno())
 
     def truncate_after(self, last: int, field: str = "step") -> int:
-        """Remove rows whose ``field`` is above ``last`` or missing, and a torn last line; how many full rows went.
+        """Remove rows whose ``field`` is above ``last`` or missing, and a torn last line. Returns the rows removed.
 
-        Atomic. ``last=-1`` removes every row. Raises DataError for a line that no kill explains.
+        Atomic. ``last=-1`` removes every row. Raises DataError for an invalid line other than a torn last one.
         """
         self.close()
         if not self.path.exists():
@@ -64,7 +64,7 @@ class JsonlFile:
 
 
 def read_jsonl(path: Path) -> list[dict[str, JsonValue]]:
-    """All rows but a torn last one, in file order. Raises DataError that names the file and the line."""
+    """All rows except a torn last one, in file order. Raises DataError that names the file and the line."""
     return [_parse(path, number, line) for number, line in enumerate(_whole_lines(path), 1)]
 
 

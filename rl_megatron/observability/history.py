@@ -1,4 +1,4 @@
-"""A run folder read back: its rows, resolved configuration and samples."""
+"""Reads a run's folder: its rows, resolved configuration and samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_megatron.observability.samples import SampleRow, read_samples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run. ``config`` is flat: ``learner.ep`` -> the value as YAML shows it."""
+    """One run. ``config`` is flat: ``learner.ep`` -> the value as YAML text."""
 
     label: str
     warm_start: Sequence[JsonRow]
@@ -37,18 +37,18 @@ class Run:
 
 
 def number(row: JsonRow, name: str) -> float | None:
-    """The value, or None where it is missing or was not finite."""
+    """The value, or None if it is missing or was not finite."""
     value = row.get(name)
     return value if isinstance(value, int | float) else None
 
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:
-    """Each folder's run, labelled by its name (and its parents' where names repeat).
+    """Each folder's run, labelled by its name, and by its parents' names if names repeat.
 
     Raises DataError for a folder without metrics.jsonl or config.yaml, with no rows, or with lines that are not rows.
     """
     if not folders:
-        raise DataError("no run folder given; give one or more, as runs/<name>")
+        raise DataError("no run folder is given; give one or more, for example runs/<name>")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise DataError(f"the same run folder is given twice: {', '.join(map(str, folders))}; give each once")
     return [_load(folder, label) for folder, label in zip(folders, _labels(folders), strict=True)]
@@ -57,7 +57,7 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
 def _load(folder: Path, label: str) -> Run:
     for name in ("metrics.jsonl", "config.yaml"):
         if not (folder / name).is_file():
-            raise DataError(f"{folder}: no {name} there; give run folders, as runs/<name>")
+            raise DataError(f"{folder}: it has no {name}; give run folders, for example runs/<name>")
     rows = read_jsonl(folder / "metrics.jsonl")
     if not rows:
         raise DataError(f"{folder / 'metrics.jsonl'}: no step is recorded yet; wait for the run's first row")
@@ -71,7 +71,7 @@ def _load(folder: Path, label: str) -> Run:
     )
 
 
-_UNSHOWN = "slurm.environment."  # variables of a job may be keys of services, and reports are made to be shown
+_UNSHOWN = "slurm.environment."  # a job's variables may hold services' keys, and reports are shared
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The run log, runs/<name>/log.txt: what every process of a run says, with its role and rank in front."""
+"""Writes the run log, runs/<name>/log.txt: log lines of all processes of a run, each with role and rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ OURS = ("rl_megatron", "launcher")
 def run_log(folder: Path, *, role: str, rank: int | None = None) -> Iterator[None]:
     """Send this process's logging and Python warnings to ``folder``/log.txt while the context is open.
 
-    Every process of a run appends to the one file. Ours are kept from INFO up and shown on stderr from WARNING up;
-    other libraries' are kept from WARNING up and not shown.
+    Every process of a run appends to this file. Our loggers write from INFO up, and to stderr from WARNING up; other
+    libraries' loggers write from WARNING up, and not to stderr.
     """
     folder.mkdir(parents=True, exist_ok=True)
     who = role if rank is None else f"{role} {rank}"
@@ -43,14 +43,14 @@ def run_log(folder: Path, *, role: str, rank: int | None = None) -> Iterator[Non
 
 
 class _File(logging.FileHandler):
-    """Where it cannot be written, as on a full disk, that is said once, and ends nothing."""
+    """Reports once on stderr that it cannot write, for example on a full disk, and raises nothing."""
 
     said = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
         if not self.said:
             self.said = True
-            print(f"{self.baseFilename} lacks what could not be written: {sys.exc_info()[1]}", file=sys.stderr)
+            print(f"{self.baseFilename} lacks a line that could not be written: {sys.exc_info()[1]}", file=sys.stderr)
 
     def close(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Every number a run records: the table of names, and the writer of metrics.jsonl, TensorBoard and W&B.
+"""Defines the table of metrics, and writes metrics.jsonl, TensorBoard and W&B.
 
 A name that is not in `METRICS` is an error, so docs/metrics.md (rendered from the table) is always complete.
 """
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documented:
-    """One documented number, or one for each ``<name>`` of the config's. ``unit`` is "" for a ratio or count."""
+    """One documented metric, or a family with a ``<name>``. ``unit`` is "" for a ratio or count."""
 
     name: str
     unit: str
@@ -33,7 +33,7 @@ class Documented:
 
     @property
     def is_timing(self) -> bool:
-        """Whether it depends on the clock, so that two equal runs differ in it."""
+        """Whether it depends on the clock, so that it differs between equal runs."""
         return self.unit in ("s", "tokens/s")
 
 
@@ -48,18 +48,22 @@ METRICS: Mapping[str, Documented] = _rows(
     ("warm_start/loss", "nats", "mean cross-entropy per supervised token"),
     ("reward/mean", "", "mean reward of the step's completions"),
     ("reward/std", "", "standard deviation of the step's rewards, over all completions"),
-    ("reward/sampled_mean", "", "mean reward of all completions, those of groups left out later among them"),
-    ("reward/part/<name>", "", "mean of that part of reward.parts, unweighted, over the same as reward/sampled_mean"),
-    ("reward/errors", "completions", "completions whose reward raised, was late or was not finite"),
+    ("reward/sampled_mean", "", "mean reward of all sampled completions, including groups that are left out later"),
+    (
+        "reward/part/<name>",
+        "",
+        "unweighted mean of that part of reward.parts, over the completions of reward/sampled_mean",
+    ),
+    ("reward/errors", "completions", "completions whose reward raised, timed out or was not finite"),
     ("eval/accuracy", "", "share of held-out prompts whose reward is at least eval.success_reward"),
     ("loss", "", "policy loss under the algorithm's aggregation, mean over the step's minibatches"),
     ("grad_norm", "", "global L2 norm of the gradient before clipping, mean over the minibatches"),
-    ("steps/skipped", "steps", "optimizer steps left out as their gradient was not finite (train.on_nonfinite)"),
+    ("steps/skipped", "steps", "optimizer steps skipped because their gradient was not finite (train.on_nonfinite)"),
     ("learning_rate", "", "learning rate of the step"),
     ("advantage/mean", "", "mean advantage of a trained token"),
     ("advantage/std", "", "standard deviation of the advantages of trained tokens"),
-    ("loss/kl", "nats", "the KL term's part of `loss`, coefficient included; only where there is one"),
-    ("loss/nll", "nats", "the positive-example term's part of `loss`; only where algorithm.nll_coefficient is set"),
+    ("loss/kl", "nats", "the KL term's part of `loss`, coefficient included; only if the loss has one"),
+    ("loss/nll", "nats", "the positive-example term's part of `loss`; only if algorithm.nll_coefficient is set"),
     (
         "kl/reference",
         "nats",
@@ -75,108 +79,108 @@ METRICS: Mapping[str, Documented] = _rows(
     ("ratio/mean", "", "mean importance ratio, current over old policy, at the algorithm's level"),
     ("ratio/min", "", "least importance ratio of the step"),
     ("ratio/max", "", "greatest importance ratio of the step"),
-    ("ratio/p01", "", "1 % of the tokens have an importance ratio below this; from bins, log off by 5 % at most"),
+    ("ratio/p01", "", "1 % of the tokens have an importance ratio below this; from bins, so its log is within 5 %"),
     ("ratio/p50", "", "median importance ratio of the tokens"),
     ("ratio/p99", "", "99 % of the tokens have an importance ratio below this"),
     ("ratio/effective_fraction", "", "effective sample size over the number of samples, mean(ratio)^2 / mean(ratio^2)"),
-    ("ratio/clamped_fraction", "", "share of ratios beyond what float32 can hold safely; anything but 0 is a fault"),
-    ("correction/weight_mean", "", "mean importance weight, learner over engine, where the loss corrects the mismatch"),
+    ("ratio/clamped_fraction", "", "share of ratios clamped to a safe float32 range; anything but 0 is a fault"),
+    ("correction/weight_mean", "", "mean importance weight, learner over engine, if the loss corrects the mismatch"),
     ("correction/dropped_fraction", "", "share of tokens whose correction weight is 0"),
     ("preference/pairs", "pairs", "pairs of completions that DPO trained on"),
     ("preference/accuracy", "", "share of pairs whose margin is above 0"),
     (
         "preference/margin",
         "nats",
-        "mean of beta * (log-ratio to the reference of the chosen less that of the rejected)",
+        "mean of beta * (log-ratio to the reference of the chosen minus that of the rejected)",
     ),
     ("critic/loss", "", "value loss, half a squared error, mean over the minibatches"),
     ("critic/grad_norm", "", "global L2 norm of the critic's gradient before clipping"),
     ("critic/learning_rate", "", "learning rate of the critic"),
     ("critic/value_mean", "", "mean value of a trained position"),
-    ("critic/clip_fraction", "", "share of tokens whose value moved beyond algorithm.critic.clip at a loss"),
+    ("critic/clip_fraction", "", "share of tokens whose clipped value (algorithm.critic.clip) gives the larger loss"),
     (
         "critic/explained_variance",
         "",
         "1 - Var(returns - values) / Var(returns) before the update: 1 is a perfect critic",
     ),
-    ("staleness/mean", "versions", "mean of the trained version less the version that sampled, over the completions"),
+    ("staleness/mean", "versions", "mean of the trained version minus the version that sampled, over the completions"),
     ("staleness/max", "versions", "greatest staleness of a completion"),
     ("mismatch/logprob_abs_mean", "nats", "mean |learner - engine| log-prob of a sampled token, equal weights"),
     ("mismatch/logprob_abs_max", "nats", "greatest such difference"),
-    ("mismatch/logprob_abs_p50", "nats", "median of such differences; this and the rest before the update"),
+    ("mismatch/logprob_abs_p50", "nats", "median of such differences; this and the rest are from before the update"),
     ("mismatch/logprob_abs_p90", "nats", "90 % of the differences are below this"),
     ("mismatch/logprob_abs_p99", "nats", "99 % of the differences are below this"),
     ("mismatch/k1", "nats", "k1 estimate of KL(engine || learner) per token: mean engine - learner log-prob"),
     (
         "mismatch/position/<name>",
         "nats",
-        "mean difference at those places of the completions: t0 the first token, t1_7, t8_63, t64_511, t512_4095, "
-        "t4096_up",
+        "mean difference at these positions of the completions: t0 is the first token, then t1_7, t8_63, t64_511, "
+        "t512_4095, t4096_up",
     ),
     (
         "mismatch/expert_worst",
         "",
-        "mean difference of the tokens of the expert where it is greatest, over that of all tokens; where the engine "
-        "tells routes; of experts with 32 tokens or more",
+        "the greatest mean difference over the tokens of one expert, over the mean of all tokens; of experts with 32 "
+        "tokens or more, if the engine returns routes",
     ),
-    ("mismatch/expert_layer", "", "that expert's layer, counted from 0 among those with experts"),
+    ("mismatch/expert_layer", "", "that expert's layer, counted from 0 among the layers with experts"),
     ("mismatch/expert_number", "", "that expert's number in its layer"),
     ("response/length_mean", "tokens", "mean length of a completion, stop token included"),
     ("response/length_max", "tokens", "longest completion"),
     ("response/truncated_fraction", "", "share of completions that reached rollout.max_new_tokens"),
-    ("groups/trained", "groups", "groups that the step trains on; 0 where it is skipped for want of any"),
-    ("groups/dropped", "groups", "groups left out: over-long prompt or failed reward, where the config says drop"),
+    ("groups/trained", "groups", "groups that the step trains on; 0 if it is skipped because there are none"),
+    ("groups/dropped", "groups", "groups left out: over-long prompt or failed reward, if the config says drop"),
     (
         "groups/filtered",
         "groups",
-        "groups of equal rewards, as advantages take them, left out by rollout.dynamic_sampling",
+        "groups whose shaped rewards are all equal, left out by rollout.dynamic_sampling",
     ),
-    ("groups/zero_advantage_fraction", "", "share of groups whose rewards are all equal and so teach nothing"),
+    ("groups/zero_advantage_fraction", "", "share of groups whose rewards are all equal, so they give no gradient"),
     ("moe/load_imbalance", "", "tokens of the busiest expert over the mean expert, in the worst layer; 1 is balanced"),
     (
         "moe/rerouted_fraction",
         "",
-        "share of tokens, in a layer, whose replayed experts are others than the router would take",
+        "share of (token, layer) whose router would choose other experts than the replayed ones",
     ),
-    ("observer/<name>", "", "what an observer of an installed package gives, by the reduction that it names"),
+    ("observer/<name>", "", "a metric of an installed package's observer, by the reduction that it names"),
     ("packing/imbalance", "", "work of the slowest rank at each micro-batch over the mean rank's; 1 is even"),
     ("packing/padding_fraction", "", "share of the packed positions that are padding"),
     ("weights/bytes", "bytes", "weight bytes that crossed a process boundary to the rollout engine"),
     (
         "weights/quantization_error",
         "",
-        "error of the tensor that quantising for engine servers put furthest off, over the tensor, as Frobenius norms",
+        "largest relative error of a tensor that was quantised for engine servers, as Frobenius norms",
     ),
     ("engine/healthy", "servers", "engine servers that serve after the step's push; only where servers sample"),
     ("engine/restarts", "", "how often a dead engine server was restarted, since the run was started"),
     ("tokens/rollout", "tokens", "tokens sampled in the step"),
-    ("tokens/train", "tokens", "positions the optimizer steps ran on, prompts included, padding left out"),
+    ("tokens/train", "tokens", "positions of the optimizer steps, prompts included, padding excluded"),
     ("tokens_per_second/rollout", "tokens/s", "tokens/rollout over seconds/rollout"),
     ("tokens_per_second/train", "tokens/s", "tokens/train over seconds/train"),
     ("seconds/rollout", "s", "sampling and rewards"),
     ("seconds/logprobs", "s", "log-probs of the old policy by the learner"),
-    ("seconds/reference", "s", "log-probs of the reference; of separate ranks, what seconds/logprobs leaves of it"),
-    ("seconds/values", "s", "values by the critic; of separate ranks, what the scores before it leave of it"),
+    ("seconds/reference", "s", "log-probs of the reference; on separate ranks, only the wait after seconds/logprobs"),
+    ("seconds/values", "s", "values by the critic; on separate ranks, only the wait after the scores before it"),
     (
         "seconds/critic",
         "s",
-        "forward, backward and optimizer of the critic's minibatches; of separate ranks, what seconds/train leaves",
+        "forward, backward and optimizer of the critic's minibatches; on separate ranks, the wait after seconds/train",
     ),
     ("seconds/train", "s", "forward, backward and optimizer of all minibatches"),
     ("seconds/weights", "s", "weight push to the rollout engine"),
     (
         "seconds/verify",
         "s",
-        "part of seconds/weights: digests of what was sent and of what is held, by the slowest rank",
+        "part of seconds/weights: digests of the tensors sent and of those received, on the slowest rank",
     ),
     ("seconds/eval", "s", "held-out evaluation; only in rows that evaluated"),
-    ("seconds/checkpoint", "s", "writing the checkpoint of the step before; only in rows after one"),
+    ("seconds/checkpoint", "s", "writing the previous step's checkpoint; only in rows after one"),
     (
         "seconds/step",
         "s",
-        "since the row before: the step, its evaluation, and the checkpoint of the step before",
+        "since the previous row: the step, its evaluation, and the previous step's checkpoint",
     ),
-    ("metrics/non_finite", "", "values of this row that were NaN or infinite and are null; only where there are any"),
+    ("metrics/non_finite", "", "values of this row that were NaN or infinite and are null; only if there are any"),
 )
 
 _FAMILIES = [
@@ -190,14 +194,14 @@ PHASE_SECONDS = ("rollout", "logprobs", "reference", "values", "train", "critic"
 
 
 def documented(name: str) -> Documented | None:
-    """The row of the table for a number of this name, as ``reward/part/<name>`` is of ``reward/part/style``."""
+    """The table's row for this name; for ``reward/part/style`` it is ``reward/part/<name>``."""
     if "<" in name:
         return None
     return METRICS.get(name) or next((metric for family, metric in _FAMILIES if family.fullmatch(name)), None)
 
 
 def deterministic(row: JsonRow) -> dict[str, JsonValue]:
-    """The row without what depends on the clock: equal runs give equal rows, to the bit."""
+    """The row without metrics that depend on the clock: equal runs give rows equal to the bit."""
     return {name: value for name, value in row.items() if not _row_of(name).is_timing}
 
 
@@ -205,10 +209,10 @@ def render_docs() -> str:
     """docs/metrics.md, from the table."""
     head = """# Metrics
 
-`runs/<name>/metrics.jsonl` holds one JSON object a line: one for each supervised step of the warm start that is
-recorded, then one for each RL step. Names are stable. A value that was NaN or infinite is `null`. The same names are
-TensorBoard tags and W&B keys, there with `warm_start/` in front in rows of the warm start. Log-probs, entropies and
-KLs are in nats. Metrics in s and tokens/s depend on the clock; all others are equal to the bit in equal runs.
+`runs/<name>/metrics.jsonl` holds one JSON object per line: one for each recorded supervised step of the warm start,
+then one for each RL step. Names are stable. A value that was NaN or infinite is `null`. TensorBoard tags and W&B keys
+are the same names, prefixed by `warm_start/` in rows of the warm start. Log-probs, entropies and KLs are in nats.
+Metrics in s and tokens/s depend on the clock; all others are equal to the bit in equal runs.
 
 | name | unit | meaning |
 |---|---|---|
@@ -218,7 +222,7 @@ KLs are in nats. Metrics in s and tokens/s depend on the clock; all others are e
 
 
 def checked(row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """The row ready for JSON: NaN and infinity as None and counted in ``metrics/non_finite``, with a warning.
+    """Check a row and make it ready for JSON: NaN and infinity become None, are counted and logged.
 
     Raises ValueError for a name that is not in the table and for a row without ``step`` and ``phase``.
     """
@@ -244,14 +248,14 @@ def _row_of(name: str) -> Documented:
     if metric is None:
         near = difflib.get_close_matches(name, METRICS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"metric {name!r} is not documented{hint} A new one is a row of observability/metrics.py")
+        raise ValueError(f"metric {name!r} is not documented{hint} Add a new metric to observability/metrics.py")
     return metric
 
 
 class MetricsWriter:
     """Records rows in ``folder``/metrics.jsonl, in TensorBoard files and in W&B. Controller process only.
 
-    Raises ConfigError when ``wandb`` is asked for and not installed.
+    Raises ConfigError if ``wandb`` is requested but not installed.
     """
 
     def __init__(
@@ -268,7 +272,7 @@ class MetricsWriter:
         self._wandb = _start_wandb(folder, wandb, wandb_project) if wandb != "off" else None
 
     def write(self, row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """Append one row, durable when this returns; the row as written. Raises ValueError as `checked` does."""
+        """Append one row durably. Returns the row as written. Raises ValueError as `checked` does."""
         out = checked(row)
         self._file.append([out])
         tags, x = _tagged(out)
@@ -284,17 +288,17 @@ class MetricsWriter:
         return out
 
     def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> int:
-        """For a resume from the checkpoint of ``step``: remove later rows and a torn last line; how many rows went.
+        """Prepare a resume from ``step``: remove later rows and a torn last line. Returns the number of rows removed.
 
-        ``step=-1`` starts the file over; ``warm_start_step`` is given for a checkpoint inside the warm start.
-        TensorBoard hides its later points by itself, from the next row on.
+        ``step=-1`` clears the file; ``warm_start_step`` is given for a checkpoint inside the warm start.
+        TensorBoard itself hides its later points, from the next row on.
         """
         if warm_start_step is not None:
             return self._file.truncate_after(warm_start_step, "warm_start/step")
         return self._file.truncate_after(step)
 
     def close(self) -> None:
-        """Flush and release everything; a W&B run is marked finished."""
+        """Flush and close all files; mark the W&B run as finished."""
         self._file.close()
         for writer in self._tensorboard.values():
             writer.close()
@@ -303,10 +307,10 @@ class MetricsWriter:
 
 
 def _tagged(row: JsonRow) -> tuple[dict[str, float], int]:
-    """Numbers under the tags that TensorBoard and W&B show, and their x.
+    """A row's numbers by TensorBoard and W&B tag, and their x.
 
-    A warm start has an x axis, and in TensorBoard a folder, of its own: there a purge of RL steps after a resume
-    would otherwise take the warm start's points with it, as it looks at x alone.
+    A warm start has its own x axis, and in TensorBoard its own folder: a purge of RL steps after a resume compares
+    only x, so it would remove the warm start's points too.
     """
     warm = row["phase"] == "warm_start"
     numbers = {n: v for n, v in row.items() if isinstance(v, int | float) and not (warm and n == "step")}

@@ -1,6 +1,6 @@
-"""What a run shows while it goes: a live panel on a terminal, else one plain line per recorded step.
+"""Shows a run's progress: a live panel on a terminal, else one plain line per recorded step.
 
-Figures come from the metrics rows, so the display and metrics.jsonl cannot disagree.
+Its figures come from the metrics rows, so the display and metrics.jsonl cannot disagree.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LINE = (
 
 
 class Progress:
-    """Shows a run; use as a context manager. ``auto`` is live on a terminal and plain anywhere else."""
+    """Shows a run's progress, as a context manager. ``auto`` means live on a terminal and plain elsewhere."""
 
     def __init__(
         self,
@@ -75,17 +75,17 @@ class Progress:
             self._live.stop()
 
     def phase(self, name: str, total: int | None = None) -> None:
-        """What runs now; shown by the live panel only. ``total`` is the number of warm-start steps in that phase."""
+        """Set the phase that the live panel shows. ``total`` is the number of warm-start steps in that phase."""
         self._activity = Spinner("dots", text=Text(name), style="cyan")
         if total is not None:
             self._warm_total = total
 
     def note(self, text: str) -> None:
-        """One line of news, at once: in plain mode a line, live one above the panel."""
+        """Print a line at once; in live mode above the panel."""
         self._print(text)
 
     def step(self, row: Mapping[str, JsonValue]) -> None:
-        """Show a row of metrics.jsonl, of the warm start or of RL."""
+        """Show a row of metrics.jsonl, from the warm start or from RL."""
         self._row = row
         if (seconds := _number(row, "seconds/step")) is not None and row.get("phase") == "rl":
             self._seconds.append(seconds)
@@ -120,12 +120,12 @@ class Progress:
         return " ".join([self._position(), *fields])
 
     def _shown(self, name: str) -> str:
-        """A figure of the row; of groups the share that teaches."""
+        """A figure of the row; for groups the share with different rewards."""
         share = _teaching(self._row) if name == "groups/zero_advantage_fraction" else None
         return _show(self._row[name]) if share is None else f"{share:.0%}"
 
     def _tokens_per_second(self) -> float | None:
-        """Sampled tokens over the whole step's time: the end-to-end figure."""
+        """Sampled tokens over the time of the whole step: the end-to-end speed."""
         tokens, seconds = _number(self._row, "tokens/rollout"), _number(self._row, "seconds/step")
         return None if tokens is None or not seconds else tokens / seconds
 
@@ -164,7 +164,7 @@ class Progress:
             reward.append(f"  {min(self._rewards):.3g} to {max(self._rewards):.3g}", style="not bold dim")
             facts.append(("reward", reward))
         if (share := _teaching(self._row)) is not None:
-            text = f"{share:.0%} of the groups teach" + ("" if share else ": all rewards of each are equal")
+            text = f"{share:.0%} of the groups teach" + ("" if share else ": each group's rewards are equal")
             facts.append(("learn", Text(text, style="" if share else "bold red")))
         if self._accuracy is not None:
             value, where = self._accuracy
@@ -180,7 +180,7 @@ class Progress:
 
 
 def _teaching(row: Mapping[str, JsonValue]) -> float | None:
-    """Share of the groups of a step whose rewards differ, so that something is learned from them."""
+    """Share of a step's groups whose rewards differ, so that they give a gradient."""
     equal = _number(row, "groups/zero_advantage_fraction")
     return None if equal is None else 1 - equal
 

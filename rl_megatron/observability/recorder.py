@@ -1,4 +1,4 @@
-"""Where a run's numbers and texts go: metrics.jsonl and its mirrors, samples.jsonl, the display."""
+"""Sends a run's rows and samples to metrics.jsonl and its mirrors, samples.jsonl and the display."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 IDLE_STEPS = 5
 Row = dict[str, JsonValue]
-"""One row of metrics.jsonl, by the names of docs/metrics.md."""
+"""One row of metrics.jsonl; docs/metrics.md lists the names."""
 
 
 class Recorder:
-    """Everything a run records, in one place. Controller process only."""
+    """Records everything of a run. Controller process only."""
 
     def __init__(self, folder: Path, log: LogSection, progress: Progress) -> None:
         self._metrics = MetricsWriter(
@@ -34,12 +34,12 @@ class Recorder:
         )
         self._samples = SamplesWriter(folder)
         self._per_step = log.samples_per_step
-        self._idle_steps, self._warned = 0, False  # steps in a row that taught nothing, up to now
+        self._idle_steps, self._warned = 0, False  # latest steps in a row without a gradient
         self._file = folder / "samples.jsonl"
         self.progress = progress
 
     def write(self, row: Mapping[str, JsonValue]) -> None:
-        """Record and show one row of metrics; warn once where steps in a row taught nothing."""
+        """Record and show one row of metrics. Warns once if several steps in a row had no gradient."""
         self.progress.step(self._metrics.write(row))
         equal = row.get("groups/zero_advantage_fraction")
         if equal is None:
@@ -49,10 +49,10 @@ class Recorder:
         if self._idle_steps == IDLE_STEPS and not self._warned:
             self._warned = True
             text = (
-                f"no group had different rewards for {IDLE_STEPS} steps, so nothing is learned: {self._file} has what "
-                "was sampled and its rewards. Is the reward right, and the prompt's template (data.prompt_template, "
-                "data.chat_template)? Are answers cut (rollout.max_new_tokens)? A model that solves no problem "
-                "needs a warm start first (warm_start.steps), one that solves all needs harder ones"
+                f"no group had different rewards for {IDLE_STEPS} steps, so nothing is learned: {self._file} shows "
+                "completions and their rewards. Check the reward, the prompt's template (data.prompt_template, "
+                "data.chat_template) and whether answers are truncated (rollout.max_new_tokens). A model that solves "
+                "no problem needs a warm start first (warm_start.steps); one that solves all needs harder problems"
             )
             logger.warning("%s", text)
             self.progress.note(f"warning: {text}")
@@ -71,7 +71,7 @@ class Recorder:
         )
 
     def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> None:
-        """For a resume from the checkpoint of ``step``: what was recorded later goes (see MetricsWriter)."""
+        """Prepare a resume from ``step``: remove what was recorded later, as MetricsWriter does."""
         self._metrics.truncate_after(step, warm_start_step=warm_start_step)
         self._samples.truncate_after(step)
 
@@ -91,7 +91,7 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Count the time inside as ``seconds/<phase>``; twice adds up."""
+        """Add the time inside to ``seconds/<phase>``."""
         began = time.perf_counter()
         try:
             yield
@@ -99,11 +99,11 @@ class Stopwatch:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
 
     def count(self, phase: str, tokens: int) -> None:
-        """Say how many tokens ``phase`` worked on, for ``tokens_per_second/<phase>``."""
+        """Record how many tokens ``phase`` processed, for ``tokens_per_second/<phase>``."""
         self._tokens[phase] = tokens
 
     def row(self) -> dict[str, float]:
-        """Metrics of all phases so far, and ``seconds/step`` since the start."""
+        """Metrics of all phases so far, and ``seconds/step`` since the stopwatch started."""
         rates = {
             f"tokens_per_second/{phase}": tokens / self._seconds[phase]
             for phase, tokens in self._tokens.items()

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page of a run, or of several compared. No network, no external script."""
+"""Writes report.html: one self-contained page that shows a run or compares several, without external scripts."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ SAMPLES_PER_STEP = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """What one chart shows: a metric, beside it a band (+- ``spread``, or ``low`` to ``high``) or a peak.
+    """One chart: a metric, with a band (+- ``spread``, or ``low`` to ``high``) or a peak.
 
-    A metric with ``<name>`` in it makes a chart for each name that a run has recorded.
+    A metric with ``<name>`` makes a chart for each name that a run has recorded.
     """
 
     title: str
@@ -44,8 +44,8 @@ class Curve:
     peak: str | None = None
     limits: tuple[float, float] | None = None
     warm_start: bool = False  # the warm start's rows come first, shaded
-    hide_constant: bool = False  # say nothing where nothing happened
-    compared: bool = False  # only where several runs are
+    hide_constant: bool = False  # no chart for a constant metric
+    compared: bool = False  # only if several runs are compared
 
 
 HEADLINES = (
@@ -144,9 +144,9 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
 
 
 def write_report(run_folders: Sequence[Path], out: Path) -> Path:
-    """Write the page to ``out`` atomically and return it. A run that still goes is shown as far as it is.
+    """Write the page to ``out`` atomically and return it. The run may still be running.
 
-    Raises DataError that names the folder, file or line that is missing or is not what a run writes.
+    Raises DataError that names a missing or invalid folder, file or line.
     """
     runs = load_runs(run_folders)
     loader = FileSystemLoader(Path(__file__).parent)
@@ -190,7 +190,7 @@ def _charts(curves: Sequence[Curve], runs: Sequence[Run]) -> list[Chart]:
 
 
 def _named(curve: Curve, runs: Sequence[Run]) -> list[Curve]:
-    """The curve, or one for each name that takes the place of its ``<name>``."""
+    """The curve, or one for each recorded name in place of its ``<name>``."""
     if "<name>" not in curve.metric:
         return [curve]
     recorded = dict.fromkeys(metric for run in runs for row in run.rl for metric in row)
@@ -231,7 +231,7 @@ def _point(curve: Curve, x: float, label: str, row: JsonRow, *, band: bool) -> P
 
 
 def _phases(run: Run, *, named: bool) -> Chart | None:
-    """Where a step's time goes; ``other`` is the part no phase claims."""
+    """How a step's time divides into phases; ``other`` is the remainder."""
     rows = [row for row in run.rl if number(row, "seconds/step") is not None]
     if not rows:
         return None
@@ -244,7 +244,7 @@ def _phases(run: Run, *, named: bool) -> Chart | None:
 
 
 def _summary(run: Run) -> dict[str, str]:
-    """Headline figures by label; a dash where the run has not recorded it."""
+    """Headline figures by label; a dash for what the run has not recorded."""
     warm, rl = run.numbers("eval/accuracy", phase="warm_start"), run.numbers("eval/accuracy")
     at_zero = [v for row in run.rl if row["step"] == 0 and (v := number(row, "eval/accuracy")) is not None]
     seconds, tokens = sum(run.numbers("seconds/step")), sum(run.numbers("tokens/rollout"))
@@ -272,7 +272,7 @@ def _share(values: Sequence[float]) -> str:
 
 
 def _samples(run: Run) -> list[tuple[int, list[tuple[SampleRow, bool]]]]:
-    """Samples of the first, middle and last recorded step, each with whether it is right."""
+    """Samples of the first, middle and last recorded step, each marked as right or wrong."""
     steps = sorted({sample.step for sample in run.samples})
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
     by_step = {step: [s for s in run.samples if s.step == step][:SAMPLES_PER_STEP] for step in chosen}
@@ -280,7 +280,7 @@ def _samples(run: Run) -> list[tuple[int, list[tuple[SampleRow, bool]]]]:
 
 
 def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Keys whose values are not the same in every run, the run's own name and folder aside."""
+    """Keys whose values differ between the runs, except the run's name and folder."""
     keys = {key: None for run in runs for key in run.config if not key.startswith("run.")}
     rows = [(key, [run.config.get(key, "-") for run in runs]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]

@@ -1,4 +1,4 @@
-"""Sample completions of a run, to read by eye: runs/<name>/samples.jsonl."""
+"""Writes and reads sample completions of a run: runs/<name>/samples.jsonl."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_megatron.observability.files import JsonlFile, JsonRow, read_jsonl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRow:
-    """One completion as text, with the reward it got at ``step``."""
+    """One completion as text, with its reward at ``step``."""
 
     step: int
     prompt: str
@@ -33,7 +33,7 @@ class SamplesWriter:
         self._file.append(asdict(row) for row in rows)
 
     def truncate_after(self, step: int) -> int:
-        """For a resume from the checkpoint of ``step``: remove later rows and a torn last line; how many rows went."""
+        """Prepare a resume from ``step``: remove later rows and a torn last line. Returns how many rows went."""
         return self._file.truncate_after(step)
 
     def close(self) -> None:

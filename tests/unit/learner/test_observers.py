@@ -112,7 +112,7 @@ def test_a_name_that_is_not_an_observers_is_refused(tmp_path: Path, monkeypatch:
     install(tmp_path, monkeypatch, "my_liar", OBSERVER.replace("NAME", "grad_norm"))
     learner = policy(hf)
     learner.backward([samples()], CrossEntropy(), num_tokens=6, num_sequences=1)
-    with pytest.raises(RLMegatronError, match=r"'passes' of an installed package gives 'grad_norm'.*'observer/'"):
+    with pytest.raises(RLMegatronError, match=r"'passes' of an installed package returned 'grad_norm'.*'observer/'"):
         learner.step(1e-3)
 
 

@@ -205,8 +205,8 @@ def test_a_run_that_still_goes_or_lacks_figures_is_shown_as_far_as_it_is(tmp_pat
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("metrics.jsonl", None, r"no metrics\.jsonl there; give run folders"),
-        ("config.yaml", None, r"no config\.yaml there; give run folders"),
+        ("metrics.jsonl", None, r"it has no metrics\.jsonl; give run folders"),
+        ("config.yaml", None, r"it has no config\.yaml; give run folders"),
         ("metrics.jsonl", "", r"metrics\.jsonl: no step is recorded yet"),
         ("metrics.jsonl", "{}\n", r"metrics\.jsonl:1: "),
         ("samples.jsonl", '{"step": 1}\n', r"samples\.jsonl: a row of step 1"),
@@ -226,7 +226,7 @@ def test_missing_and_broken_files_are_named(tmp_path: Path, name: str, content: 
 
 def test_no_folder_and_a_folder_given_twice_are_refused(tmp_path: Path) -> None:
     folder = _run(tmp_path / "a")
-    with pytest.raises(DataError, match="no run folder given"):
+    with pytest.raises(DataError, match="no run folder is given"):
         write_report([], tmp_path / "r.html")
     with pytest.raises(DataError, match="given twice"):
         write_report([folder, tmp_path / "b" / ".." / "a"], tmp_path / "r.html")

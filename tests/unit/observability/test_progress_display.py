@@ -75,7 +75,7 @@ def test_the_panel_says_that_no_group_teaches() -> None:
     console, file = _console(terminal=True)
     with Progress(10, "live", console=console) as progress:
         progress.step({**RL, EQUAL: 1.0})
-    assert "0% of the groups teach: all rewards of each are equal" in file.getvalue()
+    assert "0% of the groups teach: each group's rewards are equal" in file.getvalue()
 
 
 @pytest.mark.parametrize(
