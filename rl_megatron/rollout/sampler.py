@@ -1,4 +1,7 @@
-"""Prompts -> RolloutGroups: fan out to the engine, decode, score, and handle rewards that fail. Controller process."""
+"""Turns prompts into RolloutGroups: requests completions, decodes and scores them, and handles failed rewards.
+
+Runs in the controller process.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answered:
-    """One prompt's group, None where it was dropped, and what its reward said of each completion."""
+    """One prompt's group, None if it was dropped, and the score of each completion."""
 
     group: RolloutGroup | None
     scored: tuple[Scored, ...]
-    greedy: tuple[Scored, ...] = ()  # of the greedy completion, where there is one
+    greedy: tuple[Scored, ...] = ()  # of the greedy completion, if there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSampler:
-    """Samples and scores. Seeds are functions of (run seed, step, prompt id), so a step can be repeated exactly."""
+    """Samples and scores. Seeds are functions of (run seed, step, prompt id), so that a step repeats exactly."""
 
     engine: RolloutEngine
     reward_function: RewardFunction
@@ -42,12 +45,12 @@ class RolloutSampler:
     stop_token_ids: tuple[int, ...]
     seed: int
     greedy_baseline: bool = False  # whether each group also gets a greedy completion
-    routes: bool = False  # whether the engine is asked for those of what is trained on
+    routes: bool = False  # whether to request routes of the completions that are trained on
 
     async def sample(self, prompts: Sequence[Prompt], *, step: int) -> RolloutBatch:
         """``group_size`` completions of each prompt, scored; groups in the order of ``prompts``.
 
-        Raises RewardError naming the prompt where a reward fails and ``reward.on_error`` is ``fail``.
+        Raises RewardError that names the prompt if a reward fails and ``reward.on_error`` is ``fail``.
         """
         section = self.rollout
         choices = (section.group_size, section.temperature, section.top_p)
@@ -69,7 +72,7 @@ class RolloutSampler:
         )
 
     async def evaluate(self, prompts: Sequence[Prompt], *, temperature: float, success_reward: float) -> float:
-        """Share of ``prompts`` whose one completion gets at least ``success_reward``; a failed reward is no success."""
+        """Share of ``prompts`` whose one completion gets at least ``success_reward``; failed rewards do not count."""
         answered = await self._run(prompts, "evaluation", 1, temperature, 1.0)
         return sum(a.group is not None and a.group.rewards[0] >= success_reward for a in answered) / len(answered)
 
@@ -88,7 +91,7 @@ class RolloutSampler:
                 requests = [self._request(p, purpose, count, temperature, top_p, routes) for p in prompts]
                 pairs = zip(prompts, requests, strict=True)
                 running = [tasks.create_task(self._group(prompt, request)) for prompt, request in pairs]
-        except ExceptionGroup as failed:  # the first is the cause; callers catch it by its type
+        except ExceptionGroup as failed:  # the first is the cause; callers catch its type
             raise failed.exceptions[0] from failed
         return [task.result() for task in running]
 
@@ -115,14 +118,14 @@ class RolloutSampler:
 
     async def _group(self, prompt: Prompt, request: GenerationRequest) -> _Answered:
         completions = tuple(await self.engine.generate(request))
-        texts = await asyncio.to_thread(self._texts, completions)  # long ones would hold up the event loop
+        texts = await asyncio.to_thread(self._texts, completions)  # decoding long ones would block the event loop
         scored = await score(self.reward_function, prompt, completions, texts, limit=self.reward.timeout_seconds)
         on_error = self.reward.on_error
         if told := errors_of(scored):
             function = ", ".join(self.reward.functions.values())
             message = f"reward {function!r} of prompt {prompt.id!r}: {'; '.join(told)}"
             if on_error == "fail":
-                raise RewardError(f"{message}; mend it, or set reward.on_error to drop or to a number")
+                raise RewardError(f"{message}; fix it, or set reward.on_error to drop or to a number")
             logger.warning("%s", message)
             if on_error == "drop":
                 return _Answered(group=None, scored=scored)
@@ -132,7 +135,7 @@ class RolloutSampler:
 
 
 def _with_greedy(sampled: _Answered, greedy: _Answered) -> _Answered:
-    """The sampled group with the greedy completion; None where either was dropped."""
+    """The sampled group with the greedy completion; without a group if either was dropped."""
     both = None
     if sampled.group is not None and greedy.group is not None:
         both = replace(sampled.group, greedy=greedy.group)

@@ -37,7 +37,7 @@ def test_routes_are_transformers_of_every_position_once(bench: Bench, models: tu
         replace(request(prompt, n=3, stop_token_ids=tuple(range(0, 259, 12))), routes=True) for prompt in PROMPTS
     ]
     if bench.name not in RETURN_ROUTES:
-        with pytest.raises(EngineError, match="answered without routes; start it with --enable-return-routed-experts"):
+        with pytest.raises(EngineError, match="it returned no routes; start it with --enable-return-routed-experts"):
             bench.generate(requests[0])
         return
     assert [c.routes for c in bench.generate(replace(requests[0], routes=False))[0]] == [None] * 3

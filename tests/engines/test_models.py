@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 PROMPTS = [[(11 * i + 3 * j) % 256 for j in range(length)] for i, length in enumerate((4, 13, 22, 31, 40, 49, 300))]
 
 
-REFUSED = {("sglang", "deepseek_v3"): "takes the cached latents of latent attention for keys"}
+REFUSED = {("sglang", "deepseek_v3"): "takes the cached latents for keys"}
 """What an engine cannot do on a CPU, and says so."""
 
 

@@ -1,9 +1,9 @@
-"""One call of the in-process engine: a batch of rows that sequences enter when one is free and leave when they end.
+"""Decodes one call of the in-process engine with continuous batching: each sequence takes a row until it ends.
 
-Sequences wait in request order and are prefilled a block of prompts at a time; the completions of a prompt copy its
-keys and values. The last prompt token is left to the first decoding step, so that a sequence's every token comes out
-of the same code. Active rows are always the first n: a step works on slices, and Python loops run over requests and
-blocks, never over the sequences of a step.
+Sequences wait in request order. Prompts are prefilled a block at a time; the completions of a prompt copy its keys and
+values. The first decoding step computes the last prompt token, so that the same code produces every sampled token.
+Active rows are always the first n: a step works on slices, and Python loops run over requests and blocks, never over
+the sequences of a step.
 
 Letters: n active rows, S sequences of the call, P prompts of a block, V vocabulary.
 """
@@ -35,15 +35,15 @@ _POSITION, _PRODUCED, _OUT, _LIMIT, _STOPS, _OLDEST, _TOKEN = range(7)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """Prompts prefilled together: `first` of them in the call's list, and the sequences before `stop` use them."""
+    """Prompts prefilled together, from number `first` of the call; sequences before `stop` use them."""
 
-    prefix: Tensor  # [2 * layers, P, longest, K, D], each prompt but its last token, at the end of its row
+    prefix: Tensor  # [2 * layers, P, longest, K, D], each prompt without its last token, right-aligned
     first: int
     stop: int
 
 
 class Decoding:
-    """Decodes all ``requests`` (each for one or more completions) with as many rows as ``cache`` has."""
+    """Decodes all ``requests``, each for one or more completions, in the rows of ``cache``."""
 
     def __init__(self, model: ReferenceModel, requests: Sequence[GenerationRequest], cache: KVCache) -> None:
         self._model, self._cache, self._requests = model, cache, requests
@@ -60,7 +60,7 @@ class Decoding:
         self._out_tokens = self._initial.new_zeros(self._num * self._width)
         self._out_logprobs = self._initial_sampling.new_zeros(self._num * self._width)
         self._out_routes = self._room(self._num * self._width)
-        self._prompt_routes: list[Tensor] = []  # of each prefilled prompt but its last token
+        self._prompt_routes: list[Tensor] = []  # of each prefilled prompt without its last token
         self._lengths = self._initial.new_zeros(self._num)
         self._stopped = self._initial.new_zeros(self._num, dtype=torch.bool)
         self._clock, self._oldest, self._active, self._admitted = max(self._prefix_lengths), 0, 0, 0
@@ -69,12 +69,12 @@ class Decoding:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a sequence still decodes (none waits without one that does)."""
+        """Whether a sequence is still decoding (if one waits, another decodes)."""
         return self._active > 0
 
     def step(self) -> None:
-        """One token for every active row; rows that finish give way to waiting sequences."""
-        # A few idle rows are carried along: few batch sizes, few kernels to prepare (see `linear`).
+        """Decode one token in every active row; waiting sequences take the rows of finished ones."""
+        # A few idle rows are computed too: few batch sizes, few kernels to prepare (see `linear`).
         padded = min(-(-self._active // ROW_MULTIPLE) * ROW_MULTIPLE, self._cache.rows)
         self._cache.open_column(self._clock, active=padded, oldest=self._oldest)
         tokens_in, positions = self._state[_TOKEN, :padded], self._state[_POSITION, :padded]
@@ -105,9 +105,9 @@ class Decoding:
             self._admit()
 
     def completions(self, version: int) -> list[Completion]:
-        """Every sequence's completion, in request order, as sampled by weights ``version``.
+        """Every sequence's completion, in request order, labelled with weight ``version``.
 
-        Raises EngineError where a log-prob is not finite.
+        Raises EngineError if a log-prob is not finite.
         """
         lengths, stopped = self._lengths.tolist(), self._stopped.tolist()
         inside = (torch.arange(self._width, device=self._lengths.device) < self._lengths[:, None]).view(-1)
@@ -115,8 +115,8 @@ class Decoding:
         if len(bad):
             request = self._requests[int(self._prompt_of[int(bad[0]) // self._width])]
             raise EngineError(
-                f"request {request.id!r}: log-probs by weight version {version} are not finite: its weights are not, "
-                "or too large; resume from the last checkpoint with a lower learning rate"
+                f"request {request.id!r}: log-probs by weight version {version} are not finite; its weights are too "
+                "large or not finite; resume from the last checkpoint with a lower learning rate"
             )
         tokens, logprobs = self._out_tokens[inside].int().cpu().numpy(), self._out_logprobs[inside].cpu().numpy()
         routes = self._routes(inside, lengths)
@@ -132,7 +132,7 @@ class Decoding:
         ]
 
     def _room(self, rows: int) -> Tensor | None:
-        """For the routes of ``rows`` tokens, [rows, layers, k], where a request asks for any."""
+        """A buffer for the routes of ``rows`` tokens, [rows, layers, k]; None if no request asks for routes."""
         if not self._any_routes:
             return None
         s = self._model.shape
@@ -140,7 +140,7 @@ class Decoding:
         return torch.zeros(size, dtype=routes_dtype(s.num_experts), device=self._model.device)
 
     def _routes(self, inside: Tensor, lengths: Sequence[int]) -> list[Routes | None]:
-        """Of each sequence whose request asks for them: its prompt's, then those of the steps that made its tokens."""
+        """The routes of each sequence whose request asks for them: its prompt's, then its sampled tokens'."""
         if self._out_routes is None:
             return [None] * self._num
         sampled = self._out_routes[inside].cpu().split(list(lengths))
@@ -182,7 +182,7 @@ class Decoding:
         return prompt, torch.stack(state), torch.stack(sampling).float(), stop_table.view(-1)
 
     def _random_numbers(self) -> Tensor:
-        """The number in [0, 1) of every token that the call may produce, [S * width], where its token goes too."""
+        """A random number in [0, 1) for every token that the call may sample, [S * width], indexed like the tokens."""
         seeds = [(request.params.seed + 2**63) % 2**64 - 2**63 for request in self._requests]  # any int, as int64
         counts = [request.num_completions for request in self._requests]
         completions = torch.cat([torch.arange(count) for count in counts])
@@ -190,7 +190,7 @@ class Decoding:
         return uniforms(keys[:, None], torch.arange(self._width)).view(-1).to(self._model.device)
 
     def _prefill(self, first: int) -> _Block:
-        """Keys and values of prompts from ``first`` on: as many as the free rows can start, within the token limit."""
+        """Prefill prompts from ``first`` on, as many as the free rows can start within the token limit."""
         longest, stop = 0, first
         start = self._ends[first - 1] if first else 0
         free = self._cache.rows - self._active

@@ -1,4 +1,4 @@
-"""The in-process rollout engine: batched decoding with a plain-torch model, for small models and for tests."""
+"""The in-process rollout engine: batched decoding with a plain torch model, for small models and tests."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rl_megatron.types import Completion, GenerationRequest
 
 
 class LocalEngine:
-    """Generates with the weights now in ``tensors``, which a weight push overwrites in place. Synchronous.
+    """Generates synchronously with the weights in ``tensors``, which a weight push overwrites in place.
 
-    At most ``slots`` sequences are decoded at once; a prompt and its completion have at most ``max_length`` tokens.
+    It decodes at most ``slots`` sequences at once; a prompt and its completion have at most ``max_length`` tokens.
     """
 
     def __init__(
@@ -32,27 +32,27 @@ class LocalEngine:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Every Hugging Face tensor, as a view to be written in place between calls of `generate`."""
+        """Every Hugging Face tensor, as a view to write in place between calls of `generate`."""
         return self.model.tensors
 
     def withdraw(self) -> None:
-        """Serve nothing until `serve`: ``tensors`` are being written."""
+        """Stop serving until `serve`, because ``tensors`` are being written."""
         self.version = None
 
     def serve(self, version: int) -> None:
-        """Mark the weights now in ``tensors`` as ``version`` on everything sampled from here on."""
+        """Serve the weights in ``tensors`` as ``version``, which labels everything sampled from then on."""
         self.version = version
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Completions of each request, in order. Raises EngineError for a request that cannot be served.
 
-        A completion depends on its request and its number in it alone (up to the rounding of other batch shapes).
+        A completion depends only on its request and its number in it (up to rounding by other batch shapes).
         """
         version = self.version
         if version is None:
             asked = ", ".join(repr(request.id) for request in requests[:3])
-            raise EngineError(f"request {asked}: the weights are being replaced; ask after the next commit")
+            raise EngineError(f"request {asked}: the weights are being replaced; send it after the next commit")
         for request in requests:
             self._check(request)
         wanted = [request for request in requests if request.num_completions]
@@ -67,7 +67,7 @@ class LocalEngine:
         return [[next(completions) for _ in range(request.num_completions)] for request in requests]
 
     def _reserve(self, requests: Sequence[GenerationRequest]) -> KVCache:
-        """A cache just large enough for ``requests``, or the last one where that is."""
+        """A cache just large enough for ``requests``; the last one if it is."""
         rows = min(self._slots, sum(request.num_completions for request in requests))
         columns = max(len(request.token_ids) + request.params.max_new_tokens - 1 for request in requests)
         if self._cache is None or self._cache.rows < rows or self._cache.columns < columns:

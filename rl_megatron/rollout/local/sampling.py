@@ -1,4 +1,4 @@
-"""Choosing the next token of many sequences at once: temperature, top-p and repeatable random numbers.
+"""Chooses the next token of many sequences at once: temperature, top-p and repeatable random numbers.
 
 Letters: n rows (one sequence each), V vocabulary. Log-probs are nats, float32.
 """
@@ -17,9 +17,9 @@ _MIX_2 = -0x6B2FB644ECCEEE15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSampling:
-    """How each row is sampled. ``greedy`` rows have temperature 1 here: their log-probs are the model's own.
+    """Sampling parameters of each row. ``greedy`` rows have temperature 1 here: their log-probs are the model's own.
 
-    ``any_greedy`` and ``any_top_p`` say whether some row needs the work, so that a step need not ask the tensors.
+    ``any_greedy`` and ``any_top_p`` say whether any row needs that work, so that a step need not read the tensors.
     """
 
     inverse_temperature: Tensor  # [n, 1] float32
@@ -39,13 +39,13 @@ def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
 
     splitmix64 of Steele, Lea and Flood (2014).
     """
-    # A counter-based stream makes a token's number a function of its place alone, not of what else is in the batch.
+    # In a counter-based stream a token's number depends on its place alone, not on the rest of the batch.
     bits = _mix(keys + (counters + 1) * _GOLDEN) >> 40
     return (bits & 0xFFFFFF).float().mul_(2.0**-24)
 
 
 def choose_tokens(logits: Tensor, uniform: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
-    """Tokens [n] int64 and their log-probs [n] under the distribution they were drawn from.
+    """Tokens [n] int64 and their log-probs [n] under the distribution that they are drawn from.
 
     ``logits`` [n, V] float32 are overwritten. Inverse-CDF sampling with ``uniform`` [n] in [0, 1). Greedy rows take
     the most likely token; its log-prob is the model's, at temperature 1.
@@ -66,7 +66,7 @@ def choose_tokens(logits: Tensor, uniform: Tensor, rows: RowSampling) -> tuple[T
 
 
 def _draw_top_p(probabilities: Tensor, uniform: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw from the fewest most likely tokens whose mass reaches ``top_p`` (Holtzman et al., 2020), renormalised."""
+    """Draw from the fewest most likely tokens whose mass reaches ``top_p``, renormalised (Holtzman et al., 2020)."""
     ordered, token_of_rank = probabilities.sort(dim=-1, descending=True, stable=True)
     cumulative = ordered.cumsum(-1)
     last = (cumulative < top_p).sum(-1, keepdim=True).clamp_(max=probabilities.shape[1] - 1)
@@ -76,7 +76,7 @@ def _draw_top_p(probabilities: Tensor, uniform: Tensor, top_p: Tensor) -> tuple[
 
 
 def _invert(cumulative: Tensor, target: Tensor) -> Tensor:
-    """The first column whose cumulative mass exceeds ``target``: never one of zero probability; the last one of NaN."""
+    """The first column whose cumulative mass exceeds ``target``: never one of zero probability; the last for NaN."""
     return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
 
 

@@ -1,4 +1,4 @@
-"""What an adapter of an engine says and takes: three Protocols, and the data that passes through them."""
+"""The protocols of an engine's adapter, and the data that passes through them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rl_megatron.weights.layouts.recorded import Boxes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions:
-    """What a server that is started must know."""
+    """The options to start a server with."""
 
     python: Path
     model_folder: Path
-    bare_folder: Path  # with the model's config.json alone
-    host: str  # the one address that it listens on
-    port: int  # there
+    bare_folder: Path  # holds the model's config.json, no weights
+    host: str  # the only address that it listens on
+    port: int  # on ``host``
     device: str  # cpu or an accelerator
     dtype: str
     quantization: str  # format of its weights, or none
@@ -30,14 +30,14 @@ class StartOptions:
     slots: int
     tp: int
     memory_fraction: float | None
-    colocated: bool  # it gives memory back between phases
-    routes: bool  # whether requests ask for them
+    colocated: bool  # whether it releases memory between phases
+    routes: bool  # whether requests ask for routes
     extra: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A server's command line, and what its environment has beside the trainer's."""
+    """A server's command line, and the variables that its environment adds to the trainer's."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -45,38 +45,38 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a running server says of itself."""
+    """A running server's report about itself."""
 
     version: str
     dtype: str
     architecture: str
     max_length: int
-    problems: tuple[str, ...]  # what keeps it from being used, each with what to do
-    no_routes: str | None = None  # why it returns none
+    problems: tuple[str, ...]  # reasons why a run cannot use it, each with what to do
+    no_routes: str | None = None  # why it returns no routes
 
 
 class Sampling(Protocol):
-    """What an engine samples, and what it says of itself. Every method raises as `Server` does."""
+    """Samples, scores and describes a server. Every method raises as `Server` does."""
 
     async def describe(self, server: Server) -> Description:
-        """What the server is, and what it lacks."""
+        """Ask the server what it is, and what it lacks."""
         ...
 
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
-        """All completions of ``request``, aborted ones too. ``request_id`` is a name for ``abort``."""
+        """All completions of ``request``, including aborted ones. ``request_id`` names it for ``abort``."""
         ...
 
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
-        """End a request; what was sampled of it is its answer."""
+        """Abort a request; it answers with what was sampled so far."""
         ...
 
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
-        """Log-probs, at temperature 1, of every token behind the first, from one forward of the whole text."""
+        """Log-probs, at temperature 1, of every token after the first, from one forward pass over the whole text."""
         ...
 
     async def tokens(self, server: Server) -> Hashable:
-        """What tells whether the server makes tokens: it is another whenever it made some since. At once, also of a
-        server that is busy."""
+        """A value that changes whenever the server has made tokens. It must return at once, even if the server is
+        busy."""
         ...
 
 
@@ -92,15 +92,15 @@ class Loading(Protocol):
         private: Collection[str],
         straight: bool = False,
     ) -> list[Report]:
-        """Load the mirror file ``path``, drop cached prefixes; what each rank holds then, but for ``private`` kinds.
+        """Load the mirror file ``path`` and drop cached prefixes. Returns each rank's report without ``private`` kinds.
 
-        What is sampled then is labelled as `candidate` says. ``straight``: take what the learner's ranks send over the
-        group joined last. Raises SyncError naming a tensor that is wrong.
+        Completions are then labelled by `candidate`. With ``straight`` take the weights from the learner's ranks, over
+        the group joined last. Raises SyncError that names a wrong tensor.
         """
         ...
 
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
-        """The box of each tensor of the mirror file that each rank of the server holds."""
+        """The box of each of the mirror file's tensors that each rank of the server holds."""
         ...
 
     async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
@@ -108,35 +108,35 @@ class Loading(Protocol):
         ...
 
     async def relabel(self, server: Server, version: int) -> None:
-        """Label the weights that it holds as ``version``: they are verified."""
+        """Label the loaded weights as ``version``, once they are verified."""
         ...
 
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
-        """What each rank of the server holds of the mirror file's tensors, but for ``private`` kinds of parameters."""
+        """Each rank's report on the mirror file's tensors, without ``private`` kinds of parameters."""
         ...
 
 
 class Running(Protocol):
-    """How an engine starts, pauses and lends its memory. Every method but ``command`` raises as `Server` does."""
+    """Starts and pauses an engine, and releases its memory. Every method but ``command`` raises as `Server` does."""
 
     def command(self, options: StartOptions) -> Command:
-        """How a server is started. Raises ConfigError for what it cannot do."""
+        """The command that starts a server. Raises ConfigError for options that it does not support."""
         ...
 
     async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
-        """Stop sampling; running requests wait, or end as they are."""
+        """Pause sampling; running requests wait (``keep``) or are aborted."""
         ...
 
     async def resume(self, server: Server) -> None:
-        """Sample on."""
+        """Resume sampling."""
         ...
 
     async def release(self, server: Server) -> None:
-        """Give the memory of weights and cache back; both are lost. Nothing may run."""
+        """Release the memory of weights and cache, and so lose both. No request may run."""
         ...
 
     async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
-        """Take memory again that was given back: for weights before they are loaded, for the cache after."""
+        """Allocate released memory again: for weights before they are loaded, for the cache afterwards."""
         ...
 
 
@@ -144,25 +144,26 @@ class Adapter(Sampling, Loading, Running, Protocol):
     """One kind of engine: an engine's file has a class that implements it."""
 
     name: str
-    module: str  # what must be importable in its interpreter
-    tested: str  # version
-    renormalises_top_p: bool  # whether log-probs are of the distribution that top_p leaves
+    module: str  # its interpreter must be able to import it
+    tested: str  # the version it was tested with
+    renormalises_top_p: bool  # whether log-probs are of the distribution after top_p
 
 
 class ForeignWeights(EngineError):
-    """A server sampled with weights that no push of this run brought."""
+    """A server sampled with weights that this run did not push."""
 
 
 def candidate(version: int) -> str:
-    """The label of weights that are not verified yet."""
+    """The label of ``version`` before it is verified."""
     return f"{version}?"
 
 
 def version_of(label: object) -> int:
-    """The version that a label names. Raises ForeignWeights for one that this trainer did not give."""
+    """The version that a label names. Raises ForeignWeights for a label that this run did not set."""
     text = str(label).removesuffix("?")
     if not text.isdecimal():
         raise ForeignWeights(
-            f"the server sampled with weights labelled {label!r}, which no push of this run gave: was it started again?"
+            f"the server sampled with weights labelled {label!r}, which this run did not push; check that no other run "
+            "uses the server and that nobody restarted it"
         )
     return int(text)

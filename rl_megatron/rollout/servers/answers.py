@@ -1,4 +1,4 @@
-"""What servers answer: it is checked, and what an update ended before its end is asked on and joined."""
+"""Checks servers' answers, and joins completions that a weight update cut into parts."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, GenerationRequest, Routes, Span
 
 TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-"""What a column of token ids can hold, in an adapter's form of an answer."""
-_LOGPROBS = (-1000.0, 0.01)  # nats: of what float32 can sample, vLLM's -9999 for -inf not; above 0 by rounding alone
+"""The range of a token id in an adapter's answer type."""
+_LOGPROBS = (-1000.0, 0.01)  # nats: excludes vLLM's -9999 for -inf; rounding alone gives values above 0
 
 
 def problem_of(completion: Completion, request: GenerationRequest, *, vocab_size: int) -> str | None:
-    """What makes a completion one that nobody may train on; None where nothing does."""
+    """The reason why a completion must not be trained on; None if it may."""
     tokens, logprobs, most = completion.token_ids, completion.logprobs, request.params.max_new_tokens
     if len(tokens) != len(logprobs):
-        return f"{len(logprobs)} log-probs came with {len(tokens)} tokens"
+        return f"it has {len(logprobs)} log-probs for {len(tokens)} tokens"
     if len(tokens) > most:
-        return f"{len(tokens)} tokens came, {most} were asked for at most"
+        return f"it has {len(tokens)} tokens, but at most {most} were requested"
     known = (tokens >= 0) & (tokens < vocab_size)
     if not known.all():
         at = int(known.argmin())
-        return f"token {at} has id {tokens[at]}; the vocabulary has {vocab_size}"
+        return f"token {at} has id {tokens[at]}, but the vocabulary has {vocab_size} tokens"
     starts = [span.start for span in completion.spans]
     if starts[:1] != [0] or any(b <= a for a, b in pairwise([*starts, max(1, len(tokens))])):
-        return f"its weight versions begin at tokens {starts} of {len(tokens)}; they ascend from 0"
+        return f"its weight versions begin at tokens {starts} of {len(tokens)}; they must ascend from 0"
     least, most_likely = _LOGPROBS
     possible = (logprobs >= least) & (logprobs <= most_likely)  # NaN is neither
     if not possible.all():
         at = int(possible.argmin())
-        return f"token {at} has log-prob {logprobs[at]}, at which nothing is sampled"
+        return f"token {at} has log-prob {logprobs[at]}, which no sampled token can have"
     return None
 
 
 def as_it_should_end(completion: Completion, request: GenerationRequest) -> Completion:
-    """The completion with the finish reason of its tokens: a stop token, or all it may have, end it by themselves."""
+    """Correct the finish reason of an aborted completion that ends with a stop token or has reached its limit."""
     params = request.params
     if completion.finish_reason != "abort":
         return completion
@@ -57,7 +57,7 @@ def as_it_should_end(completion: Completion, request: GenerationRequest) -> Comp
 
 
 def rest_of(request: GenerationRequest, completion: Completion) -> GenerationRequest:
-    """What is left to sample of one completion: its tokens end the prompt."""
+    """A request for the rest of one completion: its tokens are appended to the prompt."""
     left = request.params.max_new_tokens - len(completion.token_ids)
     return replace(
         request,
@@ -68,7 +68,7 @@ def rest_of(request: GenerationRequest, completion: Completion) -> GenerationReq
 
 
 def spans_of(parts: Iterable[tuple[int, int]]) -> tuple[Span, ...]:
-    """From (first token, version) of each part; neighbours of one version are one span."""
+    """Spans from the (first token, version) of each part; merges neighbours of one version."""
     spans: list[Span] = []
     for start, version in parts:
         if not spans or version != spans[-1].version:
@@ -77,13 +77,13 @@ def spans_of(parts: Iterable[tuple[int, int]]) -> tuple[Span, ...]:
 
 
 def joined(first: Completion, more: Completion) -> Completion:
-    """One completion of two, the second sampled with the first behind its prompt."""
+    """Join two completions, of which the second was sampled after prompt and first."""
     if not len(first.token_ids):
         return more
     if not len(more.token_ids):
         return replace(first, finish_reason=more.finish_reason)
     routes = more.routes
-    if first.routes is not None and routes is not None:  # those of the first part chose its tokens
+    if first.routes is not None and routes is not None:  # the first part's routes produced its tokens
         routes = replace(routes, data=first.routes.data + routes.data[len(first.routes.data) :])
     behind = ((len(first.token_ids) + span.start, span.version) for span in more.spans)
     return Completion(
@@ -96,14 +96,14 @@ def joined(first: Completion, more: Completion) -> Completion:
 
 
 def checked_routes(experts: NDArray[Any], *, positions: int, shape: ModelShape) -> Routes:
-    """Those of the MoE layers, from an answer's numbers by position, layer (all of them) and expert of a token.
+    """Routes of the MoE layers, from an answer's expert numbers [positions, all layers, experts a token].
 
-    Raises EngineError where there are more or fewer of them, or one names no expert.
+    Raises EngineError for a wrong shape or an unknown expert.
     """
     wanted = (positions, shape.num_layers, shape.experts_per_token)
     if experts.size != math.prod(wanted):
         raise EngineError(
-            f"it answered with routes of shape {experts.shape}; (positions, layers, experts a token) is {wanted}"
+            f"its routes have shape {experts.shape}; (positions, layers, experts a token) must be {wanted}"
         )
     layers = shape.moe_layers
     try:

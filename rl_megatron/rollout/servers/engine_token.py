@@ -1,8 +1,8 @@
-"""The token of an engine server that a run starts: asked of every request, whatever its path. Runs inside the server.
+"""Requires the run's token in every request to an engine server, whatever its path. Runs inside the server.
 
-The engines' own checks leave paths open: vLLM's all that lie outside of /v1 and /inference, so /collective_rpc and the
-weight updates too; SGLang's /metrics and whatever begins with /health. And SGLang takes its key from a command line,
-which every user of the node can read. A process's environment its own user alone can read. Standard library alone.
+The engines' own checks leave paths open: vLLM's all paths outside of /v1 and /inference, so also /collective_rpc and
+the weight updates; SGLang's /metrics and paths that begin with /health. SGLang also takes its key from a command line,
+which every user of the node can read; only its own user can read a process's environment. Standard library alone.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def authorization(token: str) -> Mapping[str, str]:
-    """The header of every request to a server that wants ``token``."""
+    """The header of every request to a server that requires ``token``."""
     return {"Authorization": f"Bearer {token}"}
 
 
 class EngineToken:
-    """ASGI middleware: who does not bring the token of `VARIABLE` gets status 401. Raises KeyError without one."""
+    """ASGI middleware: answers requests without the token of `VARIABLE` with status 401. Raises KeyError if unset."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app, self._wanted = app, authorization(os.environ[VARIABLE])["Authorization"].encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what is not a request, and whoever has the token."""
+        """Pass on requests with the token, and what is not a request."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""JSON over HTTP to one engine server. What may pass with another attempt is told apart from what will not."""
+"""Sends JSON over HTTP to one engine server. Distinguishes failures that a retry may mend from those that it cannot."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from rl_megatron.rollout.servers.engine_token import authorization
 T = TypeVar("T")
 
 KEEP_ALIVE_SECONDS = 2.0  # uvicorn closes an idle connection after 5: a request must not meet that
-_PASSING = (408, 429)  # statuses below 500 that another attempt may not meet
+_PASSING = (408, 429)  # statuses below 500 after which another attempt may succeed
 _SHOWN = 2000  # characters of an answer in an error
 
 
 class AttemptFailed(Exception):
-    """No connection, no answer in time, or a server's own fault: another attempt may succeed."""
+    """There was no connection, no answer in time, or a server error: another attempt may succeed."""
 
 
 class NoAnswer(AttemptFailed):
-    """A connection, but no answer in time."""
+    """There was a connection, but no answer in time."""
 
 
 class Unreachable(AttemptFailed):
-    """No connection, or one that broke."""
+    """There was no connection, or it broke."""
 
 
 class Server:
-    """One engine server at ``url``. Proxies are not asked.
+    """One engine server at ``url``, without proxies.
 
-    An answer must come in ``timeout_seconds``, but for those to work that waits in the server's queue: how long they
-    take says nothing of the server, which is judged by the tokens that it makes (launcher/servers/supervisor.py).
+    An answer must arrive within ``timeout_seconds``, except for requests that wait in the server's queue: their time
+    does not show whether the server works. The tokens it makes do (launcher/servers/supervisor.py).
     """
 
     def __init__(self, url: str, *, token: str | None, timeout_seconds: float) -> None:
         self.url, self.token, self._limit = url.rstrip("/"), token, timeout_seconds
-        self.in_flight = 0  # requests that want tokens
+        self.in_flight = 0  # requests for tokens
         self.paused = False  # whether its sampling is paused
-        self.released = False  # whether its memory is given back
+        self.released = False  # whether its memory is released
         self._client = httpx2.AsyncClient(
             base_url=self.url,
             headers=authorization(token) if token else {},
-            timeout=None,  # one limit for all of a request, below
+            timeout=None,  # `_ask` limits a request as a whole
             limits=httpx2.Limits(
                 max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
             ),
@@ -57,7 +57,7 @@ class Server:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """It has a request that wants tokens."""
+        """Counts a request for tokens as in flight."""
         self.in_flight += 1
         try:
             yield
@@ -65,12 +65,12 @@ class Server:
             self.in_flight -= 1
 
     async def post(self, path: str, body: object = None, *, params: Mapping[str, str] | None = None) -> Any:
-        """The answer's JSON, None where it is empty. Raises as ``get`` does."""
+        """The answer's JSON, None if it is empty. Raises as ``get`` does."""
         return self._json(path, await self._ask("POST", path, body, params, self._limit))
 
     async def sampled(self, path: str, body: object, form: TypeAdapter[T]) -> T:
-        """What it sampled or scored for ``body``, decoded as ``form`` says, without a limit of time. Raises as ``get``
-        does, and AttemptFailed that names the first place where the answer has another form."""
+        """The server's samples or scores for ``body``, decoded as ``form``, without a time limit. Raises as ``get``
+        does, and AttemptFailed that names the first part of the answer that does not fit ``form``."""
         text = await self._ask("POST", path, body, None, None)
         try:
             return form.validate_json(text)
@@ -78,15 +78,15 @@ class Server:
             wrong = error.errors(include_url=False, include_context=False)[0]
             place = ".".join(map(str, wrong["loc"]))
             raise AttemptFailed(
-                f"{self.url}{path}: an answer of another form: {place}: {wrong['msg']}, got {wrong['input']!r:.80}"
+                f"{self.url}{path}: its answer has another form: {place}: {wrong['msg']}, got {wrong['input']!r:.80}"
             ) from error
 
     async def get(self, path: str) -> Any:
-        """Likewise. Raises AttemptFailed, or EngineError with what the server said where it refuses for good."""
+        """The answer's JSON. Raises AttemptFailed, or EngineError with the answer if the server refuses for good."""
         return self._json(path, await self.text(path))
 
     async def text(self, path: str) -> str:
-        """The answer as it is. Raises as ``get`` does."""
+        """The answer as text. Raises as ``get`` does."""
         return await self._ask("GET", path, None, None, self._limit)
 
     async def _ask(
@@ -97,7 +97,7 @@ class Server:
             async with asyncio.timeout(limit):
                 response = await self._client.request(method, path, json=body, params=params)
         except TimeoutError as error:
-            raise NoAnswer(f"{what}: no answer in rollout.server.timeout_seconds={limit:g}") from error
+            raise NoAnswer(f"{what}: no answer within rollout.server.timeout_seconds={limit:g}") from error
         except httpx2.TransportError as error:
             raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
         status, text = response.status_code, response.text
@@ -114,7 +114,7 @@ class Server:
             raise EngineError(f"{self.url}{path}: the answer is not JSON: {text[:80]!r}") from error
 
     async def status(self, path: str, *, seconds: float) -> int | None:
-        """The status of an answer to GET; None where none came in ``seconds``."""
+        """The status of an answer to GET; None if none arrived within ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
                 return int((await self._client.get(path)).status_code)
@@ -122,7 +122,7 @@ class Server:
             return None
 
     async def open_to_strangers(self) -> bool:
-        """Whether it answers who brings no token. Raises AttemptFailed."""
+        """Whether it answers requests without a token. Raises AttemptFailed."""
         async with httpx2.AsyncClient(base_url=self.url, timeout=self._limit, trust_env=False) as stranger:
             try:
                 return (await stranger.get("/openapi.json")).status_code not in (401, 403)

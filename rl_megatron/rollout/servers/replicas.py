@@ -2,9 +2,9 @@
 
     HEALTHY -> DEAD -> RESTARTING -> STALE -> HEALTHY
 
-Only a healthy replica serves. A stale one answers, but has not proven that it holds the weights that are served: a new
-server, or one that came back by itself. What starts servers moves replicas on (launcher/servers/supervisor.py); the
-engine waits for them.
+Only a healthy replica serves. A stale one answers, but it is not verified that it holds the served weights: its server
+was restarted, or answers again. The supervisor (launcher/servers/supervisor.py) changes states; the engine waits for
+them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Health(Enum):
     HEALTHY = "healthy"
     DEAD = "dead"
     RESTARTING = "restarting"
-    GONE = "gone"  # dead, and not waited for
+    GONE = "gone"  # dead, and will not be restarted
 
 
 class Event(Enum):
-    """What happens to a replica."""
+    """An event that changes a replica's state."""
 
     REFITTED = "holds the weights that are served"
     DIED = "died"
@@ -63,7 +63,7 @@ def after(health: Health, event: Event) -> Health:
 
 
 class ReplicaDied(AttemptFailed):
-    """The server died under what it was asked."""
+    """The server died while it handled a request."""
 
 
 class Replica:
@@ -96,18 +96,18 @@ class Replica:
         self._changed()
 
     def suspect(self, error: Exception) -> None:
-        """Tell who looks after it that it did not answer."""
+        """Report to the supervisor that it did not answer."""
         if not self.suspected.is_set():
             self.suspicion = error
             self.suspected.set()
 
     def trust(self) -> None:
-        """It answers after all."""
+        """Withdraw the suspicion: it answers."""
         self.suspected.clear()
         self.suspicion = None
 
     async def while_alive(self, work: Coroutine[Any, Any, T]) -> T:
-        """What ``work`` gives. Raises ReplicaDied as soon as the server is known to be dead."""
+        """The result of ``work``. Raises ReplicaDied as soon as the server is known to be dead."""
         task, down = asyncio.ensure_future(work), asyncio.ensure_future(self._down.wait())
         try:
             await asyncio.wait({task, down}, return_when=asyncio.FIRST_COMPLETED)
@@ -117,11 +117,11 @@ class Replica:
         finally:
             task.cancel()
             down.cancel()
-            await asyncio.wait({task, down})  # what it asked is ended before the server's connections are closed
+            await asyncio.wait({task, down})  # the request ends before the server's connections are closed
 
 
 class ReplicaSet:
-    """All replicas of an engine, and waiting for some of them."""
+    """All replicas of an engine; waits for some of them."""
 
     def __init__(self, name: str, servers: Sequence[Server]) -> None:
         self._name = name
@@ -134,7 +134,7 @@ class ReplicaSet:
         turn.set()
 
     def fail(self, error: BaseException) -> None:
-        """The supervisor of the replicas cannot go on."""
+        """Report that the supervisor of the replicas has failed."""
         self._failure = error
         self._wake()
 
@@ -147,9 +147,9 @@ class ReplicaSet:
         return [r for r in self.all if r.health is Health.HEALTHY]
 
     async def some(self, wanted: Callable[[], list[Replica]]) -> list[Replica]:
-        """What ``wanted`` gives, once that is not nothing. Raises EngineError, with how each went, where all are gone.
+        """Wait until ``wanted`` returns replicas. Raises EngineError, with each one's reason, if all are gone.
 
-        Ends as all starting does: every start has a limit, and there is a limited number of them.
+        The wait ends because every start has a time limit and the number of starts is limited.
         """
         while not (found := wanted()):
             if self._failure is not None:

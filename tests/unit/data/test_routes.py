@@ -73,9 +73,12 @@ def test_without_routes_there_is_no_column() -> None:
     ("second", "says"),
     [
         (None, "'a': a completion has no routes"),
-        (encode_routes(chosen(5), num_experts=16), r"'a': routes of shape \(5, 2, 3\) .* is \(4, 2, 3\), of 5 tokens"),
-        (encode_routes(chosen(4)[:, :1], num_experts=16), r"'a': routes of shape \(4, 1, 3\)"),
-        (encode_routes(chosen(4)[:, :, :2], num_experts=16), r"'a': routes of shape \(4, 2, 2\)"),
+        (
+            encode_routes(chosen(5), num_experts=16),
+            r"'a': its routes have shape \(5, 2, 3\) .* must be \(4, 2, 3\), for each of 5 tokens",
+        ),
+        (encode_routes(chosen(4)[:, :1], num_experts=16), r"'a': its routes have shape \(4, 1, 3\)"),
+        (encode_routes(chosen(4)[:, :, :2], num_experts=16), r"'a': its routes have shape \(4, 2, 2\)"),
     ],
 )
 def test_routes_that_do_not_fit_their_sequence_are_refused(second: Routes | None, says: str) -> None:

@@ -83,7 +83,7 @@ def test_a_good_answer_is_taken(engine: str) -> None:
 @pytest.mark.parametrize(
     ("which", "value", "said"),
     [
-        (1, math.nan, "token 1 has log-prob nan, at which nothing is sampled"),
+        (1, math.nan, "token 1 has log-prob nan, which no sampled token can have"),
         (1, -math.inf, "token 1 has log-prob -inf"),
         (1, math.inf, "token 1 has log-prob inf"),
         (1, -9999.0, "token 1 has log-prob -9999.0"),  # how vLLM spells it
@@ -124,7 +124,7 @@ def test_an_answer_of_another_form_is_named(engine: str, spoil: Callable[[Any], 
     answer = spoil(good(engine))
     if engine == "sglang" and answer == []:
         answer = [{}]  # none at all is a number that the engine's caller counts
-    with pytest.raises(EngineError, match="an answer of another form"):
+    with pytest.raises(EngineError, match="its answer has another form"):
         ask(engine, answer)
 
 
@@ -170,9 +170,9 @@ def test_a_completion_longer_than_asked_for_or_without_its_log_probs_is_none() -
     assert problem_of(done, REQUEST, vocab_size=10) is None
     assert problem_of(completion(()), REQUEST, vocab_size=10) is None
     longer = completion((1,) * 4)
-    assert problem_of(longer, REQUEST, vocab_size=10) == "4 tokens came, 3 were asked for at most"
+    assert problem_of(longer, REQUEST, vocab_size=10) == "it has 4 tokens, but at most 3 were requested"
     lacking = completion((1,) * 3, (0.0,))
-    assert problem_of(lacking, REQUEST, vocab_size=10) == "1 log-probs came with 3 tokens"
+    assert problem_of(lacking, REQUEST, vocab_size=10) == "it has 1 log-probs for 3 tokens"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_completion_longer_than_asked_for_or_without_its_log_probs_is_none() -
 def test_versions_begin_at_tokens_that_ascend(starts: list[int], taken: bool) -> None:
     done = completion((1,) * 3, spans=[(start, number) for number, start in enumerate(starts)])
     problem = problem_of(done, REQUEST, vocab_size=10)
-    assert problem == (None if taken else f"its weight versions begin at tokens {starts} of 3; they ascend from 0")
+    assert problem == (None if taken else f"its weight versions begin at tokens {starts} of 3; they must ascend from 0")
 
 
 @pytest.mark.parametrize("engine", ADAPTERS)

@@ -109,7 +109,7 @@ def test_routes_are_of_the_layers_with_experts(ask: Any, shape: ModelShape) -> N
 @BOTH
 @pytest.mark.parametrize("experts", [EXPERTS[:3], EXPERTS[:, 1:], np.concatenate([EXPERTS, EXPERTS[:1]])])
 def test_routes_of_other_positions_or_layers_are_refused(ask: Any, shape: ModelShape, experts: np.ndarray) -> None:
-    with pytest.raises(EngineError, match=r"\(positions, layers, experts a token\) is \(4, 3, 2\)"):
+    with pytest.raises(EngineError, match=r"\(positions, layers, experts a token\) must be \(4, 3, 2\)"):
         ask(experts, shape)
 
 

@@ -182,7 +182,7 @@ def test_a_failed_attempt_goes_to_another_replica(fakes: list[Fake]) -> None:
     [
         ((503, {}), "status 503: {}; attempts made: 3", 3),
         ((400, "too hot"), 'status 400: "too hot"', 1),
-        ((200, {"label": "default"}), "labelled 'default', which no push of this run gave", 1),
+        ((200, {"label": "default"}), "labelled 'default', which this run did not push", 1),
         ((200, {"label": "3"}), "was sampled with version 3, but 4 to 4 were served", 1),
     ],
     ids=["server error", "refusal", "a server that was started again", "of another run"],

@@ -1,4 +1,4 @@
-"""SGLang's words: its native generate endpoint and its weight update by a loader of ours, as of 0.5.21."""
+"""The adapter for SGLang 0.5.21: its native generate endpoint, and weight updates by a loader of ours."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ON_CPU = (
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
 )
 _LOADER = "rl_megatron.rollout.servers.sglang.worker.load"
-_MARGIN = 8  # of its context that a request may not use
+_MARGIN = 8  # tokens of its context that a request may not use
 
 
 class _Span(TypedDict):
@@ -86,20 +86,20 @@ class SGLangAdapter(Adapter):
     def command(self, options: StartOptions) -> Command:
         if options.device == "cpu" and self._shape.latent is not None:
             raise ConfigError(
-                f"model_type={self._shape.family!r}: SGLang's attention for CPUs without AMX kernels takes the cached "
-                "latents of latent attention for keys, and ends at the first request; use rollout=vllm, or a GPU"
+                f"model_type={self._shape.family!r}: without AMX, SGLang's attention on CPUs takes the cached latents "
+                "for keys, and crashes at the first request; use rollout=vllm, or a GPU"
             )
         if options.quantization == "int8":
             raise ConfigError(
                 "rollout.server.quantization=int8: SGLang 0.5.21 has compressed-tensors' int8 experts for NPUs only, "
-                "and its int8 linear layers take weights once; use fp8, or rollout=vllm"
+                "and its int8 linear layers can load weights only once; use fp8, or rollout=vllm"
             )
         cached = options.slots * (options.max_length + _MARGIN)
         return Command(
             arguments=(
                 str(options.python),
                 *("-m", "rl_megatron.rollout.servers.sglang.server"),
-                # Its end-of-sequence tokens would end completions beside those that a request names.
+                # The model's end-of-sequence tokens would end completions, although a request does not name them.
                 *("--model-path", str(options.bare_folder), "--json-model-override-args", '{"eos_token_id": null}'),
                 *("--load-format", "dummy", "--custom-weight-loader", _LOADER),
                 *("--host", options.host, "--port", str(options.port)),
@@ -114,10 +114,10 @@ class SGLangAdapter(Adapter):
             ),
             environment={
                 "HF_HUB_OFFLINE": "1",
-                # Kernels for CPUs name the memory by them that ranks of a server share.
+                # Kernels for CPUs name the memory that a server's ranks share by them.
                 "MASTER_ADDR": options.host,
                 "MASTER_PORT": str(options.port),
-                # Else each rank wants a NUMA node of its own.
+                # Else each rank needs its own NUMA node.
                 **({"SGLANG_CPU_OMP_THREADS_BIND": _cores(options.tp)} if options.device == "cpu" else {}),
                 "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the margin may lie beyond the model's positions
             },
@@ -126,9 +126,9 @@ class SGLangAdapter(Adapter):
     @override
     async def describe(self, server: Server) -> Description:
         paths = (await server.get("/openapi.json"))["paths"]
-        problems = [f"it has no {path}; docs/engines.md names the version" for path in _NEEDED if path not in paths]
+        problems = [f"it lacks {path}; install the version in docs/engines.md" for path in _NEEDED if path not in paths]
         if not problems and not await self.tokens(server):
-            problems.append("its /v1/loads is empty; its log tells why (load snapshot writer)")
+            problems.append("its /v1/loads is empty; look for 'load snapshot writer' in its log")
         info, settings = await server.get("/model_info"), await server.get("/server_info")
         return Description(
             version=str(settings["version"]),
@@ -145,7 +145,7 @@ class SGLangAdapter(Adapter):
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
         p = request.params
         if p.top_p < 1:
-            raise EngineError("SGLang's log-probs are not of the tokens that top_p leaves; ask with top_p=1")
+            raise EngineError("SGLang computes log-probs before top_p is applied; set rollout.top_p=1")
         body = {
             "rid": _names(request, request_id),
             "input_ids": [list(request.token_ids)] * request.num_completions,  # the radix cache shares the prompt
@@ -169,7 +169,7 @@ class SGLangAdapter(Adapter):
         said = (await server.sampled("/generate", body, _SCORED))["meta_info"]["input_token_logprobs"][1:]
         logprobs = [logprob for logprob, _, _ in said if logprob is not None]
         if len(logprobs) != len(text) - 1:
-            raise AttemptFailed(f"{server.url}: {len(logprobs)} log-probs came for {len(text) - 1} tokens")
+            raise AttemptFailed(f"{server.url}: it returned {len(logprobs)} log-probs for {len(text) - 1} tokens")
         return logprobs
 
     @override
@@ -179,13 +179,13 @@ class SGLangAdapter(Adapter):
 
     @override
     async def tokens(self, server: Server) -> tuple[tuple[int, int], ...]:
-        """Counts tokens of prompts since the start and tokens in the cache, as each scheduler noted last."""
+        """Prompt tokens since the start and tokens in the cache, as each scheduler last recorded them."""
         loads = (await server.get("/v1/loads"))["loads"]
         return tuple((int(load["total_prefill_uncached_tokens"]), int(load["num_used_tokens"])) for load in loads)
 
     @override
     async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
-        """Requests that are kept lose their cache, and compute it again with the new weights."""
+        """Requests that are kept lose their cache, and recompute it with the new weights."""
         await server.post("/pause_generation", {"mode": "retract" if mode == "keep" else "abort"})
 
     @override
@@ -217,7 +217,7 @@ class SGLangAdapter(Adapter):
     async def _order(
         self, server: Server, path: Path, order: dict[str, object], **more: object
     ) -> list[dict[str, Any]]:
-        """What the loader answers on each rank: in files beside the weights, for its errors would end the server."""
+        """The loader's answer on each rank, in files beside the weights, because an error would end the server."""
         ranks = int((await server.get("/server_info"))["tp_size"])
         answer = path.with_name(f"held-{uuid.uuid4().hex}")
         text = json.dumps(order | {"path": str(path), "answer": str(answer)})
@@ -254,14 +254,14 @@ class SGLangAdapter(Adapter):
 
 
 def _cores(ranks: int) -> str:
-    """This machine's cores, shared out."""
+    """This machine's cores, divided among the ranks."""
     cores = sorted(os.sched_getaffinity(0))
     each = max(1, len(cores) // ranks)
     return "|".join(",".join(str(cores[(rank * each + i) % len(cores)]) for i in range(each)) for rank in range(ranks))
 
 
 def _answers(path: Path, ranks: int) -> list[dict[str, Any]]:
-    """What each rank's loader said; its files are removed."""
+    """Read and remove the answer file of each rank's loader."""
     files = [path.with_name(f"{path.name}.{rank}") for rank in range(ranks)]
     said = [json.loads(file.read_text()) for file in files]
     for file in files:
@@ -288,9 +288,9 @@ def _completion(said: _Meta, request: GenerationRequest, shape: ModelShape) -> C
 
 
 def _routes(given: str | None, positions: int, shape: ModelShape) -> Routes:
-    """Its numbers are little-endian int32 in base64, without a shape."""
+    """Decode routes: little-endian int32 in base64, without a shape."""
     try:
         experts = np.frombuffer(base64.b64decode(given or ""), "<i4")
     except ValueError as error:
-        raise EngineError(f"it answered with routes that are no array: {error!s:.200}") from error
+        raise EngineError(f"its routes are not an array: {error!s:.200}") from error
     return checked_routes(experts, positions=positions, shape=shape)

@@ -1,8 +1,8 @@
-"""SGLang's server as a run starts it: ``python -m rl_megatron.rollout.servers.sglang.server <SGLang's options>``.
+"""Starts SGLang's server for a run: ``python -m rl_megatron.rollout.servers.sglang.server <SGLang's options>``.
 
-What SGLang's own command cannot do: ask for a token that is on no command line and in no log (`engine_token`), and have
-its ranks meet in a file of this user's; they would meet at a port that is open to everybody. Runs in SGLang's
-interpreter. Written against SGLang 0.5.21 (launch_server.py, entrypoints/http_server.py).
+Unlike SGLang's own command it requires a token that is on no command line and in no log (`engine_token`), and its ranks
+rendezvous in a file of this user, not at a port that is open to everybody. Runs in SGLang's interpreter. Written
+against SGLang 0.5.21 (launch_server.py, entrypoints/http_server.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _SECONDS = 10.0
 
 
 def main() -> None:
-    """As ``python -m sglang.launch_server``."""
+    """Start the server as ``python -m sglang.launch_server`` does."""
     load_plugins()
     arguments = prepare_server_args(sys.argv[1:])
-    from sglang.srt.entrypoints import http_server  # as there, once the arguments are known
+    from sglang.srt.entrypoints import http_server  # as SGLang does, after parsing arguments
 
     http_server.app.add_middleware(EngineToken)
     http_server._freeze_gc_after_server_warmup = _freeze
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _freeze(arguments: Any) -> None:
-    """As SGLang does at the end of its start, whose own request has no token."""
+    """Freeze the garbage collector as SGLang does at the end of its start; its own request for it has no token."""
     header = authorization(os.environ[VARIABLE])
     asking = urllib.request.Request(f"{arguments.url()}/freeze_gc", method="POST", headers=dict(header))
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asking, timeout=_SECONDS):

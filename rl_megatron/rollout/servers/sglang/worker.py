@@ -1,7 +1,7 @@
-"""Runs inside SGLang's schedulers: takes weights from a mirror file, and says by checksums what it holds then.
+"""Runs inside SGLang's schedulers: loads weights from a mirror file, and reports checksums of the loaded parameters.
 
-SGLang calls `load` where /update_weights_from_tensor names it, once on each rank, in its own interpreter: of this
-package it needs what torch alone needs. Written against SGLang 0.5.21 (weight_updater.py).
+SGLang calls `load`, which /update_weights_from_tensor names, once on each rank in its own interpreter, where torch is
+installed but not this package's other dependencies. Written against SGLang 0.5.21 (weight_updater.py).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rl_megatron.weights.transports.joined import Rendezvous
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Do what the first tensor's name says in JSON, and answer in the file ``answer``.<rank>.
+    """Execute the order that the first tensor's name holds in JSON, and write the answer to ``answer``.<rank>.
 
-    What is wrong with the weights is an answer: an error would end the server.
+    An error in the weights is an answer too: an exception would end the server.
     """
     order = json.loads(named_tensors[0][0])
     path, rank = Path(order["path"]), get_parallel().tp_rank
@@ -52,7 +52,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 RECEIVERS: dict[Any, Receiver] = {}
-"""By model, where the learner's ranks send shards."""
+"""By model, the receiver of the shards that the learner's ranks send."""
 
 
 def _receive(model: Any, version: int, private: Sequence[str]) -> Report:
@@ -88,7 +88,7 @@ def _load(model: Any, path: Path, version: int, private: Sequence[str]) -> Repor
 
 @cache
 def layout_of(model: Any, path: Path, *, partial: bool = False) -> dict[str, list[Held]]:
-    """Where the model's loader puts the tensors of a mirror file, or those it only copies, by Hugging Face's names."""
+    """Where the model's loader puts a mirror file's tensors (``partial``: only those it merely copies), by HF name."""
     params = dict(model.named_parameters())
     out: dict[str, list[Held]] = {}
     for one in record(model.load_weights, mirror.shapes(path), params, mirror.dtypes(path), partial=partial):

@@ -1,4 +1,4 @@
-"""vLLM's words: its token-in token-out endpoint and its weight update API, as of 0.32.0."""
+"""The adapter for vLLM 0.32.0: its token-in token-out endpoint and its weight update API."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _SAMPLED, _SCORED = TypeAdapter(_Sampled), TypeAdapter(_Scored)  # decoding by t
 
 
 class VLLMAdapter(Adapter):
-    """No seed is passed on: a request that has one ends vLLM 0.32.0 when it resumes after a pause."""
+    """Sends no seed: vLLM 0.32.0 crashes when a request with a seed resumes after a pause."""
 
     name = "vLLM"
     module = "vllm"
@@ -79,10 +79,10 @@ class VLLMAdapter(Adapter):
     def command(self, options: StartOptions) -> Command:
         if options.routes and options.device == "cpu":
             raise ConfigError(
-                "algorithm.routing_replay=r3: vLLM 0.32.0 returns routes by its second model runner alone, which wants "
-                "Triton and so does not run on CPUs; set rollout=local or sglang, or routing_replay=r2 or off"
+                "algorithm.routing_replay=r3: vLLM 0.32.0 returns routes only from its second model runner, which "
+                "needs Triton and so does not run on CPUs; set rollout=local or sglang, or routing_replay=r2 or off"
             )
-        # Else a processor with AMX tiles gets latent attention by kernels that take bfloat16 alone.
+        # Else a processor with AMX tiles uses kernels for latent attention that take bfloat16 alone.
         reference = options.device == "cpu" and self._shape.latent is not None and options.dtype != "bfloat16"
         return Command(
             arguments=(
@@ -101,16 +101,16 @@ class VLLMAdapter(Adapter):
                 *(("--attention-backend", "CPU_MLA") if reference else ()),
                 *("--shutdown-timeout", "5"),  # else its processes are killed, and leave shared memory behind
                 *(("--enable-sleep-mode",) if options.colocated and options.device != "cpu" else ()),
-                *(("--distributed-executor-backend", "uni") if options.tp == 1 else ()),  # one process less
+                *(("--distributed-executor-backend", "uni") if options.tp == 1 else ()),  # saves a process
                 *(("--gpu-memory-utilization", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(("--enable-return-routed-experts",) if options.routes else ()),
                 *options.extra,
             ),
             environment={
-                "VLLM_SERVER_DEV_MODE": "1",  # the weight update API is behind it
-                "VLLM_API_KEY": "",  # one of the user's own: the token is asked for at every path
+                "VLLM_SERVER_DEV_MODE": "1",  # enables the weight update API
+                "VLLM_API_KEY": "",  # overrides the user's: the middleware asks for our token at every path
                 "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, where it runs on a CPU
-                # Else every server binds its threads to the same cores, and ranks want a NUMA node each.
+                # Else every server binds its threads to the same cores, and each rank needs a NUMA node.
                 **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if options.device == "cpu" else {}),
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
@@ -120,7 +120,7 @@ class VLLMAdapter(Adapter):
     @override
     async def describe(self, server: Server) -> Description:
         paths = (await server.get("/openapi.json"))["paths"]
-        problems = [f"it has no {path}; start it as docs/engines.md says" for path in _NEEDED if path not in paths]
+        problems = [f"it lacks {path}; start it as docs/engines.md shows" for path in _NEEDED if path not in paths]
         if not _TOKENS.search(await server.text("/metrics")):
             problems.append("it does not count its tokens; start it without --disable-log-stats")
         model = (await server.get("/v1/models"))["data"][0]
@@ -130,7 +130,7 @@ class VLLMAdapter(Adapter):
             if found["logprobs_mode"] != "processed_logprobs":
                 problems.append(
                     f"its log-probs are {found['logprobs_mode']}; start it with --logprobs-mode processed_logprobs, "
-                    "so that they are those of the distribution that is sampled from"
+                    "so that they belong to the distribution that it samples from"
                 )
         return Description(
             version=(await server.get("/version"))["version"],
@@ -145,12 +145,12 @@ class VLLMAdapter(Adapter):
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
         p = request.params
         sampling = {
-            "n": request.num_completions if p.temperature else 1,  # greedy ones are all the same
+            "n": request.num_completions if p.temperature else 1,  # greedy completions are all equal
             "temperature": p.temperature,
             "top_p": p.top_p,
             "max_tokens": p.max_new_tokens,
             "stop_token_ids": list(p.stop_token_ids),
-            "ignore_eos": True,  # what ends a completion is in the line above
+            "ignore_eos": True,  # the line above says what ends a completion
             "logprobs": 0,  # of the sampled token
             "detokenize": False,
         }
@@ -169,7 +169,7 @@ class VLLMAdapter(Adapter):
         if len(said) != len(text) - 1 or any(
             str(t) not in (found or {}) for t, found in zip(text[1:], said, strict=True)
         ):
-            raise AttemptFailed(f"{server.url}: prompt_logprobs are not of the tokens that were given")
+            raise AttemptFailed(f"{server.url}: its prompt_logprobs do not belong to the given tokens")
         return [found[str(token)]["logprob"] for token, found in zip(text[1:], said, strict=True) if found]
 
     @override
@@ -178,12 +178,12 @@ class VLLMAdapter(Adapter):
 
     @override
     async def tokens(self, server: Server) -> float:
-        """Counts tokens of prompts and sampled tokens since the server started."""
+        """The number of prompt tokens and sampled tokens since the server started."""
         return sum(float(value) for value in _TOKENS.findall(await server.text("/metrics")))
 
     @override
     async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
-        """Drops cached prefixes; requests that are kept compute theirs again."""
+        """Drops cached prefixes; requests that are kept recompute theirs."""
         await server.post("/pause", params={"mode": mode, "clear_cache": "true"})
 
     @override
@@ -206,7 +206,7 @@ class VLLMAdapter(Adapter):
             await server.post("/update_weights", {"update_info": info})
         except (AttemptFailed, EngineError):
             with contextlib.suppress(AttemptFailed, EngineError):
-                await self._rpc(server, "rl_megatron_end_update")  # else no other can begin
+                await self._rpc(server, "rl_megatron_end_update")  # else no other update can begin
             raise
         await server.post("/finish_weight_update", {"weight_version": candidate(version)})
         return await self.held(server, path, private)
@@ -237,14 +237,14 @@ class VLLMAdapter(Adapter):
         return [Report.from_json(said) for said in answers]
 
     async def _rpc(self, server: Server, method: str, *arguments: object) -> Any:
-        """What each worker of the server answers."""
+        """The answer of each worker of the server."""
         return (await server.post("/collective_rpc", {"method": method, "args": list(arguments)}))["results"]
 
 
 def _completion(choice: _Choice, request: GenerationRequest, shape: ModelShape) -> Completion:
     token_ids = choice["token_ids"] or []
     content = (choice["logprobs"]["content"] if choice["logprobs"] else None) or []
-    # What has no tokens has no version.
+    # A completion without tokens has no version.
     spans = choice["weight_versions"] or [_Span(start=0, version=None if token_ids else 0)]
     return Completion(
         token_ids=np.array(token_ids, np.int32),
@@ -258,11 +258,11 @@ def _completion(choice: _Choice, request: GenerationRequest, shape: ModelShape) 
 
 
 def _routes(given: str | None, positions: int, shape: ModelShape) -> Routes:
-    """Its numbers are a .npy file in base64."""
+    """Decode routes: a .npy file in base64."""
     if not given:
-        raise EngineError("it answered without routes; start it with --enable-return-routed-experts")
+        raise EngineError("it returned no routes; start it with --enable-return-routed-experts")
     try:
         experts = np.load(io.BytesIO(base64.b64decode(given)), allow_pickle=False)
-    except (ValueError, EOFError, MemoryError) as error:  # the last: its header asks for more than there is
-        raise EngineError(f"it answered with routes that are no array: {error!s:.200}") from error
+    except (ValueError, EOFError, MemoryError) as error:  # MemoryError: its header asks for too much memory
+        raise EngineError(f"its routes are not an array: {error!s:.200}") from error
     return checked_routes(experts, positions=positions, shape=shape)

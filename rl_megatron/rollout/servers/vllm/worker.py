@@ -1,6 +1,6 @@
-"""Runs inside vLLM's workers: takes weights from a mirror file, and says by checksums what it holds behind it.
+"""Runs inside vLLM's workers: loads weights from a mirror file, and reports checksums of the loaded parameters.
 
-vLLM loads it by ``--worker-extension-cls``, in its own interpreter: of this package it needs what torch alone needs.
+vLLM imports it by ``--worker-extension-cls`` in its own interpreter, which has torch but not our other dependencies.
 Written against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py).
 """
 
@@ -45,12 +45,12 @@ BACKEND = "rl_megatron_mirror"
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """Nothing to agree on: a file is opened for each update."""
+    """Empty: each update opens a file, so there is nothing to agree on."""
 
 
 @dataclass
 class MirrorUpdate(WeightTransferUpdateInfo):
-    """Which file, and which version it must hold."""
+    """The mirror file, and the version that it must hold."""
 
     path: str
     version: int
@@ -67,20 +67,20 @@ class MirrorEngine(WeightTransferEngine):
         """Nothing to do."""
 
     def start_weight_update(self) -> None:
-        """Drop what a failed update left, and record each layer for the reload."""
+        """Discard the remains of a failed update, and record each layer for the reload."""
         abandon(self.model)
         forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: MirrorUpdate) -> None:
-        """Raises SyncError where the file holds another version, or learner and engine ranks do not meet."""
+        """Load the version. Raises SyncError if the file holds another, or learner and engine ranks do not meet."""
         if update_info.straight:
             READ[self.model] = STRAIGHT[self.model].receive(update_info.version)
             return
         found, beside = mirror.read(Path(update_info.path), update_info.version), Beside()
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            """Looked at as they were read: most end in layouts of the kernels' own."""
+            """Checksums tensors as they are read, because most end in a private layout of the kernels."""
             for name, tensor in found.items():
                 beside.read(name, tensor)
                 yield name, tensor.to(self.device)
@@ -89,20 +89,20 @@ class MirrorEngine(WeightTransferEngine):
         READ[self.model] = beside.report()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Without the base class's wait for an accelerator, which a CPU has not; `Tensor.to` has waited."""
+        """Skips the base class's wait for an accelerator, which a CPU lacks; `Tensor.to` has already waited."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def finish_weight_update(self) -> None:
-        """Have vLLM give the loaded tensors to its kernels."""
+        """Have vLLM convert the loaded tensors for its kernels."""
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_heads(self.model)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def abandon(model: nn.Module) -> None:
-    """Forget an update that failed half-way: what it left waiting in a layer would count for the next."""
+    """Discard an update that failed half-way: tensors that it left in a layer would count for the next."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
@@ -114,7 +114,7 @@ def forget_packed_experts(model: nn.Module) -> None:
     """Make a reload pack the experts again.
 
     On CPUs, vLLM 0.32.0 packs them only while there is no kernel (UnquantizedFusedMoEMethod._setup_kernel): a second
-    load would leave them unpacked under a kernel that takes them for packed, and wrong log-probs without an error.
+    load would leave them unpacked for a kernel that expects them packed; log-probs would be wrong without an error.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -123,10 +123,10 @@ def forget_packed_experts(model: nn.Module) -> None:
 
 
 def repack_tied_heads(model: nn.Module) -> None:
-    """Pack an output layer that is the embedding again.
+    """Pack an output layer again that is tied to the embedding.
 
-    On CPUs, vLLM 0.32.0 samples from a packed copy of it, which it makes again only where a checkpoint has a tensor for
-    the layer: tied to the embedding it would keep the first weights' logits without an error.
+    On CPUs, vLLM 0.32.0 samples with a packed copy of it, which it repacks only if a checkpoint has a tensor for the
+    layer; a tied layer would keep the first weights' logits without an error.
     """
     weights = {id(m.weight) for m in model.modules() if type(m).__name__ == "VocabParallelEmbedding"}
     for module in model.modules():
@@ -144,7 +144,7 @@ class WorkerExtension:
     rank: int
 
     def rl_megatron_describe(self) -> dict[str, str]:
-        """What the trainer must know before it trusts this server."""
+        """What the trainer must know before it uses this server."""
         return {
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": str(self.model_config.logprobs_mode),
@@ -153,12 +153,12 @@ class WorkerExtension:
         }
 
     def rl_megatron_end_update(self) -> None:
-        """Of an update that failed; its layers have the kernels' tensors again."""
+        """End an update that failed; the layers get the kernels' tensors back."""
         abandon(self.model_runner.model)
         self._weight_update_active = False
 
     def rl_megatron_held(self, path: str, private: list[str]) -> dict[str, object]:
-        """A `Report` of this rank's parameters. What lies in a layout of the kernels' own is for the probe."""
+        """A `Report` on this rank's parameters. Only the probe checks those in a private layout of the kernels."""
         model = self.model_runner.model
         places = not_private(layout_of(model, path, partial=True), private)
         report = checksums_of(places, dict(model.named_parameters()))
@@ -177,9 +177,9 @@ class WorkerExtension:
 
 
 class Straight:
-    """This rank's end of a transport, and the memory that it fills: the parameters as the loader wants them.
+    """This rank's end of a transport, and the memory that it fills: the parameters as the loader expects them.
 
-    They lie beside the kernels' own, so the rank's share of the model is held twice: while a version arrives, where
+    They are kept beside the kernels' own, so the rank holds its share of the model twice: while a version arrives, if
     learner and engine take turns on the accelerator, else at all times.
     """
 
@@ -189,7 +189,7 @@ class Straight:
         self._turns = rendezvous.turns
         wanted = {one.param for one in places}
         with as_loaded(model) as params:
-            self._made = {name: torch.zeros_like(params[name], device=device) for name in wanted}  # padding stays so
+            self._made = {name: torch.zeros_like(params[name], device=device) for name in wanted}  # padding stays 0
             for prefix, layer in model.named_modules():
                 for name in get_layer_tensors(layer):
                     if (param := f"{prefix}.{name}" if prefix else name) in wanted:
@@ -198,11 +198,11 @@ class Straight:
         self._free()
 
     def receive(self, version: int) -> Report:
-        """Take a version and give it to the kernels, as vLLM does with loaded tensors; checksums of what arrived."""
+        """Receive a version and convert it for the kernels, as vLLM does after a load. Returns its checksums."""
         self._take()
         beside = Beside()
         self._receiver.receive(version, lambda one: beside.sent(one, self._made[one.param]))
-        report = beside.report()  # before kernels may write there
+        report = beside.report()  # before kernels can write there
         for layer, tensors in self._layers.items():
             for name, tensor in tensors.items():
                 wanted, filled = getattr(layer, name), tensor.detach()
@@ -213,30 +213,30 @@ class Straight:
         return report
 
     def _take(self) -> None:
-        """Have memory, zeros but for what the last version left: no rank is sent padding."""
+        """Allocate the memory if it was released, and zero it: padding is never sent."""
         for tensor in self._made.values():
             if not tensor.untyped_storage().nbytes():
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.dtype.itemsize)
                 tensor.zero_()
 
     def _free(self) -> None:
-        """Give memory back, where the learner's turn comes: kernels have copied what they need."""
+        """Release the memory if it is the learner's turn; kernels have copied what they need."""
         if self._turns:
             for tensor in self._made.values():
                 tensor.untyped_storage().resize_(0)
 
 
 STRAIGHT: dict[Any, Straight] = {}
-"""By model, where the learner's ranks send shards."""
+"""By model, the receiver of the shards that the learner's ranks send."""
 
 
 READ: dict[Any, Report] = {}
-"""By model: what the last load read, until it is asked for."""
+"""By model, the report of the last load, until it is asked for."""
 
 
 @cache
 def layout_of(model: Any, path: str, *, partial: bool = False) -> list[Held]:
-    """Where the model's loader puts the Hugging Face tensors of a mirror file, or those that it only copies."""
+    """Where the model's loader puts a mirror file's tensors; with ``partial``, only those that it merely copies."""
     with as_loaded(model) as params:
         file = Path(path)
         return record(model.load_weights, mirror.shapes(file), params, mirror.dtypes(file), partial=partial)
@@ -244,7 +244,7 @@ def layout_of(model: Any, path: str, *, partial: bool = False) -> list[Held]:
 
 @contextmanager
 def as_loaded(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The parameters as the loader wants them, without data; the kernels' own are back in their place behind it."""
+    """The parameters as the loader expects them, without data. On exit the kernels' own are restored."""
     layers = list(model.modules())
     try:
         for layer in layers:
@@ -253,7 +253,7 @@ def as_loaded(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
             restore_layer_on_meta(layer, info)
             for tensor in get_layer_tensors(layer).values():
-                if hasattr(tensor, "weight_loader"):  # a load that went before has wrapped it
+                if hasattr(tensor, "weight_loader"):  # an earlier load has wrapped it
                     tensor.weight_loader = _get_original_loader(tensor)
         yield dict(model.named_parameters())
     finally:
