@@ -57,7 +57,7 @@ def _learner() -> str:
     lines = child.stderr.strip().splitlines()
     last = lines[-1] if lines else f"status {child.returncode}"
     where = next((line.strip() for line in reversed(lines) if line.lstrip().startswith("File ")), "nowhere known")
-    return f"learner: cannot be imported: {last} ({where}); mend that package's installation, or uninstall it"
+    return f"learner: cannot be imported: {last} ({where}); repair that package's installation, or uninstall it"
 
 
 def _version(distribution: str, module: str) -> str:

@@ -28,7 +28,7 @@ def check(subject: Subject) -> Iterator[Found]:
     models = [name for name in functions if name.startswith("hf:")]
     for name in models:
         if not (Path(name.removeprefix("hf:")).expanduser() / "config.json").is_file():
-            yield problem(f"reward {name!r}: no config.json there; give the folder of a sequence classifier")
+            yield problem(f"reward {name!r}: it has no config.json; give the folder of a sequence classifier")
     if other is not None and any(":" in name for name in functions):
         yield unchecked(f"the reward, in {other}")
         return
@@ -53,7 +53,7 @@ def _asked(subject: Subject, function: RewardFunction) -> Iterator[Found]:
     wrong = errors_of(scored) if scored else [f"no answer in reward.timeout_seconds={section.timeout_seconds:g}"]
     said = f"reward {name!r}, asked before the run about {prompt.text!r:.60}: {'; '.join(wrong)}"
     if wrong and section.on_error == "fail":
-        yield problem(f"{said}; mend it, or set reward.on_error to drop or to a number")
+        yield problem(f"{said}; fix it, or set reward.on_error to drop or to a number")
     elif wrong:
         yield note(f"{said}; reward.on_error={section.on_error}")
     elif scored is not None:

@@ -61,7 +61,7 @@ def installed() -> Mapping[str, Option]:
         try:
             option = entry.load()
         except Exception as error:  # a package of the user's may raise anything
-            raise ConfigError(f"{said} cannot be loaded: {error!r:.500}; mend or uninstall it") from error
+            raise ConfigError(f"{said} cannot be loaded: {error!r:.500}; fix or uninstall it") from error
         if not isinstance(option, Option):
             raise ConfigError(f"{said} is a {type(option).__name__}; an object with the methods of Option is wanted")
         if entry.name in OPTIONS or entry.name in found:

@@ -165,7 +165,7 @@ def named_equivalents() -> list[dict[str, str]]:
     for named in equivalents:
         lines = (REPO / named["path"]).read_text("utf-8").splitlines()
         if named["line"] not in " ".join(line.strip() for line in lines):
-            raise ValueError(f"tests/mutants/equivalents.yaml: {named['path']} has no line `{named['line']}`; mend it")
+            raise ValueError(f"tests/mutants/equivalents.yaml: {named['path']} has no line `{named['line']}`; fix it")
     return equivalents
 
 

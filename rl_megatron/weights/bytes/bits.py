@@ -1,4 +1,4 @@
-"""Stored elements as torch's tensors, and back, without a copy."""
+"""Views stored elements as torch tensors, and tensors as stored elements, without a copy."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rl_megatron.weights.bytes.dtypes import Bits, DType
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """The stored type of torch's. Raises ValueError where there is none."""
+    """The stored type of a torch dtype. Raises ValueError if there is none."""
     return DType(str(dtype).removeprefix("torch."))
 
 
 def to_tensor(bits: Bits, dtype: DType) -> Tensor:
-    """The numbers that stored elements mean; shares their memory."""
+    """A tensor view of stored elements; shares their memory."""
     signed = torch.from_numpy(bits.view(f"i{dtype.itemsize}"))
     return signed.view(getattr(torch, dtype))
 
 
 def to_bits(tensor: Tensor) -> Bits:
-    """As they are stored; shares the memory of a contiguous tensor."""
+    """The stored elements of a tensor; shares the memory of a contiguous one."""
     contiguous = tensor.contiguous()
     width = contiguous.element_size()
     bits: Bits = contiguous.view(getattr(torch, f"int{8 * width}")).numpy().view(f"u{width}")

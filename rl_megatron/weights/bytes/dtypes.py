@@ -1,4 +1,4 @@
-"""Element types of stored tensors, without torch: bytes are moved as unsigned integers of the same width."""
+"""Element types of stored tensors, without torch: elements are moved as unsigned integers of the same width."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bits = NDArray[np.unsignedinteger]
-"""A stored tensor's elements, whatever they mean, as unsigned integers of their width."""
+"""A stored tensor's elements, as unsigned integers of their width."""
 
 
 class DType(StrEnum):
-    """The name is safetensors', the value torch's, as config.json and command lines have it."""
+    """The name is safetensors'; the value is torch's, as in config.json and on command lines."""
 
     F64 = "float64"
     F32 = "float32"
@@ -36,13 +36,13 @@ class DType(StrEnum):
 
     @property
     def bits(self) -> np.dtype[np.unsignedinteger]:
-        """The unsigned integer of that width."""
+        """The unsigned integer type of that width."""
         return np.dtype(f"u{self.itemsize}")
 
     def all_numbers(self, values: Bits) -> bool:
-        """Whether none of ``values`` is NaN or infinite; several times faster than counting them.
+        """Whether none of ``values`` is NaN or infinite; several times faster than `not_numbers`.
 
-        As signed integers, and as unsigned ones with the sign's bit, these are above all numbers.
+        Read as signed integers, and with the sign bit as unsigned ones, NaN and infinity are above all numbers.
         """
         mask = _EXPONENTS.get(self)
         if mask is None or not values.size:
@@ -67,4 +67,4 @@ _EXPONENTS: Mapping[DType, int] = {
     DType.F8_E5M2: 0x7C,
     DType.F8_E8M0: 0xFF,
 }
-"""All of these bits are set in what is no number."""
+"""The bits that are all set in NaN and infinity."""

@@ -1,6 +1,6 @@
-"""Files as arrays without reading them: memory maps whose pages can be dropped, and the safetensors header. No torch.
+"""Maps files as arrays, drops their pages, and reads and writes the safetensors header. No torch.
 
-A page of a map that was touched counts as this process's memory until `MappedFile.forget`; the page cache keeps it.
+A touched page of a map counts as this process's memory until `MappedFile.forget`; the page cache keeps it.
 Format: huggingface/safetensors (8 bytes of header length, a JSON header, then the tensors' bytes).
 """
 
@@ -28,16 +28,16 @@ _Size = Annotated[int, Field(ge=0, le=1 << 60)]
 
 
 class MappedFile:
-    """A file's bytes. Writing to a view of them would not reach the file. Raises CheckpointError for an empty one."""
+    """A mapped file. Writes to a view do not reach the file. Raises CheckpointError for an empty one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self.size = path.stat().st_size
             if not self.size:
-                raise CheckpointError(f"{path} is empty, as after a full disk; fetch or write it again")
+                raise CheckpointError(f"{path} is empty, perhaps after a full disk; fetch or write it again")
             with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants what can be written to
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch needs writable memory
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -46,7 +46,7 @@ class MappedFile:
         return self._map[start:stop]
 
     def array(self, dtype: DType, shape: Shape, start: int) -> Bits:
-        """A contiguous view of the map, which the disk is asked for at once."""
+        """A contiguous view of the map; asks the kernel to read it ahead."""
         count = prod(shape)
         if count == 0:
             return np.empty(shape, dtype.bits)
@@ -56,7 +56,7 @@ class MappedFile:
         return flat.view(dtype.bits).reshape(shape)
 
     def forget(self) -> None:
-        """Drop the pages that were touched; views stay valid and read them again."""
+        """Drop touched pages; views stay valid and read them again."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -70,13 +70,13 @@ class Entry:
     stop: int
 
     def view(self, file: MappedFile) -> Bits:
-        """The tensor, not read."""
+        """A view of the tensor, without reading it."""
         return file.array(self.dtype, self.shape, self.start)
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """One tensor as a header tells of it; offsets are from the header's end."""
+    """One tensor's entry in a header; offsets count from the header's end."""
 
     dtype: str
     shape: Annotated[list[_Size], Field(max_length=_MAX_DIMS)]
@@ -87,7 +87,7 @@ _HEADER: TypeAdapter[dict[str, _Told | dict[str, str]]] = TypeAdapter(dict[str, 
 
 
 def read_header(file: MappedFile) -> dict[str, Entry]:
-    """The tensors of a safetensors file by name. Raises CheckpointError where it is torn or no such file."""
+    """The tensors of a safetensors file by name. Raises CheckpointError if it is torn or of another format."""
     length = int.from_bytes(file.bytes(0, 8), "little")
     try:
         if length > min(file.size, _MAX_HEADER_BYTES):
@@ -101,12 +101,12 @@ def read_header(file: MappedFile) -> dict[str, Entry]:
         raise _torn(file.path, str(error)[:200]) from error
     end = max((entry.stop for entry in out.values()), default=8 + length)
     if end != file.size:
-        raise CheckpointError(f"{file.path} is torn: {file.size} bytes, its header tells of {end}; fetch it again")
+        raise CheckpointError(f"{file.path} is torn: it has {file.size} bytes, not {end}; fetch it again")
     return out
 
 
 def dtype_named(name: str) -> DType:
-    """Of safetensors' name. Raises ValueError for one that no weight here has."""
+    """The type that safetensors calls ``name``. Raises ValueError for an unsupported one."""
     if name not in DType.__members__:
         raise ValueError(f"dtype {name[:40]!r} is not supported; allowed: {', '.join(DType.__members__)}")
     return DType[name]
@@ -123,11 +123,11 @@ def _entry(raw: _Told | dict[str, str], base: int) -> Entry:
 
 
 def _torn(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is torn or no safetensors file ({why}); fetch it again")
+    return CheckpointError(f"{path} is torn or not a safetensors file ({why}); fetch it again")
 
 
 def header_bytes(tensors: Sequence[tuple[str, DType, Shape]]) -> bytes:
-    """The head of a safetensors file whose tensors follow in this order, without gaps."""
+    """The header of a safetensors file whose tensors follow in this order, without gaps."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, dtype, shape in tensors:

@@ -1,4 +1,4 @@
-"""What a checkpoint's tensor becomes while it is streamed: another dtype, or numbers and scales."""
+"""Casts, quantises or dequantises a checkpoint's tensors while they are streamed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_megatron.weights.formats.quantize import block_scales, dequantise, quant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cast:
-    """A stored tensor that reads as another dtype."""
+    """A stored tensor, read as another dtype."""
 
     source: Sliceable
     given: DType
@@ -31,7 +31,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
-    """A stored float8 weight that reads as the numbers it stands for, box by box."""
+    """A stored float8 weight, dequantised box by box as it is read."""
 
     weight: Bits
     scales: Bits
@@ -49,7 +49,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Quantised:
-    """What of a float32 ``values`` is written: its numbers, or where ``scales`` its scales."""
+    """The quantised numbers of float32 ``values``, or with ``scales`` their scales."""
 
     values: Copy
     scales: bool

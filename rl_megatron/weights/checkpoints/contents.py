@@ -1,4 +1,4 @@
-"""What a checkpoint folder of either kind holds, by its headers and indices: no weights are read."""
+"""Describes the contents of a checkpoint folder of either kind from headers and indices, without reading weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_megatron.weights.checkpoints.convert import is_megatron, total_bytes
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 
-_STATE = {  # of megatron's optimizer, by the beginning of its names
+_STATE = {  # megatron's optimizer state, by the prefix of its names
     "optimizer.state.param.": "optimizer: float32 weights",
     "optimizer.state.exp_avg_sq.": "optimizer: second moments",
     "optimizer.state.exp_avg.": "optimizer: first moments",
@@ -23,7 +23,7 @@ _STATE = {  # of megatron's optimizer, by the beginning of its names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Tensors of one kind and dtype; of stacked ones, as megatron writes layers and experts, each stack is one."""
+    """Tensors of one kind and dtype. A stack of layers or experts, as megatron writes them, counts as one."""
 
     what: str
     dtype: str
@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """``facts`` are lines for a person, as (what, value)."""
+    """``facts`` are (what, value) pairs to show."""
 
     kind: str
     facts: tuple[tuple[str, str], ...]
@@ -41,7 +41,10 @@ class Contents:
 
 
 def contents(folder: Path) -> Contents:
-    """Of a Hugging Face folder or a megatron ``torch_dist`` checkpoint. Raises CheckpointError, ConfigError."""
+    """The contents of a Hugging Face folder or a megatron ``torch_dist`` checkpoint.
+
+    Raises CheckpointError if it is torn, ConfigError if it is neither.
+    """
     megatron = is_megatron(folder)
     held = _megatron(folder) if megatron else _hugging_face(folder)
     parts: dict[tuple[str, str], tuple[int, int]] = {}
@@ -84,10 +87,10 @@ def _kind(name: str) -> str:
 
 
 def _model(folder: Path) -> Mapping[str, str]:
-    """What config.json says, whatever family it is of."""
+    """Facts from config.json, of any family."""
     path = folder / "config.json"
     if not path.is_file():
-        return {"model": "unknown: no config.json there"}
+        return {"model": "unknown: there is no config.json"}
     try:
         raw = json.loads(path.read_text())
         layers, hidden = raw.get("num_hidden_layers", "?"), raw.get("hidden_size", "?")

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder, read box by box from memory-mapped files and written whole or not at all."""
+"""Reads a Hugging Face checkpoint folder box by box from memory-mapped files, and writes one atomically."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from rl_megatron.weights.plans.plan import plan
 class HFFolder:
     """The tensors of an HF folder, one file or sharded with an index. Making one reads the headers alone.
 
-    Block-scaled float8 weights read as float32. Raises CheckpointError naming every file that is missing or torn,
-    WeightError naming every tensor that the index places in a file without it or whose block scales do not fit.
+    Block-scaled float8 weights read as float32. Raises CheckpointError that names every missing or torn file,
+    WeightError that names every tensor that is not in its file of the index, or whose block scales do not fit.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,16 +59,16 @@ class HFFolder:
             raise CheckpointError(f"{folder}: {error}") from error
         self._blocks = blocks_of(folder)
         self._scales, wrong = scales_of(held, self._blocks)
-        raise_lines(f"{folder} is not quantised as its config.json says", wrong)
+        raise_lines(f"{folder} does not match the quantization_config of its config.json", wrong)
         beside = set(self._scales.values())
         self._shapes = {name: shape for name, (_, shape) in held.items() if name not in beside}
 
     def shapes(self) -> dict[str, Shape]:
-        """Shape of every tensor by name, without block scales."""
+        """The shape of every tensor by name, without block scales."""
         return self._shapes
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of one tensor, in the file's dtype, on the CPU; only the box is read."""
+        """A box of one tensor, in the file's dtype, on the CPU. Reads only the box."""
         piece: Tensor = self._home[name].get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
         if self._blocks is None or name not in self._scales:
             return piece
@@ -99,7 +99,7 @@ def read_boxes(source: HFFolder, hf: Layout, layout: Layout, rank: int, tensors:
             filled[t.dst_param] += piece.numel()
         for name, tensor in tensors.items():
             if filled[name] < tensor.numel():
-                # Padding lies behind the rows that were filled: vocabulary rows are the only ones ever padded.
+                # Padding follows the filled rows: only vocabulary rows are ever padded.
                 tensor.view(-1)[filled[name] :].zero_()
 
 
@@ -112,18 +112,18 @@ def checksums(source: HFFolder, shapes: Mapping[str, Shape], dtypes: Mapping[str
 def write_folder(
     tensors: Mapping[str, Tensor], source_folder: Path, out: Path, max_shard_bytes: int = 5 * 10**9
 ) -> None:
-    """Write ``tensors`` by HF name as the checkpoint ``out``, whole or not at all, durable when this returns.
+    """Write ``tensors`` by HF name as the checkpoint ``out``, atomically and durably.
 
     config.json, generation config, tokenizer files and chat template come from ``source_folder``; the config's dtype
-    is set to that of ``tensors`` where they have one. A file holds at most ``max_shard_bytes``, or one tensor. Raises
-    CheckpointError where ``out`` exists or the source has no config.json.
+    is set to that of ``tensors`` if they share one. A file holds at most ``max_shard_bytes``, or one tensor. Raises
+    CheckpointError if ``out`` exists or the source has no config.json.
     """
     if out.exists():
         raise CheckpointError(f"{out} exists; remove it or give another name")
     if not (source_folder / "config.json").is_file():
         raise CheckpointError(f"{source_folder}: no config.json to copy; give the checkpoint that training began from")
     partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # what a killed writer left
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed writer
     partial.mkdir(parents=True)
     try:
         _write_tensors(tensors, partial, max_shard_bytes)
@@ -157,5 +157,7 @@ def _write_tensors(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes:
 def _open(path: Path) -> Any:  # safetensors' class has no types
     try:
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError, ValueError) as error:  # the last two for empty and unreadable files
-        raise CheckpointError(f"{path} is torn or no safetensors file ({error}); fetch or export it again") from error
+    except (SafetensorError, OSError, ValueError) as error:  # OSError, ValueError: unreadable and empty files
+        raise CheckpointError(
+            f"{path} is torn or not a safetensors file ({error}); fetch or export it again"
+        ) from error

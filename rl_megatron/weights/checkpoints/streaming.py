@@ -1,8 +1,8 @@
-"""Tensors made of pieces of other files' tensors, written file by file: bounded memory, and a kill costs one file.
+"""Assembles tensors from pieces of other files' tensors, file by file, in bounded memory. A kill costs one file.
 
-Input is memory-mapped. What is whole rows of it goes straight from the map to the file; the rest is put together in
-blocks of a MiB. Each file is written under a temporary name, synced and renamed, beside what its writer noted; the
-folder gets its own name when it is whole. No torch: bytes move as they are.
+Input is memory-mapped. Whole rows are written straight from the map; other pieces are assembled in blocks of a MiB.
+Each file is written under a temporary name, synced and renamed, beside its writer's notes; the folder gets its final
+name when it is complete. No torch: bytes are copied unchanged.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rl_megatron.weights.boxes import Box, Shape
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.bytes.mapped import MappedFile
 
-BLOCK_BYTES = 1 << 20  # written at once: what was summed or put together is still in the cache
-FORGET_BYTES = 128 << 20  # of input whose pages are kept at once, a thread
+BLOCK_BYTES = 1 << 20  # written at once, while it is still in the cache
+FORGET_BYTES = 128 << 20  # a thread drops the pages of its input after so many bytes
 _FILES_A_CORE = 2  # written at once: while one waits for the disk to sync, another is copied
 _JOURNAL = "conversion.json"
 
@@ -38,7 +38,7 @@ class Sliceable(Protocol):
     """A stored tensor, or what makes one when it is read."""
 
     def __getitem__(self, box: tuple[slice, ...], /) -> Bits:
-        """A box of it; every slice has a start and a stop."""
+        """A box of the tensor; every slice has a start and a stop."""
         ...
 
 
@@ -52,21 +52,21 @@ class Fragment:
 
 
 class Streamed(Protocol):
-    """A tensor to write, row after row."""
+    """A tensor that is written row by row."""
 
     @property
     def name(self) -> str:
-        """What it is called in the checkpoint."""
+        """The tensor's name in the checkpoint."""
         ...
 
     @property
     def shape(self) -> Shape:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         ...
 
     @property
     def dtype(self) -> DType:
-        """Of the blocks."""
+        """The dtype of the blocks."""
         ...
 
     @property
@@ -96,7 +96,7 @@ class Copy:
     def blocks(self, on_bytes: OnBytes, *, multiple: int | None = None) -> Iterator[Bits]:
         """The tensor's rows, about `BLOCK_BYTES` at a time, in order; contiguous.
 
-        With ``multiple``, a multiple of so many rows, of one size but for the last.
+        With ``multiple``, blocks have one size, a multiple of so many rows, except the last.
         """
         row = max(prod(self.shape[1:]) * self.dtype.itemsize, 1)
         unit = multiple or 1
@@ -150,7 +150,7 @@ def numbers(tensor: Streamed, on_bytes: OnBytes) -> Iterator[Bits]:
 
 
 class Files:
-    """Mapped input files; a thread's turn at a file ends with their pages let go."""
+    """Mapped input files. A thread drops their pages when it has finished an output file."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._files = {path: MappedFile(path) for path in paths}
@@ -196,10 +196,10 @@ def write_files(
     *,
     options: Mapping[str, object],
 ) -> None:
-    """Write what is missing of ``sinks`` into a hidden folder beside ``out``, ``finish`` it, give it its name.
+    """Write the missing ``sinks`` into a hidden folder beside ``out``, call ``finish`` and rename the folder.
 
-    Where a folder of the same source and ``options`` is left of a kill, its whole files stay. Raises CheckpointError
-    where ``out`` exists, or the disk is full; WeightError as `numbers`.
+    If a killed run with the same source and ``options`` left a folder, its complete files are kept. Raises
+    CheckpointError if ``out`` exists or the disk is full; WeightError as `numbers`.
     """
     if out.exists():
         raise CheckpointError(f"{out} exists; remove it or give another name")
@@ -215,15 +215,15 @@ def write_files(
         written = pool.map(lambda sink: _write_file(partial_folder, sink, files, on_bytes), sinks)
         try:
             notes.update(zip((sink.name for sink in sinks), written, strict=True))
-        except WeightError:  # of the source, which another attempt would read again
+        except WeightError:  # the source is bad: another attempt would fail too
             pool.shutdown(cancel_futures=True)
             shutil.rmtree(partial_folder)
             raise
         except OSError as error:
             pool.shutdown(cancel_futures=True)
             raise CheckpointError(
-                f"{partial_folder}: {error.strerror or error}; what is written stays there, and the same command, "
-                "given again, goes on with it"
+                f"{partial_folder}: {error.strerror or error}; complete files stay there, and running the same command "
+                "again continues with them"
             ) from error
     finish(partial_folder, notes)
     for left in (path, *partial_folder.glob("*.notes")):
@@ -258,6 +258,6 @@ def _write_file(folder: Path, sink: Sink, files: Files, on_bytes: OnBytes) -> li
 
 
 def _fingerprint(folder: Path) -> list[list[object]]:
-    """Name, size and time of every file: another source means another conversion."""
+    """Name, size and time of every file, to recognise the same source."""
     found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]

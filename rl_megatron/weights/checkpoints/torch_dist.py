@@ -1,9 +1,9 @@
-"""Megatron's ``torch_dist`` checkpoints, read and written without megatron, torch, a process group or a model.
+"""Reads and writes megatron's ``torch_dist`` checkpoints without megatron, torch, a process group or a model.
 
 Upstream: torch ``distributed/checkpoint`` (``filesystem.py``, ``metadata.py``): files ``*.distcp`` hold one zip, as
-torch.save writes it, per chunk; ``.metadata`` is a pickle that says which chunk of which tensor lies where. Megatron
-stacks layers and experts: ``decoder.layers.3.x`` is chunk (3, ...) of ``decoder.layers.x``; layers that differ from one
-another it does not stack. The pickles are in ``torch_pickle``.
+torch.save writes it, per chunk; ``.metadata`` is a pickle that says where each chunk of each tensor is. Megatron stacks
+layers and experts: ``decoder.layers.3.x`` is chunk (3, ...) of ``decoder.layers.x``; it does not stack layers that
+differ. ``torch_pickle`` handles the pickles.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rl_megatron.weights.formats import torch_pickle
 from rl_megatron.weights.formats.hf_folder import is_plain
 
 _INDEX = ".metadata"
-_ALIGNMENT = 64  # of tensors in the file, as torch.save's, so that a map of it can be read in place
+_ALIGNMENT = 64  # of tensors in the file, as with torch.save, so that a map can be read in place
 _ZIP_HEAD, _ZIP_FIELD, _ZIP64_FIELD = 30, 4, 20  # bytes of an entry's head, of an extra field's, of the one for size
 _PADDING_ID = b"FB"  # the extra field in which torch.save pads
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
@@ -58,9 +58,9 @@ class Chunk:
 
 
 def place_of(param: str, *, stacked: bool) -> tuple[str, Shape]:
-    """The stacked tensor's name and the leading indices of a parameter under global names (weights/layouts/tables).
+    """The stacked tensor and leading indices of a parameter with a global name (weights/layouts/tables).
 
-    ``stacked`` says whether layers are; experts always are.
+    ``stacked`` says whether layers are stacked; experts always are.
     """
     layer = _LAYER.match(param)
     if layer is None:
@@ -73,7 +73,7 @@ def place_of(param: str, *, stacked: bool) -> tuple[str, Shape]:
 
 
 def write_tensor(file: IO[bytes], dtype: DType, shape: Shape, blocks: Iterable[Bits]) -> int:
-    """Append a tensor as torch.save would, its bytes from ``blocks`` (contiguous, in order); the bytes written."""
+    """Append a tensor as torch.save would, from contiguous ``blocks`` in order. Returns the bytes written."""
     start = file.tell()
     size = prod(shape) * dtype.itemsize
     with zipfile.ZipFile(cast("IO[bytes]", _From(file, start)), "w", zipfile.ZIP_STORED) as archive:
@@ -92,12 +92,12 @@ def write_tensor(file: IO[bytes], dtype: DType, shape: Shape, blocks: Iterable[B
 
 
 def _fixed(name: str) -> zipfile.ZipInfo:
-    """An entry without the time of day: the same input makes the same file."""
+    """An entry with a fixed time, so that equal input gives an equal file."""
     return zipfile.ZipInfo(name)
 
 
 class _From:
-    """A file as a zip sees it that begins in its middle."""
+    """A file seen from its present position, where a zip begins."""
 
     def __init__(self, file: IO[bytes], start: int) -> None:
         self._file, self._start = file, start
@@ -134,14 +134,14 @@ def write_index(folder: Path, chunks: Sequence[Chunk], sizes: Mapping[str, Shape
         archive.writestr(_fixed("archive/version"), b"3\n")
     write_atomically(folder / "common.pt", common.getvalue())
     write_atomically(folder / _INDEX, torch_pickle.metadata(tensors, places))
-    write_atomically(folder / "metadata.json", json.dumps(_SETTINGS).encode())  # last: what a reader looks for
+    write_atomically(folder / "metadata.json", json.dumps(_SETTINGS).encode())  # last, because readers look for it
 
 
 def read_index(folder: Path) -> tuple[dict[str, Shape], list[Chunk]]:
-    """Global size of every tensor and where its chunks lie. Raises CheckpointError where it is missing or torn."""
+    """The global size of every tensor, and its chunks. Raises CheckpointError if the index is missing or torn."""
     path = folder / _INDEX
     if not path.is_file():
-        raise CheckpointError(f"{folder}: no {_INDEX} there; give the folder of a megatron torch_dist checkpoint")
+        raise CheckpointError(f"{folder}: it has no {_INDEX}; give the folder of a megatron torch_dist checkpoint")
     try:
         whole = torch_pickle.read(path.read_bytes(), str(path))
     except OSError as error:
@@ -176,12 +176,12 @@ def _chunk(index: Any, info: Any, tensor: Any) -> Chunk:
 
 def _shape(value: Any) -> Shape:
     if not isinstance(value, tuple) or not all(type(size) is int and size >= 0 for size in value):
-        raise ValueError(f"{str(value)[:40]} is no shape")
+        raise ValueError(f"{str(value)[:40]} is not a shape")
     return value
 
 
 def _check(chunk: Chunk, size: Shape) -> None:
-    """Raises ValueError where a chunk reaches out of its tensor, its bytes or the folder."""
+    """Raises ValueError if a chunk exceeds its tensor or its bytes, or its file is outside of the folder."""
     if not (len(chunk.offsets) == len(chunk.sizes) == len(size)) or any(
         o + s > whole for o, s, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
     ):
@@ -194,7 +194,7 @@ def _check(chunk: Chunk, size: Shape) -> None:
 
 
 def open_chunk(file: MappedFile, chunk: Chunk) -> zipfile.ZipFile:
-    """The zip of a chunk. Raises CheckpointError where it is torn."""
+    """The zip of a chunk. Raises CheckpointError if it is torn."""
     where = _where(file, chunk)
     if chunk.start + chunk.length > file.size:
         raise CheckpointError(f"{where}: the file has {file.size} bytes; it is torn")
@@ -205,7 +205,7 @@ def open_chunk(file: MappedFile, chunk: Chunk) -> zipfile.ZipFile:
 
 
 def read_tensor(file: MappedFile, chunk: Chunk) -> Bits:
-    """A view of a chunk's data in its file. Raises CheckpointError where the zip is torn or not of this chunk."""
+    """A view of a chunk's data in its file. Raises CheckpointError if the zip is torn or holds another chunk."""
     where, archive = _where(file, chunk), open_chunk(file, chunk)
     try:
         if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in archive.infolist()):
@@ -217,18 +217,18 @@ def read_tensor(file: MappedFile, chunk: Chunk) -> Bits:
     except (*_ZIP_ERRORS, StopIteration, KeyError, TypeError) as error:
         raise CheckpointError(f"{where}: torn, or not written by torch.save ({str(error)[:200]})") from error
     if shape != chunk.sizes or dtype != chunk.dtype:
-        raise CheckpointError(f"{where}: holds {dtype} {shape}, the index tells of {chunk.dtype} {chunk.sizes}")
+        raise CheckpointError(f"{where}: it holds {dtype} {shape}, but the index says {chunk.dtype} {chunk.sizes}")
     head = chunk.start + entry.header_offset
     names = int.from_bytes(file.bytes(head + 26, head + 28), "little")
     extra = int.from_bytes(file.bytes(head + 28, head + 30), "little")
     begin = head + 30 + names + extra
     if begin + entry.file_size > chunk.start + chunk.length:
-        raise CheckpointError(f"{where}: {entry.file_size} bytes of data behind its end; it is torn")
+        raise CheckpointError(f"{where}: {entry.file_size} bytes of data exceed its end; it is torn")
     flat = file.array(dtype, (entry.file_size // dtype.itemsize,), begin)[offset:]
     steps = tuple(step * dtype.itemsize for step in stride)
     reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=False))
     if len(stride) != len(shape) or (0 not in shape and reach >= len(flat)):
-        raise CheckpointError(f"{where}: {shape} in steps of {stride} is not inside {len(flat)} elements; it is torn")
+        raise CheckpointError(f"{where}: {shape} with strides {stride} exceeds {len(flat)} elements; it is torn")
     strided: Bits = np.lib.stride_tricks.as_strided(flat, shape, steps)
     return strided
 

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint: files, shapes, numbers that are none, and differences from another."""
+"""Verifies a checkpoint: its files, shapes, NaN and infinite values, and differences from another checkpoint."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def verify(
     family: str | None = None,
     on_bytes: OnBytes = lambda n: None,
 ) -> Iterator[str]:
-    """A line for each thing that is wrong, none for a sound checkpoint of either kind.
+    """Yield a line for each problem; none for a sound checkpoint of either kind.
 
-    ``against`` is compared tensor by tensor, to the bit. Raises CheckpointError, WeightError or ConfigError where the
-    checkpoint cannot be read to its end: a torn or missing file, an unknown, missing or misshapen tensor.
+    It is compared with ``against`` tensor by tensor, to the bit. Raises CheckpointError, WeightError or ConfigError if
+    the checkpoint cannot be read to its end: a torn or missing file, an unknown, missing or misshapen tensor.
     """
     tensors, files = hf_tensors(folder, config, family)
     if is_megatron(folder):
@@ -64,7 +64,7 @@ def _wrong(tensor: Copy, other: Copy | None, on_bytes: OnBytes) -> Iterator[str]
 
 
 def _bad_sums(folder: Path, files: Files) -> Iterator[str]:
-    """Chunks whose bytes do not fit the zip's checksum; torch may be set to write none, which reads as 0."""
+    """Chunks whose bytes do not match the zip's checksum. torch may be set to write none, which reads as 0."""
     _, chunks = read_index(folder)
     for chunk in chunks:
         archive = open_chunk(files[folder / chunk.file], chunk)

@@ -1,11 +1,11 @@
-"""64-bit checksums that add up: those of the boxes that a tensor is cut into are, in sum, the tensor's own.
+"""Additive 64-bit checksums: the checksums of the boxes that a tensor is cut into add up to the tensor's own.
 
-So what engine ranks hold in shards and stacks is compared with what the learner sealed, however it is cut. They find
-corruption, not forgery. Engines import this module: it needs numpy and torch alone.
+So the shards and stacks of engine ranks can be compared with the learner's checksums, however tensors are cut. They
+detect corruption, not forgery. Engines import this module: it needs numpy and torch alone.
 
 A tensor is a matrix of words, dim 0 by all others; its checksum is the sum of each word times an odd number of its row
 times an odd number of its column, modulo 2**64. One wrong word always changes it; several, or words that changed
-places, do but for about one case in 2**63. It reads memory as fast as XXH3 does, and cached bytes at half that speed.
+places, change it except in about one case in 2**63. It reads memory as fast as XXH3, and cached bytes half as fast.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch import Tensor
 
 _WORDS = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
 _INTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_BLOCK = 1024  # words of a row whose factors stay in a core's first-level cache
-_PIECE = 2**25  # words of a GPU's tensor that are widened at once
+_BLOCK = 1024  # words of a row whose factors fit a core's first-level cache
+_PIECE = 2**25  # words of a GPU tensor that are widened at once
 _MODULUS = 2**64
 
 
 def checksum(box: Tensor, whole: tuple[int, ...], start: tuple[int, ...] = ()) -> int:
-    """Of a box that begins at ``start`` of a tensor of shape ``whole``; its checksums over all boxes add up by `add`.
+    """The checksum of a box that begins at ``start`` of a tensor of shape ``whole``; `add` sums those of all boxes.
 
-    Only dims 0 and 1 may be cut. Raises ValueError where a row's share is not of whole words.
+    Only dims 0 and 1 may be cut. Raises ValueError if a row's share is not made of whole words.
     """
     if not box.numel():
         return 0
@@ -46,18 +46,18 @@ def checksum(box: Tensor, whole: tuple[int, ...], start: tuple[int, ...] = ()) -
     words = (first // size, (first + width) // size)
     if matrix.device.type != "cpu":
         return _on_device(matrix.view(_INTS[size]), at[0], words)
-    seen = np.from_dlpack(matrix.view(_INTS[size]))  # .numpy() would keep the storage from ever being resized
+    seen = np.from_dlpack(matrix.view(_INTS[size]))  # .numpy() would make the storage unresizable
     return _on_cpu(seen.view(_WORDS[size]), at[0], words)
 
 
 def aligned(whole: tuple[int, ...], columns: tuple[int, int], itemsize: int) -> bool:
-    """Whether these of dim 1 are whole words of a tensor of shape ``whole``."""
+    """Whether ``columns`` (of dim 1) are whole words of a tensor of shape ``whole``."""
     row = prod(whole[2:]) * itemsize
     return all(place * row % gcd(whole[1] * row, 8) == 0 for place in columns)
 
 
 def add(*checksums: int) -> int:
-    """The checksum of boxes together."""
+    """The checksum of several boxes together."""
     return sum(checksums) % _MODULUS
 
 
@@ -89,7 +89,7 @@ _MADE: dict[int, NDArray[np.uint64]] = {}
 
 
 def _factors(count: int, shift: int) -> NDArray[np.uint64]:
-    """At least ``count`` odd numbers, the same whenever they are asked for (of splitmix64's kind)."""
+    """At least ``count`` odd numbers, the same at every call (by splitmix64's mixer)."""
     made = _MADE.get(shift)
     if made is None or len(made) < count:
         numbers = np.arange(1, max(2 * count, _BLOCK) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

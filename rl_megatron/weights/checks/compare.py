@@ -1,4 +1,4 @@
-"""Compares what the ranks of an engine server hold with the learner's checksums of whole tensors."""
+"""Compares the reports of an engine server's ranks with the learner's checksums of whole tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_megatron.weights.checks.whole import by_tensor, is_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Hugging Face tensors by name: those that differ, with the parameters they lie in; and those unseen."""
+    """Hugging Face tensors by name: those that differ, with the parameters that hold them; and those unseen."""
 
     differing: Mapping[str, frozenset[str]]
     unseen: frozenset[str]
@@ -29,10 +29,10 @@ class Comparison:
 def compare(
     sealed: Mapping[str, int], shapes: Mapping[str, Shape], reports: Sequence[Report], private: frozenset[str]
 ) -> Comparison:
-    """What the ranks of one server hold beside the sealed checksums; parameters of ``private`` kinds say nothing.
+    """Compare one server's ranks with the sealed checksums, ignoring parameters of ``private`` kinds.
 
-    A box that several hold, as replicated norms and heads, must be the same everywhere, and counts once. A tensor
-    that arrived with another checksum than it was sealed with differs, however it is held.
+    A box that several ranks hold, as replicated norms and heads, must be equal on all, and counts once. A tensor that
+    arrived with another checksum than the sealed one differs, whatever the ranks hold.
     """
     visible = [replace(one, rows=[row for row in one.rows if kind_of(row[0]) not in private]) for one in reports]
     boxes = by_tensor(row[1:] for report in visible for row in report.rows)
@@ -50,14 +50,14 @@ def compare(
 
 
 def _differ(boxes: Mapping[Box, set[int]], sealed: int) -> bool:
-    """Whether two ranks hold one of them with unlike checksums, or all together make another tensor."""
+    """Whether ranks hold different checksums of one box, or the sum over boxes is not the sealed checksum."""
     return any(len(sums) > 1 for sums in boxes.values()) or add(*(min(sums) for sums in boxes.values())) != sealed
 
 
 def count_verified(
     sealed: Mapping[str, int], shapes: Mapping[str, Shape], reports: Sequence[Report]
 ) -> tuple[int, list[str]]:
-    """For how many tensors what one server holds can be compared with ``sealed``, and those that differ."""
+    """How many tensors of one server can be compared with ``sealed``, and the names of those that differ."""
     found = compare(sealed, shapes, reports, frozenset())
     found = compare(sealed, shapes, reports, found.private(reports))
     return len(shapes) - len(found.unseen), sorted(found.differing)

@@ -1,7 +1,7 @@
-"""Where an engine's own loader puts every Hugging Face element, recorded while it loads tensors without data.
+"""Records where an engine's own loader puts every Hugging Face element, while it loads tensors without data.
 
-Each copy that the loader makes is from a view of a Hugging Face tensor into a view of a parameter; both views' places
-are read off, and nothing is copied. Engines import this module: it needs torch alone.
+Each copy of the loader goes from a view of a Hugging Face tensor to a view of a parameter. The recorder notes both
+views and copies nothing. Engines import this module: it needs torch alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """``box`` of Hugging Face tensor ``hf``, whose shape is ``whole``, lies in ``param`` as ``view`` says.
+    """``box`` of Hugging Face tensor ``hf`` of shape ``whole`` is stored in ``param`` at ``view``.
 
     ``view`` is the size, strides and offset, in elements of the parameter's storage, of a view of the box's shape.
     """
@@ -47,10 +47,10 @@ def record(
     *,
     partial: bool = False,
 ) -> list[Held]:
-    """What ``load`` copies where, given every tensor of ``shapes``, into ``params`` by name, which it leaves alone.
+    """Record where ``load`` copies every tensor of ``shapes`` in ``params``, which stay unchanged.
 
-    Raises WeightError naming a tensor whose elements the loader computes with before it copies them; where ``partial``
-    will do, it is left out.
+    Raises WeightError that names a tensor from which the loader computes other values; with ``partial`` such a tensor
+    is left out.
     """
     sources = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
     recorder = _Recorder(sources, params, partial)
@@ -77,14 +77,14 @@ class _Recorder(TorchDispatchMode):
         if func is not torch.ops.aten.copy_.default or _storage(args[0]) not in self._params:
             return func(*args, **(kwargs or {}))
         target, source = args[0], args[1]
-        if not target.numel():  # the share of a rank that a padded parameter leaves none
+        if not target.numel():  # a padded parameter leaves this rank nothing
             return target
         param = self._params[_storage(target)]
         if _storage(source) not in self._sources:
             if self._partial:
                 return target
             raise WeightError(
-                f"{param}: the engine's loader writes what is no part of a Hugging Face tensor, but computed from it; "
+                f"{param}: the engine's loader does not copy a Hugging Face tensor into it, but computes its values; "
                 "its layout cannot be recorded"
             )
         self.held.append(_held(*self._sources[_storage(source)], source, param, target))
@@ -105,7 +105,7 @@ def _held(hf: str, whole: Tensor, source: Tensor, param: str, target: Tensor) ->
         box.append((start, start + (found[0] if found else 1)))
         strides.append(found[2] if found else 1)
     if dims or left or any(stop > size for (_, stop), size in zip(box, whole.shape, strict=True)):
-        raise WeightError(f"{hf}: the engine's loader takes no box of it, but a view with other strides, into {param}")
+        raise WeightError(f"{hf}: the engine's loader copies a view of it into {param} that is not a box")
     sizes = tuple(stop - start for start, stop in box)
     return Held(
         hf=hf,
@@ -117,5 +117,5 @@ def _held(hf: str, whole: Tensor, source: Tensor, param: str, target: Tensor) ->
 
 
 def _storage(tensor: Tensor) -> int:
-    """Identity of the memory that a tensor is a view of, data or none."""
+    """The identity of the memory that a tensor views, with or without data."""
     return int(tensor.untyped_storage()._cdata)

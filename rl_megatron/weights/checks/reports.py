@@ -1,9 +1,9 @@
-"""What engine ranks hold, however they stack and cut it, compared with what the learner sealed.
+"""Reports of engine ranks: checksums of the boxes that they hold, however they stack and cut tensors.
 
-A worker answers with a checksum of every box that its loader filled (`checksums_of`); the controller adds them up over
-the ranks (`compare`). Some kernels want a layout of their own, made of a parameter behind the loader: there no box is
-what was loaded. A server's first load tells such parameters from corrupted ones: all layers and experts of a private
-one differ, and the probe verifies them; from then on the list is fixed.
+A worker reports a checksum of every box that its loader filled (`checksums_of`); the controller adds them up over the
+ranks (`compare`). Some kernels convert a parameter to a private layout after the load, where no box is what was loaded.
+A server's first load tells such parameters apart from corrupted ones: a private one differs in all layers and experts,
+and the probe verifies it. From then on the list is fixed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ BoxSum = tuple[str, str, Box, int]
 
 
 Read = tuple[str, Box, int]
-"""Hugging Face tensor, its box, the checksum of what arrived for it."""
+"""Hugging Face tensor, its box, and the checksum of the bytes that arrived."""
 
 
 Kinds = Mapping[str, frozenset[str]]
-"""By server, kinds of parameters (`kind_of`) that its kernels keep in layouts of their own."""
+"""By server, kinds of parameters (`kind_of`) that its kernels keep in private layouts."""
 NO_KINDS: Kinds = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one rank holds, and how long it did nothing but compute checksums.
+    """Checksums of what one rank holds, and the seconds that the rank waited for them.
 
-    ``read`` is what a rank found in a file or was sent, before its kernels made something else of it.
+    ``read`` are checksums of what the rank read or received, before its kernels converted it.
     """
 
     rows: Sequence[BoxSum]
@@ -47,12 +47,12 @@ class Report:
     read: Sequence[Read] = ()
 
     def to_json(self) -> dict[str, object]:
-        """For an answer over HTTP."""
+        """The report as JSON, for an answer over HTTP."""
         return {"rows": [list(row) for row in self.rows], "seconds": self.seconds, "read": list(self.read)}
 
     @classmethod
     def from_json(cls, said: Mapping[str, object]) -> Report:
-        """Inverse of `to_json`."""
+        """The inverse of `to_json`."""
         rows, seconds, read = said["rows"], said["seconds"], said["read"]
         assert isinstance(rows, list)
         assert isinstance(seconds, int | float)
@@ -70,7 +70,7 @@ def kind_of(param: str) -> str:
 
 
 class Beside:
-    """Checksums that a thread of its own computes, while tensors go on coming in. Nobody may write what it looks at."""
+    """Computes checksums in a separate thread while more tensors arrive. Nothing may write to a tensor meanwhile."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksums")
@@ -78,16 +78,16 @@ class Beside:
         self._read: list[Future[Read]] = []
 
     def read(self, name: str, tensor: Tensor) -> None:
-        """Look at a whole tensor, as it was found."""
+        """Checksum a whole tensor as it was read."""
         self._read_box(name, tensor, tuple(tensor.shape), tuple((0, size) for size in tensor.shape))
 
     def sent(self, one: Held, tensor: Tensor) -> None:
-        """Look at a box that was sent, in a parameter that kernels make something else of."""
+        """Checksum a received box in a parameter that kernels will convert."""
         if whole_words(one, tensor.dtype.itemsize):
             self._read_box(one.hf, one.of(tensor), one.whole, one.box)
 
     def held(self, held: Sequence[Held], params: Mapping[str, Tensor]) -> None:
-        """Look at boxes as they are held."""
+        """Checksum boxes in the parameters that hold them."""
         ready = _ready(params[held[0].param]) if held else None
 
         def look() -> Sequence[BoxSum]:
@@ -97,7 +97,7 @@ class Beside:
         self._held.append(self._thread.submit(look))
 
     def report(self) -> Report:
-        """What was seen; ``seconds`` is how long this waited for it."""
+        """Wait for all checksums and report them; ``seconds`` is the time of this wait."""
         started = time.perf_counter()
         rows = [row for future in self._held for row in future.result()]
         read = [future.result() for future in self._read]
@@ -115,7 +115,7 @@ class Beside:
 
 
 def _ready(tensor: Tensor) -> torch.cuda.Event | None:
-    """On a GPU, when what this thread has asked for so far is done: another thread's stream does not wait for it."""
+    """On a GPU, an event after all work that this thread has queued; another thread's stream must wait for it."""
     return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 
@@ -125,7 +125,7 @@ def _wait_for(ready: torch.cuda.Event | None) -> None:
 
 
 def seconds_waited(reports: Mapping[str, Sequence[Report]]) -> float:
-    """Seconds by which checksums kept the slowest server: its ranks compute them at the same time."""
+    """Seconds that the slowest server waited for checksums; its ranks compute them at the same time."""
     return max((report.seconds for said in reports.values() for report in said), default=0.0)
 
 
@@ -135,7 +135,7 @@ def not_private(held: Sequence[Held], private: Collection[str]) -> list[Held]:
 
 
 def checksums_of(held: Sequence[Held], params: Mapping[str, Tensor]) -> Report:
-    """Of every box whose parameter is in ``params`` and large enough to hold it."""
+    """Checksums of every box whose parameter is in ``params`` and large enough to hold it."""
     started, rows = time.perf_counter(), []
     for one in held:
         tensor = params.get(one.param)

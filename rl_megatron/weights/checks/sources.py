@@ -1,4 +1,4 @@
-"""Checksums of the learner's boxes, in the dtype in which engines get each tensor."""
+"""Computes checksums of the learner's boxes, in the dtype in which engines receive each tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Source:
 
 
 def sources_of(layout: Layout, hf: Layout) -> list[list[Source]]:
-    """The boxes that each learner rank answers for: those of which it is the first holder."""
+    """The boxes that each learner rank checksums: those of which it is the first holder."""
     shapes: Mapping[str, Shape] = hf.local_shapes(0)
     out: list[list[Source]] = [[] for _ in range(layout.dims.world_size)]
     for spec in layout.rows():
@@ -48,7 +48,7 @@ def sources_of(layout: Layout, hf: Layout) -> list[list[Source]]:
 def sent_checksums(
     sources: Sequence[Source], tensors: Mapping[str, Tensor], dtype_of: Callable[[str], torch.dtype]
 ) -> Report:
-    """Of the learner's boxes, in the dtype in which the engines get each tensor."""
+    """Checksums of the learner's boxes, in the dtype in which engines receive each tensor."""
     started, rows = time.perf_counter(), []
     for one in sources:
         dtype = dtype_of(one.hf)
@@ -59,5 +59,5 @@ def sent_checksums(
 
 
 def add_up(sources: Sequence[Source], itemsize: int) -> bool:
-    """Whether all boxes are of whole words, so that the checksums of their tensors are known from theirs."""
+    """Whether all boxes are made of whole words, so that their checksums add up to those of the tensors."""
     return all(len(one.whole) < 2 or aligned(one.whole, one.box[1], itemsize) for one in sources)

@@ -1,4 +1,4 @@
-"""Adds the checksums of boxes, which ranks report, up to those of whole tensors."""
+"""Adds up the checksums of boxes, which ranks report, to checksums of whole tensors."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rl_megatron.weights.checks.reports import Read, Report
 
 
 def sealed_by(reports: Sequence[Report], shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """Checksums of whole tensors from what the learner's ranks say of their boxes.
+    """Checksums of whole tensors, from the reports of the learner's ranks on their boxes.
 
-    Raises CorruptionError naming a tensor that two of them hold otherwise.
+    Raises CorruptionError that names a tensor of which two ranks hold different bytes.
     """
     out = {}
     for name, held in by_tensor(row[1:] for report in reports for row in report.rows).items():
         if any(len(sums) > 1 for sums in held.values()):
-            raise CorruptionError(f"{name}: ranks of the learner that should hold the same hold different bytes of it")
+            raise CorruptionError(f"{name}: learner ranks hold different bytes of it, though they must hold the same")
         if is_whole(held, shapes[name]):
             out[name] = add(*(min(sums) for sums in held.values()))
     return out
 
 
 def by_tensor(rows: Iterable[Read]) -> dict[str, dict[Box, set[int]]]:
-    """By tensor, the checksums that were reported of each of its boxes."""
+    """By tensor, the reported checksums of each of its boxes."""
     boxes: dict[str, dict[Box, set[int]]] = {}
     for hf, box, sum_ in rows:
         boxes.setdefault(hf, {}).setdefault(box, set()).add(sum_)

@@ -1,8 +1,8 @@
-"""How block-scaled float8 checkpoints tell which weights have scales, in which blocks. No torch.
+"""The format of block-scaled float8 checkpoints: which weights have scales, and the size of their blocks. No torch.
 
 Upstream: DeepSeek-V3's checkpoint (arXiv:2412.19437, section 3.3.2), which Kimi-K2, Qwen3-FP8 and MiniMax-M2 share and
 transformers (``integrations/finegrained_fp8.py``), vLLM and SGLang read: ``x.weight``, e4m3, beside
-``x.weight_scale_inv``, the factor that gives the weight back, float32 for each block of 128 rows and 128 columns, and
+``x.weight_scale_inv``, a float32 factor for each block of 128 rows and 128 columns, which restores the weight; and
 ``quantization_config`` in config.json. Linear layers are quantised; norms, biases, embedding, output layer and router
 are not.
 """
@@ -21,9 +21,9 @@ from rl_megatron.models.json_files import read_json
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.dtypes import DType
 
-BLOCK = 128  # rows and columns of a block that is written
-SCALES = "_scale_inv"  # behind a weight's name, its scales'
-_PLAIN = (DType.F32, DType.F16, DType.BF16)  # what weights without scales are
+BLOCK = 128  # rows and columns of a written block
+SCALES = "_scale_inv"  # the suffix that a weight's name gets for its scales
+_PLAIN = (DType.F32, DType.F16, DType.BF16)  # of weights without scales
 _WHOLE_MODULES = ("embed_tokens", "lm_head", "gate", "router", "shared_expert_gate")
 
 
@@ -36,7 +36,7 @@ class Blocks:
 
 
 def blocks_of(folder: Path) -> Blocks | None:
-    """How the checkpoint ``folder`` is quantised; None where it is not. Raises ConfigError for other kinds."""
+    """The quantisation of the checkpoint in ``folder``; None if it has none. Raises ConfigError for other kinds."""
     path = folder / "config.json"
     config = read_json(path, ConfigFields) if path.is_file() else ConfigFields()
     given = config.quantization_config
@@ -57,7 +57,7 @@ def blocks_of(folder: Path) -> Blocks | None:
 
 
 def scales_of(held: Mapping[str, tuple[DType, Shape]], blocks: Blocks | None) -> tuple[dict[str, str], list[str]]:
-    """Name of each float8 weight's scales, of the tensors in a checkpoint; and a line for each that does not fit."""
+    """The scales of each float8 weight of a checkpoint, by name; and a line for each tensor that does not fit."""
     scales: dict[str, str] = {}
     wrong: list[str] = []
     for name, (dtype, shape) in held.items():
@@ -69,15 +69,15 @@ def scales_of(held: Mapping[str, tuple[DType, Shape]], blocks: Blocks | None) ->
         want = tuple(-(-size // edge) for size, edge in zip(shape, blocks.edges, strict=False))
         found = held.get(name + SCALES)
         if found is None:
-            wrong.append(f"{name} is float8 and has no {name + SCALES}")
+            wrong.append(f"{name} is float8, but there is no {name + SCALES}")
         elif found[1] != want:
-            wrong.append(f"{name + SCALES} has shape {found[1]}; blocks of {blocks.edges} in {shape} make {want}")
+            wrong.append(f"{name + SCALES} has shape {found[1]}; blocks of {blocks.edges} in {shape} need {want}")
         scales[name] = name + SCALES
     return scales, wrong
 
 
 def is_quantised(name: str, shape: Shape) -> bool:
-    """Whether the format quantises a tensor: a linear layer's weight."""
+    """Whether the format quantises this tensor, that is, whether it is a linear layer's weight."""
     return len(shape) == 2 and name.endswith(".weight") and name.split(".")[-2] not in _WHOLE_MODULES
 
 

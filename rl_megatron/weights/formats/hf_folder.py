@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds beside its tensors: the index of its files, config.json, tokenizer. No torch."""
+"""Reads and writes what a Hugging Face folder holds besides tensors: index, config.json, tokenizer. No torch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _TOKENIZERS = (
     "sentencepiece.bpe.model",
 )
 _DRAFT_KEYS = {"num_nextn_predict_layers", "num_mtp_modules"}  # of DeepSeek and GLM, of MiniMax
-_NAME_BYTES = 255  # of a file
-_MAX_LINES = 20  # of one error message; a wrong folder misses thousands of tensors
+_NAME_BYTES = 255  # the longest file name
+_MAX_LINES = 20  # of one error message; a wrong folder lacks thousands of tensors
 
 
 class _Index(JsonFields):
@@ -41,26 +41,26 @@ class _Index(JsonFields):
 
 
 def weight_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
-    """The folder's safetensors files, and in which of them its index places each tensor (nothing without an index).
+    """The folder's safetensors files, and the file in which the index places each tensor (empty without an index).
 
-    Raises CheckpointError naming each file that should be there and is not.
+    Raises CheckpointError that names each missing file.
     """
     index = folder / INDEX
     if not index.is_file() and not (folder / SINGLE).is_file():
-        raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} there; give a safetensors checkpoint")
+        raise CheckpointError(f"{folder}: it has neither {INDEX} nor {SINGLE}; give a safetensors checkpoint")
     placed = read_json(index, _Index, CheckpointError).weight_map if index.is_file() else {}
     files = sorted(set(placed.values())) or [SINGLE]
     outside = [shorten(name) for name in files if not is_plain(name)]
     if outside:
-        raise CheckpointError(f"{folder}: {INDEX} names files that are not in the folder: {_some(outside)}")
+        raise CheckpointError(f"{folder}: {INDEX} names files outside of the folder: {_some(outside)}")
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
-        raise CheckpointError(f"{folder}: {INDEX} names files that are not there: {_some(missing)}")
+        raise CheckpointError(f"{folder}: files that {INDEX} names are missing: {_some(missing)}")
     return files, placed
 
 
 def is_plain(name: str) -> bool:
-    """Whether a name that stands in a file is that of a file beside it: nothing else is read for it."""
+    """Whether a name read from a file is a plain file name; no other path may be read."""
     return name == Path(name).name and 0 < len(name.encode(errors="replace")) <= _NAME_BYTES and name.isprintable()
 
 
@@ -70,13 +70,13 @@ def _some(names: Sequence[str]) -> str:
 
 
 def raise_misplaced(folder: Path, placed: Mapping[str, str], held: Mapping[str, str]) -> None:
-    """Raises WeightError naming each tensor that the index places in another file than it is ``held`` in."""
+    """Raises WeightError that names each tensor that is not ``held`` in the file where the index places it."""
     wrong = [f"{file} has no tensor {name}" for name, file in placed.items() if held.get(name) != file]
     raise_lines(f"{folder}: {INDEX} does not match its files", wrong)
 
 
 def file_names(count: int) -> list[str]:
-    """What that many files of one checkpoint are called."""
+    """The names of the files of a checkpoint of ``count`` files."""
     if count == 1:
         return [SINGLE]
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
@@ -93,18 +93,18 @@ def companions(folder: Path) -> set[Path]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the vocabulary of a tokenizer of any kind lies there."""
+    """Whether the folder holds the vocabulary of a tokenizer of any kind."""
     return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
 def config_text(source_folder: Path, dtypes: set[str], quantization: Mapping[str, object] | None = None) -> str:
-    """The source's config.json, changed only where it would make a reader take the weights for another kind.
+    """The source's config.json, changed only so that it describes the written weights.
 
     ``dtypes`` are torch's names; ``quantization`` is the ``quantization_config`` of what is written: None for plain
     weights.
     """
     text = (source_folder / "config.json").read_text()
-    read_json(source_folder / "config.json", ConfigFields)  # raises where it is torn
+    read_json(source_folder / "config.json", ConfigFields)  # raises if it is torn
     config: dict[str, object] = json.loads(text)
     new = {key: value for key, value in config.items() if key != "quantization_config"}
     new.update(dict.fromkeys(_DRAFT_KEYS & config.keys(), 0))  # layers that are not written
@@ -117,16 +117,16 @@ def config_text(source_folder: Path, dtypes: set[str], quantization: Mapping[str
 
 
 def is_draft(name: str, shape: ModelShape) -> bool:
-    """Whether a tensor belongs to the layers behind the decoder, for multi-token prediction: nothing here has them."""
+    """Whether a tensor belongs to the layers for multi-token prediction after the decoder, which no model here has."""
     layers = range(shape.num_layers, shape.num_layers + shape.draft_layers)
     return any(name.startswith(f"model.layers.{layer}.") for layer in layers)
 
 
 def raise_uncounted(where: Path, given: int, layout: Layout) -> None:
-    """Raises WeightError where config.json tells of so many tensors more than are there that none need be named."""
+    """Raises WeightError if config.json describes so many more tensors that it must belong to another model."""
     wanted = layout.num_parameters(0)
     if wanted > 10 * given + 10_000:
-        raise WeightError(f"{where} has {given} tensors, its config.json tells of {wanted}; it is another model's")
+        raise WeightError(f"{where} has {given} tensors, but its config.json describes {wanted}; it is another model's")
 
 
 def raise_misfits(where: str, given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
@@ -145,7 +145,7 @@ def _misfits(given: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Iterato
 
 
 def raise_lines(title: str, lines: list[str]) -> None:
-    """Raises WeightError of the ``lines`` under ``title`` where there are any."""
+    """Raises WeightError with ``title`` and ``lines``, if there are any."""
     if lines:
         more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
         raise WeightError("\n  ".join([f"{title}:", *lines[:_MAX_LINES], *more]))

@@ -1,4 +1,4 @@
-"""Numbers that change on the way: to another dtype, to float8 (``block_scales``) or int8 with scales, and back."""
+"""Casts, quantises to float8 (``block_scales``) or int8 with scales, and dequantises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LARGEST_INT = 127.0  # of either sign: symmetric
 
 
 def dequantise(weight: Tensor, scales: Tensor, start: Sequence[int], edges: tuple[int, int]) -> Tensor:
-    """A box [r, c] of a float8 weight that begins at ``start`` -> float32; ``scales`` are all of the weight's."""
+    """Dequantise to float32 a box [r, c] that begins at ``start`` of a float8 weight; ``scales`` are the weight's."""
     rows, columns = (
         torch.arange(low, low + size) // edge for low, size, edge in zip(start, weight.shape, edges, strict=True)
     )
@@ -24,7 +24,7 @@ def dequantise(weight: Tensor, scales: Tensor, start: Sequence[int], edges: tupl
 
 
 def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[r, c] -> float8 [r, c] and its scales; a block's largest number becomes 448."""
+    """Quantise [r, c] to float8 [r, c] and its scales; a block's largest number becomes 448."""
     rows, columns = values.shape
     scales = block_scales(values)
     tiles = _tiles(values) / scales[:, None, :, None]
@@ -33,12 +33,12 @@ def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_scales(values: Tensor) -> Tensor:
-    """The factor of each block of [r, c], float32; 1 where all of it is 0."""
+    """The factor of each block of [r, c], float32; 1 for a block of zeros."""
     return _factors(_tiles(values).abs().amax((1, 3)), _LARGEST)
 
 
 def quantise_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[r, c] -> int8 [r, c] and the factor of each row, [r, 1]; its largest number becomes 127."""
+    """Quantise [r, c] to int8 [r, c] and the factor of each row, [r, 1]; a row's largest number becomes 127."""
     values = values.float()
     scales = _factors(values.abs().amax(1, keepdim=True), _LARGEST_INT)
     numbers = (values / scales).round_().clamp_(-_LARGEST_INT, _LARGEST_INT)
@@ -46,13 +46,13 @@ def quantise_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _factors(largest: Tensor, becomes: float) -> Tensor:
-    """1 where a factor would be 0."""
+    """Factors that scale ``largest`` to ``becomes``; 1 instead of 0."""
     factors = largest / becomes
     return torch.where(factors > 0, factors, 1.0)
 
 
 def _tiles(values: Tensor) -> Tensor:
-    """[r, c] -> float32 [r / 128, 128, c / 128, 128], the last ones filled up with 0."""
+    """[r, c] -> float32 [r / 128, 128, c / 128, 128], padded with 0."""
     rows, columns = values.shape
     if rows % BLOCK or columns % BLOCK:
         values = torch.nn.functional.pad(values, (0, -columns % BLOCK, 0, -rows % BLOCK))

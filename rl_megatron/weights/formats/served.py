@@ -1,4 +1,4 @@
-"""Formats of quantised weights that engine servers take: which tensors, their scales, and config.json's word for them.
+"""Formats of quantised weights for engine servers: which tensors are quantised, their scales, and config.json's entry.
 
 fp8 is DeepSeek-V3's checkpoint (`block_scales`). int8 is compressed-tensors' "int-quantized" with a scale for each
 output channel (vllm-project/compressed-tensors; vLLM's CompressedTensorsW8A8Int8): ``x.weight`` beside
@@ -27,10 +27,10 @@ Stored = Mapping[str, tuple[DType, Shape]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One kind. ``block`` has a scale: its rows and columns, None for all columns."""
+    """One format. Each ``block`` has a scale; it gives rows and columns, None for all columns."""
 
     dtype: DType
-    suffix: str  # behind a weight's name, its scales'
+    suffix: str  # what a weight's name gets for its scales
     block: tuple[int, int | None]
     quantise: Callable[[Tensor], tuple[Tensor, Tensor]]
     config: Callable[[Mapping[str, Shape]], dict[str, Any]]
@@ -41,9 +41,9 @@ class Format:
         return rows, shape[1] if columns is None else columns
 
     def write(self, name: str, values: Tensor, weight: Tensor, scales: Tensor) -> float:
-        """Quantise ``values`` [r, c] into the other two; the error over the values, both as Frobenius norms.
+        """Quantise ``values`` [r, c] into ``weight`` and ``scales``. Returns the relative error, in Frobenius norms.
 
-        Raises SyncError naming a tensor with values that are NaN or infinite.
+        Raises SyncError that names a tensor with NaN or infinite values.
         """
         edges = self.edges(tuple(values.shape))
         step = max(_BAND // values.shape[1] // BLOCK, 1) * BLOCK
@@ -63,9 +63,9 @@ class Format:
 
 
 def stored(shapes: Mapping[str, Shape], dtype: DType, kind: Format | None) -> Stored:
-    """Tensors of a file that holds a model of ``shapes`` in ``dtype``, the widest first, so that each is aligned.
+    """The tensors of a file that holds a model of ``shapes`` in ``dtype``, the widest first, so that each is aligned.
 
-    Raises ConfigError for stacked experts, which neither format has.
+    Raises ConfigError for stacked experts, which neither format supports.
     """
     out: dict[str, tuple[DType, Shape]] = {}
     for name, shape in shapes.items():
@@ -77,7 +77,8 @@ def stored(shapes: Mapping[str, Shape], dtype: DType, kind: Format | None) -> St
             out[name + kind.suffix] = (DType.F32, (-(-shape[0] // rows), -(-shape[1] // columns)))
         if kind is not None and len(shape) > 2:
             raise ConfigError(
-                f"rollout.server.quantization: {name} {list(shape)} is no matrix; stacked experts are not quantised. "
+                f"rollout.server.quantization: {name} {list(shape)} is not a matrix, and stacked experts cannot be "
+                "quantised. "
                 "Set rollout.server.quantization=none"
             )
     return dict(sorted(out.items(), key=lambda item: -item[1][0].itemsize))
@@ -111,4 +112,4 @@ FORMATS: Mapping[str, Format | None] = {
     "fp8": Format(dtype=DType.F8_E4M3, suffix=SCALES, block=(BLOCK, BLOCK), quantise=quantise, config=_blocked),
     "int8": Format(dtype=DType.I8, suffix="_scale", block=(1, None), quantise=quantise_rows, config=_by_channel),
 }
-"""By rollout.server.quantization."""
+"""The format of each rollout.server.quantization."""

@@ -1,4 +1,4 @@
-"""The pickles of torch's files, written and read without torch; nothing of what is read can run.
+"""Writes and reads the pickles in torch's files without torch; reading never runs code.
 
 Upstream: torch ``serialization.py`` (a tensor is ``_rebuild_tensor_v2`` of a storage that is named by a persistent id)
 and ``distributed/checkpoint/metadata.py`` (the index of a checkpoint). Writing spells out the few opcodes that make
@@ -129,9 +129,9 @@ def _size(shape: Shape) -> _Call:
 
 
 def tensor(dtype: DType, shape: Shape) -> bytes:
-    """A contiguous tensor in storage "0". Raises CheckpointError for a dtype that has no storage class."""
+    """The pickle of a contiguous tensor in storage "0". Raises CheckpointError for a dtype without a storage class."""
     if dtype not in _STORAGE_OF:
-        raise CheckpointError(f"{dtype} has no place in a torch_dist checkpoint; allowed: {', '.join(_STORAGE_OF)}")
+        raise CheckpointError(f"a torch_dist checkpoint cannot hold {dtype}; allowed: {', '.join(_STORAGE_OF)}")
     strides, count = [], 1
     for size in reversed(shape):
         strides.append(count)
@@ -141,19 +141,19 @@ def tensor(dtype: DType, shape: Shape) -> bytes:
 
 
 def tensor_entry(dtype: DType, size: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> object:
-    """What an index says of a tensor; ``chunks`` are (offsets, sizes)."""
+    """A tensor's entry in an index; ``chunks`` are (offsets, sizes)."""
     boxes = [_object(_CHUNK, {"offsets": _size(offsets), "sizes": _size(sizes)}) for offsets, sizes in chunks]
     properties = _object(_PROPERTIES, (_DTYPES[dtype], _STRIDED, False, _CONTIGUOUS, False))
     return _object(_TENSOR, {"properties": properties, "size": _size(size), "chunks": boxes})
 
 
 def index(key: str, offsets: Shape, number: int) -> object:
-    """The key of a tensor's ``number``-th chunk."""
+    """The index's key of a tensor's ``number``-th chunk."""
     return _object(_INDEX, {"fqn": key, "offset": _size(offsets), "index": number})
 
 
 def storage(file: str, start: int, length: int) -> object:
-    """Where a chunk lies."""
+    """The place of a chunk: its file, start and length."""
     return _object(_STORAGE, {"relative_path": file, "offset": start, "length": length})
 
 
@@ -165,7 +165,7 @@ def metadata(tensors: Mapping[str, object], places: Sequence[tuple[object, objec
 
 
 class _Record:
-    """An object of an index: its attributes, or what its class makes of ``state``."""
+    """An object of an index, with its attributes or the state that its class restores."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -181,7 +181,7 @@ def _reconstruct(kind: type[_Record], *_: object) -> _Record:
 
 
 class _Careful(pickle.Unpickler):
-    """Knows only what these pickles are made of."""
+    """Resolves only the names that these pickles need."""
 
     allowed: Mapping[tuple[str, str], Any] = {
         ("copyreg", "_reconstructor"): _reconstruct,
@@ -208,7 +208,7 @@ class _Careful(pickle.Unpickler):
             return self.allowed[module, name]
         if module.startswith(_INERT):
             return _Record
-        raise CheckpointError(f"{self._source} names {module}.{name}, which no such checkpoint needs; it is not read")
+        raise CheckpointError(f"{self._source} names {module}.{name}, which no checkpoint needs; it is refused")
 
     def persistent_load(self, identity: Any) -> Any:
         return identity[1]  # the dtype
@@ -221,18 +221,18 @@ _FOREIGN = frozenset({"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "E
 def read(data: bytes, source: str) -> Any:
     """The object of a pickle: a tensor is (dtype, offset, shape, stride), an index has attributes as torch's.
 
-    Raises CheckpointError where it names anything else or is torn.
+    Raises CheckpointError if it names anything else or is torn.
     """
     try:
         for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name in _SLOTS and int(argument or 0) > len(data):  # pickle would make room for so many
+            if opcode.name in _SLOTS and int(argument or 0) > len(data):  # pickle would allocate so many
                 raise pickle.UnpicklingError(f"slot {argument} in {len(data)} bytes")
             if opcode.name in _FOREIGN:
                 raise pickle.UnpicklingError(f"{opcode.name}, which torch does not write")
         return _Careful(data, source).load()
     except CheckpointError:
         raise
-    except Exception as error:  # what pickle and the calls it makes raise of torn bytes is listed nowhere
+    except Exception as error:  # torn bytes make pickle raise anything
         said = str(error).splitlines()[:1] or [""]
         raise CheckpointError(
             f"{source} is torn ({type(error).__name__}: {said[0][:200]}); fetch or write it again"

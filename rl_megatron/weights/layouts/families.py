@@ -42,7 +42,7 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     known = FAMILIES if family is None else {name: _own(family) for name in _own(family).model_types}
     path = folder / "config.json"
     if not path.is_file():
-        raise ConfigError(f"model.path={folder}: no config.json there; give a Hugging Face checkpoint folder")
+        raise ConfigError(f"model.path={folder}: it has no config.json; give a Hugging Face checkpoint folder")
     raw = Fields(read_json(path, ConfigFields).model_dump(exclude_unset=True), path)
     model_type = raw.get("model_type")
     if model_type is None or model_type not in known:

@@ -78,7 +78,7 @@ def columns(*names: str) -> Any:
 
 def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     pq.write_table(columns("question", "answer", "answer"), tmp_path / "x.parquet")
-    assert "2 columns are called 'answer'; leave one" in said(tmp_path / "x.parquet")
+    assert "2 columns are called 'answer'; keep one of them" in said(tmp_path / "x.parquet")
 
 
 def test_many_columns_are_not_all_listed(tmp_path: Path) -> None:

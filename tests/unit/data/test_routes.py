@@ -75,7 +75,7 @@ def test_without_routes_there_is_no_column() -> None:
         (None, "'a': a completion has no routes"),
         (
             encode_routes(chosen(5), num_experts=16),
-            r"'a': its routes have shape \(5, 2, 3\) .* must be \(4, 2, 3\), for each of 5 tokens",
+            r"'a': its routes have shape \(5, 2, 3\); .* must be \(4, 2, 3\), for each of 5 tokens",
         ),
         (encode_routes(chosen(4)[:, :1], num_experts=16), r"'a': its routes have shape \(4, 1, 3\)"),
         (encode_routes(chosen(4)[:, :, :2], num_experts=16), r"'a': its routes have shape \(4, 2, 2\)"),

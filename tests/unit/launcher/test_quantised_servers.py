@@ -54,7 +54,9 @@ def test_servers_start_with_the_config_that_the_mirrors_folder_has(tmp_path: Pat
 def test_a_model_without_such_a_format_is_refused_before_anything_starts(tmp_path: Path) -> None:
     shape = replace(NAMED["qwen3-30b-a3b"], family="gpt_oss", num_layers=1)
     config = config_with("rollout.server.quantization=fp8")
-    with pytest.raises(ConfigError, match=r"experts\.\w+ \[.*\] is no matrix; stacked experts are not quantised"):
+    with pytest.raises(
+        ConfigError, match=r"experts\.\w+ \[.*\] is not a matrix, and stacked experts cannot be quantised"
+    ):
         ServedEngines(config, VLLMAdapter(shape), tmp_path, tmp_path, shape)
 
 

@@ -118,7 +118,7 @@ def test_one_that_cannot_be_loaded_is_told_with_its_package(tmp_path: Path) -> N
     assert done.returncode == 1
     assert done.stderr == (
         "error: the option 'residual' that residual-option brings (residual_option:OPTION) cannot be loaded: "
-        "OSError('no licence'); mend or uninstall it\n"
+        "OSError('no licence'); fix or uninstall it\n"
     )
 
 

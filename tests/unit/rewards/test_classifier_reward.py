@@ -80,7 +80,7 @@ def test_a_chat_template_wraps_both_turns(tmp_path: Path) -> None:
 
 
 def test_what_is_no_reward_model_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"reward\.function=hf:.*nothing: no config\.json there"):
+    with pytest.raises(ConfigError, match=r"reward\.function=hf:.*nothing: it has no config\.json"):
         resolve_reward(f"hf:{tmp_path / 'nothing'}")
     headless = make(tmp_path / "language", LlamaForCausalLM, num_labels=1)
     with pytest.raises(ConfigError, match=r"lack score.weight, so these weights would be random"):

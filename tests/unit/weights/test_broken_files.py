@@ -147,7 +147,7 @@ def test_a_config_of_thousands_of_tensors_more_is_not_listed(hf: Path, tmp_path:
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 10_000}
     (folder / "config.json").write_text(json.dumps(config))
     for read in (read_hf, read_streamed):
-        assert f"{folder} has 18 tensors, its config.json tells of 150003" in outcome(read, folder)
+        assert f"{folder} has 18 tensors, but its config.json describes 150003" in outcome(read, folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX, "model-00002-of-00003.safetensors"])
@@ -198,7 +198,7 @@ def test_a_header_of_another_shape_is_told(hf: Path, tmp_path: Path, tensor: Any
     header = json.dumps({"model.norm.weight": tensor}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     for read in (read_hf, read_streamed):
-        assert "C64" in (said := outcome(read, folder)) or "torn or no safetensors file" in said
+        assert "C64" in (said := outcome(read, folder)) or "torn or not a safetensors file" in said
 
 
 def test_a_torn_megatron_folder_is_told(megatron: Path, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_an_empty_or_unreadable_file_says_so(tmp_path: Path) -> None:
     from rl_megatron.weights.bytes.mapped import MappedFile
 
     (tmp_path / "empty").touch()
-    with pytest.raises(CheckpointError, match="empty is empty, as after a full disk"):
+    with pytest.raises(CheckpointError, match="empty is empty, perhaps after a full disk"):
         MappedFile(tmp_path / "empty")
     with pytest.raises(CheckpointError, match="gone cannot be read: No such file"):
         MappedFile(tmp_path / "gone")

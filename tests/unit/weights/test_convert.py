@@ -147,7 +147,7 @@ class Evil:
 def test_a_pickle_that_would_run_code_is_refused(megatron: Path, tmp_path: Path) -> None:
     folder = broken(megatron, tmp_path / "evil")
     (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(CheckpointError, match=r"names (posix|os)\.system, which no such checkpoint needs"):
+    with pytest.raises(CheckpointError, match=r"names (posix|os)\.system, which no checkpoint needs"):
         convert.megatron_to_hf(folder, tmp_path / "out")
 
 
@@ -229,7 +229,7 @@ def test_a_disk_that_takes_no_more_is_told_and_the_conversion_goes_on_later(hf: 
 
     full = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=small_disk)
     assert full.returncode == 1
-    assert f"error: {tmp_path}/.out.partial: File too large; what is written stays there" in full.stderr
+    assert f"error: {tmp_path}/.out.partial: File too large; complete files stay there" in full.stderr
     assert not out.exists()
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
     assert_equal(tensors(hf), {one.name: read_whole(one) for one in convert.hf_tensors(out)[0]})

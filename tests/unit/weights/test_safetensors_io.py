@@ -154,7 +154,11 @@ def _misplace(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (_remove_shard, CheckpointError, r"names files that are not there: model-00002-of-00003\.safetensors"),
+        (
+            _remove_shard,
+            CheckpointError,
+            r"names are missing: model-00002-of-00003\.safetensors",
+        ),
         (_tear_shard, CheckpointError, r"model-00002-of-00003\.safetensors is torn"),
         (_misplace, WeightError, r"model-00001-of-00003\.safetensors has no tensor model\.norm\.weight"),
         (

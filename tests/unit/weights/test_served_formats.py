@@ -181,7 +181,7 @@ def test_config_json_tells_servers_the_format(tmp_path: Path) -> None:
 
 
 def test_stacked_experts_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"experts\.gate_up_proj \[2, 4, 6\] is no matrix"):
+    with pytest.raises(ConfigError, match=r"experts\.gate_up_proj \[2, 4, 6\] is not a matrix"):
         stored({LAYER + "mlp.experts.gate_up_proj": (2, 4, 6)}, DType.BF16, FORMATS["fp8"])
     assert stored({"experts": (2, 4, 6)}, DType.BF16, None) == {"experts": (DType.BF16, (2, 4, 6))}
 
