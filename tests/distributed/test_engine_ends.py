@@ -133,7 +133,7 @@ def test_expert_parallel_engines_get_their_own_experts_alone() -> None:
 def test_what_no_rank_takes_is_named() -> None:
     ranks = boxes([Engine(0), Engine(1)])
     lost = [{name: box for name, box in rank.items() if name != "model.norm.weight"} for rank in ranks]
-    with pytest.raises(WeightError, match=r"model\.norm\.weight: the engine's loader takes it to no rank"):
+    with pytest.raises(WeightError, match=r"model\.norm\.weight: the engine's loader puts it on no rank"):
         recorded_layout(HF, lost)
 
 

@@ -48,11 +48,11 @@ def lose_the_seal(server: ServedBench) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("change", "after", "named"),
     [
-        (swap_gate_and_up, None, r"log-probs of the probe are up to [\d.e-]+ nats"),
+        (swap_gate_and_up, None, r"log-probs of the probe differ from the learner's by up to [\d.e-]+ nats"),
         (
             None,
             flip_a_byte,
-            r"it holds other bytes than the learner wrote in model\.layers\.0\.mlp\.experts\.5\.down_proj\.weight$",
+            r"its bytes are not those that the learner wrote in model\.layers\.0\.mlp\.experts\.5\.down_proj\.weight$",
         ),
         (None, lose_the_seal, "holds version None, not 2"),
     ],

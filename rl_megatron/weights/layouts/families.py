@@ -1,4 +1,4 @@
-"""The registry of model families: config.json of a folder to its sizes, and sizes to the rows of a layout."""
+"""The registry of model families: reads a model's sizes from config.json, and builds layouts from them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     """The sizes of the model in a Hugging Face folder, read by the family of its ``model_type``, or by the user's own
     at ``family``, ``package.module:name``.
 
-    Raises ConfigError for a ``model_type`` that is not known, for what is no `Family`, and as readers do.
+    Raises ConfigError for an unknown ``model_type``, for an object that is not a `Family`, and as readers do.
     """
     known = FAMILIES if family is None else {name: _own(family) for name in _own(family).model_types}
     path = folder / "config.json"
@@ -55,11 +55,11 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
 
 
 def family_of(shape: ModelShape) -> Family:
-    """The family of a shape. Raises ConfigError where there is none."""
+    """The family of a shape. Raises ConfigError if there is none."""
     if shape.family_at is not None:
         return _own(shape.family_at)
     if shape.family not in FAMILIES:
-        raise ConfigError(f"model_type={shape.family!r} has no tables; those with tables: {', '.join(FAMILIES)}")
+        raise ConfigError(f"model_type={shape.family!r} has no tables; allowed: {', '.join(FAMILIES)}")
     return FAMILIES[shape.family]
 
 
@@ -83,9 +83,9 @@ def megatron_layout(
     first: int | None = None,
     last: int | None = None,
 ) -> Layout:
-    """The learner's ranks; ``first`` and ``last`` are layers of those stages where they differ from the others.
+    """The learner's ranks; ``first`` and ``last`` are the layers of these stages, if not the same as the others'.
 
-    Raises ConfigError naming each size that a degree does not divide.
+    Raises ConfigError that names each size that a degree does not divide.
     """
     table, dims = family_of(shape).tables["megatron"], dims or ParallelDims()
     stages = split_layers(shape.num_layers, dims.pp, first=first, last=last) if first or last else None

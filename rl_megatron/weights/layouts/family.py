@@ -1,4 +1,4 @@
-"""A model family: how its config.json is read, and its rows in each layout."""
+"""A model family: the reader of its config.json, and its rows in each layout."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.layouts.layout import ParamSpec
 
 Reader = Callable[[dict[str, Any], Path], ModelShape]
-"""The keys of config.json and its path -> sizes. Raises ConfigError naming the file, the key, its value and what is
-allowed, for each setting that the family's rows do not cover."""
+"""Reads sizes from the keys of config.json, whose path is for errors. Raises ConfigError that names the file, the key,
+its value and what is allowed, for each setting that the family's rows do not cover."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """All that is known of a family, in one place, which stands beside the rows: models import no weights.
+    """Everything about a family. It is defined beside the rows, because models import no weights.
 
     ``model_types`` are the ``model_type``s of config.json that ``read`` takes. ``tables`` has rows for ``hf``,
-    ``megatron`` and, where plans know engines of it, ``engine``. ``serves``: the engine of this repository,
-    ``rollout.local``, samples from it; it knows Qwen3-MoE's names alone. Raises ConfigError where a table is missing.
+    ``megatron`` and, if plans support engines with it, ``engine``. ``serves``: the in-process engine ``rollout.local``
+    can sample from it; that engine knows only Qwen3-MoE's names. Raises ConfigError if a table is missing.
     """
 
     model_types: tuple[str, ...]
@@ -35,5 +35,5 @@ class Family:
         if missing:
             raise ConfigError(
                 f"the family of model_type {', '.join(map(repr, self.model_types))} has no table for "
-                f"{' and '.join(sorted(missing))}; give tables for hf and megatron, and for engine where plans know one"
+                f"{' and '.join(sorted(missing))}; give tables for hf and megatron, and for engine if plans support one"
             )

@@ -1,7 +1,7 @@
-"""Where every row of every Hugging Face tensor lives: plain integers, no torch.
+"""Layouts: which rank holds every row of every Hugging Face tensor. Plain integers, no torch.
 
 Hugging Face names and shapes are the hub. A `Layout` is one table (a row per parameter), one model and one set of
-parallel degrees; it says which box of which HF tensor a rank holds and where that box sits in the rank's local tensor.
+parallel degrees; it maps boxes of HF tensors to ranks, and to boxes of the ranks' local tensors.
 A checkpoint on disk, the learner's ranks and the engines are all layouts; `plan.py` moves weights between any two.
 Local names carry **global** layer and expert numbers.
 """
@@ -23,7 +23,7 @@ Axis = Literal["tp", "etp", "ep"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Rows [start, stop), along the cut dim, of the HF tensor ``hf``; None is padding that no HF tensor holds."""
+    """Rows [start, stop), along the cut dim, of the HF tensor ``hf``; None is padding, which no HF tensor holds."""
 
     hf: str | None
     start: int
@@ -47,14 +47,14 @@ def _one_row(_shape: ModelShape) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """One row of a table. A local tensor is, along ``dim``, one equal chunk of every band, in order.
+    """One row of a table. A local tensor concatenates, along ``dim``, one equal chunk of every band, in order.
 
     ``{layer}`` and ``{expert}`` in ``name`` place the parameter on a pipeline stage and an expert rank and appear in
-    its pieces' names as well. ``axis=None`` is whole on every rank of its stage; ``padded`` fills the last band up to
-    a multiple of ``Layout.vocab_multiple`` times the axis' degree. ``bands`` gets the axis' degree too (engines repeat
+    its pieces' names as well. ``axis=None`` is whole on every rank of its stage; ``padded`` pads the last band to a
+    multiple of ``Layout.vocab_multiple`` times the axis' degree. ``bands`` gets the axis' degree too (engines repeat
     heads when there are more ranks than heads); ``unit`` rows of a band (a head's) stay on one rank. ``others`` are
-    the sizes of the uncut dims, ``layers`` the layers that have the parameter. ``keeps_dtype`` is for buffers that stay
-    float32 where the weights are cast.
+    the sizes of the uncut dims, ``layers`` the layers that have the parameter. ``keeps_dtype`` marks buffers that stay
+    float32 when the weights are cast.
     """
 
     name: str
@@ -72,7 +72,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """``hf_box`` of HF tensor ``hf`` sits at ``box`` of local tensor ``param``, whose whole shape is ``shape``.
+    """``hf_box`` of HF tensor ``hf`` is ``box`` of local tensor ``param``, whose whole shape is ``shape``.
 
     Both names are patterns: one slice stands for every ``{layer}`` and ``{expert}`` of its row.
     """
@@ -86,7 +86,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """A rank's place on the axes that cut weights."""
+    """A rank's coordinates on the axes that cut weights."""
 
     tp: int
     pp: int
@@ -94,25 +94,25 @@ class Coordinates:
     etp: int
 
     def on(self, axis: Axis | None) -> int:
-        """The chunk of a row cut by ``axis``."""
+        """This rank's chunk of a row that ``axis`` cuts."""
         return 0 if axis is None else {"tp": self.tp, "etp": self.etp, "ep": self.ep}[axis]
 
 
 def degree(dims: ParallelDims, axis: Axis | None) -> int:
-    """How many chunks ``axis`` cuts a row into."""
+    """The number of chunks into which ``axis`` cuts a row."""
     return 1 if axis is None else {"tp": dims.tp, "etp": dims.etp, "ep": dims.ep}[axis]
 
 
 def coordinates(dims: ParallelDims, rank: int) -> Coordinates:
-    """Place of a global rank: megatron-core's order ``tp-cp-ep-dp-pp``, experts being ``etp-ep-(rest)`` in a stage."""
+    """Coordinates of a global rank, in megatron-core's order ``tp-cp-ep-dp-pp``; experts: ``etp-ep-(rest)`` a stage."""
     stage, inner = divmod(rank, dims.tp * dims.cp * dims.dp)
     return Coordinates(tp=inner % dims.tp, pp=stage, ep=inner // dims.etp % dims.ep, etp=inner % dims.etp)
 
 
 def split_layers(num_layers: int, pp: int, *, first: int | None = None, last: int | None = None) -> tuple[int, ...]:
-    """Layers of each stage as megatron-core's ``num_layers_in_{first,last}_pipeline_stage`` give them.
+    """Layers of each stage, as megatron-core's ``num_layers_in_{first,last}_pipeline_stage`` divide them.
 
-    The stages between share the rest equally. Raises ConfigError where they cannot.
+    The stages between share the rest equally. Raises ConfigError if they cannot.
     """
     stages = [first if first is not None else -1, *[-1] * (pp - 2), last if last is not None else -1][:pp]
     rest, free = num_layers - sum(n for n in stages if n >= 0), stages.count(-1)
@@ -136,10 +136,10 @@ def _places(dims: ParallelDims, axis: Axis | None, by_expert: bool) -> Mapping[t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """``table`` laid out over ``dims``. Raises ConfigError naming every size that a degree does not divide.
+    """``table`` laid out over ``dims``. Raises ConfigError that names every size that a degree does not divide.
 
-    ``stages`` are the layers of each pipeline stage where they differ (``split_layers`` makes them of megatron-core's
-    options); with ``vpp`` each stage cuts its own into that many equal chunks.
+    ``stages`` are the layers of each pipeline stage if they differ (``split_layers`` computes them from megatron-core's
+    options); with ``vpp`` each stage splits its own into that many equal chunks.
     """
 
     table: Sequence[ParamSpec]
@@ -158,7 +158,7 @@ class Layout:
         return [spec for spec in self.table if spec.exists(self.shape, self.dims)]
 
     def chunks(self, spec: ParamSpec) -> list[list[Slice]]:
-        """The slices of each chunk, in the order of ``spec.axis``; what only padding fills is in none."""
+        """The slices of each chunk, in the order of ``spec.axis``, without padding."""
         shape = self._local_shape(spec)
         return [
             [Slice(hf=hf, hf_box=hf_box, param=spec.name, shape=shape, box=box) for hf, hf_box, box in boxes]
@@ -166,14 +166,14 @@ class Layout:
         ]
 
     def layer_stages(self, spec: ParamSpec) -> dict[int, tuple[int, ...]]:
-        """Stages that hold each layer of the row; layer 0 stands for a row without layers."""
+        """The stages that hold each layer of the row; layer 0 stands for a row without layers."""
         if "{layer}" not in spec.name:
             return {0: {None: tuple(range(self.dims.pp)), "first": (0,), "last": (self.dims.pp - 1,)}[spec.stage]}
         layers = spec.layers(self.shape)
         return {layer: (stage,) for stage in range(self.dims.pp) for layer in self._layers(stage) if layer in layers}
 
     def expert_rank(self, spec: ParamSpec, expert: int) -> int:
-        """Place on the ``ep`` axis of an expert; 0 for a row without experts."""
+        """An expert's coordinate on the ``ep`` axis; 0 for a row without experts."""
         return expert * self.dims.ep // self.shape.num_experts if "{expert}" in spec.name else 0
 
     def ranks(self, spec: ParamSpec, chunk: int, stage: int, ep: int) -> list[int]:
@@ -182,7 +182,7 @@ class Layout:
         return [first + rank for rank in _places(self.dims, spec.axis, "{expert}" in spec.name)[chunk, ep]]
 
     def local_shapes(self, rank: int) -> dict[str, Shape]:
-        """Name and shape of every parameter that ``rank`` holds, in table order, padding counted."""
+        """Name and shape of every parameter that ``rank`` holds, in table order, padding included."""
         at = coordinates(self.dims, rank)
         return {
             spec.name.format(layer=layer, expert=expert): self._local_shape(spec)
@@ -193,7 +193,7 @@ class Layout:
         }
 
     def num_parameters(self, rank: int) -> int:
-        """How many `local_shapes` would list."""
+        """The length of `local_shapes`, without computing it."""
         at = coordinates(self.dims, rank)
         return sum(
             sum(at.pp in stages for stages in self.layer_stages(spec).values()) * len(self._experts(spec, at.ep))
@@ -230,7 +230,7 @@ class Layout:
         return [layer for start in starts for layer in range(start, start + count)]
 
     def _boxes(self, spec: ParamSpec, chunk: int) -> list[tuple[str, Box, Box]]:
-        """(HF name pattern, HF box, local box) of each piece that reaches into the ``chunk``-th share of its band."""
+        """(HF name pattern, HF box, local box) of each piece that overlaps the ``chunk``-th share of its band."""
         rest = tuple((0, size) for size in spec.others(self.shape))
         before, after = rest[: spec.dim], rest[spec.dim :]
         out: list[tuple[str, Box, Box]] = []
@@ -280,11 +280,11 @@ class Layout:
                 )
         elif len(self.stages) != d.pp or sum(self.stages) != layers:
             yield (
-                f"stages={self.stages} are {len(self.stages)} stages of {sum(self.stages)} layers; "
+                f"stages={self.stages} are {len(self.stages)} stages of {sum(self.stages)} layers, but "
                 f"the layout has pp = {d.pp} and {layers} layers"
             )
         elif any(count < 1 or count % d.vpp for count in self.stages):
-            yield f"stages={self.stages}: each must be a multiple of vpp = {d.vpp}, and at least that"
+            yield f"stages={self.stages}: each must be a positive multiple of vpp = {d.vpp}"
 
 
 def _rows_of(band: Band) -> int:

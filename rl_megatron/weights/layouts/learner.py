@@ -1,4 +1,4 @@
-"""Where the learner's ranks hold the model."""
+"""The layout of the model over the learner's ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_megatron.weights.layouts.layout import Layout
 
 
 def learner_layout(config: RunConfig, shape: ModelShape) -> Layout:
-    """Where the learner's ranks hold the model. Raises ConfigError naming each size that a degree does not divide."""
+    """The layout over the learner's ranks. Raises ConfigError that names each size that a degree does not divide."""
     learner = config.learner
     try:
         return megatron_layout(
@@ -20,5 +20,5 @@ def learner_layout(config: RunConfig, shape: ModelShape) -> Layout:
             first=learner.first_stage_layers,
             last=learner.last_stage_layers,
         )
-    except ConfigError as error:  # it is about any layout, and knows no keys
+    except ConfigError as error:  # its text is for any layout and names no configuration key
         raise ConfigError("\n".join(f"learner: {line}" for line in str(error).splitlines())) from error

@@ -1,4 +1,4 @@
-"""Models and layouts as they are written on a command line: ``kimi-k2``, ``megatron,tp=4,pp=8,ep=8``."""
+"""Parses models and layouts from a command line: ``kimi-k2``, ``megatron,tp=4,pp=8,ep=8``."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _KEYS = (*_DEGREES, "first", "last", "vocab_multiple")
 
 
 def parse_layout(side: str, text: str, shape: ModelShape) -> Layout:
-    """A layout written ``table,key=number,...``: ``megatron,tp=4,pp=8,first=11,last=11``.
+    """Parse a layout ``table,key=number,...``, for example ``megatron,tp=4,pp=8,first=11,last=11``.
 
-    An engine's experts are cut by ``tp`` where neither ``ep`` nor ``etp`` is given. Raises ConfigError.
+    ``tp`` cuts an engine's experts if neither ``ep`` nor ``etp`` is given. Raises ConfigError.
     """
     tables = family_of(shape).tables
     table, *settings = text.split(",")
     if table not in tables:
         raise ConfigError(
-            f"{side}={text}: no table {table!r}; allowed: {', '.join(tables)}, as in {side}=megatron,tp=4"
+            f"{side}={text}: there is no table {table!r}; allowed: {', '.join(tables)}, as in {side}=megatron,tp=4"
         )
     values: dict[str, int] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
         if key not in _KEYS or not value.isdecimal() or int(value) < 1:
-            raise ConfigError(f"{side}={text}: {setting!r} is no setting; allowed: a positive {', '.join(_KEYS)}")
+            raise ConfigError(f"{side}={text}: {setting!r} is not a setting; allowed: a positive {', '.join(_KEYS)}")
         values[key] = int(value)
     degrees = {key: value for key, value in values.items() if key in _DEGREES}
     if table == "engine" and not {"ep", "etp"} & degrees.keys():
@@ -40,16 +40,16 @@ def parse_layout(side: str, text: str, shape: ModelShape) -> Layout:
     ends = values.get("first"), values.get("last")
     stages = split_layers(shape.num_layers, dims.pp, first=ends[0], last=ends[1]) if any(ends) else None
     if table == "hf" and dims.world_size != dims.dp:
-        raise ConfigError(f"{side}={text}: an hf layout is full copies; give dp alone")
+        raise ConfigError(f"{side}={text}: an hf layout consists of full copies; give dp alone")
     multiple = values.get("vocab_multiple", 8)
     return Layout(table=tables[table], shape=shape, dims=dims, stages=stages, vocab_multiple=multiple)
 
 
 def model_shape(model: str, family: str | None = None) -> ModelShape:
-    """Sizes of a public model by name, or of a folder with a config.json, with the rows of the user's own ``family``
-    where that is given. Raises ConfigError."""
+    """Sizes of a public model by name, or of a folder with a config.json, read by the user's own ``family`` if that is
+    given. Raises ConfigError."""
     if model in NAMED:
         return replace(NAMED[model], family_at=family)
     if not Path(model).is_dir():
-        raise ConfigError(f"{model}: neither a folder nor a known model; known: {', '.join(NAMED)}")
+        raise ConfigError(f"{model} is neither a folder nor a known model; known: {', '.join(NAMED)}")
     return read_shape(Path(model), family)

@@ -1,7 +1,7 @@
-"""An engine's layout as its ranks' own loaders recorded it, in the form that plans are made of: integers, no torch.
+"""Builds an engine's layout, which plans read, from the boxes that its ranks' own loaders recorded. No torch.
 
-A rank's box of a Hugging Face tensor is a tensor of its own here, under the Hugging Face name; where it lies inside a
-stacked parameter is the worker's business (`recorded.Held`).
+Here a rank's box of a Hugging Face tensor counts as a tensor under the Hugging Face name; only the worker knows where
+it is inside a stacked parameter (`places.Held`).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from rl_megatron.weights.boxes import Box, Shape
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Slice
 
 Boxes = Mapping[str, Box]
-"""Of one rank, by Hugging Face name."""
+"""The boxes of one rank, by Hugging Face name."""
 
 
 def boxes_of(said: Mapping[str, Sequence[Sequence[int]]]) -> Boxes:
-    """From JSON."""
+    """Parse boxes from JSON."""
     return {name: tuple((low, high) for low, high in box) for name, box in said.items()}
 
 
-_Holders = tuple[tuple[int, ...], ...]  # of each chunk: the ranks that hold it
+_Holders = tuple[tuple[int, ...], ...]  # for each chunk the ranks that hold it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout(Layout):
-    """Made by `recorded_layout`: a row is a Hugging Face pattern, its chunks are the boxes that any rank holds of it.
+    """A layout by `recorded_layout`: a row is a Hugging Face pattern, its chunks are the boxes that ranks hold of it.
 
-    A layer's "stage" is the number of its holders in ``holders``, and so is an expert's "rank".
+    A layer's "stage", and an expert's "rank", is the index of its holders in ``holders``.
     """
 
     boxes: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)  # of a pattern
@@ -83,9 +83,9 @@ class EngineLayout(Layout):
 
 
 def recorded_layout(hf: Layout, ranks: Sequence[Boxes]) -> EngineLayout:
-    """The layout of engine ranks from the boxes that each of them holds; ``hf`` is the checkpoint's.
+    """The layout of engine ranks, from the boxes that each holds; ``hf`` is the checkpoint's layout.
 
-    Raises WeightError naming a tensor that no rank holds whole together, or a pattern whose layers are not cut alike.
+    Raises WeightError that names a tensor that no rank holds, or a pattern whose layers are not cut alike.
     """
     boxes: dict[str, tuple[Box, ...]] = {}
     numbers: dict[_Holders, int] = {}
@@ -99,13 +99,13 @@ def recorded_layout(hf: Layout, ranks: Sequence[Boxes]) -> EngineLayout:
                     box: tuple(r for r, one in enumerate(ranks) if one.get(name) == box) for box in _of(ranks, name)
                 }
                 if not held:
-                    raise WeightError(f"{name}: the engine's loader takes it to no rank")
+                    raise WeightError(f"{name}: the engine's loader puts it on no rank")
                 if boxes.setdefault(spec.name, tuple(held)) != tuple(held):
-                    raise WeightError(f"{name}: the engine's ranks cut it otherwise than other layers or experts")
+                    raise WeightError(f"{name}: the engine's ranks do not cut it like other layers or experts")
                 number = numbers.setdefault(tuple(held.values()), len(numbers))
                 by_layer.setdefault(spec.name, {}).setdefault(layer, number)
                 if "{expert}" in spec.name and by_expert.setdefault(spec.name, {}).setdefault(expert, number) != number:
-                    raise WeightError(f"{name}: other ranks of the engine hold it than in other layers")
+                    raise WeightError(f"{name}: the engine ranks that hold it are not the same as in other layers")
     return EngineLayout(
         table=(),
         shape=hf.shape,

@@ -1,4 +1,4 @@
-"""What a move of weights costs on given links: bytes a link, the busiest port, seconds; and what a broadcast would."""
+"""Estimates the cost of moving weights over given links, in bytes and seconds, by a plan and by a broadcast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_megatron.weights.plans.plan import Plan, Rounds, volume
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """A cluster: processes p with equal ``p // per_node`` share a node. Bandwidths are a GPU's, bytes/s each way."""
+    """A cluster: processes p with equal ``p // per_node`` share a node. Bandwidths are per GPU, in bytes/s each way."""
 
     nic: float
     nvlink: float
@@ -27,7 +27,7 @@ class Links:
 class Cost:
     """One way to move weights. ``sent`` and ``received`` are bytes by process; times are seconds.
 
-    ``bound`` is what the busiest port needs if it never waits; ``expected`` counts waiting too.
+    ``bound`` is the busiest port's time if it never waits; ``expected`` includes waiting.
     """
 
     within: int
@@ -39,9 +39,9 @@ class Cost:
 
 
 def plan_cost(moves: Plan, element_bytes: int, links: Links) -> Cost:
-    """Cost of a plan that is executed round by round, where a pair begins when both have done their round before.
+    """Cost of a plan executed round by round; a pair begins when both have finished their previous round.
 
-    No latency is counted, nor a conversion of dtypes.
+    It ignores latency and dtype conversion.
     """
     traffic = {pair: elements * element_bytes for pair, elements in moves.traffic().items()}
     ports: Counter[tuple[int, bool, bool]] = Counter()  # (process, sending, within the node) -> bytes
@@ -63,7 +63,7 @@ def plan_cost(moves: Plan, element_bytes: int, links: Links) -> Cost:
 def broadcast_cost(src: Layout, receivers: Iterable[int], element_bytes: int, links: Links) -> Cost:
     """Cost of the usual push: each learner rank gathers the whole model, then rank 0 broadcasts it to all receivers.
 
-    A learner rank takes from its own node what is there. The broadcast enters each node once and is passed on inside.
+    A learner rank reads from its own node what that holds. The broadcast enters each node once and is forwarded inside.
     Bound: gather and broadcast overlap fully; expected: one after the other.
     """
     own, nodes, total = _held(src, links.per_node)
@@ -79,7 +79,7 @@ def broadcast_cost(src: Layout, receivers: Iterable[int], element_bytes: int, li
     for process in targets:
         received[process] += model
     mean = sum(near.values()) + sum(far.values())
-    sent = Counter({rank: mean // len(ranks) for rank in ranks})  # a ring: everyone passes on what it receives
+    sent = Counter({rank: mean // len(ranks) for rank in ranks})  # a ring: each rank forwards what it receives
     if targets:
         sent[0] += model
         for process in targets[:-1]:
@@ -103,7 +103,7 @@ def _by_process(ports: Mapping[tuple[int, bool, bool], int], *, sending: bool) -
 
 
 def _last_round(traffic: Mapping[tuple[int, int], int], rounds: Rounds, links: Links) -> float:
-    """When the last process is done. A round of a process takes as long as the longer of its two messages."""
+    """When the last process has finished. A process's round takes as long as the longer of its two messages."""
     pairs: dict[int, list[tuple[int, int]]] = {}
     for a, b in traffic:
         pairs.setdefault(rounds.of_pair(a, b), []).append((a, b))
@@ -120,7 +120,7 @@ def _last_round(traffic: Mapping[tuple[int, int], int], rounds: Rounds, links: L
 
 
 def _held(layout: Layout, per_node: int) -> tuple[list[int], list[int], int]:
-    """Elements that each rank, each node and all ranks together hold, replicas counted once; padding is not."""
+    """Elements that each rank, each node and all ranks together hold; replicas count once, padding does not count."""
     own = [0] * layout.dims.world_size
     nodes: list[set[tuple[object, ...]]] = [set() for _ in range(-(-len(own) // per_node))]
     elements: dict[tuple[object, ...], int] = {}

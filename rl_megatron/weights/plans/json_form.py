@@ -1,4 +1,4 @@
-"""A plan as JSON, for processes that get it from another: lists of what `Plan` has, in the order of its fields."""
+"""Converts a plan to and from JSON, for processes that receive it: lists of a Plan's fields, in their order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_megatron.weights.plans.plan import Plan, Stretch
 
 
 def to_json(moves: Plan) -> list[Any]:
-    """What `from_json` reads."""
+    """The plan as lists that `from_json` reads."""
     return [
         [b.box, _row(b.wanted), b.layers, b.experts, b.holders, [_row(h) for h in b.held], b.local, b.remote, b.bounds]
         for b in moves.stretches
@@ -18,11 +18,11 @@ def to_json(moves: Plan) -> list[Any]:
 
 
 def from_json(said: Any) -> Plan:
-    """Raises WeightError for what is none."""
+    """The plan in JSON. Raises WeightError if it is not a plan."""
     try:
         return Plan(stretches=tuple(_stretch(*row) for row in said))
     except (TypeError, ValueError) as error:
-        raise WeightError(f"what rank 0 sent is no plan of weights: {error}") from error
+        raise WeightError(f"rank 0 sent something that is not a plan of weights: {error}") from error
 
 
 def _row(one: Slice) -> list[Any]:

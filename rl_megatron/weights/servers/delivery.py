@@ -1,4 +1,4 @@
-"""What a delivery of weights is: it brings one version from learner ranks into engine servers, and compares nothing."""
+"""The protocol of a delivery: it moves one weight version from learner ranks to engine servers, without verifying."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from rl_megatron.weights.servers.mirror import Seal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """A version that every server holds and none serves: what its ranks report, and what each tensor must be."""
+    """A version that every server holds and none serves yet: the ranks' reports, and the checksums to compare with."""
 
     update: WeightUpdate
-    reports: Mapping[str, Sequence[Report]]  # by server, one a rank
-    seal: Seal  # checksums of what the learner's ranks have, not of what arrived
+    reports: Mapping[str, Sequence[Report]]  # by server, one per rank
+    seal: Seal  # checksums of the learner's tensors, not of what arrived
 
 
 class Deliver(Protocol):
-    """One attempt to deliver a version. After all servers died it can be called again."""
+    """Delivers a version. If all servers died it can be called again."""
 
     async def __call__(self, *, private: Kinds, meanwhile: Callable[[], None]) -> Delivered:
-        """Ranks report no parameters of ``private`` kinds. ``meanwhile`` is called once all ranks have their orders.
+        """Ranks do not report parameters of ``private`` kinds. Calls ``meanwhile`` once all ranks have their orders.
 
-        Raises SyncError; ReplicasLost where all servers died.
+        Raises SyncError; ReplicasLost if all servers died.
         """
         ...
 
 
 class Delivery(Protocol):
-    """The controller calls it, one version after the other."""
+    """Delivers versions, one after the other. Controller process."""
 
     def sending(self, version: int) -> AbstractAsyncContextManager[Deliver]:
-        """Yields what delivers ``version`` for as long as the learner holds it. Raises SyncError."""
+        """Yield a `Deliver` of ``version``, valid while the learner holds it. Raises SyncError."""
         ...
 
     async def filled(self, version: int) -> Seal:
-        """Have the mirror file hold ``version``, once it was delivered, as the learner has it at this moment.
+        """Ensure that the mirror file holds the delivered ``version``, from the learner's present weights.
 
         Raises SyncError.
         """
         ...
 
     async def load(self, version: int, name: str) -> Sequence[Report]:
-        """Server ``name``, which came back, loads the filled mirror file; what each of its ranks holds.
+        """Have the restarted server ``name`` load the filled mirror file. Returns its ranks' reports.
 
-        Raises SyncError; ReplicasLost where it died.
+        Raises SyncError; ReplicasLost if it died.
         """
         ...

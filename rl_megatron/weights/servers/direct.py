@@ -1,4 +1,4 @@
-"""Pushes one weight version from learner ranks directly into engine ranks; where one end fails, cancels the other."""
+"""Pushes one weight version from learner ranks directly into engine ranks; if one end fails, cancels the other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LearnerRanks(Protocol):
         ...
 
     async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:
-        """Send all shards; the checksums of what each rank answers for. Raises SyncError."""
+        """Send all shards. Returns each rank's checksums of its boxes. Raises SyncError."""
         ...
 
 
@@ -43,15 +43,15 @@ class Receivers(Protocol):
     """The engine servers, by name."""
 
     def names(self) -> Sequence[str]:
-        """Those that answer."""
+        """The servers that answer."""
         ...
 
     def stale(self, name: str) -> bool:
-        """Whether it came back, and has met nobody yet."""
+        """Whether it was restarted and has not joined a group yet."""
         ...
 
     async def boxes(self, path: Path) -> Mapping[str, Sequence[Boxes]]:
-        """What each rank of each holds of the mirror file's tensors."""
+        """The boxes of the mirror file's tensors that each rank of each server holds."""
         ...
 
     async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
@@ -61,7 +61,7 @@ class Receivers(Protocol):
     async def load(
         self, path: Path, version: int, *, straight: Collection[str] = (), private: Kinds = NO_KINDS
     ) -> Mapping[str, Sequence[Report]]:
-        """Those in ``straight`` take what is sent; what each rank holds then, but for ``private`` kinds.
+        """Have the servers in ``straight`` receive what is sent. Returns ranks' reports without ``private`` kinds.
 
         Raises SyncError.
         """
@@ -69,7 +69,7 @@ class Receivers(Protocol):
 
 
 class DirectDelivery(Delivery):
-    """From learner ranks into engine ranks. All meet again where a server is new, or a version failed.
+    """Delivers from learner ranks into engine ranks. All ranks rendezvous again after a server is new or a push failed.
 
     The mirror file names the tensors; ``file`` fills it for an export and for a server that comes back.
     ``transport``, ``backend`` and ``turns`` are of the `Rendezvous` where ranks meet.
@@ -96,7 +96,7 @@ class DirectDelivery(Delivery):
     @override
     @asynccontextmanager
     async def sending(self, version: int) -> AsyncIterator[Deliver]:
-        """Every attempt sends all shards again: no file holds them."""
+        """Every attempt sends all shards again, as no file holds them."""
         yield partial(self._deliver, version)
 
     async def _deliver(self, version: int, *, private: Kinds, meanwhile: Callable[[], None]) -> Delivered:
@@ -121,7 +121,7 @@ class DirectDelivery(Delivery):
 
     @override
     async def filled(self, version: int) -> mirror.Seal:
-        """Has the learner write the file, from the weights that it has at this moment."""
+        """Has the learner write the file from its present weights."""
         return await self._file.fill(version)
 
     @override
@@ -133,18 +133,18 @@ class DirectDelivery(Delivery):
     async def _both(
         self, rendezvous: Rendezvous, what: str, sending: asyncio.Future[Any], receiving: asyncio.Future[Any]
     ) -> None:
-        """Wait for both ends; where one fails, or a server dies, the other is cancelled.
+        """Wait for both ends. If one fails, or a server dies, cancel the other.
 
-        Raises what one of them raised, or ReplicasLost where a server died: the others can meet again.
+        Raises the error of one end, or ReplicasLost if a server died: the others can rendezvous again.
         """
         both, dead = asyncio.gather(sending, receiving), asyncio.ensure_future(self._one_dies())
-        both.add_done_callback(lambda done: done.cancelled() or done.exception())  # which is raised below
+        both.add_done_callback(lambda done: done.cancelled() or done.exception())  # it is raised below
         try:
             await asyncio.wait((both, dead), return_when=asyncio.FIRST_COMPLETED)
             if not both.done() or both.exception() is not None:
                 self._keeper.cancel(rendezvous, what, str(both.exception()) if both.done() else "a server died")
                 await asyncio.wait((sending, receiving))
-                await asyncio.wait([dead], timeout=_GRACE_SECONDS)  # what a death breaks may be heard before
+                await asyncio.wait([dead], timeout=_GRACE_SECONDS)  # an error may arrive before the death behind it
                 failed = sending.exception(), receiving.exception()
                 if any(failed):
                     raise self._cause(rendezvous, what, *failed, died=dead.done())
@@ -161,16 +161,16 @@ class DirectDelivery(Delivery):
         *,
         died: bool,
     ) -> BaseException:
-        """The error of the end whose ranks did not come to ``what``, or that a server died.
+        """The error of the end whose ranks did not arrive at ``what``, or of the death of a server.
 
-        The other end came and was cancelled. The servers' error is the cause where both came, or both did not.
+        The other end arrived and was cancelled. If both or neither arrived, the servers' error is the cause.
         """
         absent = self._keeper.absent(rendezvous, what)
         learner_alone = bool(absent) and absent[-1] < self._learner_ranks
         cause = sender if receiver is None or (sender is not None and learner_alone) else receiver
         assert cause is not None
         if died and isinstance(cause, SyncError):
-            return ReplicasLost(f"a server died while the learner met it, or sent to it: {cause}")
+            return ReplicasLost(f"a server died while the learner joined its group or sent weights to it: {cause}")
         return cause
 
     async def _one_dies(self) -> None:

@@ -27,29 +27,29 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class LearnerWeights(WeightSync, Protocol):
-    """The weights of the learner's ranks, whose push ends in the mirror file."""
+    """The weights of the learner's ranks; a push writes them into the mirror file."""
 
     async def sums(self) -> Sequence[Report]:
-        """Checksums of the boxes that each rank answers for, of what was pushed last."""
+        """Each rank's checksums of its boxes, of the version pushed last."""
         ...
 
 
 class Loaders(Protocol):
-    """The engine servers, as those who load the mirror file."""
+    """The engine servers that load the mirror file."""
 
     async def load(
         self, path: Path, version: int, *, only: str | None = None, private: Kinds = NO_KINDS
     ) -> Mapping[str, Sequence[Report]]:
-        """All, or ``only`` the one of that name, hold the file's weights; what each rank holds, by server.
+        """Have all servers, or ``only`` one, load the file's weights without serving them. Returns reports by server.
 
-        Ranks report no parameters of ``private`` kinds. Nobody serves these weights. Raises SyncError; ReplicasLost
-        where all died.
+        Ranks do not report parameters of ``private`` kinds. Raises SyncError; ReplicasLost if all servers
+        died.
         """
         ...
 
 
 class FileDelivery(Delivery):
-    """Through the mirror file at ``path``, which holds one version."""
+    """Delivers through the mirror file at ``path``, which holds one version."""
 
     def __init__(self, *, learner: LearnerWeights, path: Path, servers: Loaders) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class FileDelivery(Delivery):
         sealing = asyncio.ensure_future(self._seal(version))
         try:
             yield partial(self._deliver, version, update, sealing)
-        finally:  # `_deliver` raises what this raises
+        finally:  # `_deliver` raises its error
             await asyncio.gather(sealing, return_exceptions=True)
 
     async def _deliver(
@@ -87,13 +87,13 @@ class FileDelivery(Delivery):
         )
         if seal.error is not None:
             error, tensor = seal.error
-            logger.info("version %d is quantised: off by up to %.3g of a tensor, %s", version, error, tensor)
+            logger.info("version %d is quantised: largest relative error of a tensor %.3g, %s", version, error, tensor)
             update = replace(update, quantization_error=error)
         return Delivered(update=update, reports=reports, seal=seal)
 
     @override
     async def filled(self, version: int) -> mirror.Seal:
-        """The file holds it already."""
+        """The file already holds it."""
         return mirror.seal_of(self.path, version)
 
     async def fill(self, version: int) -> mirror.Seal:
@@ -106,11 +106,11 @@ class FileDelivery(Delivery):
         return (await self._servers.load(self.path, version, only=name))[name]
 
     def checksums(self, reports: Sequence[Report]) -> dict[str, int]:
-        """Of whole tensors, from what the learner's ranks report. Raises CorruptionError where two ranks differ."""
+        """Checksums of whole tensors, from the learner's ranks' reports. Raises CorruptionError if two ranks differ."""
         return sealed_by(reports, self._shapes)
 
     async def _seal(self, version: int) -> mirror.Seal:
-        """The checksums are of the learner's own tensors, not of what arrived in the file."""
+        """Seal with checksums of the learner's own tensors, not of what arrived in the file."""
         return mirror.seal(self.path, version, self.checksums(await self._learner.sums()))
 
     @cached_property

@@ -1,8 +1,8 @@
-"""Every Hugging Face tensor of a model in one mapped file: how weights reach an engine that is a process of its own.
+"""The mirror file: all Hugging Face tensors of a model in one mapped file, through which engine servers get weights.
 
 The file is ``model.safetensors`` of a Hugging Face folder, in shared memory or on a shared disk, so that an engine's
-own loader reads it too. Beside it ``model.safetensors.json`` tells which version it holds whole, and once it is sealed
-a checksum of each tensor. Engines import this module: it needs what any engine has.
+own loader can read it. Beside it ``model.safetensors.json`` holds the version and, once sealed, a checksum of each
+tensor. Engines import this module: it needs only what any engine's environment has.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from rl_megatron.weights.formats.served import Format, stored
 
 
 class Mirror:
-    """The writer's side. What is written into ``tensors`` is in the file; ``serve`` says that it is whole.
+    """The writer's side. ``tensors`` map the file; ``serve`` marks it as complete.
 
-    ``config`` is the config.json that the folder of ``path`` gets, but for how its own weights are kept. The tensors
-    lie in host memory, whatever the learner runs on: no GPU has room for a whole model. With a ``kind`` they are the
-    writer's alone, and the file gets them quantised when they are served. Raises SyncError where the folder of ``path``
-    is there and is not this user's alone: its name can be foretold.
+    ``config`` becomes the folder's config.json, except for its own quantisation. The tensors are in host memory,
+    whatever the learner runs on: no GPU has room for a whole model. With a ``kind`` they are private to the writer,
+    and ``serve`` writes them quantised to the file. Raises SyncError if the folder of ``path`` already exists and other
+    users can access it: they can guess its name.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Mirror:
             private_folder(path.parent)
         except PermissionError as error:
             raise SyncError(
-                f"{path.parent}, where weights are handed over: {error.strerror}. Who made it could read and change "
-                "them: remove it, or give another place by weights.folder"
+                f"{path.parent}, the folder for weights: {error.strerror}. Whoever made it could read and change "
+                "them; remove it, or set weights.folder to another folder"
             ) from error
         text = config_text(config.parent, set(), None if kind is None else kind.config(shapes))
         path.with_name("config.json").write_text(text)
@@ -75,24 +75,24 @@ class Mirror:
             self.tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
 
     def withdraw(self) -> None:
-        """The tensors are about to change: nobody may read them until ``serve``."""
+        """Mark the tensors as changing: readers refuse the file until ``serve``."""
         _note(self.path).unlink(missing_ok=True)
 
     def serve(self, version: int) -> None:
-        """The tensors are ``version``'s, all of them. Raises SyncError naming one that cannot be quantised."""
+        """Mark all tensors as ``version``'s. Raises SyncError that names one that cannot be quantised."""
         note: dict[str, object] = {"version": version}
         if self._kind is not None:
             note["error"] = self._quantise(self._kind)
         write_atomically(_note(self.path), json.dumps(note).encode())
 
     def sums(self) -> Report:
-        """Of what lies here."""
+        """Checksums of the writer's tensors."""
         started = time.perf_counter()
         rows = [("", n, tuple((0, x) for x in t.shape), checksum(t, tuple(t.shape))) for n, t in self._stored.items()]
         return Report(rows=rows, seconds=time.perf_counter() - started)
 
     def _quantise(self, kind: Format) -> tuple[float, str]:
-        """Fill the file; the largest error of a tensor (`Format.write`), and whose it is."""
+        """Fill the file. Returns the largest error of a tensor (`Format.write`), and its name."""
         errors = [(0.0, "")]
         for name, tensor in self.tensors.items():
             scales = self._stored.get(name + kind.suffix)
@@ -104,16 +104,16 @@ class Mirror:
 
 
 def read(path: Path, version: int) -> dict[str, Tensor]:
-    """The tensors by name, mapped. Raises SyncError where the file is not ``version``'s."""
+    """The mapped tensors by name. Raises SyncError if the file does not hold ``version``."""
     _noted(path, version)
     return load_file(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seal:
-    """What `checksum` gives for each tensor of a version.
+    """The checksum of each tensor of a version.
 
-    ``error`` is the largest of a quantised tensor (`Format.write`), and its name; None where nothing was quantised.
+    ``error`` is the largest error of a quantised tensor (`Format.write`), and its name; None if none is quantised.
     """
 
     checksums: Mapping[str, int]
@@ -121,17 +121,17 @@ class Seal:
 
 
 def seal(path: Path, version: int, checksums: Mapping[str, int]) -> Seal:
-    """Note down what readers of ``version`` must find. Raises SyncError where the file holds another."""
+    """Write the checksums that readers of ``version`` must find. Raises SyncError if the file holds another version."""
     noted = _noted(path, version) | {"checksums": checksums}
     write_atomically(_note(path), json.dumps(noted).encode())
     return _sealed(noted)
 
 
 def seal_of(path: Path, version: int) -> Seal:
-    """Raises SyncError where the file holds another version, or was not sealed."""
+    """The seal of ``version``. Raises SyncError if the file holds another version, or is not sealed."""
     noted = _noted(path, version)
     if "checksums" not in noted:
-        raise SyncError(f"{path}: version {version} was not sealed: its sender died")
+        raise SyncError(f"{path}: version {version} is not sealed, because its sender died")
     return _sealed(noted)
 
 
@@ -141,11 +141,11 @@ def _sealed(noted: Mapping[str, Any]) -> Seal:
 
 
 def check(path: Path, version: int) -> None:
-    """Raises CorruptionError naming the tensors of the file that have other bytes than were sealed."""
+    """Raises CorruptionError that names the file's tensors whose bytes do not match the seal."""
     sealed = seal_of(path, version).checksums
     wrong = [name for name, t in read(path, version).items() if checksum(t, tuple(t.shape)) != sealed.get(name)]
     if wrong:
-        raise CorruptionError(f"{path}, version {version}: other bytes than the learner has in {', '.join(wrong)}")
+        raise CorruptionError(f"{path}, version {version}: its bytes are not the learner's in {', '.join(wrong)}")
 
 
 def shapes(path: Path) -> dict[str, Shape]:
@@ -154,7 +154,7 @@ def shapes(path: Path) -> dict[str, Shape]:
 
 
 def dtypes(path: Path) -> dict[str, torch.dtype]:
-    """Of every tensor of the file."""
+    """The dtype of every tensor of the file."""
     return {name: getattr(torch, entry.dtype) for name, entry in read_header(MappedFile(path)).items()}
 
 
@@ -162,7 +162,9 @@ def _noted(path: Path, version: int) -> dict[str, Any]:
     note = _note(path)
     noted: dict[str, Any] = json.loads(note.read_text()) if note.is_file() else {"version": None}
     if noted["version"] != version:
-        raise SyncError(f"{path} holds version {noted['version']}, not {version}: its sender died or was overtaken")
+        raise SyncError(
+            f"{path} holds version {noted['version']}, not {version}: its sender died, or a newer push came"
+        )
     return noted
 
 

@@ -1,4 +1,4 @@
-"""A fixed text that engine and learner score alike where an engine holds what the learner has."""
+"""The probe: fixed texts that engine and learner must score alike if the engine holds the learner's weights."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from rl_megatron.interfaces import Scorer
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, SamplingParams, Span
 
 _TEXTS, _TEXT_TOKENS = 4, 16
-_SAMPLED = 4  # tokens of a text, where engines cannot score it
-_TIES = 1  # texts in which a router may hold two experts so near that rounding chooses: seen at a gap of 6e-8
+_SAMPLED = 4  # tokens that engines sample after a text that they cannot score
+_TIES = 1  # texts in which two experts may be so close that rounding chooses; seen at a gap of 6e-8
 PROBE_LENGTH = _TEXT_TOKENS
 
 ScoredText = tuple[tuple[int, ...], tuple[int, ...], Sequence[float]]
-"""A prompt, what stands behind it, and the log-prob of each token of that."""
+"""A prompt, the tokens after it, and their log-probs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The same texts at every push: token ids all over the vocabulary, so that most experts see some.
+    """The same texts at every push, with token ids from the whole vocabulary, so that most experts get some.
 
-    At temperature 1 engines score them in one forward, and the learner's scores need not wait for the engine. Engines
-    score given text at no other temperature: there they continue the texts by a few tokens, which the learner scores.
+    At temperature 1 engines score the texts in one forward pass, and the learner need not wait for the engine. Engines
+    cannot score text at other temperatures: there they sample a few more tokens, which the learner scores.
     """
 
     texts: tuple[tuple[int, ...], ...]
@@ -46,16 +46,16 @@ class Probe:
         return cls(texts=texts, temperature=temperature, tolerance=tolerance)
 
     def one(self, version: int) -> Probe:
-        """One of the texts, another at the next version."""
+        """A probe with one of the texts, chosen by ``version``."""
         return replace(self, texts=(self.texts[version % len(self.texts)],))
 
     @property
     def given(self) -> bool:
-        """Whether engines score the texts themselves, not what they sample behind them."""
+        """Whether engines score the texts themselves, instead of tokens that they sample after them."""
         return self.temperature == 1
 
     def requests(self) -> list[GenerationRequest]:
-        """Continue every text; the prompt and what is sampled are as long as a text."""
+        """Requests to continue every text; prompt and sampled tokens together are as long as a text."""
         params = SamplingParams(
             temperature=self.temperature, top_p=1.0, max_new_tokens=_SAMPLED, stop_token_ids=(), seed=0
         )
@@ -65,18 +65,18 @@ class Probe:
         ]
 
     def continued(self, completions: Sequence[Sequence[Completion]]) -> list[ScoredText]:
-        """What an engine sampled behind the texts."""
+        """The texts that an engine continued, with its log-probs."""
         return [
             (text[:-_SAMPLED], tuple(one.token_ids.tolist()), one.logprobs.tolist())
             for text, (one,) in zip(self.texts, completions, strict=True)
         ]
 
     def scored(self, logprobs: Sequence[Sequence[float]]) -> list[ScoredText]:
-        """What an engine says of the texts."""
+        """The given texts with an engine's log-probs."""
         return [(t[:1], t[1:], said) for t, said in zip(self.texts, logprobs, strict=True)]
 
     def judge(self, engine: Sequence[ScoredText], other: Sequence[Sequence[float]], whose: str) -> tuple[str, bool]:
-        """How far the two are apart, empty where the probe tolerates that; and whether it refuses the engine's."""
+        """Compare two sets of log-probs. Returns a message, empty within the tolerance, and whether to refuse."""
         gaps = [
             max((abs(a - b) for a, b in zip(said, theirs, strict=True)), key=lambda gap: (math.isnan(gap), gap))
             for (_, _, said), theirs in zip(engine, other, strict=True)
@@ -85,14 +85,14 @@ class Probe:
         if not over:
             return "", False
         found = (
-            f"log-probs of the probe are up to {max(over):.3g} nats from {whose}, in {len(over)} of {len(gaps)} texts; "
+            f"log-probs of the probe differ from {whose} by up to {max(over):.3g} nats in {len(over)} of {len(gaps)} texts;"
             f" rollout.server.probe_tolerance is {self.tolerance:g}"
         )
         return found, len(over) > min(_TIES, len(gaps) - 1)
 
 
 async def scores_of(learner: Scorer, dims: ParallelDims, texts: Sequence[ScoredText]) -> list[list[float]]:
-    """The learner's log-probs of what stands behind each prompt."""
+    """The learner's log-probs of the tokens after each prompt."""
     groups = [
         single_turns(
             Prompt(id=f"probe {i}", text="", token_ids=prompt, answer=""),

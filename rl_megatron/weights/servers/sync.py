@@ -26,11 +26,11 @@ class Committers(Protocol):
     """The engine servers, as those who serve one version or none."""
 
     def stale(self, name: str) -> bool:
-        """Whether it answers, but does not serve."""
+        """Whether it answers but does not serve."""
         ...
 
     async def commit(self, version: int, *, only: str | None = None) -> None:
-        """Serve the weights that were loaded, at all or at ``only``. Raises SyncError; ReplicasLost where all died."""
+        """Serve the loaded weights, on all or on ``only``. Raises SyncError; ReplicasLost if all servers died."""
         ...
 
     def refuse(self) -> None:
@@ -40,7 +40,7 @@ class Committers(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Served:
-    """The version that is served, and what a server that comes back is compared with."""
+    """The served version, and what a restarted server is compared with."""
 
     version: int
     checksums: Mapping[str, int]  # the learner's, by tensor
@@ -48,9 +48,9 @@ class _Served:
 
 
 class ServedWeights(WeightSync):
-    """Serves what ``delivery`` brings once ``trust`` has verified it; neither knows the other.
+    """Serves versions that ``delivery`` moved and ``trust`` verified; neither knows the other.
 
-    ``learner`` writes exports.
+    ``learner`` writes exports. It pushes one version at a time.
     """
 
     def __init__(self, *, learner: WeightSync, delivery: Delivery, trust: Trust, servers: Committers) -> None:
@@ -60,7 +60,7 @@ class ServedWeights(WeightSync):
 
     @override
     async def push(self, version: int) -> WeightUpdate:
-        """Raises SyncError where what a server holds is not what the learner has."""
+        """Raises SyncError if a server does not hold the learner's weights."""
         started = time.perf_counter()
         async with self._lock:
             self._served = None
@@ -72,14 +72,14 @@ class ServedWeights(WeightSync):
         return replace(update, seconds=time.perf_counter() - started)
 
     async def _serve(self, version: int) -> tuple[WeightUpdate, _Served]:
-        """Deliver, verify and commit, again where all servers died meanwhile."""
+        """Deliver, verify and commit; try again if all servers died meanwhile."""
         try:
             async with self._delivery.sending(version) as deliver:
                 while True:
                     try:
                         return await self._attempt(version, deliver)
                     except ReplicasLost as error:
-                        logger.warning("%s\nloaded again as soon as a server is back", error)
+                        logger.warning("%s\nit is loaded again as soon as a server is back", error)
         finally:
             await self._trust.end()
 
@@ -93,10 +93,10 @@ class ServedWeights(WeightSync):
         return update, _Served(version=version, checksums=checksums, verified=verified)
 
     async def refit(self, name: str) -> None:
-        """Have a stale server serve what the others do, or did. Raises SyncError where it does not hold it then.
+        """Have a stale server serve the version that the others serve or last served. Raises SyncError if it is wrong.
 
-        Beside its checksums, it must score as a server did that was compared with the learner itself, which may have
-        moved on. Where nothing is served, or a push was faster, this does nothing.
+        Besides its checksums, its scores must equal those of a server that was compared with the learner, which may
+        have trained on. Does nothing if no version is served, or a push came first.
         """
         async with self._lock:
             served = self._served
@@ -112,7 +112,7 @@ class ServedWeights(WeightSync):
 
     @override
     async def export(self, folder: Path) -> None:
-        """Raises CorruptionError where the mirror file has not what the learner has."""
+        """Raises CorruptionError if the mirror file does not hold the learner's weights."""
         if self._served is not None:
             await self._delivery.filled(self._served.version)
             await self._trust.verify_file(self._served.version)

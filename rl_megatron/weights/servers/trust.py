@@ -1,7 +1,7 @@
-"""Verifies that engine servers hold what the learner has: by checksums, and by a probe where these cannot tell.
+"""Verifies that engine servers hold the learner's weights: by checksums, and by a probe where these do not suffice.
 
-Checksums cover all that a server keeps as its loader put it, the probe what its kernels keep in another layout. This
-moves nothing: how the weights got there is a delivery's affair.
+Checksums cover parameters that a server keeps as loaded; the probe covers those that kernels keep in a private layout.
+Deliveries move the weights; this module only verifies.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ _NAMED = 20  # tensors that an error names
 
 
 class Probed(Protocol):
-    """The engine servers, as a probe asks them. ``only`` names the one that is asked."""
+    """The engine servers, as a probe asks them. ``only`` names a single server to ask."""
 
     async def sample_everywhere(
         self, requests: Sequence[GenerationRequest], *, only: str | None = None
     ) -> Mapping[str, list[list[Completion]]]:
-        """By each server with the weights it holds; by its name. Raises SyncError."""
+        """Completions by each server with its present weights, by server. Raises SyncError."""
         ...
 
     async def score_everywhere(
         self, texts: Sequence[Sequence[int]], *, only: str | None = None
     ) -> Mapping[str, list[list[float]]]:
-        """Log-probs (nats) of each text's tokens but the first, likewise."""
+        """Log-probs (nats) of each text's tokens after the first, by server. Raises SyncError."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """The texts that a push was probed with, and a verified server's log-probs (nats) of their tokens but the first."""
+    """The texts of a push's probe, and a verified server's log-probs (nats) of their tokens after the first."""
 
     probe: Probe
     logprobs: Sequence[Sequence[float]]
 
 
 Answers = Mapping[str, tuple[list[ScoredText], list[list[float]]]]
-"""By server: what it says of the probe's texts, and the learner of the same."""
+"""By server: its scores of the probe's texts, and the learner's scores of the same tokens."""
 
 
 class Trust:
-    """Which servers are verified, and which kinds of parameters each keeps in a layout of its own.
+    """Which servers are verified, and which kinds of parameters each keeps in a private layout.
 
-    ``probes``: "auto" probes servers whose checksums cover every tensor at their first version alone, others after
-    that with one text, and with all where it does not agree. ``path`` is the mirror file's, which names the tensors.
+    ``probes``: "auto" probes a server at its first version. After that it probes only servers whose checksums do not
+    cover every tensor, with one text, and with all if that disagrees. The mirror file at ``path`` names the tensors.
     """
 
     def __init__(
@@ -77,21 +77,21 @@ class Trust:
         self._learner, self._dims, self._probe, self._probes = learner, dims, probe, probes
         self._private: dict[str, frozenset[str]] = {}  # by server
         self._probed: set[str] = set()
-        self._asks = False  # whether the last version was probed, as the next will be then
-        self._scoring: asyncio.Future[list[list[float]]] | None = None  # by the learner, ahead of servers
+        self._asks = False  # whether the last version was probed, so that the next will be
+        self._scoring: asyncio.Future[list[list[float]]] | None = None  # the learner's scores, ahead of the servers'
 
     @property
     def private(self) -> Kinds:
-        """Kinds of parameters that checksums cannot cover, by server."""
+        """By server, kinds of parameters that checksums cannot cover."""
         return self._private
 
     def begin(self, version: int) -> None:
-        """Have the learner score while servers load, where the last version was probed, as this one will be then."""
+        """Have the learner score while servers load, if the last version was probed, so that this one will be."""
         if self._asks and self._probe.given and self._scoring is None:
             self._scoring = asyncio.ensure_future(self._scores(self._probe.one(version)))
 
     async def end(self) -> None:
-        """Wait for what was begun; `verify` has raised what it raises."""
+        """Wait for the learner's scores of `begin`; `verify` has raised their error."""
         if self._scoring is not None:
             await asyncio.gather(self._scoring, return_exceptions=True)
         self._scoring = None
@@ -99,10 +99,10 @@ class Trust:
     async def verify(
         self, version: int, reports: Mapping[str, Sequence[Report]], checksums: Mapping[str, int]
     ) -> Verified | None:
-        """Compare what the ranks of each server report with the learner's checksums, and probe where it is needed.
+        """Compare the reports of each server's ranks with the learner's checksums, and probe if needed.
 
-        None where checksums alone were enough. Raises CorruptionError naming tensors that differ, SyncError where a
-        server has other log-probs than the learner.
+        None if checksums alone sufficed. Raises CorruptionError that names tensors that differ, SyncError if a
+        server's log-probs differ from the learner's.
         """
         unseen = {name: self._compare(name, said, checksums) for name, said in reports.items()}
         verified = None
@@ -121,10 +121,10 @@ class Trust:
         checksums: Mapping[str, int],
         verified: Verified | None,
     ) -> None:
-        """Compare server ``name``, which came back, with the learner's checksums and a ``verified`` server's scores.
+        """Compare the restarted server ``name`` with the learner's checksums and a ``verified`` server's scores.
 
-        The learner, which may have moved on, is not asked. Raises as `verify`, and SyncError where neither tells of
-        some tensor.
+        The learner is not asked, as it may have trained on. Raises as `verify`, and SyncError if neither covers some
+        tensor.
         """
         unseen = self._compare(name, reports, checksums)
         if verified is None and unseen:
@@ -138,7 +138,7 @@ class Trust:
         self._probed.add(name)
 
     async def verify_file(self, version: int) -> None:
-        """Raises CorruptionError where the mirror file has other bytes than the learner had, SyncError for another."""
+        """Raises CorruptionError if the mirror file's bytes are not the learner's, SyncError for another version."""
         await asyncio.to_thread(mirror.check, self._path, version)
 
     @cached_property
@@ -156,16 +156,16 @@ class Trust:
             named = sorted(found.differing)
             more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
             raise CorruptionError(
-                f"{name}: it holds other bytes than the learner wrote in {', '.join(named[:_NAMED])}{more}"
+                f"{name}: its bytes are not those that the learner wrote in {', '.join(named[:_NAMED])}{more}"
             )
         if name not in self._private:
             self._private[name] = private
-            kinds = f", of them {', '.join(sorted(private))} in layouts of its own" if private else ""
+            kinds = f", of these {', '.join(sorted(private))} in private layouts" if private else ""
             logger.info("%s: checksums verify all but %d tensors%s", name, len(found.unseen), kinds)
         return found.unseen
 
     async def _ask(self, version: int, unseen: Mapping[str, frozenset[str]], *, everything: bool) -> Verified:
-        """What a server says of the texts. Raises SyncError where one says other log-probs than the learner."""
+        """Probe the servers. Raises SyncError if a server's log-probs differ from the learner's."""
         one, wrong = self._probe.one(version), []
         if not everything:
             answers = await self._answers(one, self._scoring)
@@ -178,25 +178,25 @@ class Trust:
                 told = f"; no checksum verifies {', '.join(blind[:3])} ({len(blind)} tensors)" if blind else ""
                 wrong.append(f"{name}: {found}{told}")
             elif found:
-                logger.info("taken for near ties between experts: %s: %s", name, found)
+                logger.info("tolerated as near ties between experts: %s: %s", name, found)
         if wrong:
             for name in unseen.keys() - self._probed:
-                del self._private[name]  # nothing has verified the kinds that it keeps in layouts of its own
+                del self._private[name]  # its private kinds are not verified
             raise SyncError(
                 "\n  ".join([f"version {version} arrived wrong, and is not served:", *wrong])
-                + "\n  the engine loads this model's weights wrongly, or it computes with another precision"
+                + "\n  the engine loads this model's weights wrongly, or computes in another precision"
             )
         return await self._verified(self._probe, answers)
 
     async def _verified(self, probe: Probe, answers: Answers) -> Verified:
-        """What one server says of the texts that all were asked about."""
+        """One verified server's scores of the probe's texts."""
         if not probe.given:
             scored = await self._servers.score_everywhere(probe.texts)
             return Verified(probe=probe, logprobs=next(iter(scored.values())))
         return Verified(probe=probe, logprobs=[said for _, _, said in next(iter(answers.values()))[0]])
 
     async def _answers(self, probe: Probe, learner: asyncio.Future[list[list[float]]] | None) -> Answers:
-        """What each server and the learner say of the same tokens, asked at once where these are given."""
+        """Each server's and the learner's scores of the same tokens; concurrently if the tokens are given."""
         if probe.given:
             said, known = await asyncio.gather(
                 self._servers.score_everywhere(probe.texts), learner or self._scores(probe)
@@ -209,7 +209,7 @@ class Trust:
         return out
 
     async def _scores(self, probe: Probe) -> list[list[float]]:
-        """The learner's, of given texts."""
+        """The learner's scores of the given texts."""
         texts = probe.scored([[0.0] * (len(text) - 1) for text in probe.texts])
         return await scores_of(self._learner, self._dims, texts)
 

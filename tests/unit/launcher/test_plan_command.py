@@ -69,10 +69,13 @@ def test_a_folder_needs_only_its_config(capsys: pytest.CaptureFixture[str], tmp_
         (("kimi-k2", "src=hf", "dst=vllm,tp=8"), "dst=vllm,tp=8: no table 'vllm'; allowed: hf, megatron, engine"),
         (
             ("kimi-k2", "src=megatron,tpp=4", "dst=hf"),
-            "src=megatron,tpp=4: 'tpp=4' is no setting; allowed: a positive tp",
+            "src=megatron,tpp=4: 'tpp=4' is not a setting; allowed: a positive tp",
         ),
-        (("kimi-k2", "src=megatron,tp=x", "dst=hf"), "'tp=x' is no setting"),
-        (("kimi-k2", "src=megatron", "dst=hf,tp=2"), "dst=hf,tp=2: an hf layout is full copies; give dp alone"),
+        (("kimi-k2", "src=megatron,tp=x", "dst=hf"), "'tp=x' is not a setting"),
+        (
+            ("kimi-k2", "src=megatron", "dst=hf,tp=2"),
+            "dst=hf,tp=2: an hf layout consists of full copies; give dp alone",
+        ),
         (("kimi-k2", "src=megatron,pp=4", "dst=hf"), "pp*vpp = 4*1 = 4 does not divide 61 layers"),
         (("kimi-k2", "src=megatron,pp=4,first=17", "dst=hf"), "first=17, last=None leave 44 of 61 layers for 3 other"),
     ],

@@ -81,7 +81,11 @@ def cut(folder: Path) -> None:
     ("break_it", "more", "said"),
     [
         (remove("model/tokenizer.json"), (), "model: no tokenizer there (tokenizer.json"),
-        (remove("model/model.safetensors"), (), "model: neither model.safetensors.index.json nor model.safetensors"),
+        (
+            remove("model/model.safetensors"),
+            (),
+            "model: it has neither model.safetensors.index.json nor model.safetensors",
+        ),
         (cut, (), "model.safetensors is torn"),
         (remove("model/chat_template.jinja"), (), "data.chat_template=true, but the tokenizer of model.path="),
         (remove("model/config.json"), (), "model: it has no config.json"),

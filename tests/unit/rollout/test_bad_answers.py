@@ -89,7 +89,7 @@ def test_a_good_answer_is_taken(engine: str) -> None:
         (1, -9999.0, "token 1 has log-prob -9999.0"),  # how vLLM spells it
         (1, 0.5, "token 1 has log-prob 0.5"),
         (1, None, "Input should be a valid number, got None"),  # what orjson makes of NaN
-        (0, 10, "token 1 has id 10; the vocabulary has 10"),
+        (0, 10, "token 1 has id 10, but the vocabulary has 10"),
         (0, -1, "token 1 has id -1"),
         (0, 2**31, "Input should be less than 2147483648, got 2147483648"),
         (0, "x" * 9999, "Input should be a valid integer, unable to parse string as an integer, got 'xxx"),

@@ -115,7 +115,7 @@ def test_routes_of_other_positions_or_layers_are_refused(ask: Any, shape: ModelS
 
 @BOTH
 def test_an_expert_that_the_model_has_not_is_refused(ask: Any, shape: ModelShape) -> None:
-    with pytest.raises(EngineError, match="name experts 0 to 8; the model has 8"):
+    with pytest.raises(EngineError, match="name experts 0 to 8, but the model has 8"):
         ask(np.where(EXPERTS == 7, 8, EXPERTS), shape)
 
 

@@ -112,7 +112,7 @@ def test_bad_input_is_named_and_leaves_nothing_that_looks_whole(hf: Path, tmp_pa
         cut: "model.safetensors is torn",
         wrong: r"model.norm.weight has shape \(3,\); it should have \(32,\)",
         extra: "model.surprise is unknown",
-        missing: "neither model.safetensors.index.json nor model.safetensors there",
+        missing: "it has neither model.safetensors.index.json nor model.safetensors",
     }
     for source, message in cases.items():
         with pytest.raises(RLMegatronError, match=message):

@@ -103,10 +103,10 @@ def test_layers_are_those_of_megatrons_own_stages(
 @pytest.mark.parametrize(
     ("stages", "vpp", "message"),
     [
-        ((5, 4), 1, r"stages=\(5, 4\) are 2 stages of 9 layers; the layout has pp = 2 and 8 layers"),
-        ((2, 2, 4), 1, r"3 stages of 8 layers; the layout has pp = 2"),
-        ((8, 0), 1, "each must be a multiple of vpp = 1, and at least that"),
-        ((5, 3), 2, "each must be a multiple of vpp = 2"),
+        ((5, 4), 1, r"stages=\(5, 4\) are 2 stages of 9 layers, but the layout has pp = 2 and 8 layers"),
+        ((2, 2, 4), 1, r"3 stages of 8 layers, but the layout has pp = 2"),
+        ((8, 0), 1, "each must be a positive multiple of vpp = 1"),
+        ((5, 3), 2, "each must be a positive multiple of vpp = 2"),
     ],
 )
 def test_stages_that_do_not_fit_are_refused(stages: tuple[int, ...], vpp: int, message: str) -> None:

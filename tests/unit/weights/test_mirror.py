@@ -75,14 +75,14 @@ def test_a_version_that_is_not_there_is_refused(mirror: Mirror) -> None:
 
 def test_a_version_that_is_not_sealed_is_told_from_one_that_is(mirror: Mirror) -> None:
     mirror.serve(3)
-    with pytest.raises(SyncError, match="version 3 was not sealed"):
+    with pytest.raises(SyncError, match="version 3 is not sealed"):
         seal_of(mirror.path, 3)
     with pytest.raises(SyncError, match="holds version 3, not 4"):
         seal(mirror.path, 4, {})
     assert seal(mirror.path, 3, {"a.weight": 5}) == seal_of(mirror.path, 3)
     assert seal_of(mirror.path, 3).checksums == {"a.weight": 5}
     mirror.serve(4)
-    with pytest.raises(SyncError, match="version 4 was not sealed"):
+    with pytest.raises(SyncError, match="version 4 is not sealed"):
         seal_of(mirror.path, 4)
 
 

@@ -218,7 +218,7 @@ def bend(name: str, tensor: Tensor) -> Callable[[Path], None]:
 Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.experts.1.down_proj.weight"
 SPOILT = {
     f"{Q} is float8, but there is no {Q}_scale_inv": drop(f"{Q}_scale_inv"),
-    rf"{DOWN}_scale_inv has shape \(1, 2\); blocks of \(128, 128\) in \(160, 200\) make \(2, 2\)": bend(
+    rf"{DOWN}_scale_inv has shape \(1, 2\); blocks of \(128, 128\) in \(160, 200\) need \(2, 2\)": bend(
         f"{DOWN}_scale_inv", torch.ones(1, 2)
     ),
     f"{Q} is missing": drop(Q),

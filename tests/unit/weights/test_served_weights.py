@@ -144,7 +144,9 @@ def test_the_error_of_quantised_weights_is_told(
     with caplog.at_level(logging.INFO):
         update = asyncio.run(both.weights().push(4))
     assert update.quantization_error == (error[0] if error else None)
-    assert ("version 4 is quantised: off by up to 0.03 of a tensor, layers.1.up" in caplog.text) == (error is not None)
+    assert ("version 4 is quantised: largest relative error of a tensor 0.03, layers.1.up" in caplog.text) == (
+        error is not None
+    )
 
 
 CASES = pytest.mark.parametrize(
@@ -190,7 +192,7 @@ def test_a_flipped_bit_is_named_and_not_served(tmp_path: Path) -> None:
         if not flipped:
             asyncio.run(weights.push(version))
             continue
-        with pytest.raises(CorruptionError, match=rf"it holds other bytes than the learner wrote in {flipped}$"):
+        with pytest.raises(CorruptionError, match=rf"its bytes are not those that the learner wrote in {flipped}$"):
             asyncio.run(weights.push(version))
     assert both.said == ["load 1", "commit 1", "load 2", "refuse", "load 3", "refuse"]
 
@@ -203,7 +205,7 @@ def test_what_was_served_is_not_exported_with_other_bytes(tmp_path: Path) -> Non
     assert both.said[-1] == "export"
     both.mirror.tensors["layers.1.up"].view(torch.uint8)[2, 3] ^= 1
     both.said.clear()
-    with pytest.raises(CorruptionError, match=r"other bytes than the learner has in layers\.1\.up$"):
+    with pytest.raises(CorruptionError, match=r"its bytes are not the learner's in layers\.1\.up$"):
         asyncio.run(weights.export(tmp_path))
     assert not both.said
 

@@ -1,1 +1,1 @@
-"""One file a model family: a row per parameter, for every system that holds it."""
+"""The tables of model families, a file each: a row per parameter, for every system that holds it."""

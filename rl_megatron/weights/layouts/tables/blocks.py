@@ -1,4 +1,4 @@
-"""The parts that families with grouped-query attention are put together from, in the three layouts at once.
+"""Building blocks of families with grouped-query attention, each for all three layouts.
 
 Sources: transformers ``models/*/modeling_*`` (checkpoint names, one tensor an expert); megatron-core 0.16
 ``transformer/attention.py`` (``linear_qkv`` is, per query group, its q heads, then k, then v), ``transformer/mlp.py``
@@ -57,9 +57,9 @@ Tables = Mapping[str, tuple[ParamSpec, ...]]
 
 
 def decoder(*blocks: Block, planned: bool = True) -> Tables:
-    """``blocks`` between embedding and output layer. Not ``planned`` leaves the engine's table out.
+    """A decoder: ``blocks`` between embedding and output layer. Without ``planned`` it has no table for engines.
 
-    Layout ``hf`` must cut nothing (only ``dp``: full copies). ``megatron`` has TransformerEngine's parameter names with
+    Layout ``hf`` cuts no tensor (only ``dp``: full copies). ``megatron`` has TransformerEngine's parameter names with
     the expert number made global: ``linear_fc1.weight{expert}``. ``engine`` is for planning: a replica is ``tp``
     neighbouring ranks, ``dp`` counts replicas, experts are cut by ``etp=tp`` or spread by ``ep=tp``;
     ``w13_weight.{expert}`` is the expert's matrix inside the engine's fused tensor.
@@ -94,7 +94,7 @@ def attention(
     out_bias: bool = False,
     sinks: bool = False,
 ) -> Block:
-    """Grouped-query attention with the norm in front of it. Biases and norms are there where the shape has them too."""
+    """Grouped-query attention with its input norm. Biases and norms also depend on the shape."""
     parts = (("q", _q_rows), ("k", _kv_rows), ("v", _kv_rows))
     hf = [
         vector(_NORM_IN, _NORM_IN, hidden),
@@ -137,7 +137,7 @@ def attention(
 
 
 def dense_mlp() -> Block:
-    """The norm behind attention, in all layers, and the MLP of those that have no experts."""
+    """The norm after attention, in all layers, and the MLP of layers without experts."""
     gate_up = tuple(f"{LAYER}mlp.{x}_proj.weight" for x in ("gate", "up"))
     down = LAYER + "mlp.down_proj.weight"
     only = dense_layers
@@ -168,10 +168,10 @@ def experts(
     dense_first: bool = False,
     shared: bool = False,
 ) -> Block:
-    """Router and experts, ``names`` being gate's, up's and down's behind ``prefix``.
+    """Router and experts; ``names`` are gate's, up's and down's after ``prefix``.
 
-    ``bias`` is the name of the router's selection bias. ``dense_first`` leaves the norm, which all layers have, to
-    `dense_mlp`; ``shared`` adds shared experts, which are one MLP.
+    ``bias`` is the name of the router's selection bias. With ``dense_first``, `dense_mlp` adds the norm, which all
+    layers have; ``shared`` adds shared experts, which are one MLP.
     """
     mlp, only = LAYER + prefix, moe_layers
     gate, up, down = (f"{mlp}experts.{{expert}}.{name}.weight" for name in names)

@@ -25,7 +25,7 @@ _Q_NORM, _KV_NORM = _ATTENTION + "q_a_layernorm.weight", _ATTENTION + "kv_a_laye
 
 
 def _latent(m: ModelShape) -> LatentAttention:
-    assert m.latent is not None, "the table is for shapes with latent attention"
+    assert m.latent is not None, "this table needs a shape with latent attention"
     return m.latent
 
 
@@ -70,17 +70,17 @@ def _down_stacked(m: ModelShape, _degree: int) -> tuple[Band, ...]:
 
 
 def _squeezed(spec: ParamSpec) -> ParamSpec:
-    """Only where queries have a latent."""
+    """The row, for shapes whose queries have a latent."""
     return replace(spec, exists=lambda m, _: _latent(m).query_rank is not None)
 
 
 def _straight(spec: ParamSpec) -> ParamSpec:
-    """Only where they have none."""
+    """The row, for shapes whose queries have no latent."""
     return replace(spec, exists=lambda m, _: _latent(m).query_rank is None)
 
 
 def _heads(name: str, hf: str, rows: Size, head: Size, columns: Size = hidden) -> ParamSpec:
-    """Rows of all heads, which tp cuts between heads."""
+    """Rows of all heads; tp cuts them between heads."""
     return matrix(name, whole(hf, rows), columns=columns, axis="tp", unit=head)
 
 
@@ -129,7 +129,7 @@ _TABLES = decoder(
     experts(bias="gate.e_score_correction_bias", dense_first=True, shared=True),
 )
 HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3, ENGINE_DEEPSEEK_V3 = _TABLES["hf"], _TABLES["megatron"], _TABLES["engine"]
-DEEPSEEK_V2 = Family(  # without a bias for the choice of experts
+DEEPSEEK_V2 = Family(  # without a selection bias
     model_types=("deepseek_v2",),
     read=deepseek_v3.read_v2,
     tables=decoder(_LATENT_ATTENTION, dense_mlp(), experts(dense_first=True, shared=True)),

@@ -1,8 +1,8 @@
-"""gpt-oss in 16 or 32 bits: biases, a sink a head, experts in fused tensors [expert, in, out], gate and up in turns.
+"""gpt-oss in 16 or 32 bits: biases, a sink a head, fused experts [expert, in, out] with gate and up interleaved.
 
 Sources: transformers ``models/gpt_oss``; the sinks are ``softmax_offset`` in megatron-core's ``DotProductAttention``.
-The learner's experts have the checkpoint's form, cut by ep along the first dim, not that of TransformerEngine's
-grouped linears. No engine is planned for: theirs have the four bits of the published checkpoints, padded and swizzled.
+The learner's experts have the checkpoint's form, cut by ep along the first dim, not the form of TransformerEngine's
+grouped linears. There is no table for engines, which keep the published checkpoints' four bits, padded and swizzled.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """MiniMax-M2: norms over all heads of q or k at once, Mixtral's names of experts, a selection bias beside the router.
 
-Source: transformers ``models/minimax_m2``. No engine is planned for: its ranks hold norms for repeated heads.
+Source: transformers ``models/minimax_m2``. There is no table for engines: their ranks hold norms of repeated heads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a row of any family's table is written down: whole tensors, rows or columns cut by an axis, gate over up."""
+"""Functions that make the rows of any family's table: whole tensors, rows or columns cut by an axis, gate over up."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def every_layer(m: ModelShape) -> range:
 
 
 def one(_m: ModelShape) -> int:
-    """Rows may part anywhere."""
+    """A unit of one row: rows may be cut anywhere."""
     return 1
 
 
 def untied(m: ModelShape, _dims: ParallelDims) -> bool:
-    """The model has an output matrix of its own."""
+    """Whether the output matrix is not tied to the embedding."""
     return not m.tie_embeddings
 
 
 def tied_over_stages(m: ModelShape, dims: ParallelDims) -> bool:
-    """The last stage needs a copy of the embedding; with one stage megatron-core uses the embedding itself."""
+    """Whether the last stage needs a copy of the embedding; with one stage megatron-core uses the embedding itself."""
     return m.tie_embeddings and dims.pp > 1
 
 
@@ -66,14 +66,14 @@ def whole(hf: str, rows: Size) -> Bands:
 
 
 def each(names: tuple[str, ...], rows: Size) -> Bands:
-    """A band each: gate, then up, every one cut by itself."""
+    """One band for each tensor, for example gate, then up; each is cut separately."""
     return lambda m, _degree: tuple((Piece(hf=name, start=0, stop=rows(m)),) for name in names)
 
 
 def vector(
     name: str, hf: str, size: Size, *, stage: Literal["first", "last"] | None = None, layers: LayerRange = every_layer
 ) -> ParamSpec:
-    """A norm's scale or a bias, whole on every rank."""
+    """A norm's scale or a bias, replicated on every rank."""
     return ParamSpec(name=name, bands=whole(hf, size), others=_nothing, stage=stage, layers=layers)
 
 
