@@ -22,7 +22,7 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Of a row: the fields that were asked for, as text, all others as JSON has them: texts, numbers, lists ..."""
+    """A row's requested fields as text, and all other fields as JSON values."""
 
     texts: tuple[str, ...]
     others: Mapping[str, Any]

@@ -58,8 +58,8 @@ def joined_routes(ids: Sequence[str], lengths: Sequence[int], routes: Sequence[R
         wanted = (length - 1, *arrays[0].shape[1:]) if arrays else (length - 1, *array.shape[1:])
         if array.shape != wanted:
             raise DataError(
-                f"prompt {prompt!r}: routes of shape {array.shape} where [positions, MoE layers, experts a token] "
-                f"is {wanted}, of {length} tokens but the last"
+                f"prompt {prompt!r}: its routes have shape {array.shape}; [positions, MoE layers, experts a token] "
+                f"must be {wanted}, for each of {length} tokens but the last"
             )
         arrays.append(array)
     return torch.from_numpy(np.concatenate(arrays))

@@ -39,7 +39,7 @@ class TrainerState:
     prompts: dict[str, int]  # PromptStream.state()
     buffer: tuple[RolloutBatch, ...]  # sampled, not yet trained on, oldest first
     memory: AlgorithmState | None = None  # the algorithm's, by the name in checkpoints; None in a warm start
-    warm_start_step: int | None = None  # supervised steps done where they were stopped; ``prompts`` is then of theirs
+    warm_start_step: int | None = None  # supervised steps done in a stopped warm start; ``prompts`` is then its
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

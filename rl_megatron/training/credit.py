@@ -24,7 +24,7 @@ from rl_megatron.types import RolloutGroup, Samples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmState:
-    """What an algorithm remembers from step to step. Part of a checkpoint."""
+    """An algorithm's state from step to step. Part of a checkpoint."""
 
     kl_coefficient: float
     reward_moments: RunningMoments = field(default_factory=RunningMoments)
@@ -37,7 +37,7 @@ class Rewards:
 
     values: Tensor
     state: AlgorithmState
-    greedy: Tensor | None = None  # [groups], of greedy completions, where there are any
+    greedy: Tensor | None = None  # [groups], of greedy completions, if they were sampled
 
 
 def shape_rewards(
@@ -111,7 +111,7 @@ def assign_credit(
     success_reward: float,
     next_values: Tensor | None = None,
 ) -> tuple[Samples, AlgorithmState]:
-    """``samples`` of ``groups`` with advantages [N] (and returns, and NLL marks), and what the next step must know.
+    """Add advantages [N] (and returns, and NLL marks) to ``samples`` of ``groups``; also returns the next state.
 
     ``next_values`` [S] are the critic's values after each completion's last token.
     """
@@ -126,7 +126,7 @@ def assign_credit(
             values = kl_in_sequence_rewards(values, kl, samples.cu_seqlens, beta=state.kl_coefficient)
     advantages = _completion_advantages(groups, replace(rewards, values=values), section)
     state = _with_baseline(state, values, section)
-    goes_on = truncated(groups) & (section.unfinished_reward is None)  # a cut that has its reward is an end
+    goes_on = truncated(groups) & (section.unfinished_reward is None)  # which sets the reward of an end
     samples = _CREDITS[section.credit](samples, _Credit(advantages, penalty, goes_on, next_values), section)
     if section.whiten:
         samples = replace(samples, advantages=whiten(samples.advantages, samples.mask))

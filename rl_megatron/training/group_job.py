@@ -115,7 +115,7 @@ class GroupJob(ABC):
         return groups_that_differ(groups, c.algorithm, max_new_tokens=c.rollout.max_new_tokens)
 
     def _describe(self, rollouts: RolloutBatch) -> Row:
-        """What can be said of a rollout batch before training on it."""
+        """Metrics of a rollout batch before training on it."""
         return {
             "step": self.number,
             "phase": "rl",

@@ -178,7 +178,7 @@ class Update:
         return replace(samples, proximal_share=proximal_share(everywhere, proximal_version=step - 1, version=step))
 
     def _with_kl_controlled(self, state: AlgorithmState, samples: Samples, row: Row) -> AlgorithmState:
-        """The coefficient that follows the KL of this batch, where a target is set; both go into the row."""
+        """Adapt the KL coefficient to this batch's KL if a target is set; write both into the row."""
         section = self.config.algorithm
         if not section.kl.coefficient:
             return state
@@ -202,7 +202,7 @@ class Update:
         loss = loss_of(c.algorithm, kl_coefficient=self.state.kl_coefficient, max_new_tokens=c.rollout.max_new_tokens)
         value_loss = ValueLoss(clip=c.algorithm.critic.clip)
         packed = map(self.pack, minibatches(samples, c, step, unit=self._selection.unit))
-        batches = [batch for batch in packed if batch.num_tokens]  # Adam's momentum moves weights at a gradient of 0
+        batches = [batch for batch in packed if batch.num_tokens]  # else momentum moves the weights
         row: Row = {"learning_rate": rate, **advantage_row(samples)}
         row |= packing_metrics(batches, dims=c.learner.dims, attention_cost=self.attention_cost)
         critic = roles.learners.get("critic")

@@ -59,7 +59,7 @@ def test_what_goes_wrong_inside_vllm_is_named_and_never_served(
         faults = {
             "lost": r"its bytes are not those that the learner wrote in model\.embed_tokens\.weight",
             "flipped": r"its bytes are not those that the learner wrote in model\.embed_tokens\.weight",
-            "packing": r"log-probs of the probe differ from the learner's by up to [\d.]+ nats.*no checksum verifies .*experts",
+            "packing": r"log-probs of the probe differ from .* by up to [\d.]+ nats.*no checksum verifies .*experts",
         }
         for version, (fault, told) in enumerate(faults.items(), start=2):
             break_(fault)

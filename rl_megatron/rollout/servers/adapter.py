@@ -104,7 +104,7 @@ class Loading(Protocol):
         ...
 
     async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
-        """Make the server's ranks ``first`` and those behind it of the group that meets at ``rendezvous``."""
+        """Join the server's ranks to the group at ``rendezvous``, with ranks from ``first`` on."""
         ...
 
     async def relabel(self, server: Server, version: int) -> None:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Health(Enum):
-    """What a replica is good for."""
+    """The health of a replica."""
 
     STALE = "stale"
     HEALTHY = "healthy"
@@ -56,7 +56,7 @@ PRESENT = frozenset({Health.STALE, Health.HEALTHY})
 
 
 def after(health: Health, event: Event) -> Health:
-    """The health that it leads to. Raises ValueError for what cannot happen in ``health``."""
+    """The health after ``event``. Raises ValueError for an event that cannot happen in ``health``."""
     if (health, event) not in TRANSITIONS:
         raise ValueError(f"a replica that is {health.value} cannot become one that {event.value}")
     return TRANSITIONS[health, event]
@@ -67,7 +67,7 @@ class ReplicaDied(AttemptFailed):
 
 
 class Replica:
-    """One site and the server that stands there, another after a restart."""
+    """One site and its present server, which a restart replaces."""
 
     def __init__(self, number: int, server: Server, changed: Callable[[], None]) -> None:
         self.number, self.server, self._changed = number, server, changed
@@ -80,7 +80,7 @@ class Replica:
         self._down = asyncio.Event()
 
     def apply(self, event: Event, reason: str = "") -> None:
-        """Move on, with a line in the log, and wake those who wait."""
+        """Change the state, log it, and wake all waiters."""
         before, self.health = self.health, after(self.health, event)
         if event is Event.DIED:
             self.reason = reason
@@ -139,11 +139,11 @@ class ReplicaSet:
         self._wake()
 
     def present(self) -> list[Replica]:
-        """Those that answer."""
+        """The replicas that answer."""
         return [r for r in self.all if r.health in PRESENT]
 
     def healthy(self) -> list[Replica]:
-        """Those that may serve."""
+        """The replicas that may serve."""
         return [r for r in self.all if r.health is Health.HEALTHY]
 
     async def some(self, wanted: Callable[[], list[Replica]]) -> list[Replica]:

@@ -71,7 +71,7 @@ class _Quantised:
         return prod(self.shape) * self.dtype.itemsize
 
     def blocks(self, on_bytes: OnBytes) -> Iterator[Bits]:
-        """Rows in order; the scales come of a second reading, so that memory does not grow with the weight."""
+        """Rows in order. The scales read the values a second time, so that memory does not grow with the weight."""
         for values in self.values.blocks(lambda n: None, multiple=BLOCK):
             rows = to_tensor(values, DType.F32)
             block = to_bits(block_scales(rows) if self.scales else quantise(rows)[0])
@@ -91,7 +91,7 @@ def cast(tensor: Copy, dtype: DType) -> Copy:
 
 
 def quantised(tensor: Copy) -> list[Streamed]:
-    """What to write for a tensor: float8 numbers and their scales for a linear layer's weight, else the tensor."""
+    """The tensors to write: float8 numbers and their scales for a linear layer's weight, else the tensor itself."""
     if not is_quantised(tensor.name, tensor.shape):
         return [tensor]
     values = tensor if tensor.dtype is DType.F32 else cast(tensor, DType.F32)

@@ -39,7 +39,7 @@ from rl_megatron.weights.plans.plan import plan
 
 
 class HFFolder:
-    """The tensors of an HF folder, one file or sharded with an index. Making one reads the headers alone.
+    """The tensors of an HF folder, one file or sharded with an index. The constructor reads only the headers.
 
     Block-scaled float8 weights read as float32. Raises CheckpointError that names every missing or torn file,
     WeightError that names every tensor that is not in its file of the index, or whose block scales do not fit.
@@ -77,11 +77,11 @@ class HFFolder:
 
 
 def read_boxes(source: HFFolder, hf: Layout, layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> None:
-    """Fill ``tensors``, rank ``rank`` of ``layout`` by local name, in place; padding becomes zero.
+    """Fill ``tensors``, those of ``rank`` in ``layout`` by local name, in place; padding becomes zero.
 
     ``hf`` is the layout of ``source`` itself. Values are cast to each tensor's dtype. Raises WeightError naming
     every tensor of it, then of ``tensors``, that is missing, unknown or misshapen; nothing is written then.
-    Also for the first that holds NaN or infinite values.
+    the first tensor that holds NaN or infinite values.
     """
     given = {name: size for name, size in source.shapes().items() if not is_draft(name, hf.shape)}
     raise_uncounted(source.folder, len(given), hf)
@@ -104,7 +104,7 @@ def read_boxes(source: HFFolder, hf: Layout, layout: Layout, rank: int, tensors:
 
 
 def checksums(source: HFFolder, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
-    """Of each tensor, cast: what must lie wherever the folder was loaded, by whatever way."""
+    """The checksum of each tensor after the cast, which it must have wherever the folder was loaded."""
     whole = {name: tuple((0, size) for size in shape) for name, shape in shapes.items()}
     return {name: checksum(source.read(name, box).to(dtypes[name]), shapes[name]) for name, box in whole.items()}
 

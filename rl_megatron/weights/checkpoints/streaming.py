@@ -35,7 +35,7 @@ OnBytes = Callable[[int], None]
 
 
 class Sliceable(Protocol):
-    """A stored tensor, or what makes one when it is read."""
+    """A stored tensor, or one that is computed when it is read."""
 
     def __getitem__(self, box: tuple[slice, ...], /) -> Bits:
         """A box of the tensor; every slice has a start and a stop."""
@@ -44,7 +44,7 @@ class Sliceable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """``src_box`` of a source tensor belongs at ``box`` of what is written; boxes of one size."""
+    """``src_box`` of a source tensor is written to ``box`` of the new tensor; both have the same size."""
 
     box: Box
     source: Callable[[], Sliceable]
@@ -81,7 +81,7 @@ class Streamed(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """One tensor to write: its fragments, of its dtype, cover it, but for padding, which is 0."""
+    """One tensor to write. Its fragments, of its dtype, cover it except for padding, which is 0."""
 
     name: str
     shape: Shape
@@ -108,7 +108,7 @@ class Copy:
             yield block
 
     def _is_stack(self, fragments: Sequence[Fragment]) -> bool:
-        """Whether the fragments are whole rows, one behind the other, without padding."""
+        """Whether the fragments are consecutive whole rows, without padding."""
         whole = tuple((0, size) for size in self.shape[1:])
         starts, stops = ([fragment.box[0][i] for fragment in fragments] for i in (0, 1))
         behind = [0, *stops] == [*starts, self.shape[0]]
@@ -139,12 +139,12 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def numbers(tensor: Streamed, on_bytes: OnBytes) -> Iterator[Bits]:
-    """The blocks of a tensor. Raises WeightError at the first that is not all numbers: no model is made of it."""
+    """The blocks of a tensor. Raises WeightError at the first block with NaN or infinite values."""
     for block in tensor.blocks(on_bytes):
         if not tensor.dtype.all_numbers(block):
             raise WeightError(
-                f"{tensor.name} holds NaN or infinite values; tools/verify_checkpoint.py counts those of every tensor. "
-                "Fetch the checkpoint again, or take an earlier one"
+                f"{tensor.name} holds NaN or infinite values; tools/verify_checkpoint.py counts them in every tensor. "
+                "Fetch the checkpoint again, or use an earlier one"
             )
         yield block
 
@@ -166,7 +166,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sink:
-    """How one output file is written; ``write`` gets the file and its tensors and returns what to note of them."""
+    """One output file; ``write`` gets the file and its tensors, and returns notes on them."""
 
     name: str
     tensors: tuple[Streamed, ...]
@@ -174,7 +174,7 @@ class Sink:
 
 
 def in_files(tensors: Sequence[Streamed], limit: int) -> list[list[Streamed]]:
-    """The tensors of each file: files of at most ``limit`` bytes, or one tensor, in order."""
+    """Divide tensors, in order, over files of at most ``limit`` bytes or one tensor."""
     groups: list[list[Streamed]] = []
     free = 0
     for tensor in tensors:
@@ -233,7 +233,7 @@ def write_files(
 
 def _write_file(folder: Path, sink: Sink, files: Files, on_bytes: OnBytes) -> list[dict[str, object]]:
     final, notes_path = folder / sink.name, folder / f"{sink.name}.notes"
-    if final.is_file():  # of a conversion that was killed
+    if final.is_file():  # left by a killed conversion
         on_bytes(sum(tensor.num_bytes for tensor in sink.tensors))
         kept: list[dict[str, object]] = json.loads(notes_path.read_text())
         return kept

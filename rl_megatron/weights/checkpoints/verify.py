@@ -48,7 +48,7 @@ def verify(
 
 def _wrong(tensor: Copy, other: Copy | None, on_bytes: OnBytes) -> Iterator[str]:
     if other is not None and other.dtype != tensor.dtype:
-        yield f"{tensor.name} is {tensor.dtype}, in the other checkpoint {other.dtype}"
+        yield f"{tensor.name} is {tensor.dtype} here and {other.dtype} in the other checkpoint"
         other = None
     bad = different = 0
     others = repeat(None) if other is None else other.blocks(lambda n: None, multiple=1)

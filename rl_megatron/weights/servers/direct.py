@@ -31,7 +31,10 @@ class LearnerRanks(Protocol):
     """The learner's ranks, which send their shards."""
 
     async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
-        """Meet engine ranks that hold ``ranks``, behind the learner's own in number. Collective with them."""
+        """Join the group at the rendezvous with engine ranks that hold ``ranks`` and follow the learner's in number.
+
+        Collective with these.
+        """
         ...
 
     async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:
@@ -55,7 +58,7 @@ class Receivers(Protocol):
         ...
 
     async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
-        """Make the ranks of each members of the group at ``rendezvous``, numbered from its ``first`` on."""
+        """Join each server's ranks to the group at ``rendezvous``, numbered from its ``first`` on."""
         ...
 
     async def load(
@@ -71,7 +74,7 @@ class Receivers(Protocol):
 class DirectDelivery(Delivery):
     """Delivers from learner ranks into engine ranks. All ranks rendezvous again after a server is new or a push failed.
 
-    The mirror file names the tensors; ``file`` fills it for an export and for a server that comes back.
+    The mirror file names the tensors; ``file`` fills it for an export and for a restarted server.
     ``transport``, ``backend`` and ``turns`` are of the `Rendezvous` where ranks meet.
     """
 
@@ -126,7 +129,7 @@ class DirectDelivery(Delivery):
 
     @override
     async def load(self, version: int, name: str) -> Sequence[Report]:
-        """All meet again before the next version: a server at the same address may have met nobody."""
+        """All ranks rendezvous again before the next version: a restarted server has not joined the group."""
         self._rendezvous = None
         return await self._file.load(version, name)
 
@@ -178,7 +181,7 @@ class DirectDelivery(Delivery):
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _meet(self) -> Rendezvous:
-        """All ranks of the learner and of every server join one new group."""
+        """Have all ranks of the learner and of every server join a new group."""
         boxes = await self._servers.boxes(self._file.path)
         first: dict[str, int] = {}
         ranks: list[Boxes] = []

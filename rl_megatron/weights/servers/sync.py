@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Committers(Protocol):
-    """The engine servers, as those who serve one version or none."""
+    """The engine servers, which all serve the same version or none."""
 
     def stale(self, name: str) -> bool:
         """Whether it answers but does not serve."""

@@ -170,7 +170,7 @@ class WorkerExtension:
         return {one.hf: one.box for one in layout_of(self.model_runner.model, path)}
 
     def rl_megatron_join(self, path: str, rendezvous: str, first: int) -> None:
-        """Join learner and engine ranks, as rank ``first`` and what this one is in its server. Collective."""
+        """Join the group of learner and engine ranks, as ``first`` plus the rank in its server. Collective."""
         model = self.model_runner.model
         abandon(model)
         STRAIGHT[model] = Straight(model, path, Rendezvous(**json.loads(rendezvous)), first + self.rank)

@@ -78,7 +78,7 @@ def vector(
 
 
 def cut_vector(name: str, bands: Bands, *, unit: Size = one, layers: LayerRange = every_layer) -> ParamSpec:
-    """A bias or a norm's scale that tp cuts as it cuts the rows in front of it."""
+    """A bias or a norm's scale that tp cuts like the rows that it belongs to."""
     return ParamSpec(name=name, bands=bands, others=_nothing, axis="tp", unit=unit, layers=layers)
 
 
