@@ -50,7 +50,7 @@ def _asked(subject: Subject, function: RewardFunction) -> Iterator[Found]:
     if scored is None and section.timeout_seconds > SECONDS:
         yield unchecked(f"the reward {name!r}, which gave no answer in {SECONDS:g} s")
         return
-    wrong = errors_of(scored) if scored else [f"no answer in reward.timeout_seconds={section.timeout_seconds:g}"]
+    wrong = errors_of(scored) if scored else [f"no answer within reward.timeout_seconds={section.timeout_seconds:g}"]
     said = f"reward {name!r}, asked before the run about {prompt.text!r:.60}: {'; '.join(wrong)}"
     if wrong and section.on_error == "fail":
         yield problem(f"{said}; fix it, or set reward.on_error to drop or to a number")

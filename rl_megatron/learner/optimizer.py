@@ -29,7 +29,7 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
-    """The optimizers inside (dense and expert parameters have their own), or the one."""
+    """The optimizers of a chained one (dense and expert parameters have their own), else the optimizer alone."""
     inside: Sequence[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
     return inside
 

@@ -79,7 +79,7 @@ def styles(count: int) -> list[tuple[int, int, int]]:
 
 
 def number_text(value: float) -> str:
-    """A number for reading: four digits, thousands with a comma."""
+    """Format a number: four digits, thousands with a comma."""
     if value and (abs(value) < 1e-4 or abs(value) >= 1e7):
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{float(mantissa):g}e{int(exponent)}"

@@ -127,7 +127,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Tokens dropped by the correction", metric="correction/dropped_fraction"),
             Curve(title="Error of quantised weights", metric="weights/quantization_error"),
             Curve(title="Engine servers that serve", metric="engine/healthy", hide_constant=True),
-            Curve(title="Engine servers restarted", metric="engine/restarts", hide_constant=True),
+            Curve(title="Engine server restarts", metric="engine/restarts", hide_constant=True),
             Curve(title="Staleness", metric="staleness/mean", peak="staleness/max", hide_constant=True),
         ),
     ),

@@ -33,12 +33,12 @@ async def score(
         return tuple(_finite(i, one) for i, (one, _) in enumerate(zip(given, completions, strict=True)))
     except Exception as error:  # noqa: BLE001  any exception is named and counted
         late = isinstance(error, TimeoutError) and time.expired()
-        problem = f"no answer in reward.timeout_seconds={limit:g}" if late else describe_error(error)
+        problem = f"no answer within reward.timeout_seconds={limit:g}" if late else describe_error(error)
         return (Scored(total=math.nan, error=problem),) * len(completions)
 
 
 def errors_of(scored: Sequence[Scored]) -> list[str]:
-    """The errors of one prompt's completions, each once, and how many more there are than can be shown."""
+    """The distinct errors of one prompt's completions, and how many more there are than are shown."""
     named = list(dict.fromkeys(one.error for one in scored if one.error is not None))
     more = [f"so did {len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
     return named[:_MOST_NAMED] + more

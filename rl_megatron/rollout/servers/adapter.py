@@ -81,7 +81,7 @@ class Sampling(Protocol):
 
 
 class Loading(Protocol):
-    """The weights that an engine holds; their versions are labels there. Every method raises as `Server` does."""
+    """Loads, labels and checks an engine's weights. Every method raises as `Server` does."""
 
     async def load(
         self,

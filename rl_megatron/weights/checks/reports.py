@@ -23,7 +23,7 @@ from rl_megatron.weights.checks.checksums import aligned, checksum
 from rl_megatron.weights.checks.places import Held
 
 BoxSum = tuple[str, str, Box, int]
-"""Parameter, Hugging Face tensor, its box, the checksum of what lies there."""
+"""Parameter, Hugging Face tensor, its box, and the checksum of the parameter's memory there."""
 
 
 Read = tuple[str, Box, int]
@@ -130,7 +130,7 @@ def seconds_waited(reports: Mapping[str, Sequence[Report]]) -> float:
 
 
 def not_private(held: Sequence[Held], private: Collection[str]) -> list[Held]:
-    """Those that do not lie in parameters of ``private`` kinds."""
+    """The boxes that are not in parameters of ``private`` kinds."""
     return [one for one in held if kind_of(one.param) not in private]
 
 

@@ -129,7 +129,7 @@ def test_numbers_of_any_kind_are_rewards(monkeypatch: pytest.MonkeyPatch, kind: 
 def test_what_blocks_is_left_in_time_and_the_loop_turns_on(
     monkeypatch: pytest.MonkeyPatch, kind: str, given: Callable[[], object]
 ) -> None:
-    assert errors_of(run(monkeypatch, kind, given, limit=0.05)) == ["no answer in reward.timeout_seconds=0.05"]
+    assert errors_of(run(monkeypatch, kind, given, limit=0.05)) == ["no answer within reward.timeout_seconds=0.05"]
 
 
 def test_an_async_reward_that_will_not_be_cancelled_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_an_async_reward_that_will_not_be_cancelled_is_left_in_time(monkeypatch:
     monkeypatch.setitem(sys.modules, "stubborn_for_test", module)
     function = resolve_reward("stubborn_for_test:stubborn")
     scored = asyncio.run(score(function, PROMPT, [DONE], [""], limit=1.0))
-    assert errors_of(scored) == ["no answer in reward.timeout_seconds=1"]
+    assert errors_of(scored) == ["no answer within reward.timeout_seconds=1"]
     assert asked.wait(30)  # it was asked to end, for it had begun
 
 
