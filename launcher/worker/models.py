@@ -39,7 +39,8 @@ class RankModels:
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
         """``store``: see ``world.join``."""
         from rl_megatron.learner import world
-        from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
+        from rl_megatron.weights.layouts.families import hf_layout, read_shape
+        from rl_megatron.weights.layouts.learner import learner_layout
 
         config = setup.config
         self._rank, self._model_folder, self._leave = rank, setup.model_folder, world.leave
@@ -56,14 +57,7 @@ class RankModels:
         self._scorers: dict[str, MegatronScorer] = {**self._learners, **self._make_frozen(config, setup.role)}
         self._reference: dict[str, Tensor] = {}  # weights that stand for the policy's own
         self._hf = hf_layout(self._shape)
-        mesh = config.learner
-        self._layout = megatron_layout(
-            self._shape,
-            mesh.dims,
-            vocab_multiple=mesh.vocab_multiple,
-            first=mesh.first_stage_layers,
-            last=mesh.last_stage_layers,
-        )
+        self._layout = learner_layout(config, self._shape)
 
     def _make_learners(self, config: RunConfig, role: str) -> dict[str, MegatronLearner]:
         from rl_megatron.learner.megatron import make_critic, make_policy
