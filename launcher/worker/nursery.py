@@ -11,14 +11,12 @@ So that its forks are sound it imports and does nothing else: no thread, no kern
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
 import multiprocessing
 import os
 import selectors
-import signal
 import socket
 import sys
 import traceback
@@ -27,16 +25,16 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from launcher.processes.last_words import speak_into
+from launcher.processes.parent import die_with_parent
 from launcher.worker.process import quieten, serve_forked
 
 MESSAGE_BYTES = 4096  # no message is longer
-_PR_SET_PDEATHSIG = 1
 
 
 def main(modules: Sequence[str]) -> None:
     """Import, then fork a rank a message, until the controller closes its end."""
     nursery = os.getpid()
-    _die_with_parent()
+    die_with_parent()
     controller = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -80,7 +78,7 @@ def _be(name: str, rank: int, stream: int, stderr: int, nursery: int, inherited:
     """Be that rank to the end."""
     code = 1
     try:
-        _die_with_parent()
+        die_with_parent()
         speak_into(stderr)
         if os.getppid() == nursery:  # else it was killed before that call
             for descriptor in inherited:
@@ -95,11 +93,6 @@ def _be(name: str, rank: int, stream: int, stderr: int, nursery: int, inherited:
             with contextlib.suppress(OSError):
                 output.flush()
         os._exit(code)
-
-
-def _die_with_parent() -> None:
-    """The kernel kills this process once its parent is gone, whatever it does (Linux)."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ It starts Ray and ends all of it with its standard input, which srun closes howe
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from launcher.hosts.slurm.allocation import Allocation
+from launcher.processes.parent import adopt_orphans, die_with_parent
 from launcher.processes.ports import free_port
 from launcher.wire.greetings import this_node
 from rl_megatron.config.sections.slurm import SlurmSection
@@ -43,7 +43,6 @@ SETTINGS = {
 }
 ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # no other joins: it listens on loopback, as on those systems
 Bundle = Mapping[str, float]
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
 
 
@@ -143,7 +142,7 @@ def main() -> None:
     Raises PermissionError where its folder is there and another's.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # Slurm's are passed on by ranks alone
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what Ray leaves behind is still a child of this process
+    adopt_orphans()  # what Ray leaves behind is still a child of this process
     call = NodeCall(**json.loads(sys.stdin.readline()))
     private_folder(Path(call.folder))
     own = await_head(call, threading.Event()) if this_node() != call.head else ""
@@ -151,7 +150,7 @@ def main() -> None:
         [*_RAY, *options(call, this_node(), own)],
         stdin=subprocess.DEVNULL,
         env={**os.environ, **environment(call.token)},
-        preexec_fn=_die_with_parent,
+        preexec_fn=die_with_parent,
     )
     controller_gone = threading.Event()
     threading.Thread(target=_end_with_controller, args=(ray, controller_gone), daemon=True).start()
@@ -218,10 +217,6 @@ def _end_with_controller(ray: subprocess.Popen[bytes], controller_gone: threadin
         pass
     controller_gone.set()
     ray.kill()
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":
