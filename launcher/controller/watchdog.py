@@ -11,13 +11,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.controller.failure import Failure
 from launcher.processes import stacks
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import WorkerDied
 from rl_megatron.placement.names import LEARNER, file_stem
 
 if TYPE_CHECKING:
-    from launcher.controller.workers import Failure, WorkerHandle
+    from launcher.controller.workers import WorkerHandle
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Watchdog:
         if found:
             lines.append(f"stacks of all processes: {self._folder}")
         error = WorkerDied(f"{first.who} " + "; ".join(lines))
-        self._failure.report(error, at_once=True, whose=first, claimed=True)
+        self._failure.report(error, at_once=True, whose=first.process, claimed=True)
 
     @property
     def _roles(self) -> list[str]:

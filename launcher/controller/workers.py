@@ -9,95 +9,23 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
+from launcher.controller.failure import Failure, seen
+from launcher.controller.rank_process import Ending, RankProcess
 from launcher.controller.watchdog import Watchdog
 from launcher.processes import limits, stacks
 from launcher.wire import messages
 from launcher.wire.messages import STACKS
 from launcher.wire.setup import Setup
-from rl_megatron.errors import RLMegatronError, WorkerDied
+from rl_megatron.errors import WorkerDied
 from rl_megatron.interfaces import unheard
-from rl_megatron.placement.names import LEARNER, called
+from rl_megatron.placement.names import called
 
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 30.0
-GRACE_SECONDS = 1.0
-
-
-class Failure:
-    """Why the run cannot go on: the first error of any rank, but a killed rank before what others say of it.
-
-    A rank that dies breaks its peers' collectives, and their complaints may arrive before the news of its end.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.known: asyncio.Future[None] = self._loop.create_future()
-        self.known.add_done_callback(_seen)
-        self.rank: int | None = None  # whose process failed, where one did
-        self.role = LEARNER  # of that rank
-        self._waits = self._claimed = False
-
-    def claim(self) -> None:
-        """The caller finds out why the run hangs: what others report meanwhile is noise."""
-        self._claimed = True
-
-    def report(
-        self, error: RLMegatronError, *, at_once: bool, whose: WorkerHandle | None = None, claimed: bool = False
-    ) -> None:
-        """Make ``error`` known, at once or unless another overtakes it within ``GRACE_SECONDS``."""
-        if self._claimed and not claimed:
-            logger.info("said while the run hangs: %s", error)
-        elif at_once:
-            self._settle(error, whose)
-        elif not self._waits:
-            self._waits = True
-            self._loop.call_later(GRACE_SECONDS, partial(self._settle, error, whose, late=True))
-
-    def _settle(self, error: RLMegatronError, whose: WorkerHandle | None, *, late: bool = False) -> None:
-        if not self.known.done() and not (late and self._claimed):
-            if whose is not None:
-                self.role, self.rank = whose.role, whose.rank
-            self.known.set_exception(error)
-
-
-class RankProcess(Protocol):
-    """One rank's process and the stream to it."""
-
-    role: str
-    rank: int
-    where: str  # how messages name it: "pid 12", "pid 12 on node2"
-    connection: Connection
-
-    def ending(self, hung_up: threading.Event) -> Ending:
-        """Block until it ended. ``hung_up`` is set once its stream is at an end."""
-        ...
-
-    def wake(self) -> None:
-        """Have it run on where it was stopped."""
-        ...
-
-    def kill(self) -> None:
-        """End it at once."""
-        ...
-
-    def join(self, seconds: float) -> bool:
-        """Whether it ended within ``seconds``."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How a process ended; ``expected`` after it was asked to, ``killed`` where what its peers say is noise."""
-
-    how: str
-    expected: bool
-    killed: bool
 
 
 class WorkerHandle:
@@ -199,7 +127,7 @@ class WorkerHandle:
         self._died(ending.how, at_once=ending.killed)
 
     def _died(self, what: str, *, at_once: bool) -> None:
-        self._failure.report(WorkerDied(limits.explained(f"{self.who} {what}")), at_once=at_once, whose=self)
+        self._failure.report(WorkerDied(limits.explained(f"{self.who} {what}")), at_once=at_once, whose=self.process)
 
     def stop(self) -> None:
         """End the process: let it finish, then kill it, each with a limit."""
@@ -230,7 +158,7 @@ class WorkerGroup:
         A step may take as long as it needs, while its collectives end in time and every worker says that it is alive.
         """
         everything: asyncio.Future[list[Any]] = asyncio.gather(*answers)
-        everything.add_done_callback(_seen)
+        everything.add_done_callback(seen)
         either: set[asyncio.Future[Any]] = {everything, self._failure.known}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._failure.known.done():
@@ -312,9 +240,3 @@ def _counted(answers: Sequence[asyncio.Future[Any]], role: str, tell: Callable[[
 
     for answer in answers:
         answer.add_done_callback(one_more)
-
-
-def _seen(future: asyncio.Future[Any]) -> None:
-    """Look at what a future raised, so that asyncio does not complain of nobody having done so."""
-    if not future.cancelled():
-        future.exception()

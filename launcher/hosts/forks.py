@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 from typing_extensions import override
 
-from launcher.controller.workers import Ending, RankProcess
+from launcher.controller.rank_process import Ending, RankProcess
 from launcher.processes.last_words import LastWords
 from launcher.worker import nursery
 from rl_megatron.config.run import RunConfig

@@ -19,7 +19,7 @@ from typing import Any
 from typing_extensions import override
 
 from launcher.controller.arrivals import Awaited, learner
-from launcher.controller.workers import Failure
+from launcher.controller.failure import Failure
 from launcher.hosts.ray.cluster import RayCluster, group_of, said, seen
 from launcher.hosts.ray.node import Bundle
 from launcher.hosts.threads import threads_per_rank, threads_per_worker

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from launcher.controller.arrivals import Awaited, learner
-from launcher.controller.workers import Failure
+from launcher.controller.failure import Failure
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.steps import first_end, running_step, step_command
 from launcher.hosts.threads import threads_per_rank
