@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from launcher.controller.workers import WorkerGroup, WorkerHandle
+from launcher.controller.group import WorkerGroup
+from launcher.controller.handle import WorkerHandle
 from rl_megatron import digests
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest

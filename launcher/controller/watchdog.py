@@ -9,16 +9,13 @@ import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from launcher.controller.failure import Failure
+from launcher.controller.handle import WorkerHandle
 from launcher.processes import stacks
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import WorkerDied
 from rl_megatron.placement.names import LEARNER, file_stem
-
-if TYPE_CHECKING:
-    from launcher.controller.workers import WorkerHandle
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from launcher.controller.workers import STOP_SECONDS
+from launcher.controller.handle import STOP_SECONDS
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.placement.names import file_stem
 from rl_megatron.placement.ranks import Placement

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from launcher.controller.group import WorkerGroup
 from launcher.controller.proxies import LearnerGroup
-from launcher.controller.workers import WorkerGroup
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import Batch, ParallelDims, Samples
 

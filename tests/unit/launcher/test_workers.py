@@ -14,8 +14,8 @@ from typing import Any, cast
 import pytest
 
 from launcher.controller.failure import Failure
+from launcher.controller.handle import WorkerHandle
 from launcher.controller.rank_process import Ending
-from launcher.controller.workers import WorkerHandle
 from launcher.processes import limits
 from launcher.wire import messages
 from launcher.wire.setup import Setup

@@ -13,9 +13,9 @@ from typing import Any, cast
 import pytest
 import xxhash
 
+from launcher.controller.group import WorkerGroup
 from launcher.controller.loop_watch import LoopWatch
 from launcher.controller.proxies import LearnerGroup
-from launcher.controller.workers import WorkerGroup
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import fixed

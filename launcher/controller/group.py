@@ -1,140 +1,26 @@
-"""The controller's end of every rank: sends calls, receives answers and heartbeats, and keeps the first failure."""
+"""All ranks of a role as one: started, asked together, ended together."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from launcher.controller.failure import Failure, seen
-from launcher.controller.rank_process import Ending, RankProcess
+from launcher.controller.handle import STOP_SECONDS, WorkerHandle
+from launcher.controller.rank_process import RankProcess
 from launcher.controller.watchdog import Watchdog
-from launcher.processes import limits, stacks
-from launcher.wire import messages
-from launcher.wire.messages import STACKS
+from launcher.processes import stacks
 from launcher.wire.setup import Setup
 from rl_megatron.errors import WorkerDied
 from rl_megatron.interfaces import unheard
 from rl_megatron.placement.names import called
 
 logger = logging.getLogger(__name__)
-
-STOP_SECONDS = 30.0
-
-
-class WorkerHandle:
-    """The controller's end of one worker. Calls are answered in the order they were made."""
-
-    def __init__(self, process: RankProcess, failure: Failure, on_signal: Callable[[str], None] | None) -> None:
-        self.process, self.role, self.rank = process, process.role, process.rank
-        self._failure, self._on_signal = failure, on_signal
-        self.who = f"{called(self.role, self.rank)} ({process.where})"
-        self.ready = False  # whether it takes calls
-        self.quiet = self.still = 0  # seconds since it said anything, since it made progress
-        self.doing, self.beats = "its start", 0
-        self._calls: list[str] = []  # the calls of _waiting
-        self._closing = self._raised = False
-        self._loop = asyncio.get_running_loop()
-        self._waiting: list[asyncio.Future[Any]] = []
-        self._hung_up = threading.Event()
-        name = called(self.role, self.rank)
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"send {name}")  # a full pipe must not stop all
-        for target in (self._read, self._watch):
-            threading.Thread(target=target, name=f"{target.__name__} {name}", daemon=True).start()
-
-    def prepare(self, setup: Setup) -> asyncio.Future[Any]:
-        """Send what the worker waits for after its imports; done when it is ready to serve."""
-        return self._send("prepare", setup)
-
-    def call(self, name: str, *arguments: Any) -> asyncio.Future[Any]:
-        """Ask the worker; of a worker that failed no answer comes, but ``Failure`` knows it."""
-        self._closing = name == "close"
-        return self._send(name, (name, arguments))
-
-    @property
-    def asked(self) -> str | None:
-        """What it was asked and has not answered yet."""
-        return self._calls[0] if self._calls and self.ready else None
-
-    def tick(self) -> None:
-        """A second has passed."""
-        self.quiet += 1
-        self.still += self.asked is not None
-
-    def dump(self) -> None:
-        """Have it write its stacks, whatever it does."""
-        self._sender.submit(self._write, STACKS)
-
-    def _send(self, name: str, message: Any) -> asyncio.Future[Any]:
-        answer = self._loop.create_future()
-        self._waiting.append(answer)
-        self._calls.append(name)
-        self._sender.submit(self._write, messages.pack(message))
-        return answer
-
-    def _write(self, message: messages.Message) -> None:
-        with contextlib.suppress(OSError):  # _watch says how the process ended
-            messages.send(self.process.connection, message)
-
-    def _read(self) -> None:
-        with contextlib.suppress(EOFError, OSError):  # likewise
-            while True:
-                self._tell(self._answer, *messages.unpack(messages.receive(self.process.connection)))
-        self._hung_up.set()
-
-    def _watch(self) -> None:
-        ending = self.process.ending(self._hung_up)
-        self._tell(self._ended, ending)
-
-    def _tell(self, function: Any, *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _answer(self, status: str, value: Any) -> None:
-        self.quiet = 0
-        if status == "alive":
-            self.doing, beats = value
-            self.still = self.still if beats == self.beats else 0
-            self.beats = beats
-            return
-        if status == "signal" and self._on_signal is not None:
-            self._on_signal(value)
-        elif status == "ok":
-            self.ready, self.still = True, 0
-            self._calls.pop(0)
-            answer = self._waiting.pop(0)
-            if not answer.done():
-                answer.set_result(value)
-        elif status == "refused":
-            self._raised = True
-            self._failure.report(value, at_once=True)
-        elif status == "erred":  # no other node would mend it, and what its peers say is noise
-            self._raised = True
-            self._failure.report(WorkerDied(limits.explained(f"{self.who} raised {value}")), at_once=True)
-        else:
-            self._raised = True
-            self._died(f"raised {value}", at_once=False)
-
-    def _ended(self, ending: Ending) -> None:
-        if self._raised or (ending.expected and self._closing):
-            return
-        self._died(ending.how, at_once=ending.killed)
-
-    def _died(self, what: str, *, at_once: bool) -> None:
-        self._failure.report(WorkerDied(limits.explained(f"{self.who} {what}")), at_once=at_once, whose=self.process)
-
-    def stop(self) -> None:
-        """End the process: let it finish, then kill it, each with a limit."""
-        if not self.process.join(STOP_SECONDS):
-            self.process.kill()
-            self.process.join(STOP_SECONDS)
-        self._sender.shutdown(wait=False, cancel_futures=True)
 
 
 class WorkerGroup:
