@@ -1,7 +1,7 @@
-"""A Ray cluster of one run, here or on the nodes of a Slurm allocation, and engine servers in its actors.
+"""A Ray cluster of one run, here or on the nodes of a Slurm allocation.
 
-Ray places ranks (launcher.py) and servers, a placement group a role and node, and knows why one died. The cluster is
-the run's own: no other has its token, ports and temporary folder.
+Ray places ranks (launcher.py) and engine servers (server_actors.py), a placement group a role and node, and knows why
+one died. The cluster is the run's own: no other has its token, ports and temporary folder.
 """
 
 from __future__ import annotations
@@ -9,36 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import sys
 import threading
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from launcher.hosts.ray.node import (
-    OBJECT_STORE_BYTES,
-    ONE_MACHINE,
-    SETTINGS,
-    Bundle,
-    NodeCall,
-    engine_node_command,
-    environment,
-    health_command,
-    node_command,
-    shares,
-    totals,
-)
+from launcher.hosts.ray.head import await_health, join_cluster, start_here
+from launcher.hosts.ray.node import Bundle, NodeCall, engine_node_command, node_command, shares, totals
+from launcher.hosts.ray.server_actors import ActorGuard, make_server_actor
 from launcher.hosts.sites import cpus_of_engine_node, visible_gpus
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.steps import ended, running_step
-from launcher.processes import guards
-from launcher.processes.guards import Guard, Order, start_guard
+from launcher.processes.guards import Guard, Order
 from launcher.processes.own_thread import OwnThread
 from launcher.processes.ports import free_port
 from launcher.processes.scratch import scratch
@@ -51,66 +38,15 @@ from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import Placement, place, placement_of
 from rl_megatron.placement.seats import Seat, describe_seats, seats_here, seats_of
 
-os.environ.update(SETTINGS)  # Ray reads them when it is imported
-if "SLURM_JOB_ID" not in os.environ:
-    os.environ.update(ONE_MACHINE)
-
-import ray
+# isort: split
+import ray  # after head, which sets what it reads
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 logger = logging.getLogger(__name__)
-logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it leaves SIGTERM alone, which is meant
 
 _SHUTDOWN_SECONDS = 60.0
-_LOOK_SECONDS = 0.2
-
-
-class ServerActor:
-    """Where the guard of an engine server runs. They end with it: the guard sees its pipe close."""
-
-    async def start(self, order: Order) -> None:
-        """Start them. Raises OSError."""
-        slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM")}  # of this node's step
-        self._guard = await start_guard(replace(order, environment={**order.environment, **slurm}))
-
-    async def wait(self) -> str:
-        """How guard and server ended, once they have."""
-        return await self._guard.wait()
-
-    async def end(self) -> None:
-        """End the server and its guard."""
-        await self._guard.end()
-
-
-class ActorGuard(Guard):
-    """The guard that an actor holds."""
-
-    def __init__(self, own: OwnThread, actor: Any, log: Path) -> None:
-        self._own, self._actor, self._log = own, actor, log
-        self._over: asyncio.Future[str] = asyncio.wrap_future(actor.wait.remote().future())
-        self._over.add_done_callback(seen)
-
-    @override
-    async def wait(self) -> str:
-        """Returns also where its actor or its node is gone."""
-        try:
-            return await asyncio.shield(self._over)
-        except RayError as error:
-            return f"ended with its actor{said(error)}"
-
-    @override
-    async def end(self) -> None:
-        """Ends the actor too, whose place in the cluster is then free."""
-        try:
-            async with asyncio.timeout(2 * guards.STOP_SECONDS):
-                await asyncio.wrap_future(self._actor.end.remote().future())
-        except TimeoutError:
-            logger.warning("the actor of the server of %s did not end it; killed", self._log)
-        except RayError:  # the actor is gone, and its guard's pipe closed
-            pass
-        await self._own(ray.kill, self._actor)
 
 
 class RayCluster:
@@ -173,7 +109,7 @@ class RayCluster:
     async def _start_here(self, stack: contextlib.AsyncExitStack) -> None:
         folder = stack.enter_context(scratch(within=Path("/tmp")))  # a short path: sockets lie in it
         (has,) = totals(*self.shares.ranks.values(), self.shares.engines).values()
-        await self._come_up(stack, self.own(_start_here, has, secrets.token_hex(32), str(folder)), [])
+        await self._come_up(stack, self.own(start_here, has, secrets.token_hex(32), str(folder)), [])
 
     async def _start_on(self, allocation: Allocation, stack: contextlib.AsyncExitStack) -> None:
         learner, engines = self.shares.ranks[LEARNER], self.shares.engines
@@ -234,8 +170,8 @@ class RayCluster:
     async def _join(self, call: NodeCall, wanted: set[str]) -> None:
         given_up = threading.Event()
         try:
-            await _healthy(call)
-            await self.own(_join, call, wanted, given_up)
+            await await_health(call)
+            await self.own(join_cluster, call, wanted, given_up)
         finally:
             given_up.set()
 
@@ -248,7 +184,7 @@ class RayCluster:
     async def start_guard(self, number: int, order: Order) -> Guard:
         """Start a server's guard at its site. Raises EngineError after ``rollout.server.start_seconds``."""
         limit = self._config.rollout.server.start_seconds
-        actor = await self.own(_server_actor, self._places[number], number)
+        actor = await self.own(make_server_actor, self._places[number], number)
         try:
             async with asyncio.timeout(limit):
                 await asyncio.wrap_future(actor.start.remote(order).future())
@@ -273,94 +209,6 @@ class InCluster(Launcher):
             yield roles
 
 
-async def _healthy(call: NodeCall) -> None:
-    """Until the head answers, which it does not yet when it listens.
-
-    Ray itself would wait for a silent head for a quarter of an hour, and have this process stand still all the while.
-    """
-    while True:
-        asking = await asyncio.create_subprocess_exec(
-            *health_command(call),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-            env={**os.environ, **environment(call.token)},
-        )
-        try:
-            if await asking.wait() == 0:
-                return
-        finally:
-            if asking.returncode is None:
-                asking.kill()
-        await asyncio.sleep(_LOOK_SECONDS)
-
-
-def _join(call: NodeCall, wanted: set[str], given_up: threading.Event) -> None:
-    """Raises TimeoutError naming what is missing of Ray, ConnectionError or RayError where it refuses."""
-    end = time.monotonic() + call.seconds
-    os.environ.update({"RAY_gcs_server_port_wait_time_s": "1"})  # one attempt of Ray's, with limits in it, not twenty
-    while not ray.is_initialized():
-        try:
-            with _holding(call.token):
-                ray.init(address=f"{call.host}:{call.port}", log_to_driver=False, configure_logging=False)
-        except ConnectionError:
-            if given_up.wait(1.0) or time.monotonic() > end:
-                raise
-    while not given_up.is_set():
-        missing = sorted(wanted - ray.cluster_resources().keys())  # type: ignore[no-untyped-call]
-        if not missing:
-            return
-        if time.monotonic() > end:
-            raise TimeoutError(f"Ray has no {', '.join(missing)} after learner.timeout_seconds={call.seconds:g}")
-        given_up.wait(_LOOK_SECONDS)
-
-
-def _start_here(has: Bundle, token: str, folder: str) -> None:
-    own = {name: amount for name, amount in has.items() if name != "CPU"}
-    with _holding(token):
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            num_cpus=int(has["CPU"]),
-            num_gpus=0,
-            resources=own,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            configure_logging=False,
-            _node_ip_address=HERE,
-            _temp_dir=folder,
-        )
-
-
 def group_of(role: str, node: str, bundles: Sequence[Bundle]) -> Any:
     """A placement group inside a node."""
     return placement_group([dict(bundle) for bundle in bundles], strategy="STRICT_PACK", name=f"{role} {node}")
-
-
-def _server_actor(here: PlacementGroupSchedulingStrategy, number: int) -> Any:
-    """In its bundle, all of which it takes."""
-    bundle = here.placement_group.bundle_specs[here.placement_group_bundle_index]
-    actor: Any = ray.remote(ServerActor)
-    return actor.options(num_cpus=1, num_gpus=bundle.get("GPU", 0), scheduling_strategy=here).remote()
-
-
-def seen(done: asyncio.Future[Any]) -> None:
-    """Else asyncio complains that nobody looked at an error."""
-    if not done.cancelled():
-        done.exception()
-
-
-def said(error: BaseException) -> str:
-    """What Ray says of an end, to be put behind a sentence."""
-    lines = " ".join(line for line in str(error).splitlines() if not line.startswith("\t"))
-    return f"\nRay: {lines}"
-
-
-@contextlib.contextmanager
-def _holding(token: str) -> Iterator[None]:
-    """Ray and the processes that it starts meanwhile find the cluster's token; what starts later does not."""
-    os.environ.update(environment(token))
-    try:
-        yield
-    finally:
-        del os.environ["RAY_AUTH_TOKEN"]

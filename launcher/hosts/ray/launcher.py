@@ -19,8 +19,9 @@ from typing import Any
 from typing_extensions import override
 
 from launcher.controller.arrivals import Awaited, learner
-from launcher.controller.failure import Failure
-from launcher.hosts.ray.cluster import RayCluster, group_of, said, seen
+from launcher.controller.failure import Failure, seen
+from launcher.hosts.ray.cluster import RayCluster, group_of
+from launcher.hosts.ray.head import said
 from launcher.hosts.ray.node import Bundle
 from launcher.hosts.threads import threads_per_rank, threads_per_worker
 from launcher.wire import channel
@@ -32,7 +33,7 @@ from rl_megatron.interfaces import Launcher, Roles, unheard
 from rl_megatron.placement.names import called, file_stem
 
 # isort: split
-import ray  # after ray_cluster, which sets what it reads
+import ray  # after head, which sets what it reads
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 Who = tuple[str, int]

@@ -1,0 +1,114 @@
+"""Makes this process the driver of a Ray cluster: of one that it starts here, or of one whose head runs elsewhere.
+
+Import it before ray, which reads its settings when it is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+from launcher.hosts.ray.node import (
+    OBJECT_STORE_BYTES,
+    ONE_MACHINE,
+    SETTINGS,
+    Bundle,
+    NodeCall,
+    environment,
+    health_command,
+)
+from launcher.servers.site import HERE
+
+os.environ.update(SETTINGS)  # Ray reads them when it is imported
+if "SLURM_JOB_ID" not in os.environ:
+    os.environ.update(ONE_MACHINE)
+
+import ray
+
+logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it leaves SIGTERM alone, which is meant
+
+_LOOK_SECONDS = 0.2
+
+
+async def await_health(call: NodeCall) -> None:
+    """Wait until the head answers, which it does not yet when it listens.
+
+    Ray itself would wait for a silent head for a quarter of an hour, and have this process stand still all the while.
+    """
+    while True:
+        asking = await asyncio.create_subprocess_exec(
+            *health_command(call),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={**os.environ, **environment(call.token)},
+        )
+        try:
+            if await asking.wait() == 0:
+                return
+        finally:
+            if asking.returncode is None:
+                asking.kill()
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+def join_cluster(call: NodeCall, wanted: set[str], given_up: threading.Event) -> None:
+    """Join a running cluster, once it has what is ``wanted``.
+
+    Raises TimeoutError naming what is missing of Ray, ConnectionError or RayError where it refuses.
+    """
+    end = time.monotonic() + call.seconds
+    os.environ.update({"RAY_gcs_server_port_wait_time_s": "1"})  # one attempt of Ray's, with limits in it, not twenty
+    while not ray.is_initialized():
+        try:
+            with _holding(call.token):
+                ray.init(address=f"{call.host}:{call.port}", log_to_driver=False, configure_logging=False)
+        except ConnectionError:
+            if given_up.wait(1.0) or time.monotonic() > end:
+                raise
+    while not given_up.is_set():
+        missing = sorted(wanted - ray.cluster_resources().keys())  # type: ignore[no-untyped-call]
+        if not missing:
+            return
+        if time.monotonic() > end:
+            raise TimeoutError(f"Ray has no {', '.join(missing)} after learner.timeout_seconds={call.seconds:g}")
+        given_up.wait(_LOOK_SECONDS)
+
+
+def start_here(has: Bundle, token: str, folder: str) -> None:
+    """Start a cluster of this machine that ``has`` these resources, and be its driver."""
+    own = {name: amount for name, amount in has.items() if name != "CPU"}
+    with _holding(token):
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            num_cpus=int(has["CPU"]),
+            num_gpus=0,
+            resources=own,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            configure_logging=False,
+            _node_ip_address=HERE,
+            _temp_dir=folder,
+        )
+
+
+def said(error: BaseException) -> str:
+    """What Ray says of an end, to be put behind a sentence."""
+    lines = " ".join(line for line in str(error).splitlines() if not line.startswith("\t"))
+    return f"\nRay: {lines}"
+
+
+@contextlib.contextmanager
+def _holding(token: str) -> Iterator[None]:
+    """Ray and the processes that it starts meanwhile find the cluster's token; what starts later does not."""
+    os.environ.update(environment(token))
+    try:
+        yield
+    finally:
+        del os.environ["RAY_AUTH_TOKEN"]

@@ -1,0 +1,78 @@
+"""Engine servers in a Ray cluster: an actor at each place holds the guard of one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from launcher.controller.failure import seen
+from launcher.hosts.ray.head import said
+from launcher.processes import guards
+from launcher.processes.guards import Guard, Order, start_guard
+from launcher.processes.own_thread import OwnThread
+
+# isort: split
+import ray  # after head, which sets what it reads
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+logger = logging.getLogger(__name__)
+
+
+class ServerActor:
+    """Where the guard of an engine server runs. They end with it: the guard sees its pipe close."""
+
+    async def start(self, order: Order) -> None:
+        """Start them. Raises OSError."""
+        slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM")}  # of this node's step
+        self._guard = await start_guard(replace(order, environment={**order.environment, **slurm}))
+
+    async def wait(self) -> str:
+        """How guard and server ended, once they have."""
+        return await self._guard.wait()
+
+    async def end(self) -> None:
+        """End the server and its guard."""
+        await self._guard.end()
+
+
+class ActorGuard(Guard):
+    """The guard that an actor holds."""
+
+    def __init__(self, own: OwnThread, actor: Any, log: Path) -> None:
+        self._own, self._actor, self._log = own, actor, log
+        self._over: asyncio.Future[str] = asyncio.wrap_future(actor.wait.remote().future())
+        self._over.add_done_callback(seen)
+
+    @override
+    async def wait(self) -> str:
+        """Returns also where its actor or its node is gone."""
+        try:
+            return await asyncio.shield(self._over)
+        except RayError as error:
+            return f"ended with its actor{said(error)}"
+
+    @override
+    async def end(self) -> None:
+        """Ends the actor too, whose place in the cluster is then free."""
+        try:
+            async with asyncio.timeout(2 * guards.STOP_SECONDS):
+                await asyncio.wrap_future(self._actor.end.remote().future())
+        except TimeoutError:
+            logger.warning("the actor of the server of %s did not end it; killed", self._log)
+        except RayError:  # the actor is gone, and its guard's pipe closed
+            pass
+        await self._own(ray.kill, self._actor)
+
+
+def make_server_actor(here: PlacementGroupSchedulingStrategy, number: int) -> Any:
+    """In its bundle, all of which it takes."""
+    bundle = here.placement_group.bundle_specs[here.placement_group_bundle_index]
+    actor: Any = ray.remote(ServerActor)
+    return actor.options(num_cpus=1, num_gpus=bundle.get("GPU", 0), scheduling_strategy=here).remote()
