@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_megatron.durable import publish_folder
 from rl_megatron.errors import CheckpointError, WeightError
-from rl_megatron.weights.boxes import Box, Shape
+from rl_megatron.weights.boxes import Box, Shape, whole_box
 from rl_megatron.weights.bytes.bits import all_numbers
 from rl_megatron.weights.bytes.mapped import dtype_named
 from rl_megatron.weights.checks.checksums import checksum
@@ -105,8 +105,9 @@ def read_boxes(source: HFFolder, hf: Layout, layout: Layout, rank: int, tensors:
 
 def checksums(source: HFFolder, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
     """The checksum of each tensor after the cast, which it must have wherever the folder was loaded."""
-    whole = {name: tuple((0, size) for size in shape) for name, shape in shapes.items()}
-    return {name: checksum(source.read(name, box).to(dtypes[name]), shapes[name]) for name, box in whole.items()}
+    return {
+        name: checksum(source.read(name, whole_box(shape)).to(dtypes[name]), shape) for name, shape in shapes.items()
+    }
 
 
 def write_folder(

@@ -18,7 +18,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from rl_megatron.weights.boxes import Box, Shape
+from rl_megatron.weights.boxes import Box, Shape, whole_box
 from rl_megatron.weights.checks.checksums import aligned, checksum
 from rl_megatron.weights.checks.places import Held
 
@@ -79,7 +79,7 @@ class Beside:
 
     def read(self, name: str, tensor: Tensor) -> None:
         """Checksum a whole tensor as it was read."""
-        self._read_box(name, tensor, tuple(tensor.shape), tuple((0, size) for size in tensor.shape))
+        self._read_box(name, tensor, tuple(tensor.shape), whole_box(tensor.shape))
 
     def sent(self, one: Held, tensor: Tensor) -> None:
         """Checksum a received box in a parameter that kernels will convert."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from rl_megatron.errors import CorruptionError
-from rl_megatron.weights.boxes import Box, Shape
+from rl_megatron.weights.boxes import Box, Shape, volume
 from rl_megatron.weights.checks.checksums import add
 from rl_megatron.weights.checks.reports import Read, Report
 
@@ -35,4 +35,4 @@ def by_tensor(rows: Iterable[Read]) -> dict[str, dict[Box, set[int]]]:
 
 def is_whole(boxes: Iterable[Box], shape: Shape) -> bool:
     """Whether boxes that do not overlap fill a tensor."""
-    return sum(prod(high - low for low, high in box) for box in boxes) == prod(shape)
+    return sum(map(volume, boxes)) == prod(shape)

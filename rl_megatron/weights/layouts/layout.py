@@ -16,7 +16,7 @@ from typing import Literal
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.boxes import Box, Shape
+from rl_megatron.weights.boxes import Box, Shape, whole_box
 
 Axis = Literal["tp", "etp", "ep"]
 
@@ -231,7 +231,7 @@ class Layout:
 
     def _boxes(self, spec: ParamSpec, chunk: int) -> list[tuple[str, Box, Box]]:
         """(HF name pattern, HF box, local box) of each piece that overlaps the ``chunk``-th share of its band."""
-        rest = tuple((0, size) for size in spec.others(self.shape))
+        rest = whole_box(spec.others(self.shape))
         before, after = rest[: spec.dim], rest[spec.dim :]
         out: list[tuple[str, Box, Box]] = []
         offset = 0

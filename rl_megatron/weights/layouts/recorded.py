@@ -14,7 +14,7 @@ from typing_extensions import override
 from rl_megatron.errors import WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.boxes import Box, Shape
+from rl_megatron.weights.boxes import Box, Shape, whole_box
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Slice
 
 Boxes = Mapping[str, Box]
@@ -50,8 +50,7 @@ class EngineLayout(Layout):
         out = []
         for box in self.boxes[spec.name]:
             shape = tuple(stop - start for start, stop in box)
-            whole = tuple((0, size) for size in shape)
-            out.append([Slice(hf=spec.name, hf_box=box, param=spec.name, shape=shape, box=whole)])
+            out.append([Slice(hf=spec.name, hf_box=box, param=spec.name, shape=shape, box=whole_box(shape))])
         return out
 
     @override

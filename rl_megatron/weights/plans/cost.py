@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from rl_megatron.weights.boxes import volume
 from rl_megatron.weights.layouts.layout import Layout, coordinates
-from rl_megatron.weights.plans.plan import Plan, Rounds, volume
+from rl_megatron.weights.plans.plan import Plan, Rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import prod
 
 from rl_megatron.errors import WeightError
-from rl_megatron.weights.boxes import Box, Shape
+from rl_megatron.weights.boxes import Box, Shape, intersect, shift, volume
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Slice
 
 _LARGEST_SHARE = 32  # a transfer that has a choice of senders is at most this part of a sender's mean load,
@@ -99,7 +98,7 @@ class Stretch:
         if not span:
             return
         held, wanted = self.held[i], self.wanted
-        src_box, dst_box = _move(self.box, held.hf_box, held.box), _move(self.box, wanted.hf_box, wanted.box)
+        src_box, dst_box = shift(self.box, held.hf_box, held.box), shift(self.box, wanted.hf_box, wanted.box)
         for k in span:
             layer, expert = self.layers[k // len(self.experts)], self.experts[k % len(self.experts)]
             yield Transfer(
@@ -200,11 +199,6 @@ def plan(src: Layout, dst: Layout, *, placement: Mapping[int, int] | None = None
     return Plan(stretches=tuple(_dealt([part for stretch in drafts for part in _striped(stretch, limit)])))
 
 
-def volume(box: Box) -> int:
-    """Elements of a box."""
-    return prod(high - low for low, high in box)
-
-
 _Stages = tuple[tuple[int, ...], ...]  # of each source row of one HF tensor: the stages that hold a layer
 
 
@@ -302,7 +296,7 @@ def _groups(source: _Source, target: _Target, spec: ParamSpec, chunk: int, hf: s
 def _stretches(source: _Source, target: _Target, spec: ParamSpec) -> Iterator[Stretch]:
     for chunk, slices in enumerate(target.layout.chunks(spec)):
         for wanted in slices:
-            cuts = [(box, cut) for box in source.boxes(wanted.hf) if (cut := _intersect(box, wanted.hf_box))]
+            cuts = [(box, cut) for box in source.boxes(wanted.hf) if (cut := intersect(box, wanted.hf_box))]
             for group in _groups(source, target, spec, chunk, wanted.hf):
                 held = [(cut, *source.holders(wanted.hf, box, group.src_stages, group.src_ep)) for box, cut in cuts]
                 found = [_stretch(wanted, group, cut, ranks, slices) for cut, ranks, slices in held if ranks]
@@ -370,7 +364,7 @@ def _level(loads: Sequence[int], size: int, count: int) -> list[int]:
 
 def _refuse_overlap(hf: str, boxes: Sequence[Box]) -> None:
     for i, box in enumerate(boxes):
-        other = next((b for b in boxes[:i] if _intersect(box, b) is not None), None)
+        other = next((b for b in boxes[:i] if intersect(box, b) is not None), None)
         if other is not None:
             raise WeightError(f"{hf}: the source holds {box} and {other}, which overlap; fix its table")
 
@@ -389,12 +383,3 @@ def _refuse_gap(wanted: Slice, group: _Group, stretches: Sequence[Stretch]) -> N
 def _find(ascending: Sequence[int], process: int) -> int | None:
     i = bisect_left(ascending, process)
     return i if i < len(ascending) and ascending[i] == process else None
-
-
-def _intersect(a: Box, b: Box) -> Box | None:
-    cut = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
-    return cut if all(low < high for low, high in cut) else None
-
-
-def _move(cut: Box, frm: Box, to: Box) -> Box:
-    return tuple((low - f[0] + t[0], high - f[0] + t[0]) for (low, high), f, t in zip(cut, frm, to, strict=True))

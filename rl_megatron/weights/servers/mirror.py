@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rl_megatron.durable import private_folder, write_atomically
 from rl_megatron.errors import CorruptionError, SyncError
-from rl_megatron.weights.boxes import Shape
+from rl_megatron.weights.boxes import Shape, whole_box
 from rl_megatron.weights.bytes.bits import dtype_of
 from rl_megatron.weights.bytes.mapped import MappedFile, header_bytes, read_header
 from rl_megatron.weights.checks.checksums import checksum
@@ -88,7 +88,7 @@ class Mirror:
     def sums(self) -> Report:
         """Checksums of the writer's tensors."""
         started = time.perf_counter()
-        rows = [("", n, tuple((0, x) for x in t.shape), checksum(t, tuple(t.shape))) for n, t in self._stored.items()]
+        rows = [("", n, whole_box(t.shape), checksum(t, tuple(t.shape))) for n, t in self._stored.items()]
         return Report(rows=rows, seconds=time.perf_counter() - started)
 
     def _quantise(self, kind: Format) -> tuple[float, str]:

@@ -8,8 +8,8 @@ from math import prod
 
 import torch
 
-from rl_megatron.weights.boxes import Box, Shape
-from rl_megatron.weights.plans.plan import Transfer, volume
+from rl_megatron.weights.boxes import Box, Shape, shift, volume, whole_box
+from rl_megatron.weights.plans.plan import Transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,14 @@ def cut_into_buckets(
     for t in sorted(transfers, key=lambda t: str(dtype_of(t.dst_param))):
         dtype = dtype_of(t.dst_param)
         sizes = tuple(stop - start for start, stop in t.dst_box)
+        own = whole_box(sizes)
         for cut in _split(sizes, max(1, largest // dtype.itemsize)):
             num_bytes = volume(cut) * dtype.itemsize
             if not out or out[-1].dtype != dtype or num_bytes > free:
                 out.append(Bucket(dtype=dtype, parts=[]))
                 free = bucket_bytes
             free -= num_bytes
-            src_box, dst_box = _shift(cut, t.src_box), _shift(cut, t.dst_box)
+            src_box, dst_box = shift(cut, own, t.src_box), shift(cut, own, t.dst_box)
             out[-1].parts.append(
                 BucketPart(src_param=t.src_param, src_box=src_box, dst_param=t.dst_param, dst_box=dst_box)
             )
@@ -73,7 +74,7 @@ def _split(sizes: Shape, limit: int) -> Iterator[Box]:
     """Boxes of at most ``limit`` elements that tile ``sizes``: runs of whole rows where one row fits."""
     row = prod(sizes[1:])
     if row * sizes[0] <= limit:
-        yield tuple((0, size) for size in sizes)
+        yield whole_box(sizes)
     elif row <= limit:
         for start in range(0, sizes[0], limit // row):
             yield ((start, min(start + limit // row, sizes[0])), *((0, size) for size in sizes[1:]))
@@ -81,7 +82,3 @@ def _split(sizes: Shape, limit: int) -> Iterator[Box]:
         for start in range(sizes[0]):
             for rest in _split(sizes[1:], limit):
                 yield ((start, start + 1), *rest)
-
-
-def _shift(cut: Box, box: Box) -> Box:
-    return tuple((low + start, high + start) for (low, high), (start, _) in zip(cut, box, strict=True))
