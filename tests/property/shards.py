@@ -13,7 +13,8 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.plans.plan import Plan, Transfer
+from rl_megatron.weights.plans.plan import Plan
+from rl_megatron.weights.plans.transfers import Transfer
 
 Tensors = dict[str, npt.NDArray[np.int64]]
 SMALL = st.sampled_from([1, 2])

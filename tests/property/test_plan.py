@@ -23,7 +23,8 @@ from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.json_form import from_json, to_json
-from rl_megatron.weights.plans.plan import Transfer, plan
+from rl_megatron.weights.plans.plan import plan
+from rl_megatron.weights.plans.transfers import Transfer
 from rl_megatron.weights.transports.buckets import BucketPart, cut_into_buckets
 from tests.property.shards import (
     SMALL,

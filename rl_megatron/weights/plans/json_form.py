@@ -6,7 +6,8 @@ from typing import Any
 
 from rl_megatron.errors import WeightError
 from rl_megatron.weights.layouts.layout import Slice
-from rl_megatron.weights.plans.plan import Plan, Stretch
+from rl_megatron.weights.plans.plan import Plan
+from rl_megatron.weights.plans.transfers import Stretch
 
 
 def to_json(moves: Plan) -> list[Any]:

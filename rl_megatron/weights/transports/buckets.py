@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from rl_megatron.weights.boxes import Box, Shape, shift, volume, whole_box
-from rl_megatron.weights.plans.plan import Transfer
+from rl_megatron.weights.plans.transfers import Transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

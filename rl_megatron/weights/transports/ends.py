@@ -25,7 +25,8 @@ from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.bytes.bits import dtype_of
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.hashing import PIECE_BYTES, bytes_of, digest, tensor_digests
-from rl_megatron.weights.plans.plan import Plan, Transfer
+from rl_megatron.weights.plans.plan import Plan
+from rl_megatron.weights.plans.transfers import Transfer
 from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.buckets import Bucket, BucketPart, cut_into_buckets
 
