@@ -178,8 +178,8 @@ async def serving(name: str, model: Path, folder: Path, concurrency: int) -> Asy
         for key, tensor in tensors.items():
             mirror.tensors[key].copy_(tensor)
         mirror.serve(1)
-        await engine.load(path, 1)
-        await engine.commit(1)
+        await engine.weights.load(path, 1)
+        await engine.weights.commit(1)
         yield engine
 
 

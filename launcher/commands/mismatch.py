@@ -157,7 +157,7 @@ class _Examination:
         if isinstance(roles.engine, ServedEngine):
             path = mirror_path(self.config, self.folder)
             expected, where = await asyncio.to_thread(self._expected, path)
-            answers = await roles.engine.comparable(path, expected)
+            answers = await roles.engine.weights.comparable(path, expected)
             differing = tuple(f"{name} at {url}" for url, (_, names) in answers.items() for name in names)
             total = len(await asyncio.to_thread(shapes, path))
             compared = min(count for count, _ in answers.values())

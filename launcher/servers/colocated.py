@@ -1,5 +1,5 @@
 """Learner and engine servers take turns on the same accelerators: before a model trains or scores, the servers release
-their memory. The next push of weights takes it back (`ServedEngine.load`).
+their memory. The next push of weights takes it back (`ReplicaWeights.load`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from pathlib import Path
 
 from rl_megatron.digests import Digest
 from rl_megatron.interfaces import FrozenModel, Learner, Roles
-from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.types import Batch, Counts, Loss, Metric, Scores, SkippedStep, StepResult, Want
 
 
-def colocated(roles: Roles, engine: ServedEngine) -> Roles:
-    """The same roles, whose models make ``engine`` give its memory back before they compute."""
+def colocated(roles: Roles, servers: ReplicaWeights) -> Roles:
+    """The same roles, whose models make ``servers`` give their memory back before they compute."""
     return replace(
         roles,
-        learners={role: _Learner(inner=model, learner=model, engine=engine) for role, model in roles.learners.items()},
-        frozen={role: _Frozen(inner=model, engine=engine) for role, model in roles.frozen.items()},
+        learners={role: _Learner(inner=one, learner=one, servers=servers) for role, one in roles.learners.items()},
+        frozen={role: _Frozen(inner=one, servers=servers) for role, one in roles.frozen.items()},
     )
 
 
@@ -28,10 +28,10 @@ class _Frozen:
     """Has the servers give their memory back before ``inner`` scores."""
 
     inner: FrozenModel
-    engine: ServedEngine
+    servers: ReplicaWeights
 
     async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
-        await self.engine.release()
+        await self.servers.release()
         return await self.inner.score(batch, want)
 
     async def start_from(self, folder: Path) -> None:
@@ -45,11 +45,11 @@ class _Learner(_Frozen):
     learner: Learner
 
     async def backward(self, batch: Batch, loss: Loss) -> Mapping[str, Metric[float | Counts]]:
-        await self.engine.release()
+        await self.servers.release()
         return await self.learner.backward(batch, loss)
 
     async def step(self, learning_rate: float) -> StepResult | SkippedStep:
-        await self.engine.release()
+        await self.servers.release()
         return await self.learner.step(learning_rate)
 
     async def save(self, folder: Path) -> Mapping[str, Digest]:

@@ -19,7 +19,7 @@ from launcher.servers.site import HERE, Site
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Launcher, Roles, WeightSync, unheard
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.servers.delivery import Delivery
 from rl_megatron.weights.servers.direct import DirectDelivery, LearnerRanks
@@ -80,17 +80,17 @@ class ServedLauncher(Launcher):
             )
             trust = Trust(
                 path=path,
-                servers=engine,
+                servers=engine.weights,
                 learner=roles.policy,
                 dims=config.learner.dims,
                 probe=probe,
                 probes=config.rollout.server.probes,
             )
-            delivery = _delivery(config, roles.weights, engine, path, self._host)
-            weights = ServedWeights(learner=roles.weights, delivery=delivery, trust=trust, servers=engine)
+            delivery = _delivery(config, roles.weights, engine.weights, path, self._host)
+            weights = ServedWeights(learner=roles.weights, delivery=delivery, trust=trust, servers=engine.weights)
             servers.refit = weights.refit
             if config.rollout.server.colocated:
-                roles = colocated(roles, engine)
+                roles = colocated(roles, engine.weights)
             yield replace(roles, engine=engine, weights=weights, engine_metrics=engine.metrics)
 
 
@@ -100,18 +100,18 @@ def _tolerance(config: RunConfig) -> float:
     return section.probe_tolerance or (rounding if FORMATS[section.quantization] is None else _QUANTISED_TOLERANCE)
 
 
-def _delivery(config: RunConfig, weights: WeightSync, engine: ServedEngine, path: Path, host: str) -> Delivery:
+def _delivery(config: RunConfig, weights: WeightSync, servers: ReplicaWeights, path: Path, host: str) -> Delivery:
     """Through the mirror file, or directly where ``weights.transport`` is such."""
     section, kind = config.rollout.server, config.transport
     assert isinstance(weights, LearnerWeights)
-    file = FileDelivery(learner=weights, path=path, servers=engine)
+    file = FileDelivery(learner=weights, path=path, servers=servers)
     if not kind.direct:
         return file
     assert isinstance(weights, LearnerRanks)
     return DirectDelivery(
         file=file,
         learner=weights,
-        servers=engine,
+        servers=servers,
         keeper=Keeper(config.weights.meeting_host or host, section.timeout_seconds),
         learner_ranks=config.learner.dims.world_size,
         transport=kind.name,

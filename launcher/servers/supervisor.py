@@ -157,7 +157,7 @@ class Supervisor:
             status, moves = await asyncio.gather(
                 replica.server.status("/health", seconds=self._period), meter.moves(self._period)
             )
-            paused = self.engine.updating or replica.health is not Health.HEALTHY
+            paused = self.engine.weights.updating or replica.health is not Health.HEALTHY
             well = status is not None and (status < 300 or paused)
             missed = 0 if well or moves else missed + 1
             await asyncio.sleep(max(0.0, began + self._period - loop.time()))

@@ -188,17 +188,17 @@ class ServedBench:
         probe = Probe.make(vocab_size=259, max_length=MAX_LENGTH, temperature=1.0, tolerance=1e-4)
         trust = Trust(
             path=self.path,
-            servers=engine,
+            servers=engine.weights,
             learner=self.sync,
             dims=ParallelDims(),
             probe=probe,
             probes=self._probes,
         )
-        return ServedWeights(learner=self.sync, delivery=self.file(engine), trust=trust, servers=engine)
+        return ServedWeights(learner=self.sync, delivery=self.file(engine), trust=trust, servers=engine.weights)
 
     def file(self, engine: ServedEngine) -> FileDelivery:
         """Through the mirror."""
-        return FileDelivery(learner=self.sync, path=self.path, servers=engine)
+        return FileDelivery(learner=self.sync, path=self.path, servers=engine.weights)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         async def limited() -> T:

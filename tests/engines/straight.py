@@ -67,7 +67,7 @@ def direct(
     server.weights._delivery = DirectDelivery(
         file=server.file(server.engine),
         learner=sender,
-        servers=server.engine,
+        servers=server.engine.weights,
         keeper=Keeper("127.0.0.1", 100.0),
         learner_ranks=1,
         transport=transport,

@@ -60,9 +60,10 @@ def looked_at(server: ServedBench) -> Iterator[ServedBench]:
     """A server that serves whatever it is given."""
     before, tolerant = server.weights, float("inf")
     probe = Probe.make(vocab_size=259, max_length=512, temperature=1.0, tolerance=tolerant)
-    trust = Trust(path=server.path, servers=server.engine, learner=server.sync, dims=ParallelDims(), probe=probe)
+    servers = server.engine.weights
+    trust = Trust(path=server.path, servers=servers, learner=server.sync, dims=ParallelDims(), probe=probe)
     delivery = server.file(server.engine)
-    server.weights = ServedWeights(learner=server.sync, delivery=delivery, trust=trust, servers=server.engine)
+    server.weights = ServedWeights(learner=server.sync, delivery=delivery, trust=trust, servers=servers)
     yield server
     server.weights = before
 
@@ -83,7 +84,7 @@ def diagnose(server: ServedBench, learner: Learner) -> dict[str, Finding]:
 
     outcomes = server.run(run_experiments(bench, PROMPTS, completions=2, worth=SETTING.noise))
     expected = checksums(HFFolder(learner.folder), shapes(server.path), dtypes(server.path))
-    ((compared, differing),) = server.run(server.engine.comparable(server.path, expected)).values()
+    ((compared, differing),) = server.run(server.engine.weights.comparable(server.path, expected)).values()
     how = f"with {learner.folder}"
     weights = WeightCheck(compared=compared, total=len(expected), differing=tuple(differing), how=how)
     assert server.run(server.engine.tokenized("a+b", add_special_tokens=True)) in (None, tuple(b"a+b"))

@@ -51,8 +51,8 @@ def pushed(learners: Learners) -> Path:
 def check(server: ServedBench, name: str, pushed: Path) -> None:
     """What each learner pushed is what the server samples from."""
     for layout, chosen in LAYOUTS.items():
-        server.run(server.engine.load(mirror_of(pushed, name, layout), chosen.seed))
-        server.run(server.engine.commit(chosen.seed))
+        server.run(server.engine.weights.load(mirror_of(pushed, name, layout), chosen.seed))
+        server.run(server.engine.weights.commit(chosen.seed))
         samples_from(server, folder_of(pushed, name, chosen.seed), chosen.seed)
 
 
@@ -68,7 +68,7 @@ def samples_from(server: ServedBench, folder: Path, version: int) -> None:
 
 def check_straight(server: ServedBench, name: str, learners: Learners) -> None:
     """So it is with what learners send straight into its ranks, each of which gets the boxes that it holds alone."""
-    (ranks,) = server.run(server.engine.boxes(server.path)).values()
+    (ranks,) = server.run(server.engine.weights.boxes(server.path)).values()
     needed, whole = [bytes_of(boxes) for boxes in ranks], server.sync.mirror.num_bytes
     assert len(needed) == 2
     assert whole < sum(needed) < 1.1 * whole  # norms and routers alone are on both
@@ -78,7 +78,7 @@ def check_straight(server: ServedBench, name: str, learners: Learners) -> None:
             server.weights._delivery = DirectDelivery(
                 file=server.file(server.engine),
                 learner=weights,
-                servers=server.engine,
+                servers=server.engine.weights,
                 keeper=Keeper("127.0.0.1", 300.0),
                 learner_ranks=first,
                 transport=transport,

@@ -85,9 +85,9 @@ async def bed(fakes: list[Fake], spare: list[Fake], **changes: Any) -> AsyncIter
         return it.places[-1]
 
     async def refit(url: str) -> None:
-        if it.version and engine.stale(url):
-            await engine.load(Path("weights"), it.version, only=url)
-            await engine.commit(it.version, only=url)
+        if it.version and engine.weights.stale(url):
+            await engine.weights.load(Path("weights"), it.version, only=url)
+            await engine.weights.commit(it.version, only=url)
 
     supervisor = Supervisor(engine=engine, section=section, restart=restart, refit=refit)
     tasks = [asyncio.create_task(supervisor.keep(r, p)) for r, p in zip(engine.replicas.all, places, strict=True)]
@@ -321,9 +321,9 @@ def test_a_server_by_address_that_was_out_of_reach_serves_again_once_it_is_refit
         async with servers.running(tmp_path / "mirror" / "model.safetensors") as engine:
 
             async def refit(url: str) -> None:
-                if engine.stale(url):
-                    await engine.load(Path("weights"), 4, only=url)
-                    await engine.commit(4, only=url)
+                if engine.weights.stale(url):
+                    await engine.weights.load(Path("weights"), 4, only=url)
+                    await engine.weights.commit(4, only=url)
 
             await push(engine, 4)
             servers.refit = refit

@@ -16,8 +16,9 @@ from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError
 from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.servers.answers import problem_of
-from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.attempts import Attempts
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.replicas import ReplicaSet
 from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
 from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
@@ -64,11 +65,12 @@ def ask(engine: str, answer: object) -> list[Completion]:
             url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
             section = ServerSection(retries=1, backoff_seconds=0.001)
             server = Server(url, token=None, timeout_seconds=30.0)
-            served = ServedEngine(ADAPTERS[engine], [server], section, max_length=8, vocab_size=10)
+            replicas = ReplicaSet(engine, [server])
+            attempts = Attempts(ADAPTERS[engine], replicas, section, vocab_size=10)
             try:
-                return await served._sampled(REQUEST, served.replicas.all[0])
+                return await attempts.sampled(REQUEST, replicas.all[0])
             finally:
-                await served.close()
+                await server.close()
 
     return asyncio.run(run())
 

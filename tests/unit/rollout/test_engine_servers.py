@@ -161,8 +161,8 @@ def engine_of(fakes: list[Fake], **changes: Any) -> ServedEngine:
 
 
 async def push(engine: ServedEngine, version: int) -> None:
-    await engine.load(Path("weights"), version)
-    await engine.commit(version)
+    await engine.weights.load(Path("weights"), version)
+    await engine.weights.commit(version)
 
 
 def test_a_failed_attempt_goes_to_another_replica(fakes: list[Fake]) -> None:
@@ -230,16 +230,16 @@ def test_nothing_is_served_between_load_and_commit(fakes: list[Fake]) -> None:
     async def ask(commit: bool) -> Completion:
         engine = engine_of(fakes)
         await push(engine, 1)
-        await engine.load(Path("weights"), 2)
+        await engine.weights.load(Path("weights"), 2)
         waiting = asyncio.create_task(engine.generate(REQUEST))
         for _ in range(100):
             await asyncio.sleep(0)  # it has every chance
         assert not waiting.done()
         assert fakes[0].asked[-1] == "/resume"
         if commit:
-            await engine.commit(2)
+            await engine.weights.commit(2)
         else:
-            engine.refuse()
+            engine.weights.refuse()
         return (await waiting)[0]
 
     assert asyncio.run(ask(True)).spans == ((0, 2),)
@@ -261,7 +261,7 @@ def test_a_server_is_at_a_pause_while_it_loads_and_no_longer(fakes: list[Fake], 
 
         fakes[0].answer = answer
         with contextlib.suppress(SyncError):
-            await engine.load(Path("weights"), 3)
+            await engine.weights.load(Path("weights"), 3)
         assert set(paused) == {True}
         assert not engine.servers[0].paused
 
@@ -274,7 +274,7 @@ def test_a_load_that_fails_on_one_replica_names_it(fakes: list[Fake]) -> None:
     async def ask() -> None:
         engine = engine_of(fakes)
         with pytest.raises(SyncError, match=rf"version 3 failed, and is not served:\n  {fakes[1].url}.*no space"):
-            await engine.load(Path("weights"), 3)
+            await engine.weights.load(Path("weights"), 3)
         await engine.generate(REQUEST)
 
     with pytest.raises(EngineError, match="no weights are served"):
@@ -358,8 +358,8 @@ def test_memory_is_given_back_once_and_taken_again_around_the_load(fakes: list[F
         await push(engine, 1)
         for fake in fakes:
             fake.asked.clear()
-        await asyncio.gather(engine.release(), engine.release())
-        await engine.release()
+        await asyncio.gather(engine.weights.release(), engine.weights.release())
+        await engine.weights.release()
         with pytest.raises(EngineError, match="no weights are served; push some first"):
             await engine.generate(REQUEST)
         await push(engine, 2)

@@ -1,0 +1,214 @@
+"""The weights that replicas hold and serve: loaded by all, compared and probed, then committed as one version."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rl_megatron.config.sections.rollout import ServerSection
+from rl_megatron.errors import EngineError, ReplicasLost, SyncError
+from rl_megatron.rollout.servers.adapter import Adapter
+from rl_megatron.rollout.servers.attempts import Attempts
+from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.replicas import PRESENT, Event, Health, Replica, ReplicaSet
+from rl_megatron.types import Completion, GenerationRequest
+from rl_megatron.weights.checks.compare import count_verified
+from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
+from rl_megatron.weights.layouts.recorded import Boxes
+from rl_megatron.weights.servers.mirror import shapes
+
+T = TypeVar("T")
+
+_GRACE_SECONDS = 2.0  # a server that dies fails its last requests before its end is known
+
+
+class ReplicaWeights:
+    """A version is served from ``commit`` on, and nothing is after ``load`` until then."""
+
+    def __init__(self, adapter: Adapter, replicas: ReplicaSet, section: ServerSection, attempts: Attempts) -> None:
+        self._adapter, self._replicas, self._section, self._attempts = adapter, replicas, section, attempts
+        self._holding: dict[Replica, Server] = {}  # who holds the weights that were loaded last
+        self._version: int | None = None
+        self._released, self._releasing = False, asyncio.Lock()
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    @property
+    def updating(self) -> bool:
+        """Whether new weights are under way or memory is given back, so that servers may be at a pause."""
+        return self._released or not self._settled.is_set()
+
+    async def served_version(self, request: GenerationRequest) -> int:
+        """The version that is served, once no update is under way. Raises EngineError where there is none."""
+        await self._settled.wait()
+        if self._version is None:
+            raise EngineError(f"request {request.id!r}: no weights are served; push some first")
+        return self._version
+
+    def stale(self, url: str) -> bool:
+        """Whether a server answers there that does not serve, and should."""
+        return not self._released and any(r.health is Health.STALE and r.server.url == url for r in self._replicas.all)
+
+    def names(self) -> list[str]:
+        """URLs of those that answer."""
+        return [replica.server.url for replica in self._replicas.present()]
+
+    async def boxes(self, path: Path) -> dict[str, list[Boxes]]:
+        """What each rank of each replica that answers holds of the mirror file's tensors; by URL. Raises SyncError."""
+        present = {replica: replica.server for replica in await self._replicas.some(self._replicas.present)}
+        return await self._on_each(present, "recording layouts", lambda r: self._adapter.boxes(r.server, path))
+
+    async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
+        """Make the ranks of these replicas members of a group, each from its ``first`` on, by URL. Raises SyncError."""
+        wanted = {r: r.server for r in self._replicas.present() if r.server.url in first}
+        await self._on_each(
+            wanted, "joining a group", lambda r: self._adapter.join(r.server, path, rendezvous, first[r.server.url])
+        )
+
+    async def load(
+        self,
+        path: Path,
+        version: int,
+        *,
+        only: str | None = None,
+        straight: Collection[str] = (),
+        private: Kinds = NO_KINDS,
+    ) -> dict[str, list[Report]]:
+        """Every replica that answers holds ``version`` when this returns, and nothing is served; what ranks hold.
+
+        ``only``: the one at that URL alone; the others serve on. ``straight``: those at these URLs, which have joined
+        a group, take it from there. Ranks report no parameters of ``private`` kinds, by URL. Raises SyncError;
+        ReplicasLost where all died.
+        """
+        if only is None:
+            self._settled.clear()
+            self._version = None
+
+        async def one(server: Server) -> list[Report]:
+            server.paused = True
+            try:
+                await self._adapter.pause(server, self._section.running_requests)
+                if server.released:
+                    await self._adapter.reclaim(server, "weights")
+                kinds = private.get(server.url, frozenset())
+                reports = await self._adapter.load(server, path, version, private=kinds, straight=bool(straight))
+                if server.released:
+                    await self._adapter.reclaim(server, "cache")
+                    server.released = False
+                await self._adapter.resume(server)
+            finally:
+                server.paused = False  # where this failed and nobody resumes it, it stands still
+            return reports
+
+        try:
+            present = self._replicas.present() if only else await self._replicas.some(self._replicas.present)
+            wanted = {only} if only else straight or {replica.server.url for replica in present}
+            holding = {replica: replica.server for replica in present if replica.server.url in wanted}
+            reports = await self._on_each(holding, f"version {version}", lambda replica: one(replica.server))
+        except BaseException:
+            if only is None:
+                self._settled.set()
+            raise
+        self._holding = holding if only is None else self._holding | holding
+        self._released = self._released and only is not None
+        return reports
+
+    async def sample_everywhere(
+        self, requests: Sequence[GenerationRequest], *, only: str | None = None
+    ) -> dict[str, list[list[Completion]]]:
+        """By each replica that was loaded, or by ``only``; by URL."""
+
+        async def all_of(replica: Replica) -> list[list[Completion]]:
+            return list(await asyncio.gather(*(self._attempts.sampled(r, replica) for r in requests)))
+
+        return await self._on_each(self._loaded(only), "a probe of new weights", all_of)
+
+    async def score_everywhere(
+        self, texts: Sequence[Sequence[int]], *, only: str | None = None
+    ) -> dict[str, list[list[float]]]:
+        """Log-probs of each text's tokens but the first, likewise."""
+
+        async def all_of(replica: Replica) -> list[list[float]]:
+            with replica.server.busy():
+                return list(await asyncio.gather(*(self._adapter.score(replica.server, text) for text in texts)))
+
+        return await self._on_each(self._loaded(only), "a probe of new weights", all_of)
+
+    async def comparable(self, path: Path, checksums: Mapping[str, int]) -> dict[str, tuple[int, list[str]]]:
+        """How many of the mirror's tensors checksums tell of, and those that differ; by URL. Raises SyncError."""
+        what = "comparing weights"
+        said = await self._on_each(self._loaded(None), what, lambda r: self._adapter.held(r.server, path))
+        known = shapes(path)
+        return {url: count_verified(checksums, known, reports) for url, reports in said.items()}
+
+    async def commit(self, version: int, *, only: str | None = None) -> None:
+        """Serve what ``load`` brought, as ``version``; with ``only``, by that replica too."""
+        loaded = self._loaded(only)
+        await self._on_each(loaded, f"version {version}", lambda r: self._adapter.relabel(r.server, version))
+        for replica in self._loaded(only):
+            replica.apply(Event.REFITTED)
+        if only is None:
+            self._version = version
+            self._settled.set()
+
+    async def release(self) -> None:
+        """Give the servers' memory to who trains beside them. Nothing is served until the next ``load`` is committed.
+
+        No request may run. Does nothing where it was given already, and where several ask at once all wait for it; one
+        that came back since gives its own.
+        """
+        self._released, self._version = True, None
+
+        async def one(replica: Replica) -> None:
+            if not replica.server.released:
+                await self._adapter.release(replica.server)
+                replica.server.released = True
+
+        present = {replica: replica.server for replica in self._replicas.present()}
+        async with self._releasing:
+            with contextlib.suppress(ReplicasLost):  # the dead hold none
+                await self._on_each(present, "giving memory back", one)
+
+    def refuse(self) -> None:
+        """Serve nothing until another ``load`` is committed; requests that wait fail."""
+        self._settled.set()
+
+    def _loaded(self, only: str | None) -> dict[Replica, Server]:
+        """Replicas that hold what was loaded last: the server that was, not one that stands in its place since."""
+        return {
+            replica: server
+            for replica, server in self._holding.items()
+            if replica.server is server and replica.health in PRESENT and only in (None, server.url)
+        }
+
+    async def _on_each(
+        self, replicas: Mapping[Replica, Server], what: str, order: Callable[[Replica], Coroutine[Any, Any, T]]
+    ) -> dict[str, T]:
+        """``order`` on all at once; one that dies meanwhile is left out.
+
+        Raises SyncError that names the replicas it failed on, ReplicasLost where all died.
+        """
+        answers = await asyncio.gather(*(r.while_alive(order(r)) for r in replicas), return_exceptions=True)
+        for replica, answer in zip(replicas, answers, strict=True):
+            if isinstance(answer, AttemptFailed):
+                replica.suspect(answer)
+        if any(isinstance(a, AttemptFailed) for a in answers):
+            await asyncio.sleep(_GRACE_SECONDS)
+        done: dict[str, T] = {}
+        problems = []
+        for (replica, server), answer in zip(replicas.items(), answers, strict=True):
+            if not isinstance(answer, BaseException):
+                done[server.url] = answer
+            elif not isinstance(answer, AttemptFailed | EngineError | SyncError):
+                raise answer
+            elif replica.health in PRESENT and replica.server is server:
+                problems.append(f"{server.url}: {answer}")
+        if problems:
+            raise SyncError("\n  ".join([f"{what} failed, and is not served:", *problems]))
+        if not done:
+            ends = dict.fromkeys(f"{replica.reason}" for replica in self._replicas.all)
+            raise ReplicasLost("\n  ".join([f"{what} failed, and is not served:", *ends]))
+        return done
