@@ -1,7 +1,4 @@
-"""Engine servers of a run: started here, each under a guard, or running ones by address; checked before the first step.
-
-The one table of engines is here. A launcher of learners is wrapped: what it starts is kept, but for engine and weights.
-"""
+"""Engine servers of a run: started here, each under a guard, or running ones by address; checked, and kept so."""
 
 from __future__ import annotations
 
@@ -18,17 +15,16 @@ from pathlib import Path
 
 from launcher.processes.guards import Order
 from launcher.processes.scratch import scratch
+from launcher.servers.checks import ServerChecks
 from launcher.servers.engines import longest_sequence
 from launcher.servers.interpreter import check_interpreter, python_path
 from launcher.servers.site import Site, elsewhere
 from launcher.servers.supervisor import Attached, Standing, Started, Supervisor
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.models.families.fields import ConfigFields
-from rl_megatron.models.json_files import read_json
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers import engine_token
-from rl_megatron.rollout.servers.adapter import Adapter, Description, StartOptions
+from rl_megatron.rollout.servers.adapter import Adapter, StartOptions
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.replicas import Replica
@@ -57,6 +53,9 @@ class ServedEngines:
         self._config, self._section, self._adapter = config, config.rollout.server, adapter
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
         self._max_length = longest_sequence(config, shape)
+        self._checks = ServerChecks(
+            config=config, adapter=adapter, model_folder=self._model_folder, max_length=self._max_length
+        )
         self._kind, self._shapes = FORMATS[self._section.quantization], hf_layout(shape).local_shapes(0)
         stored(self._shapes, DType(config.learner.dtype), self._kind)  # refuses first what has no such format
         self._sites = sites or [Site()] * self._section.replicas
@@ -86,7 +85,7 @@ class ServedEngines:
                 vocab_size=self._shape.vocab_size,
             )
             stack.push_async_callback(engine.close)
-            self._check([(s.url, await self._described(s)) for s in servers])
+            await self._checks.check(servers)
             await stack.enter_async_context(self._kept(running, packages, engine, standing))
             yield engine
 
@@ -102,7 +101,7 @@ class ServedEngines:
             else:
                 again = await self._start_one(running, replica.number, packages)
                 await self._ready(again)
-            self._check([(again.server.url, await self._described(again.server))])
+            await self._checks.check([again.server])
             return again
 
         async def refit(url: str) -> None:
@@ -235,47 +234,3 @@ class ServedEngines:
         finally:
             ended.cancel()
         raise EngineError(await one.ended())
-
-    async def _described(self, server: Server) -> Description:
-        try:
-            open_to_strangers = await server.open_to_strangers()
-            described = await self._adapter.describe(server)
-        except AttemptFailed as error:
-            raise EngineError(f"rollout.engine={self._config.rollout.engine}: {error}") from error
-        if open_to_strangers and self._section.addresses:
-            logger.warning("%s answers without a token: whoever reaches it can change weights or run code", server.url)
-        elif open_to_strangers:
-            raise ConfigError(f"{server.url} answers without the run's token; what in rollout.server.options opens it?")
-        return described
-
-    def _check(self, found: Sequence[tuple[str, Description]]) -> None:
-        """Raises ConfigError with everything at once that keeps the servers from being used."""
-        wanted, top_p = self._config.learner.dtype, self._config.rollout.top_p
-        known = read_json(self._model_folder / "config.json", ConfigFields)
-        architecture, problems = ",".join(known.architectures or ()), []
-        if top_p < 1 and not self._adapter.renormalises_top_p:
-            problems.append(
-                f"rollout.top_p={top_p}: {self._adapter.name}'s log-probs are not of the tokens that top_p leaves, so "
-                "importance ratios would be wrong; set rollout.top_p=1"
-            )
-        for url, described in found:
-            logger.info("%s %s at %s: %s", self._adapter.name, described.version, url, described)
-            problems += [f"{url}: {problem}" for problem in described.problems]
-            if described.version.split("+")[0] != self._adapter.tested:
-                logger.warning("%s: only %s %s is tested", url, self._adapter.name, self._adapter.tested)
-            if architecture and not described.problems and described.architecture != architecture:
-                problems.append(
-                    f"{url}: it serves {described.architecture}, but the model to train is {architecture}; start it "
-                    f"with {self._model_folder}"
-                )
-            if not described.problems and described.dtype != wanted:
-                problems.append(f"{url}: it computes in {described.dtype}, learner.dtype={wanted}; make them equal")
-            if self._config.algorithm.routing_replay == "r3" and described.no_routes:
-                problems.append(
-                    f"{url}: algorithm.routing_replay=r3 needs routes, and it returns none; {described.no_routes}, or "
-                    "set routing_replay=r2 or off"
-                )
-            if described.max_length < self._max_length:
-                problems.append(f"{url}: its longest sequence is {described.max_length}, needed: {self._max_length}")
-        if problems:
-            raise ConfigError("\n".join(problems))

@@ -1,0 +1,74 @@
+"""Checks what engine servers say of themselves, before the first step and before one that came back is used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.models.families.fields import ConfigFields
+from rl_megatron.models.json_files import read_json
+from rl_megatron.rollout.servers.adapter import Adapter, Description
+from rl_megatron.rollout.servers.http import AttemptFailed, Server
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerChecks:
+    """What servers must be for a run whose longest sequence has ``max_length`` tokens."""
+
+    config: RunConfig
+    adapter: Adapter
+    model_folder: Path
+    max_length: int
+
+    async def check(self, servers: Sequence[Server]) -> None:
+        """Raises ConfigError with everything at once that keeps the servers from being used, EngineError."""
+        self._raise_misfits([(server.url, await self._described(server)) for server in servers])
+
+    async def _described(self, server: Server) -> Description:
+        try:
+            open_to_strangers = await server.open_to_strangers()
+            described = await self.adapter.describe(server)
+        except AttemptFailed as error:
+            raise EngineError(f"rollout.engine={self.config.rollout.engine}: {error}") from error
+        if open_to_strangers and self.config.rollout.server.addresses:
+            logger.warning("%s answers without a token: whoever reaches it can change weights or run code", server.url)
+        elif open_to_strangers:
+            raise ConfigError(f"{server.url} answers without the run's token; what in rollout.server.options opens it?")
+        return described
+
+    def _raise_misfits(self, found: Sequence[tuple[str, Description]]) -> None:
+        wanted, top_p = self.config.learner.dtype, self.config.rollout.top_p
+        known = read_json(self.model_folder / "config.json", ConfigFields)
+        architecture, problems = ",".join(known.architectures or ()), []
+        if top_p < 1 and not self.adapter.renormalises_top_p:
+            problems.append(
+                f"rollout.top_p={top_p}: {self.adapter.name}'s log-probs are not of the tokens that top_p leaves, so "
+                "importance ratios would be wrong; set rollout.top_p=1"
+            )
+        for url, described in found:
+            logger.info("%s %s at %s: %s", self.adapter.name, described.version, url, described)
+            problems += [f"{url}: {problem}" for problem in described.problems]
+            if described.version.split("+")[0] != self.adapter.tested:
+                logger.warning("%s: only %s %s is tested", url, self.adapter.name, self.adapter.tested)
+            if architecture and not described.problems and described.architecture != architecture:
+                problems.append(
+                    f"{url}: it serves {described.architecture}, but the model to train is {architecture}; start it "
+                    f"with {self.model_folder}"
+                )
+            if not described.problems and described.dtype != wanted:
+                problems.append(f"{url}: it computes in {described.dtype}, learner.dtype={wanted}; make them equal")
+            if self.config.algorithm.routing_replay == "r3" and described.no_routes:
+                problems.append(
+                    f"{url}: algorithm.routing_replay=r3 needs routes, and it returns none; {described.no_routes}, or "
+                    "set routing_replay=r2 or off"
+                )
+            if described.max_length < self.max_length:
+                problems.append(f"{url}: its longest sequence is {described.max_length}, needed: {self.max_length}")
+        if problems:
+            raise ConfigError("\n".join(problems))
