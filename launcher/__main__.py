@@ -70,7 +70,7 @@ def train(
         print(line, flush=True)
     print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds
     try:
-        from launcher.commands import train as room
+        from launcher.programs import train as room
 
         asyncio.run(room.train(named, reward, resume=resume))
     except KeyboardInterrupt:
@@ -85,7 +85,7 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="write the script and check it, but send nothing")] = False,
 ) -> None:
     """Train on a Slurm cluster: check all that can be seen here, write the job's script to runs/<name>/ and send it."""
-    from launcher.commands import submit as room
+    from launcher.programs import submit as room
 
     loaded = load_config(config, overrides or [])
     named = choose(loaded, Path(config).stem, resume=False, taken=room.taken)
@@ -184,7 +184,7 @@ def verify(
     With --logprobs, whether it computes what transformers computes of it, or of --against, a Hugging Face folder.
     """
     if logprobs:
-        from launcher.commands import logprobs as logprob_check
+        from launcher.programs import logprobs as logprob_check
         from tools import conversion
 
         for path in filter(None, (folder, against)):
@@ -227,11 +227,11 @@ def inspect(
         return
     if rank is not None or svg is not None or family is not None:
         raise ConfigError("--rank, --svg and --family are of a layout; give one, as in megatron,tp=2,pp=2,ep=2")
-    from launcher.commands import inspect as inspect_command
+    from launcher.programs import contents
     from tools import conversion
 
     conversion.must_be_there(Path(target))
-    inspect_command.show(Path(target))
+    contents.show(Path(target))
 
 
 @app.command()
@@ -296,7 +296,7 @@ def mismatch(
 
     Of a run's folder its configuration and its newest checkpoint are taken; nothing is trained.
     """
-    from launcher.commands import mismatch as room
+    from launcher.programs import mismatch as room
 
     chosen = room.target_of(target, overrides or [])
     if asyncio.run(room.diagnose(chosen, num_prompts=prompts, num_completions=completions)):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from launcher.__main__ import app, main
-from launcher.commands.logprobs import differences
+from launcher.programs.logprobs import differences
 from tests.family_models import save_model
 
 LAYERS = """

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from launcher.__main__ import main
-from launcher.commands.submit import checked
 from launcher.preflight.checks import preflight
+from launcher.programs.submit import checked
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError

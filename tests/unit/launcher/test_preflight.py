@@ -12,9 +12,9 @@ import pytest
 
 from launcher.__main__ import main
 from launcher.build.model import starting_folder, starting_shape
-from launcher.commands.submit import prepare, taken
 from launcher.preflight import devices, reward
 from launcher.preflight.checks import CHECKS, preflight
+from launcher.programs.submit import prepare, taken
 from launcher.runs.name import choose
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig

@@ -1,4 +1,4 @@
-"""``rl-megatron submit``: a checked configuration becomes a job script in the run's folder, and a job.
+"""A checked configuration becomes a job script in the run's folder, and a job.
 
 Runs on a login node: imports neither torch nor megatron.
 """

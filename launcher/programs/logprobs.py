@@ -1,4 +1,4 @@
-"""``rl-megatron verify --logprobs``: the learner's forward of a checkpoint beside transformers', on the same texts.
+"""The learner's forward of a checkpoint beside transformers', on the same texts.
 
 Float32 on the CPU, each whole: the learner, one rank in a process of its own, then transformers in this one.
 """

@@ -1,4 +1,4 @@
-"""``rl-megatron inspect``: what a folder holds, or who would hold what of a model in a layout."""
+"""What a checkpoint's folder holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rl-megatron train``: a run from its first step, or from a checkpoint, to its end."""
+"""A training run, from its first step or from a checkpoint to its end."""
 
 from __future__ import annotations
 
