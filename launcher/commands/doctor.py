@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import subprocess
 import sys
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +28,34 @@ _PACKAGES = (
     ("ray", "ray", "optional: launching over nodes"),
     ("wandb", "wandb", "optional: log.wandb"),
 )
+
+
+app = typer.Typer()
+
+
+@app.callback(invoke_without_command=True)
+def doctor(context: typer.Context) -> None:
+    """Say what this machine and this installation can run; or find the cause of a mismatch."""
+    if context.invoked_subcommand is None:
+        show()
+
+
+@app.command()
+def mismatch(
+    target: Annotated[str, typer.Argument(help="a run's folder, a name under conf/, or a YAML file")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="prompts that are sampled from")] = 16,
+    completions: Annotated[int, typer.Option(min=1, help="completions of each")] = 4,
+) -> None:
+    """Start learner and engine as a run does, and say why their log-probs differ. Status 1 where more than rounding is.
+
+    Of a run's folder its configuration and its newest checkpoint are taken; nothing is trained.
+    """
+    from launcher.programs.mismatch import diagnose, target_of
+
+    chosen = target_of(target, overrides or [])
+    if asyncio.run(diagnose(chosen, num_prompts=prompts, num_completions=completions)):
+        raise typer.Exit(1)
 
 
 def show() -> None:

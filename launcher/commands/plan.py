@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -20,7 +22,49 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from rl_megatron.weights.plans.cost import Cost, Links, broadcast_cost, plan_cost
-from rl_megatron.weights.plans.plan import plan
+from rl_megatron.weights.plans.plan import plan as plan_moves
+from tools.options import OwnFamily
+
+
+def plan(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL LAYOUTS",
+            help="a folder with a config.json or a name as kimi-k2, then src=megatron,tp=4,ep=8,dp=2 and dst=hf,dp=8 "
+            "or dst=engine,tp=8 (experts cut by tp; spread with ep=8); with --config: section.key=value",
+        ),
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="a name under conf/, or a YAML file: print what each GPU must hold instead")
+    ] = None,
+    nic: Annotated[float, typer.Option(min=0.001, help="a GPU's share of the network, GB/s each way")] = 50.0,
+    nvlink: Annotated[float, typer.Option(min=0.001, help="a GPU's bandwidth inside its node, GB/s each way")] = 450.0,
+    per_node: Annotated[int, typer.Option(min=1, help="GPUs a node")] = 8,
+    element_bytes: Annotated[int, typer.Option(min=1, help="bytes an element; 2 is bfloat16")] = 2,
+    gpu_memory_gb: Annotated[float, typer.Option(min=0.001, help="of a GPU; a rank that needs more is named")] = 80.0,
+    colocated: Annotated[bool, typer.Option("--colocated", help="rank r of dst lives in process r of src")] = False,
+    family: OwnFamily = None,
+) -> None:
+    """Print what moving a model's weights between two layouts costs, beside gather-and-broadcast."""
+    if config is not None:
+        if family is not None:
+            raise ConfigError("--family is of a model and two layouts; with --config set learner.model instead")
+        show_memory(config, arguments or [])
+        return
+    if not arguments:
+        raise ConfigError("give a model and two layouts, as in kimi-k2 src=megatron,ep=8,dp=8 dst=hf, or --config NAME")
+    model, *layouts = arguments
+    links = Links(nic=nic * 1e9, nvlink=nvlink * 1e9, per_node=per_node)
+    show_plan(
+        model,
+        layouts,
+        family=family,
+        element_bytes=element_bytes,
+        links=links,
+        colocated=colocated,
+        gpu_memory_gb=gpu_memory_gb,
+    )
 
 
 def show_plan(
@@ -43,7 +87,7 @@ def show_plan(
     first = 0 if colocated else src.dims.world_size
     placement = {rank: first + rank for rank in range(dst.dims.world_size)}
     started = time.perf_counter()
-    moves = plan(src, dst, placement=placement)
+    moves = plan_moves(src, dst, placement=placement)
     seconds = time.perf_counter() - started
     direct = plan_cost(moves, element_bytes, links)
     usual = broadcast_cost(src, placement.values(), element_bytes, links)

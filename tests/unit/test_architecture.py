@@ -29,6 +29,9 @@ ONE_EACH = {  # functions that may have one name, by where they are: a table tak
     "rms_norm": "",
     "pack": "launcher/wire/messages.py",  # always called as messages.pack
     "unpack": "launcher/wire/messages.py",
+    "plan": "launcher/commands",  # a command is called as its function is
+    "train": "launcher/commands",
+    "verify": "launcher/commands",
 }
 IN_ENGINES = ("engine_token.py", "sglang/server.py")  # of rollout/servers: other processes
 

@@ -1,0 +1,44 @@
+"""``rl-megatron status | logs | attach | cancel``: the job of a run, by the run's folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launcher.hosts.slurm import jobs
+from launcher.hosts.slurm.attach import follow
+
+RunFolder = Annotated[Path, typer.Argument(help="the run's folder", show_default=False)]
+
+
+def status(run: RunFolder) -> None:
+    """Say what a run, or the job of one, does: its state and its last step."""
+    print(jobs.describe(run))
+
+
+def logs(
+    run: RunFolder,
+    which: Annotated[str, typer.Argument(help="job, controller, step, or rank-<number>")] = "controller",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="show what is added, until Ctrl-C")] = False,
+) -> None:
+    """Show what a part of the run's job printed since its last restart."""
+    sys.stdout.flush()
+    os.execvp("tail", ["tail", *(["-F"] if follow else []), "-n", "+1", str(jobs.log_file(run, which))])
+
+
+def attach(run: RunFolder) -> None:
+    """Follow a running job, over its restarts, until its end; Ctrl-C leaves it running. Status 1 where it failed."""
+    try:
+        if not follow(run, lambda line: print(line, flush=True)):
+            raise typer.Exit(1)
+    except KeyboardInterrupt:
+        print("detached; the job goes on", file=sys.stderr)
+
+
+def cancel(run: RunFolder) -> None:
+    """End the job of a run for good; its last checkpoint stands."""
+    print(f"job {jobs.cancel(run)} cancelled")

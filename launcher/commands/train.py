@@ -1,0 +1,48 @@
+"""``rl-megatron train``: checks the configuration, then runs it to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launcher.runs.name import choose
+from rl_megatron.config.io import load_config
+
+
+def train(
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
+    config: Annotated[str, typer.Option(help="a name under conf/, or a YAML file")] = "tiny_cpu",
+    resume: Annotated[bool, typer.Option("--resume", help="continue the run from its last checkpoint")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="say what is wrong with the configuration here, and start nothing")
+    ] = False,
+) -> None:
+    """Train a policy by reinforcement; everything goes to runs/<name>/.
+
+    Ctrl-C (or SIGTERM) finishes the step in hand, saves and exits with status 0; a second Ctrl-C exits at once, 130.
+    """
+    from launcher.preflight.checks import preflight
+    from rl_megatron.rewards.registry import resolve_reward
+
+    loaded = load_config(config, overrides or [])
+    named = choose(loaded, Path(config).stem, resume=resume)
+    findings = preflight(named)
+    findings.raise_problems()
+    if check:
+        print(findings.describe())
+        return
+    reward = resolve_reward(named.reward)
+    for line in findings.notes():
+        print(line, flush=True)
+    print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds
+    try:
+        from launcher.programs import train as program
+
+        asyncio.run(program.train(named, reward, resume=resume))
+    except KeyboardInterrupt:
+        print("interrupted; the last checkpoint stands, and --resume continues from it", file=sys.stderr)
+        raise typer.Exit(130) from None
