@@ -30,7 +30,7 @@ from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
-from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.checkpoints.kind import total_bytes
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE
@@ -142,7 +142,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.dir) as scratch:
             hf, megatron, back = (Path(scratch) / name for name in ("hf", "megatron", "back"))
             make_model(hf, gigabytes)
-            size = convert.total_bytes(hf) / 1e9
+            size = total_bytes(hf) / 1e9
             for cold in (False, True):
                 for direction, source, out in (("to_megatron", hf, megatron), ("to_hf", megatron, back)):
                     ours, theirs, peak = measure(direction, source, out, options.repeats, cold=cold)

@@ -14,6 +14,7 @@ from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.contents import contents
+from rl_megatron.weights.checkpoints.kind import is_megatron, total_bytes
 from rl_megatron.weights.formats.hf_folder import has_tokenizer
 
 DTYPES = (DType.F32, DType.BF16, DType.F16, DType.F8_E4M3)
@@ -38,7 +39,7 @@ def run(
     kind = None if dtype is None else DType(dtype)
     if out.exists():
         raise CheckpointError(f"{out} exists; remove it or give another name")
-    backwards = convert.is_megatron(source)
+    backwards = is_megatron(source)
     note = convert.left_out(source, config, family)
     if note is not None:
         print(f"note: {note}", file=sys.stderr)
@@ -56,7 +57,7 @@ def _tell(source: Path, out: Path, check: str, model: str) -> None:
     """What was made, and what to do with it."""
     made = contents(out)
     tensors, parameters = sum(part.tensors for part in made.parts), sum(part.parameters for part in made.parts)
-    print(f"{out}: {made.kind}, {tensors:,} tensors, {parameters:,} parameters, {convert.total_bytes(out):,} bytes")
+    print(f"{out}: {made.kind}, {tensors:,} tensors, {parameters:,} parameters, {total_bytes(out):,} bytes")
     print(f"check it: {check}")
     if has_tokenizer(out):
         print(f"train it: rl-megatron train model.path={out}{model} ...")
@@ -75,7 +76,7 @@ def display(folder: Path) -> Iterator[Callable[[int], None]]:
     """A bar over the bytes of a checkpoint, with rate and time left, on stderr."""
     columns = (TextColumn(folder.name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=convert.total_bytes(folder))
+        task = bar.add_task("", total=total_bytes(folder))
         yield lambda count: bar.advance(task, count)
         bar.update(task, completed=bar.tasks[0].total)
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.weights.checkpoints.convert import is_megatron
+from rl_megatron.weights.checkpoints.kind import is_megatron
 from tools import conversion
 from tools.options import OwnFamily
 

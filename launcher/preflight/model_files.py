@@ -10,7 +10,7 @@ from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.sections.data import FileData
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
-from rl_megatron.weights.checkpoints.convert import is_megatron
+from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 
 

@@ -25,7 +25,7 @@ from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
-from rl_megatron.weights.checkpoints.convert import is_megatron
+from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.layouts.families import megatron_layout, read_shape
 
 Texts = Sequence[Sequence[int]]

@@ -38,7 +38,7 @@ from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.training.checkpoints import files_of, latest
 from rl_megatron.types import Prompt
-from rl_megatron.weights.checkpoints.convert import is_megatron
+from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
 from rl_megatron.weights.servers.mirror import dtypes, seal_of, shapes
 

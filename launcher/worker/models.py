@@ -88,7 +88,7 @@ class RankModels:
         """
         import torch
 
-        from rl_megatron.weights.checkpoints.convert import is_megatron
+        from rl_megatron.weights.checkpoints.kind import is_megatron
         from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 
         if role in self._learners and is_megatron(folder):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rl_megatron.errors import CheckpointError
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
-from rl_megatron.weights.checkpoints.convert import is_megatron, total_bytes
+from rl_megatron.weights.checkpoints.kind import is_megatron, total_bytes
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 

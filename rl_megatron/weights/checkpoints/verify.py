@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_megatron.weights.checkpoints.convert import hf_tensors, is_megatron
+from rl_megatron.weights.checkpoints.convert import hf_tensors
+from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Copy, Files, OnBytes
 from rl_megatron.weights.checkpoints.torch_dist import open_chunk, read_index
 

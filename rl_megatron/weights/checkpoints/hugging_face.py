@@ -1,0 +1,89 @@
+"""The tensors of a Hugging Face folder, read block by block, and its files as they are written.
+
+No torch, unless numbers are dequantised on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.weights.boxes import Shape, whole_box
+from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.bytes.mapped import Entry, MappedFile, header_bytes, read_header
+from rl_megatron.weights.checkpoints.streaming import Copy, Files, Fragment, OnBytes, Sliceable, Streamed, numbers
+from rl_megatron.weights.formats.block_scales import Blocks, blocks_of, scales_of
+from rl_megatron.weights.formats.hf_folder import (
+    is_draft,
+    raise_lines,
+    raise_misfits,
+    raise_misplaced,
+    raise_uncounted,
+    weight_files,
+)
+from rl_megatron.weights.layouts.families import hf_layout
+
+
+def hf_copies(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[list[Copy], Files]:
+    """Every tensor of a folder as it is stored; block scales are applied, in ``dtype`` or that of config.json.
+
+    Raises CheckpointError, WeightError or ConfigError naming what is missing, torn, unknown or misshapen.
+    """
+    names, placed = weight_files(source)
+    files = Files([source / name for name in names])
+    entries = {tensor: (name, entry) for name in names for tensor, entry in read_header(files[source / name]).items()}
+    raise_misplaced(source, placed, {tensor: name for tensor, (name, _) in entries.items()})
+    entries = {tensor: entry for tensor, entry in entries.items() if not is_draft(tensor, shape)}
+    blocks = blocks_of(source)
+    scales, wrong = scales_of({name: (entry.dtype, entry.shape) for name, (_, entry) in entries.items()}, blocks)
+    raise_lines(f"{source} is not quantised as its config.json says", wrong)
+    beside = set(scales.values())
+    weights = {name: entry for name, (_, entry) in entries.items() if name not in beside}
+    raise_uncounted(source, len(weights), hf_layout(shape))
+    raise_misfits(str(source), {name: entry.shape for name, entry in weights.items()}, hf_layout(shape).local_shapes(0))
+    homes = {tensor: (entry, files[source / name]) for tensor, (name, entry) in entries.items()}
+    tensors = []
+    for name in weights:
+        if blocks is not None and name in scales:
+            tensors.append(_scaled(name, homes[name], homes[scales[name]], blocks, dtype or blocks.dtype))
+        else:
+            entry, file = homes[name]
+            tensors.append(_stored(name, entry.shape, entry.dtype, partial(entry.view, file)))
+    return tensors, files
+
+
+def _stored(name: str, shape: Shape, dtype: DType, source: Callable[[], Sliceable]) -> Copy:
+    box = whole_box(shape)
+    return Copy(name=name, shape=shape, dtype=dtype, fragments=(Fragment(box=box, source=source, src_box=box),))
+
+
+def _scaled(
+    name: str, weight: tuple[Entry, MappedFile], scales: tuple[Entry, MappedFile], blocks: Blocks, dtype: DType
+) -> Copy:
+    from rl_megatron.weights.checkpoints.casting import Scaled
+
+    def source() -> Scaled:
+        (numbers, file), (factors, other) = weight, scales
+        return Scaled(
+            weight=numbers.view(file),
+            scales=factors.view(other),
+            scale_dtype=factors.dtype,
+            edges=blocks.edges,
+            wanted=dtype,
+        )
+
+    return _stored(name, weight[0].shape, dtype, source)
+
+
+def write_safetensors(file: IO[bytes], tensors: Sequence[Streamed], on_bytes: OnBytes) -> list[dict[str, object]]:
+    """Write one file, of which there is nothing to note."""
+    file.write(header_bytes([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]))
+    for tensor in tensors:
+        for block in numbers(tensor, on_bytes):
+            file.write(block.reshape(-1).view(np.uint8).data)
+    return []

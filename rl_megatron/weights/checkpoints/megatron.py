@@ -1,0 +1,147 @@
+"""The tensors of a ``torch_dist`` checkpoint, whatever layout wrote it, and its files as they are written. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import IO
+
+from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.weights.boxes import Box, Shape, intersect, shift, volume, whole_box
+from rl_megatron.weights.bytes.dtypes import Bits, DType
+from rl_megatron.weights.checkpoints.streaming import Copy, Files, Fragment, OnBytes, Sink, Streamed, numbers
+from rl_megatron.weights.checkpoints.torch_dist import (
+    Chunk,
+    place_of,
+    read_index,
+    read_tensor,
+    write_index,
+    write_tensor,
+)
+from rl_megatron.weights.formats.hf_folder import raise_uncounted
+from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
+from rl_megatron.weights.plans.plan import plan
+
+
+def megatron_copies(source: Path, shape: ModelShape) -> tuple[list[Copy], Files]:
+    """Every Hugging Face tensor out of the chunks that hold a piece of it, as it is stored.
+
+    Raises CheckpointError or WeightError naming what is missing, torn or another model's.
+    """
+    sizes, chunks = read_index(source)
+    files = _opened(source, sorted({c.file for c in chunks}))
+    by_key: dict[str, list[Chunk]] = {}
+    for chunk in chunks:
+        by_key.setdefault(chunk.key, []).append(chunk)
+    hf, megatron = hf_layout(shape), megatron_layout(shape)  # the order of rows on one rank is that of any file
+    raise_uncounted(source, sum(prod(size) for size in sizes.values()), megatron)
+    places = {param: place_of(param, stacked=shape.uniform) for param in megatron.local_shapes(0)}
+    missing = sorted({key for key, _ in places.values()} - by_key.keys())
+    if missing:
+        raise WeightError(f"{source} lacks {', '.join(missing[:20])}; its config.json tells of another model")
+    at: dict[tuple[str, Shape], list[Chunk]] = {}
+    for key, held in by_key.items():
+        depth = max((len(index) for k, index in places.values() if k == key), default=0)
+        for chunk in held:
+            for index in _indices(chunk, depth):
+                at.setdefault((key, index), []).append(chunk)
+    fragments: dict[str, list[Fragment]] = {}
+    kinds: dict[str, DType] = {}
+    for piece in plan(hf, megatron).receives(0):
+        key, index = places[piece.dst_param]
+        for chunk in at.get((key, index), []):
+            cut = intersect(piece.dst_box, _box(chunk, len(index)))
+            if cut is not None:
+                view = partial(read_tensor, files[source / chunk.file], chunk)
+                fragment = _fragment(cut, chunk, index, piece.dst_box, piece.src_box, view)
+                fragments.setdefault(piece.src_param, []).append(fragment)
+                kinds[piece.src_param] = chunk.dtype
+    wanted = hf.local_shapes(0)
+    short = [
+        f"{name}: {sum(volume(p.box) for p in fragments.get(name, ()))} of {prod(size)} elements"
+        for name, size in wanted.items()
+        if sum(volume(p.box) for p in fragments.get(name, ())) != prod(size)
+    ]
+    if short:
+        raise WeightError("\n  ".join([f"{source} does not hold these whole:", *short[:20]]))
+    tensors = [
+        Copy(name=name, shape=size, dtype=kinds[name], fragments=tuple(fragments[name]))
+        for name, size in wanted.items()
+    ]
+    return tensors, files
+
+
+def _opened(folder: Path, names: Sequence[str]) -> Files:
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{folder}: files that should be there are not: {', '.join(missing)}")
+    return Files([folder / name for name in names])
+
+
+def _indices(chunk: Chunk, depth: int) -> Iterator[Shape]:
+    spans = [range(o, o + s) for o, s in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True)]
+    out: list[Shape] = [()]
+    for span in spans:
+        out = [(*index, i) for index in out for i in span]
+    yield from out
+
+
+def _fragment(cut: Box, chunk: Chunk, index: Shape, box: Box, hf_box: Box, view: Callable[[], Bits]) -> Fragment:
+    depth = len(index)
+    inside = shift(cut, _box(chunk, depth), whole_box(chunk.sizes[depth:]))
+    lead = tuple(i - o for i, o in zip(index, chunk.offsets[:depth], strict=True))
+    return Fragment(box=shift(cut, box, hf_box), source=lambda: view()[lead], src_box=inside)
+
+
+def _box(chunk: Chunk, depth: int) -> Box:
+    """Where a chunk lies in each parameter of its stack, whose first ``depth`` dims number them."""
+    return tuple((o, o + s) for o, s in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True))
+
+
+def write_chunks(
+    file: IO[bytes], tensors: Sequence[Streamed], on_bytes: OnBytes, *, stacked: bool
+) -> list[dict[str, object]]:
+    """Write one file; its notes say where in it each tensor lies."""
+    notes: list[dict[str, object]] = []
+    for tensor in tensors:
+        start = file.tell()
+        _, index = place_of(tensor.name, stacked=stacked)
+        shape = (*(1 for _ in index), *tensor.shape)
+        notes.append({"start": start, "length": write_tensor(file, tensor.dtype, shape, numbers(tensor, on_bytes))})
+    return notes
+
+
+def index_files(
+    folder: Path, sinks: Sequence[Sink], notes: Mapping[str, list[dict[str, object]]], *, stacked: bool
+) -> None:
+    """Write the index of the files of ``sinks``, from what `write_chunks` noted of each."""
+    chunks = [
+        _noted_chunk(sink.name, tensor, place_of(tensor.name, stacked=stacked), note)
+        for sink in sinks
+        for tensor, note in zip(sink.tensors, notes[sink.name], strict=True)
+    ]
+    write_index(folder, chunks, _global_sizes(chunks))
+
+
+def _noted_chunk(file: str, tensor: Streamed, place: tuple[str, Shape], note: Mapping[str, object]) -> Chunk:
+    key, index = place
+    return Chunk(
+        key=key,
+        offsets=(*index, *(0 for _ in tensor.shape)),
+        sizes=(*(1 for _ in index), *tensor.shape),
+        dtype=tensor.dtype,
+        file=file,
+        start=int(str(note["start"])),
+        length=int(str(note["length"])),
+    )
+
+
+def _global_sizes(chunks: Sequence[Chunk]) -> dict[str, Shape]:
+    out: dict[str, Shape] = {}
+    for c in chunks:
+        end = tuple(o + s for o, s in zip(c.offsets, c.sizes, strict=True))
+        out[c.key] = tuple(map(max, out.get(c.key, end), end))
+    return out
