@@ -11,7 +11,8 @@ an object of data has of itself is no stop. Of a box: tensors, and objects of cl
 planning of the first push to its commit, in the controller and in rank 0.
 
 Printed are the stops in order (repeats as one), by file and by room (folder), and their numbers beside the bars: 12
-files, each room entered once. A step goes through the learner twice: the old policy is asked, then trained.
+files, each room entered once. A step goes through the learner twice: the old policy is asked, then trained. Boxes are
+planned and packed in loops over all of them, so of these each file is printed where it is first entered.
 """
 
 from __future__ import annotations
@@ -84,11 +85,12 @@ def of_the_step(stops: Sequence[Stop]) -> list[Stop]:
 
 
 def of_the_push(stops: Sequence[Stop]) -> list[Stop]:
-    """From the planning of rank 0's first push to its commit."""
+    """From behind rank 0's reading of the model, which plans as well, to the commit of its first push."""
     mine = [stop for stop in stops if stop.rank in (None, 0)]
-    first = next(i for i, stop in enumerate(mine) if stop.rank == 0 and stop.function == "plan")
-    end = next(i for i, stop in enumerate(mine) if i > first and stop.function == "commit")
-    return mine[first : end + 1]
+    connected = next(i for i, stop in enumerate(mine) if stop.file.endswith("/connect.py"))
+    read = max(i for i in range(connected) if mine[i].file.endswith("/safetensors_io.py"))
+    end = next(i for i in range(connected, len(mine)) if mine[i].function == "commit")
+    return mine[read + 1 : end + 1]
 
 
 def collapsed(names: Sequence[str]) -> list[str]:
@@ -117,6 +119,8 @@ def main() -> None:
     stops = watched(args.tree.resolve(), args.of, args.keys)
     walk = of_the_step(stops) if args.of == "sample" else of_the_push(stops)
     files = collapsed([stop.file.removesuffix(".py") for stop in walk])
+    if args.of == "box":
+        files = list(dict.fromkeys(files))
     rooms = collapsed([str(Path(file).parent) for file in files])
     distinct, entries = sorted(set(files)), Counter(rooms)
     print(f"by file:\n{shown(files)}\n\nby room:\n{shown(rooms)}\n")

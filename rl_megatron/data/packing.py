@@ -10,7 +10,8 @@ Letters: D data-parallel ranks, M micro-batches a rank, S sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_megatron.data.samples import members_of, rows_of, select
+from rl_megatron.data.samples import members_of, rows_of, select, split_minibatches
 from rl_megatron.errors import DataError
 from rl_megatron.types import Batch, ParallelDims, Samples
 
@@ -56,6 +57,35 @@ def pack(samples: Samples, *, dims: ParallelDims, max_tokens: int, attention_cos
         num_tokens=int(samples.mask.sum()),
         num_sequences=samples.num_sequences,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packer:
+    """Packs for the ranks of one learner; the fields are arguments of `pack`."""
+
+    dims: ParallelDims
+    max_tokens: int
+    attention_cost: float
+    unit: int = 1
+
+    def pack(self, samples: Samples) -> Batch:
+        """Pack all of them; units stay together."""
+        cost = self.attention_cost
+        return pack(samples, dims=self.dims, max_tokens=self.max_tokens, attention_cost=cost, unit=self.unit)
+
+    def minibatches(self, samples: Samples, *, most: int, seeds: Iterable[int]) -> Iterator[Batch]:
+        """Split and pack the samples once for each seed, each time in a new order.
+
+        Into ``most`` parts, or as many as there are units.
+        """
+        num = min(most, samples.num_sequences // self.unit)
+        for seed in seeds:
+            for part in split_minibatches(samples, num, seed, unit=self.unit):
+                yield self.pack(part)
+
+    def metrics(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Compute `packing_metrics`."""
+        return packing_metrics(batches, dims=self.dims, attention_cost=self.attention_cost)
 
 
 def plan_packing(

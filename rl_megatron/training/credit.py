@@ -238,13 +238,6 @@ def mean_over_completions(values: Tensor, samples: Samples) -> float:
     return float((sums / count.clamp(min=1)).sum() / count.count_nonzero())
 
 
-def over_right_tokens(samples: Samples) -> Samples:
-    """Divide the NLL marks of a minibatch by the number of its tokens that belong to right completions."""
-    if samples.nll_weights is None:
-        return samples
-    return replace(samples, nll_weights=samples.nll_weights / max(int((samples.nll_weights > 0).sum()), 1))
-
-
 def explained_variance(samples: Samples) -> float:
     """1 - Var(returns - values)/Var(returns) over trained tokens: 1 is a perfect critic; 0 if all returns are equal."""
     assert samples.returns is not None

@@ -6,7 +6,7 @@ Runs in the controller process; every tensor here is on the CPU. Randomness is a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
@@ -18,8 +18,8 @@ from rl_megatron.algorithms.corrections import proximal_share, second_moment_mas
 from rl_megatron.algorithms.kl import adaptive_beta
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.packing import pack, packing_metrics, unpack
-from rl_megatron.data.samples import split_minibatches, to_samples, with_last_tokens
+from rl_megatron.data.packing import Packer, unpack
+from rl_megatron.data.samples import to_samples, with_last_tokens
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles, Scorer
 from rl_megatron.observability.recorder import Row, Stopwatch
@@ -28,7 +28,6 @@ from rl_megatron.training.credit import (
     assign_credit,
     explained_variance,
     mean_over_completions,
-    over_right_tokens,
     reference_kl,
     shape_rewards,
 )
@@ -51,12 +50,19 @@ class Update:
     attention_cost: float
     state: AlgorithmState = field(init=False)
     _selection: Selection = field(init=False)
+    _packer: Packer = field(init=False)
     policy_steps: OptimizerSteps = field(init=False)
     critic_steps: OptimizerSteps = field(init=False)
 
     def __post_init__(self) -> None:
         self.state = AlgorithmState(kl_coefficient=self.config.algorithm.kl.coefficient)
         self._selection = selection_of(self.config.algorithm)
+        self._packer = Packer(
+            dims=self.config.learner.dims,
+            max_tokens=self.config.learner.max_tokens_per_micro_batch,
+            attention_cost=self.attention_cost,
+            unit=self._selection.unit,
+        )
         self.policy_steps, self.critic_steps = (
             OptimizerSteps(name=name, most=self.config.train.most_skipped) for name in ("policy", "critic")
         )
@@ -105,21 +111,10 @@ class Update:
             )
         return samples
 
-    def pack(self, samples: Samples) -> Batch:
-        """Packs samples into micro-batches for the learner's ranks; pairs stay together."""
-        learner = self.config.learner
-        return pack(
-            samples,
-            dims=learner.dims,
-            max_tokens=learner.max_tokens_per_micro_batch,
-            attention_cost=self.attention_cost,
-            unit=self._selection.unit,
-        )
-
     async def _measure(self, samples: Samples, watch: Stopwatch) -> Measured:
         """Score the rollouts with all models before any of them changes; only the scores that the algorithm needs."""
         section, roles = self.config.algorithm, self.roles
-        batch = self.pack(samples)
+        batch = self._packer.pack(samples)
         asked = section.old_logprobs == "learner" or section.second_moment_limit is not None
         asked |= section.routing_replay == "r2"
         current = next_values = None
@@ -154,7 +149,7 @@ class Update:
     async def _values(self, samples: Samples, critic: Scorer) -> tuple[Tensor, Tensor]:
         """Values [N] before each sampled token, and [S] after each completion's last one."""
         longer, is_last = with_last_tokens(samples)
-        batch = self.pack(longer)
+        batch = self._packer.pack(longer)
         values = unpack(batch, (await critic.score(batch, frozenset({"values"})))["values"], longer)
         return values[~is_last], values[is_last]
 
@@ -201,10 +196,11 @@ class Update:
         rate, critic_rate = learning_rate(c, step), critic_learning_rate(c, step)
         loss = loss_of(c.algorithm, kl_coefficient=self.state.kl_coefficient, max_new_tokens=c.rollout.max_new_tokens)
         value_loss = ValueLoss(clip=c.algorithm.critic.clip)
-        packed = map(self.pack, minibatches(samples, c, step, unit=self._selection.unit))
+        seeds = [seed_of(c.seed, step, epoch) for epoch in range(c.train.epochs)]
+        packed = self._packer.minibatches(samples, most=c.train.minibatches, seeds=seeds)
         batches = [batch for batch in packed if batch.num_tokens]  # else momentum moves the weights
         row: Row = {"learning_rate": rate, **advantage_row(samples)}
-        row |= packing_metrics(batches, dims=c.learner.dims, attention_cost=self.attention_cost)
+        row |= self._packer.metrics(batches)
         critic = roles.learners.get("critic")
         policy_steps: list[Made | None] = []  # None: skipped
         critic_steps: list[Made | None] = []
@@ -258,14 +254,6 @@ class AtOnce:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def minibatches(samples: Samples, config: RunConfig, step: int, *, unit: int) -> Iterator[Samples]:
-    """Split the samples into ``train.minibatches`` parts, ``train.epochs`` times, each time in a new order."""
-    count = min(config.train.minibatches, samples.num_sequences // unit)
-    for epoch in range(config.train.epochs):
-        for part in split_minibatches(samples, count, seed_of(config.seed, step, epoch), unit=unit):
-            yield over_right_tokens(part)
 
 
 def _by_own_routes(batch: Batch) -> Batch:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.shaping import RunningMoments
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.data.samples import to_samples
+from rl_megatron.data.samples import split_minibatches, to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
 from rl_megatron.training.credit import (
@@ -23,7 +23,6 @@ from rl_megatron.training.credit import (
     explained_variance,
     groups_that_differ,
     mean_over_completions,
-    over_right_tokens,
     reference_kl,
     shape_rewards,
 )
@@ -217,14 +216,9 @@ def test_the_controlled_kl_is_the_mean_over_completions_of_their_tokens_mean() -
 
 def test_right_completions_tokens_share_the_nll_weight_of_a_minibatch() -> None:
     samples, _ = credit({"nll_coefficient": 0.1})
-    found = by_completion(over_right_tokens(samples), "nll_weights")
-    assert found == [
-        pytest.approx([0.1 / 6] * 3),
-        [0.0] * 2,
-        [0.0] * 4,
-        pytest.approx([0.1 / 6]),
-        pytest.approx([0.1 / 6] * 2),
-    ]
+    (whole,) = split_minibatches(samples, 1, seed=0)
+    each = pytest.approx(0.1 / 6)
+    assert sorted(by_completion(whole, "nll_weights")) == [[0.0] * 2, [0.0] * 4, [each], [each] * 2, [each] * 3]
 
 
 def pairs_of(groups: list[RolloutGroup], **section: object) -> tuple[Sequence[RolloutGroup], Rewards]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from rl_megatron.config.run import RunConfig
-from rl_megatron.training.update import minibatches
-from rl_megatron.types import Samples
+from rl_megatron.data.packing import Packer
+from rl_megatron.training.schedule import seed_of
+from rl_megatron.types import ParallelDims, Samples
 
 
 def numbered(count: int) -> Samples:
@@ -24,9 +26,15 @@ def numbered(count: int) -> Samples:
     )
 
 
-def orders(*, step: int, epochs: int, unit: int = 1, count: int = 12) -> list[list[int]]:
-    config = RunConfig.model_validate({"train": {"epochs": epochs, "minibatches": 3}})
-    parts = list(minibatches(numbered(count), config, step, unit=unit))
+def parts_of(samples: Samples, seeds: Sequence[int], *, most: int, unit: int = 1) -> list[Samples]:
+    """Each minibatch fits one micro-batch; sequences of one length keep their order there."""
+    packer = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0, unit=unit)
+    return [batch.micro_batches[0][0] for batch in packer.minibatches(samples, most=most, seeds=seeds)]
+
+
+def orders(*, step: int, epochs: int) -> list[list[int]]:
+    seeds = [seed_of(0, step, epoch) for epoch in range(epochs)]
+    parts = parts_of(numbered(12), seeds, most=3)
     assert len(parts) == 3 * epochs
     return [torch.cat([p.input_ids for p in parts[i : i + 3]]).tolist() for i in range(0, len(parts), 3)]
 
@@ -39,19 +47,16 @@ def test_each_epoch_and_step_shuffles_anew_and_repeats_itself() -> None:
 
 
 def test_fewer_sequences_than_minibatches_are_one_each() -> None:
-    config = RunConfig.model_validate({"train": {"minibatches": 8}})
-    assert [p.num_sequences for p in minibatches(numbered(5), config, 1, unit=1)] == [1] * 5
+    assert [part.num_sequences for part in parts_of(numbered(5), [1], most=8)] == [1] * 5
 
 
 def test_pairs_stay_together_and_fewer_than_minibatches_are_one_each() -> None:
-    config = RunConfig.model_validate({"train": {"minibatches": 8}})
-    parts = list(minibatches(numbered(6), config, 1, unit=2))
+    parts = parts_of(numbered(6), [1], most=8, unit=2)
     assert sorted(part.input_ids.tolist() for part in parts) == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_nll_weights_are_over_the_right_tokens_of_their_minibatch() -> None:
-    config = RunConfig.model_validate({"train": {"minibatches": 3}})
-    for part in minibatches(numbered(12), config, 1, unit=1):
+    for part in parts_of(numbered(12), [1], most=3):
         assert part.nll_weights is not None
         right = int((part.input_ids % 2).sum())
         assert abs(part.nll_weights.sum().item() - (0.1 if right else 0.0)) < 1e-6
