@@ -15,16 +15,14 @@ import numpy as np
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.boxes import Shape, whole_box
 from rl_megatron.weights.bytes.dtypes import DType
-from rl_megatron.weights.bytes.mapped import Entry, MappedFile, header_bytes, read_header
+from rl_megatron.weights.bytes.mapped import Entry, MappedFile, header_bytes
 from rl_megatron.weights.checkpoints.streaming import Copy, Files, Fragment, OnBytes, Sliceable, Streamed, numbers
-from rl_megatron.weights.formats.block_scales import Blocks, blocks_of, scales_of
+from rl_megatron.weights.formats.block_scales import Blocks
 from rl_megatron.weights.formats.hf_folder import (
     is_draft,
-    raise_lines,
     raise_misfits,
-    raise_misplaced,
     raise_uncounted,
-    weight_files,
+    read_headers,
 )
 from rl_megatron.weights.layouts.families import hf_layout
 
@@ -34,23 +32,17 @@ def hf_copies(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[lis
 
     Raises CheckpointError, WeightError or ConfigError naming what is missing, torn, unknown or misshapen.
     """
-    names, placed = weight_files(source)
-    files = Files([source / name for name in names])
-    entries = {tensor: (name, entry) for name in names for tensor, entry in read_header(files[source / name]).items()}
-    raise_misplaced(source, placed, {tensor: name for tensor, (name, _) in entries.items()})
-    entries = {tensor: entry for tensor, entry in entries.items() if not is_draft(tensor, shape)}
-    blocks = blocks_of(source)
-    scales, wrong = scales_of({name: (entry.dtype, entry.shape) for name, (_, entry) in entries.items()}, blocks)
-    raise_lines(f"{source} is not quantised as its config.json says", wrong)
-    beside = set(scales.values())
-    weights = {name: entry for name, (_, entry) in entries.items() if name not in beside}
+    headers = read_headers(source)
+    files = Files([source / name for name in dict.fromkeys(name for name, _ in headers.entries.values())])
+    weights = {name: size for name, size in headers.shapes.items() if not is_draft(name, shape)}
     raise_uncounted(source, len(weights), hf_layout(shape))
-    raise_misfits(str(source), {name: entry.shape for name, entry in weights.items()}, hf_layout(shape).local_shapes(0))
-    homes = {tensor: (entry, files[source / name]) for tensor, (name, entry) in entries.items()}
+    raise_misfits(str(source), weights, hf_layout(shape).local_shapes(0))
+    homes = {tensor: (entry, files[source / name]) for tensor, (name, entry) in headers.entries.items()}
     tensors = []
     for name in weights:
-        if blocks is not None and name in scales:
-            tensors.append(_scaled(name, homes[name], homes[scales[name]], blocks, dtype or blocks.dtype))
+        if headers.blocks is not None and name in headers.scales:
+            scales = homes[headers.scales[name]]
+            tensors.append(_scaled(name, homes[name], scales, headers.blocks, dtype or headers.blocks.dtype))
         else:
             entry, file = homes[name]
             tensors.append(_stored(name, entry.shape, entry.dtype, partial(entry.view, file)))

@@ -17,9 +17,7 @@ from rl_megatron.durable import publish_folder
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.weights.boxes import Box, Shape, whole_box
 from rl_megatron.weights.bytes.bits import all_numbers
-from rl_megatron.weights.bytes.mapped import dtype_named
 from rl_megatron.weights.checks.checksums import checksum
-from rl_megatron.weights.formats.block_scales import blocks_of, scales_of
 from rl_megatron.weights.formats.hf_folder import (
     INDEX,
     companions,
@@ -27,11 +25,9 @@ from rl_megatron.weights.formats.hf_folder import (
     file_names,
     index_text,
     is_draft,
-    raise_lines,
     raise_misfits,
-    raise_misplaced,
     raise_uncounted,
-    weight_files,
+    read_headers,
 )
 from rl_megatron.weights.formats.quantize import dequantise
 from rl_megatron.weights.layouts.layout import Layout
@@ -47,21 +43,11 @@ class HFFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        files, placed = weight_files(folder)
-        opened = {name: _open(folder / name) for name in files}
-        where = {tensor: name for name, file in opened.items() for tensor in list(file.keys())}
-        raise_misplaced(folder, placed, where)
-        self._home = {tensor: opened[name] for tensor, name in where.items()}
-        slices = {name: file.get_slice(name) for name, file in self._home.items()}
-        try:
-            held = {name: (dtype_named(s.get_dtype()), tuple(s.get_shape())) for name, s in slices.items()}
-        except ValueError as error:
-            raise CheckpointError(f"{folder}: {error}") from error
-        self._blocks = blocks_of(folder)
-        self._scales, wrong = scales_of(held, self._blocks)
-        raise_lines(f"{folder} does not match the quantization_config of its config.json", wrong)
-        beside = set(self._scales.values())
-        self._shapes = {name: shape for name, (_, shape) in held.items() if name not in beside}
+        self._headers = read_headers(folder)
+        self._shapes = self._headers.shapes
+        homes = {tensor: name for tensor, (name, _) in self._headers.entries.items()}
+        opened = {name: _open(folder / name) for name in dict.fromkeys(homes.values())}
+        self._home = {tensor: opened[name] for tensor, name in homes.items()}
 
     def shapes(self) -> dict[str, Shape]:
         """The shape of every tensor by name, without block scales."""
@@ -70,10 +56,11 @@ class HFFolder:
     def read(self, name: str, box: Box) -> Tensor:
         """A box of one tensor, in the file's dtype, on the CPU. Reads only the box."""
         piece: Tensor = self._home[name].get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
-        if self._blocks is None or name not in self._scales:
+        blocks, beside = self._headers.blocks, self._headers.scales.get(name)
+        if blocks is None or beside is None:
             return piece
-        scales: Tensor = self._home[self._scales[name]].get_tensor(self._scales[name])
-        return dequantise(piece, scales, [start for start, _ in box], self._blocks.edges)
+        scales: Tensor = self._home[beside].get_tensor(beside)
+        return dequantise(piece, scales, [start for start, _ in box], blocks.edges)
 
 
 def read_boxes(source: HFFolder, hf: Layout, layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,8 @@ from rl_megatron.models.families.fields import ConfigFields
 from rl_megatron.models.json_files import JsonFields, read_json
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.boxes import Shape
+from rl_megatron.weights.bytes.mapped import Entry, MappedFile, read_header
+from rl_megatron.weights.formats.block_scales import Blocks, blocks_of, scales_of
 from rl_megatron.weights.layouts.layout import Layout
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -36,8 +39,40 @@ _NAME_BYTES = 255  # the longest file name
 _MAX_LINES = 20  # of one error message; a wrong folder lacks thousands of tensors
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headers:
+    """What the headers of a folder's files say of every tensor, weights and block scales."""
+
+    entries: Mapping[str, tuple[str, Entry]]  # the tensor's file, and where in it the tensor lies
+    scales: Mapping[str, str]  # of each float8 weight, the tensor with its scales
+    blocks: Blocks | None  # what a scale is of; None: nothing is quantised
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Of every weight."""
+        beside = set(self.scales.values())
+        return {name: entry.shape for name, (_, entry) in self.entries.items() if name not in beside}
+
+
 class _Index(JsonFields):
     weight_map: Annotated[dict[str, str], Field(min_length=1)]
+
+
+def read_headers(folder: Path) -> Headers:
+    """Read the headers of all files, which must hold what the index places in them.
+
+    Raises CheckpointError naming every file that is missing, or the first that is torn; WeightError naming every tensor
+    that lies elsewhere or whose block scales do not fit; ConfigError for another quantisation.
+    """
+    names, placed = weight_files(folder)
+    entries = {
+        tensor: (name, entry) for name in names for tensor, entry in read_header(MappedFile(folder / name)).items()
+    }
+    raise_misplaced(folder, placed, {tensor: name for tensor, (name, _) in entries.items()})
+    blocks = blocks_of(folder)
+    scales, wrong = scales_of({name: (entry.dtype, entry.shape) for name, (_, entry) in entries.items()}, blocks)
+    raise_lines(f"{folder} does not match the quantization_config of its config.json", wrong)
+    return Headers(entries=entries, scales=scales, blocks=blocks)
 
 
 def weight_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
