@@ -1,4 +1,4 @@
-"""The console command's entry: until its imports are done there is nothing that Ctrl-C could leave behind."""
+"""The console command's entry: exits quietly on Ctrl-C while the command line is still being imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 
 from rl_megatron.errors import RLMegatronError
 
-_INTERRUPTED = 130  # a shell's status of what Ctrl-C ended
+_INTERRUPTED = 130  # a shell's status for a process that Ctrl-C ended
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
     before = signal.signal(signal.SIGINT, _leave)
     try:
         from launcher.__main__ import main as run
-    except RLMegatronError as error:  # of an installed option, whose keys the configuration is made with
+    except RLMegatronError as error:  # from an installed option, whose keys are part of the configuration
         sys.exit(f"error: {error}")
     signal.signal(signal.SIGINT, before)
     run()

@@ -1,4 +1,4 @@
-"""The tokenizer and both splits of the data."""
+"""Loads the tokenizer and both splits of the data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """The tokenizer, what ends a completion, and both splits."""
+    """The tokenizer, the tokens that end a completion, and both splits."""
 
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
@@ -30,7 +30,7 @@ class Data:
 
 
 def load_data(config: RunConfig, model_folder: Path) -> Data:
-    """Read tokenizer and data. Raises ConfigError, and DataError naming the row."""
+    """Read tokenizer and data. Raises ConfigError, and DataError that names the row."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads would take the learners' cores
     from transformers import AutoTokenizer
 
@@ -51,7 +51,7 @@ def load_data(config: RunConfig, model_folder: Path) -> Data:
 
 
 def _stop_token_ids(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What ends a completion: the generation config's ``eos_token_id`` (one or several), else the tokenizer's."""
+    """Tokens that end a completion: the generation config's ``eos_token_id`` (one or several), else the tokenizer's."""
     path = model_folder / "generation_config.json"
     given = read_json(path, GenerationFields).eos_token_id if path.is_file() else None
     ids = tokenizer.eos_token_id if given is None else given

@@ -1,4 +1,4 @@
-"""The jobs of a run, in order, of roles, data and configuration."""
+"""Builds the jobs of a run, in order, from roles, data and configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rl_megatron.training.update import Update
 def loops_of(
     parts: Parts, shape: ModelShape, roles: Roles, data: Data, recorder: Recorder, stop: asyncio.Event
 ) -> tuple[Loop, Loop]:
-    """The warm start, which may have no step, and what follows it; of a run whose processes are up."""
+    """The loop of the warm start, which may have no step, and the loop that follows it. The processes must be up."""
     config = parts.config
     sampler = _sampler(parts, roles, data)
     evaluation = Evaluation(sampler=sampler, prompts=data.held_out, section=config.eval)
@@ -65,7 +65,7 @@ def loops_of(
 
 
 def _on_groups(common: dict[str, Any], sampler: RolloutSampler, data: Data) -> GroupJob:
-    """Pairs, where the data has rejected answers."""
+    """The job on pairs if the data has rejected answers, else reinforcement."""
     if data.train[0].rejected:
         return PreferencePairs(**common, tokenizer=data.tokenizer, eos=data.stop_token_ids[0])
     return Reinforcement(**common, sampler=sampler)

@@ -1,4 +1,4 @@
-"""What a run starts from: the model that is given, or a tiny one made on the spot; and its sizes, without torch."""
+"""Finds the model that a run starts from, or makes a tiny one; and reads its sizes, without torch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import HEAD_DIM, make_tiny_model, tiny_shape
 from rl_megatron.weights.layouts.families import read_shape
 
-_LEAST_HEAD_DIM = 32  # of vLLM's attention kernels on CPUs
+_LEAST_HEAD_DIM = 32  # that vLLM's attention kernels on CPUs support
 
 
 def starting_folder(config: RunConfig) -> Path:
-    """What the learner starts from: a tiny model is made where no path is given."""
+    """The folder of the model that the learner starts from; makes a tiny model if no path is given."""
     if config.model.path is not None:
         return config.model.path
     return make_tiny_model(_tiny(config), config.model.cache_dir, config.seed)
 
 
 def starting_shape(config: RunConfig) -> ModelShape:
-    """Its sizes; nothing is made. Raises ConfigError for a folder that holds no model of a known family."""
+    """The starting model's sizes, without making it. Raises ConfigError for a folder without a known model."""
     if config.model.path is not None:
         return read_shape(config.model.path, config.learner.model)
     return tiny_shape(_tiny(config))
 
 
 def _tiny(config: RunConfig) -> TinyModelSection:
-    """The tiny model's sizes; servers' CPU kernels have wider heads, so it gets fewer of them."""
+    """The tiny model's sizes. Servers' CPU kernels need wider heads, so for them it gets fewer heads."""
     tiny = config.model.tiny
     if tiny.head_dim is not None or not config.rollout.served:
         return tiny

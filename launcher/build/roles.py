@@ -1,4 +1,4 @@
-"""The composition root: a RunConfig -> processes that are up, and the data. It chooses the launcher."""
+"""The composition root: chooses the launcher for a RunConfig, starts its processes and loads the data."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a run needs beside processes and data; making it finds what is wrong before any process starts."""
+    """What a run needs besides processes and data; building it finds errors before any process starts."""
 
     config: RunConfig
     folder: Path
     reward: RewardFunction
-    allocation: Allocation | None  # None: no Slurm allocation is used
+    allocation: Allocation | None  # None: the run uses no Slurm allocation
 
 
 @contextlib.asynccontextmanager
 async def started(parts: Parts, progress: Progress, stop: Stop) -> AsyncIterator[tuple[Roles, Data, ModelShape]]:
-    """Learner and engine, the data and the model's shape; the processes are gone at the end of the context.
+    """Start learner and engine; yield them, the data and the model's shape. Leaving the context ends all processes.
 
-    Raises Stopped where a stop is asked first.
+    Raises Stopped if a stop is requested first.
     """
     async with contextlib.AsyncExitStack() as stack:
         yield await unless_stopped(stop, _start(stack, parts, progress, stop))
@@ -53,8 +53,8 @@ async def started(parts: Parts, progress: Progress, stop: Stop) -> AsyncIterator
 async def _start(
     stack: contextlib.AsyncExitStack, parts: Parts, progress: Progress, stop: Stop
 ) -> tuple[Roles, Data, ModelShape]:
-    """What ends the processes is on ``stack``."""
-    config, thread = parts.config, OwnThread("start")  # a stop does not wait for what it reads
+    """Start learner and engine; ``stack`` gets the callbacks that end them."""
+    config, thread = parts.config, OwnThread("start")  # a stop does not wait for this thread
     stack.callback(thread.close)
     progress.note("preparing the model")
     model_folder = await thread(starting_folder, config)
@@ -66,7 +66,7 @@ async def _start(
     starting = asyncio.create_task(stack.enter_async_context(launcher.start(config, progress.note)))
     try:
         data = await thread(load_data, config, model_folder)
-    except BaseException:  # what is wrong with the data is raised before all processes are up
+    except BaseException:  # an error in the data is raised before all processes are up
         starting.cancel()
         await asyncio.wait([starting])
         raise
@@ -74,13 +74,13 @@ async def _start(
 
 
 def allocation_of(config: RunConfig, folder: Path) -> Allocation | None:
-    """The allocation to use. Raises ConfigError where there is none and must be one."""
+    """The allocation to use. Raises ConfigError if the launcher needs one and there is none."""
     allocation = (
         None if config.run.launcher == "local" else Allocation.this(folder, config.slurm, config.roles.separate)
     )
     if config.run.launcher == "slurm" and allocation is None:
         raise ConfigError(
-            "run.launcher=slurm, but this is no Slurm job; send one with rl-megatron submit, or set run.launcher=local"
+            "run.launcher=slurm, but this is not a Slurm job; use rl-megatron submit, or set run.launcher=local"
         )
     return allocation
 

@@ -1,4 +1,4 @@
-"""``rl-megatron doctor``: which packages and devices are here, and what follows for a run."""
+"""``rl-megatron doctor``: lists packages and devices, and what they allow a run to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rl-megatron plan``: what moving weights between two layouts costs, or what GPUs must hold, without a machine."""
+"""``rl-megatron plan``: estimates the cost of moving weights between two layouts, or the memory that GPUs need."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def show_plan(
     colocated: bool,
     gpu_memory_gb: float,
 ) -> None:
-    """Print the cost of moving ``model`` as ``layouts`` (``src=...``, ``dst=...``) say. Raises ConfigError.
+    """Print the cost of moving ``model`` between ``layouts`` (``src=...``, ``dst=...``). Raises ConfigError.
 
     Names a rank whose weights alone are more than ``gpu_memory_gb`` (1e9 bytes).
     """
@@ -106,31 +106,31 @@ def show_plan(
 
 
 def _too_large(side: str, layout: Layout, element_bytes: int, gpu_memory_gb: float) -> Iterator[str]:
-    """A line where a rank's weights are more than a GPU holds; full copies on disk lie on none."""
+    """A line for each rank whose weights exceed a GPU's memory; full copies on disk are on no GPU."""
     held = {rank: sum(map(prod, layout.local_shapes(rank).values())) for rank in _unlike(layout.dims)}
     rank = max(held, key=lambda r: held[r])
     needs = held[rank] * element_bytes / GB
     if needs > gpu_memory_gb:
         yield (
-            f"{side}: rank {rank} holds {needs:,.1f} GB of weights, more than a GPU of {gpu_memory_gb:g} GB "
+            f"{side}: rank {rank} holds {needs:,.1f} GB of weights, which do not fit a GPU of {gpu_memory_gb:g} GB "
             "(--gpu-memory-gb); raise tp, pp, ep or etp"
         )
 
 
 def _unlike(dims: ParallelDims) -> range:
-    """The first rank of each pipeline stage: the others of a stage hold as much."""
+    """The first rank of each pipeline stage; the stage's other ranks hold as much."""
     return range(0, dims.world_size, dims.world_size // dims.pp)
 
 
 def show_memory(config_name: str, overrides: Sequence[str]) -> None:
-    """Print what GPUs must hold under a configuration, a column a pipeline stage's fullest. Raises ConfigError.
+    """Print the memory that a configuration needs on the fullest GPU of each pipeline stage. Raises ConfigError.
 
-    A configuration that names its model needs no folder of it.
+    A configuration with model.name needs no folder of the model.
     """
     named = [] if any(item.startswith("model.path=") for item in overrides) else ["model.path=."]
     config = load_config(config_name, [*overrides, *named])
     if config.model.name is None and named:
-        raise ConfigError(f"{config_name}: the model's sizes are not known; give model.path, or model.name")
+        raise ConfigError(f"{config_name}: the model's sizes are not known; set model.path or model.name")
     shape = model_shape(str(config.model.name if named else config.model.path), config.learner.model)
     expect(config.model.name, shape)
     config = _elsewhere(config, shape)
@@ -159,14 +159,14 @@ def show_memory(config_name: str, overrides: Sequence[str]) -> None:
 
 
 def _elsewhere(config: RunConfig, shape: ModelShape) -> RunConfig:
-    """With servers at addresses where a server of the recipe's own could not hold the model on its GPUs."""
+    """The configuration with servers at addresses, if a server of its own could not hold the model on its GPUs."""
     rollout, room = config.rollout, config.slurm.gpu_memory_gb
     if not rollout.served or rollout.server.addresses is not None or room is None:
         return config
     if server_weights(config, shape) <= room * GB:
         return config
     server = rollout.server.model_copy(update={"addresses": "http://elsewhere"})
-    print("rollout.server.addresses is assumed, of servers on other GPUs: one here could not hold the model")
+    print("assuming rollout.server.addresses, servers on other GPUs: a server here could not hold the model")
     return config.model_copy(update={"rollout": rollout.model_copy(update={"server": server})})
 
 
@@ -174,7 +174,7 @@ def _texts(layouts: Sequence[str]) -> dict[str, str]:
     out = dict(text.partition("=")[::2] for text in layouts)
     if len(layouts) != 2 or out.keys() != {"src", "dst"}:
         given = " ".join(layouts) or "nothing"
-        raise ConfigError(f"layouts: {given} given; give both, as in src=megatron,tp=4,ep=8,dp=2 dst=hf,dp=8")
+        raise ConfigError(f"layouts: {given} given; give both, for example src=megatron,tp=4,ep=8,dp=2 dst=hf,dp=8")
     return out
 
 

@@ -1,4 +1,4 @@
-"""Accepts the ranks that connect back to the controller, checks that each is an awaited one, and ends them."""
+"""Accepts the ranks that connect back to the controller, checks that each is expected, and ends them."""
 
 from __future__ import annotations
 
@@ -46,28 +46,28 @@ class ConnectedRank(RankProcess):
         self.where = f"pid {hello.pid} on {hello.node}"
         self._stream = socket.socket(fileno=os.dup(connection.fileno()))
         self._gone = threading.Event()
-        self.folder: Path | None = None  # where what it says is written
+        self.folder: Path | None = None  # of its output file
 
     @override
     def ending(self, hung_up: threading.Event) -> Ending:
-        """Waits for the end of the stream, which is all that another node says."""
+        """Waits for the end of the stream, the only sign from another node."""
         hung_up.wait()
         self._gone.set()
         file = file_stem(self.role, self.rank)
         tail = end_of(self.folder / f"{file}.txt") if self.folder is not None else ""
-        said = f"ends with:{tail}" if tail else "has what it said"
+        said = f"ends with:{tail}" if tail else "has its output"
         how = f"hung up: it was killed, crashed or lost its node; {file}.txt {said}"
         return Ending(how=how, expected=True, killed=True)
 
     @override
     def wake(self) -> None:
-        """Slurm passes SIGCONT on to all ranks of the step. Without Slurm nobody reaches a stopped one."""
+        """Has Slurm send SIGCONT to all ranks of the step. Without Slurm nothing can wake a stopped rank."""
         if all(self.hello.step.split(".")):
             subprocess.Popen(["scancel", "--signal=CONT", self.hello.step])
 
     @override
     def kill(self) -> None:
-        """Closes the stream; the rank ends within seconds."""
+        """Closes the stream, upon which the rank ends within seconds."""
         with contextlib.suppress(OSError):  # it hung up first
             self._stream.shutdown(socket.SHUT_RDWR)
 
@@ -78,20 +78,20 @@ class ConnectedRank(RankProcess):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Awaited:
-    """The ranks that were started, and who may say that no more will come."""
+    """The ranks that were started, and what starts them."""
 
     placement: Placement
     token: bytes
-    started: Awaitable[str]  # done, with how it ended, once what starts the ranks is at its end
+    started: Awaitable[str]  # done once what starts the ranks has ended; says how
     seconds: float
-    folder: Path  # where what ranks say is written
-    files: str  # there, where a person reads more
-    blame: Callable[[str], None]  # called with the one node from which ranks did not come
-    separate: Sequence[Placement] = ()  # of other roles with ranks of their own
+    folder: Path  # of the ranks' output files
+    files: str  # the names of these files, for messages
+    blame: Callable[[str], None]  # called with the only node whose ranks did not connect
+    separate: Sequence[Placement] = ()  # of other roles with their own ranks
 
     @property
     def placements(self) -> dict[str, Placement]:
-        """By role, the learner's first."""
+        """The placements by role, the learner's first."""
         return {placement.role: placement for placement in (self.placement, *self.separate)}
 
     def where(self) -> dict[tuple[str, int], str]:
@@ -115,11 +115,11 @@ async def learner(
     on_signal: Callable[[str], None],
     tell: Callable[[str], None],
 ) -> AsyncIterator[Roles]:
-    """The roles of all ranks, once they are here, while the context is open. Raises WorkerDied; its node is blamed."""
+    """Wait for all ranks and yield their roles. Raises WorkerDied, after blaming the rank's node."""
     ranks = await arrivals(listener, awaited)
-    listener.close()  # nobody else is awaited
+    listener.close()  # no other connection is expected
     teams: list[tuple[Setup, list[ConnectedRank]]] = []
-    taken: Counter[str] = Counter()  # of each node's accelerators
+    taken: Counter[str] = Counter()  # accelerators in use, by node
     for role, placement in awaited.placements.items():
         team = [rank for rank in ranks if rank.role == role]
         for rank in team:
@@ -144,7 +144,7 @@ async def learner(
 
 
 async def arrivals(listener: socket.socket, awaited: Awaited) -> list[ConnectedRank]:
-    """All ranks of all roles, in order. Raises WorkerDied where not all can come, or they are not there in time."""
+    """All ranks of all roles, in order. Raises WorkerDied if some cannot connect, or do not in time."""
     arrived: dict[tuple[str, int], ConnectedRank] = {}
     where = awaited.where()
     waiting = asyncio.ensure_future(_welcome(listener, awaited, arrived))
@@ -156,12 +156,12 @@ async def arrivals(listener: socket.socket, awaited: Awaited) -> list[ConnectedR
             return [arrived[who] for who in where]
         missing = [who for who in where if who not in arrived]
         nodes = sorted({where[who] for who in missing})
-        if len(nodes) == 1:  # what all nodes have in common is not mended by leaving one out
+        if len(nodes) == 1:  # excluding one node does not help if several have the problem
             awaited.blame(nodes[0])
         why = ended.result() if ended.done() else f"{awaited.seconds:g} s passed"
         lists = {role: ", ".join(str(rank) for of, rank in missing if of == role) for role, _ in missing}
         ranks = f"{' and '.join(called(role, text) for role, text in lists.items())} on {', '.join(nodes)}"
-        raise WorkerDied(f"{why} before {ranks} connected; {awaited.files} in {awaited.folder} have what they said")
+        raise WorkerDied(f"{why} before {ranks} connected; {awaited.files} in {awaited.folder} have their output")
     finally:
         for task in (waiting, ended):
             task.cancel()
@@ -171,7 +171,7 @@ async def arrivals(listener: socket.socket, awaited: Awaited) -> list[ConnectedR
 
 
 async def _welcome(listener: socket.socket, awaited: Awaited, arrived: dict[tuple[str, int], ConnectedRank]) -> None:
-    """Accept streams until every rank has one; each proves itself in a thread, so that none holds others up."""
+    """Accept streams until every rank has one; each is authenticated in a thread, so that none delays the others."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
     everybody, where = asyncio.Event(), awaited.where()
@@ -184,7 +184,7 @@ async def _welcome(listener: socket.socket, awaited: Awaited, arrived: dict[tupl
             return
         who = (rank.role, rank.rank)
         if who in arrived or where.get(who) != rank.hello.node:
-            logger.warning("%s came twice or from another node than planned: %s", called(*who), rank.hello)
+            logger.warning("%s connected twice or from another node than planned: %s", called(*who), rank.hello)
             rank.kill()
             return
         arrived[who] = rank

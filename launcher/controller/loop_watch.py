@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class LoopWatch:
-    """Watches the controller's own event loop, from a thread: what blocks it holds up everything.
+    """Watches the controller's own event loop from a thread, because a call that blocks it stops everything.
 
-    What blocks it may never return, so the process ends here; its children end with it.
+    Such a call may never return, so this ends the process, and with it the children.
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
@@ -30,7 +30,7 @@ class LoopWatch:
         threading.Thread(target=self._watch, name="loop watch", daemon=True).start()
 
     def stop(self) -> None:
-        """The loop may end."""
+        """Stop watching, before the loop ends."""
         self._over.set()
 
     def _watch(self) -> None:
@@ -38,7 +38,7 @@ class LoopWatch:
         while still <= self._limit and not self._over.wait(1.0):
             still = 0 if self._beat.is_set() else still + 1
             self._beat.clear()
-            with contextlib.suppress(RuntimeError):  # it is closed: `stop` comes
+            with contextlib.suppress(RuntimeError):  # it is closed, and `stop` follows
                 self._loop.call_soon_threadsafe(self._beat.set)
         if not self._over.is_set():
             self._end()
@@ -51,8 +51,8 @@ class LoopWatch:
         stack = stacks.read(path.read_text())
         where = "" if stack is None else f": it is at {stack.place}"
         text = (
-            f"the controller stands still for {self._limit:g} s (run.watchdog_seconds){where}\n"
-            f"  nothing that runs on its event loop may block\n  stacks: {path}"
+            f"the controller's event loop has been blocked for {self._limit:g} s (run.watchdog_seconds){where}\n"
+            f"  no code on the event loop may block\n  stacks: {path}"
         )
         logger.error("the run ends: %s", text)
         print(f"error: {text}", file=sys.stderr, flush=True)

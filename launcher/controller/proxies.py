@@ -1,4 +1,4 @@
-"""Many ranks look like one Learner, one RolloutEngine and one WeightSync; no matter what started them."""
+"""Presents many ranks as one Learner, one RolloutEngine and one WeightSync, whichever launcher started them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:
-    """What the trainer sees of ranks that are ready: the learner's hold what has none of its own."""
+    """The trainer's view of ready ranks: roles without their own ranks are on the learner's."""
     dims, group = config.learner.dims, groups[LEARNER]
     trained = {"policy": True, "critic": config.algorithm.needs_critic}
     frozen = {"reference": config.algorithm.needs_reference}
@@ -58,9 +58,9 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:
 
 
 class LearnerGroup(Learner):
-    """A Learner or FrozenModel over all ranks that hold it, by its ``role`` there.
+    """A Learner or FrozenModel over all ranks that hold the model of ``role``.
 
-    Every call raises WorkerDied where a rank has ended.
+    Every call raises WorkerDied if a rank has ended.
     """
 
     def __init__(self, group: WorkerGroup, dims: ParallelDims, role: str) -> None:
@@ -89,14 +89,14 @@ class LearnerGroup(Learner):
 
     @override
     async def step(self, learning_rate: float) -> StepResult | SkippedStep:
-        """Culprits of a skipped step are those of all ranks."""
+        """A skipped step has the culprits of all ranks."""
         answers: list[StepResult | SkippedStep] = await self._group.each("step", self._role, learning_rate)
         if skipped := [a for a in answers if isinstance(a, SkippedStep)]:  # then all did
             return replace(skipped[0], culprits=tuple(c for a in skipped for c in a.culprits))
         return answers[0]
 
     async def _shares(self, batch: Batch) -> dict[int, tuple[Samples, ...]]:
-        """What each rank computes on: its data-parallel rank's micro-batches, with routes of its own layers alone.
+        """The micro-batches of each rank: those of its data-parallel rank, with routes of its own layers alone.
 
         Raises RLMegatronError for routes of another model.
         """
@@ -109,15 +109,15 @@ class LearnerGroup(Learner):
         num_layers = 1 + max(layer for layers in self._routed for layer in layers)
         if routed.shape[1] != num_layers:
             raise RLMegatronError(
-                f"routes to replay are of {routed.shape[1]} MoE layers; the learner's model has {num_layers}: is the "
-                "engine's another model?"
+                f"routes to replay have {routed.shape[1]} MoE layers, but the learner's model has {num_layers}; check "
+                "that the engine serves the same model"
             )
         cut = {key: _with_layers(rows[key[0]], key[1]) for key in zip(numbers.values(), self._routed, strict=True)}
         return {rank: cut[d, self._routed[rank]] for rank, d in numbers.items()}
 
     @override
     async def save(self, folder: Path) -> dict[str, Digest]:
-        """Every rank writes its shards; their digests in one mapping."""
+        """Every rank writes its shards. Returns all digests in one mapping."""
         answers: list[dict[str, Digest]] = await self._group.each("save", self._role, folder)
         return {name: digest for answer in answers for name, digest in answer.items()}
 
@@ -133,7 +133,7 @@ class LearnerGroup(Learner):
 
 
 def _with_layers(row: Sequence[Samples], layers: Sequence[int]) -> tuple[Samples, ...]:
-    """Each with routes of these of its MoE layers."""
+    """The samples with the routes of the given MoE layers alone."""
     return tuple(
         m if m.routes is None or len(layers) == m.routes.shape[1] else replace(m, routes=m.routes[:, list(layers)])
         for m in row
@@ -141,7 +141,7 @@ def _with_layers(row: Sequence[Samples], layers: Sequence[int]) -> tuple[Samples
 
 
 class EngineGroup(RolloutEngine):
-    """A RolloutEngine over the replicas: requests made in one go are served as one batch per replica."""
+    """A RolloutEngine over the replicas: each replica serves requests that are made together as one batch."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
@@ -150,11 +150,11 @@ class EngineGroup(RolloutEngine):
 
     @override
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
-        """Shares the requests of one turn of the event loop out over the replicas."""
+        """Distributes the requests of one turn of the event loop over the replicas."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Sequence[Completion]] = loop.create_future()
         if not self._pending:
-            loop.call_soon(self._dispatch)  # after every caller that is ready now has asked
+            loop.call_soon(self._dispatch)  # after all callers that are ready have asked
         self._pending.append((request, answer))
         return await answer
 
@@ -172,7 +172,7 @@ class EngineGroup(RolloutEngine):
     ) -> None:
         try:
             (results,) = await self._group.ask("generate", {handle.rank: ([request for request, _ in share],)})
-        except Exception as error:  # noqa: BLE001  whatever it is, the callers raise it
+        except Exception as error:  # noqa: BLE001  the callers raise it
             for _, answer in share:
                 if not answer.done():
                     answer.set_exception(error)
@@ -192,11 +192,11 @@ class WeightGroup(WeightSync):
     async def push(self, version: int) -> WeightUpdate:
         """Serves ``version`` once all replicas have staged and verified it; tries twice.
 
-        Raises CorruptionError where boxes arrived corrupted twice.
+        Raises CorruptionError if boxes arrived corrupted twice.
         """
         updates, failures = await self._stage(version)
         if failures:
-            logger.warning("weights were corrupted on their way and are moved again: %s", failures[0])
+            logger.warning("weights were corrupted in transfer and are sent again: %s", failures[0])
             again, failures = await self._stage(version)
             updates += again
         if failures:
@@ -217,18 +217,18 @@ class WeightGroup(WeightSync):
         )
 
     async def sums(self) -> list[Report]:
-        """Checksums of the boxes that each rank answers for, of what was pushed last."""
+        """Each rank's checksums of its boxes, of the version pushed last."""
         reports: list[Report] = await self._group.each("sums")
         return reports
 
     async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
-        """Every rank joins the engine ranks that meet at ``rendezvous`` and hold ``ranks``. Raises SyncError."""
+        """Have every rank join the group at ``rendezvous`` with engine ranks that hold ``ranks``. Raises SyncError."""
         for answer in await self._group.each("join_engines", rendezvous, ranks):
             if answer is not None:
                 raise answer
 
     async def send(self, version: int) -> tuple[WeightUpdate, list[Report]]:
-        """Every rank sends its shards to the engine ranks; what moved, and each rank's checksums. Raises SyncError."""
+        """Have every rank send its shards to the engine ranks. Returns each one's checksums too. Raises SyncError."""
         answers: list[tuple[WeightUpdate, Report] | SyncError] = await self._group.each("send", version)
         for answer in answers:
             if isinstance(answer, SyncError):
@@ -238,7 +238,7 @@ class WeightGroup(WeightSync):
 
     @override
     async def export(self, folder: Path) -> None:
-        """Rank 0 writes what was pushed last."""
+        """Have rank 0 write the version pushed last."""
         await self._group.ask("export", {0: (folder,)})
 
 

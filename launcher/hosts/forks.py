@@ -1,4 +1,4 @@
-"""Forks ranks on this machine from one process that has imported what they all import."""
+"""Forks ranks on this machine from one process that has already imported their common modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import WorkerDied
 from rl_megatron.placement.names import called
 
-LEARNERS_IMPORTS = ("rl_megatron.learner.megatron", "torch._dynamo")  # the second by an optimizer's first step
+LEARNERS_IMPORTS = ("rl_megatron.learner.megatron", "torch._dynamo")  # an optimizer's first step imports the second
 
 
 class ForkedRank(RankProcess):
@@ -41,11 +41,11 @@ class ForkedRank(RankProcess):
 
     @override
     def ending(self, hung_up: threading.Event) -> Ending:
-        """Waits for the child's exit, which says more than the end of its pipe."""
+        """Waits for the child's exit code, which tells more than the end of its pipe."""
         code = self._code.result()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         tail = self._last_words.tail()
-        said = f"it said last:{tail}" if tail else "log.txt has what it said"
+        said = f"its last output:{tail}" if tail else "log.txt has its output"
         return Ending(how=f"{how}; {said}", expected=code == 0, killed=code < 0)
 
     @override
@@ -58,7 +58,7 @@ class ForkedRank(RankProcess):
 
     def _signal(self, number: signal.Signals) -> None:
         if not self._code.done():
-            with contextlib.suppress(ProcessLookupError):  # it ended just now
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.kill(self._pid, number)
 
     @override
@@ -67,10 +67,10 @@ class ForkedRank(RankProcess):
 
 
 class Nursery:
-    """The controller's end of nursery.py: a context, at whose end that process and all ranks are gone."""
+    """The controller's end of nursery.py. Leaving the context ends that process and all its ranks."""
 
     def __init__(self, imports: Sequence[str]) -> None:
-        """Start it; it imports ``imports`` before its first fork."""
+        """Start the nursery, which imports ``imports`` before its first fork."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._asked: deque[Future[tuple[int, Future[int]]]] = deque()
         command = [sys.executable, "-P", "-m", nursery.__name__, *imports]
@@ -87,7 +87,7 @@ class Nursery:
         self._socket.close()
 
     async def fork(self, role: str, rank: int) -> ForkedRank:
-        """A new rank. Raises WorkerDied where the nursery is gone."""
+        """Fork a new rank. Raises WorkerDied if the nursery has ended."""
         (connection, theirs), last_words = multiprocessing.Pipe(), LastWords(called(role, rank))
         asked: Future[tuple[int, Future[int]]] = Future()
         self._asked.append(asked)
@@ -103,7 +103,7 @@ class Nursery:
         return ForkedRank(role, rank, connection, last_words, pid, code)
 
     def _hear(self) -> None:
-        """Pids in the order of forks, and exit codes. Once the nursery is gone its ranks are."""
+        """Read pids, in the order of forks, and exit codes. When the nursery ends, its ranks have ended too."""
         living: dict[int, Future[int]] = {}
         with contextlib.suppress(OSError):
             while message := self._socket.recv(nursery.MESSAGE_BYTES):
@@ -124,12 +124,12 @@ class Nursery:
 
     def _gone(self) -> WorkerDied:
         status = self._process.wait()
-        return WorkerDied(f"the process that ranks are forked from ended with status {status}; see what it printed")
+        return WorkerDied(f"the process that ranks are forked from ended with status {status}; see its output")
 
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """What starts here never sees SIGINT and SIGTERM, which a terminal or Slurm sends to every process of a run."""
+    """Processes started within ignore SIGINT and SIGTERM, which a terminal or Slurm sends to every process of a run."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
@@ -138,12 +138,12 @@ def _signals_held_back() -> Iterator[None]:
 
 
 async def fork_all(forks: Nursery, config: RunConfig, ranks: Sequence[tuple[str, int]]) -> list[ForkedRank]:
-    """Those of ``ranks``, by role and number. Raises WorkerDied after ``learner.timeout_seconds``."""
+    """Fork all ``ranks``, given by role and number. Raises WorkerDied after ``learner.timeout_seconds``."""
     limit = config.learner.timeout_seconds
     try:
         async with asyncio.timeout(limit):
             return [await forks.fork(role, rank) for role, rank in ranks]
     except TimeoutError as error:
         raise WorkerDied(
-            f"what ranks import takes longer than learner.timeout_seconds={limit:g}; raise it if files are slow"
+            f"the ranks' imports take longer than learner.timeout_seconds={limit:g}; raise it if files are slow"
         ) from error

@@ -1,5 +1,5 @@
-"""Starts a run's ranks on this machine: a process per learner rank, with its shard and an engine replica, and one per
-rank of a role of its own."""
+"""Starts a run's ranks on this machine: one process per learner rank, with its shard and an engine replica, and one per
+rank of every other role that has its own ranks."""
 
 from __future__ import annotations
 

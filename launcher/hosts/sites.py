@@ -1,4 +1,4 @@
-"""Where each engine server runs: the command that starts it on its node, its address, and the GPUs it sees."""
+"""Computes each engine server's site: the command that starts it on its node, its address, and its visible GPUs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rl_megatron.placement.seats import Seat, seats_here, seats_of
 
 
 def sites_of(config: RunConfig, allocation: Allocation | None, start_at: StartAt | None = None) -> list[Site]:
-    """A site for each server that is started, by this process and srun if not by ``start_at``.
+    """A site for each server to start, by ``start_at`` or else by this process with srun.
 
-    Raises ConfigError where they do not fit.
+    Raises ConfigError if the servers do not fit.
     """
     if allocation is None:
         names = visible_gpus() if config.learner.device != "cpu" else []
@@ -40,12 +40,12 @@ def _site(seat: Seat, config: RunConfig, allocation: Allocation, each: int) -> S
     host, environment = _host(seat, allocation), _environment(seat)
     if host == HERE:
         return Site(environment=environment)
-    inside = ["env", *(f"{name}={value}" for name, value in environment.items())]  # srun sets it, so behind srun
+    inside = ["env", *(f"{name}={value}" for name, value in environment.items())]  # after srun, which sets it
     return Site(host=host, before=(*allocation.server_command([seat.node], _cpus(config, allocation, each)), *inside))
 
 
 def visible_gpus() -> list[str]:
-    """This machine's, as ``CUDA_VISIBLE_DEVICES`` names them, in the order in which ranks take them."""
+    """This machine's GPUs, as ``CUDA_VISIBLE_DEVICES`` names them, in the order in which ranks take them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return list(filter(None, given.split(",")))
@@ -55,14 +55,14 @@ def visible_gpus() -> list[str]:
 
 
 def _environment(seat: Seat, names: Sequence[str] | None = None) -> Mapping[str, str]:
-    """``names`` of its node's GPUs, where they are not just their numbers."""
+    """The variable that selects a seat's GPUs, from ``names`` of its node's GPUs if these are not plain numbers."""
     visible = ",".join(names[gpu] if names else str(gpu) for gpu in seat.gpus)
     return {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
 
 
 def _host(seat: Seat, allocation: Allocation) -> str:
-    """Where the server is reached. Raises EngineError."""
-    if seat.node == allocation.here and not allocation.heterogeneous:  # this process has nothing of another component
+    """The server's address. Raises EngineError."""
+    if seat.node == allocation.here and not allocation.heterogeneous:  # this process is outside of other components
         return HERE
     try:
         return socket.gethostbyname(seat.node)
@@ -71,13 +71,13 @@ def _host(seat: Seat, allocation: Allocation) -> str:
 
 
 def cpus_of_engine_node(config: RunConfig, allocation: Allocation) -> int:
-    """CPU cores of all servers on a node of their own."""
+    """CPU cores for all servers of a node without ranks."""
     each = -(-config.rollout.server.replicas // len(allocation.engine_nodes))
     return _cpus(config, allocation, each) * each
 
 
 def _cpus(config: RunConfig, allocation: Allocation, each: int) -> int:
-    """CPU cores of a server's step, ``each`` of them on a node."""
+    """CPU cores of a server's step, if a node has ``each`` servers."""
     slurm = config.slurm
     ranks = slurm.tasks_per_node(config.learner.dims.world_size)
     if allocation.heterogeneous:

@@ -8,7 +8,7 @@ from rl_megatron.config.run import RunConfig
 
 
 def threads_per_worker(config: RunConfig) -> int:
-    """CPU threads of each worker: as configured, else this machine's cores shared out."""
+    """CPU threads of each worker: as configured, else an equal share of this machine's cores."""
     cores, count = len(os.sched_getaffinity(0)), config.learner.dims.world_size * (1 + len(config.roles.separate))
     return config.learner.threads or max(1, cores // count)
 
@@ -17,6 +17,6 @@ from rl_megatron.placement.ranks import Placement  # noqa: E402
 
 
 def threads_per_rank(placement: Placement) -> int:
-    """CPU threads of a rank: what the job gave each task, else this node's cores shared out."""
+    """CPU threads of a rank: as many as the job gave each task, else an equal share of this node's cores."""
     given = os.environ.get("SLURM_CPUS_PER_TASK")
     return int(given) if given else max(1, len(os.sched_getaffinity(0)) // placement.ranks_per_node)

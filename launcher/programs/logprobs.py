@@ -1,6 +1,6 @@
 """The learner's forward of a checkpoint beside transformers', on the same texts.
 
-Float32 on the CPU, each whole: the learner, one rank in a process of its own, then transformers in this one.
+Both run unsharded in float32 on the CPU: the learner as one rank in a separate process, transformers in this one.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def compare_dumps(
     tolerance: float,
     threads: int,
 ) -> bool:
-    """Whether every token's log-prob is within ``tolerance`` nats; prints a line a text. Raises RLMegatronError."""
+    """Whether every token's log-prob is within ``tolerance`` nats; prints a line per text. Raises RLMegatronError."""
     reference = against or folder
     if is_megatron(reference):
         raise ConfigError(
-            f"{reference} is a megatron checkpoint, which transformers does not read; give --against a Hugging Face "
+            f"{reference} is a megatron checkpoint, which transformers cannot read; give --against a Hugging Face "
             "folder of the same weights"
         )
     try:
         learner = LearnerSection(layers=layers)
     except ValidationError as error:
         raise ConfigError(
-            f"--layers={layers!r:.200}: must be auto, torch or package.module:name of your own"
+            f"--layers={layers!r:.200}: it must be auto, torch or your own package.module:name"
         ) from error
     shape = read_shape(config or (reference if is_megatron(folder) else folder), family)
     texts = made_up_texts(shape.vocab_size, min(_TOKENS, shape.max_positions), num_texts)
@@ -71,7 +71,7 @@ def compare_dumps(
 
 
 def differences(ours: LogProbs, theirs: LogProbs, tolerance: float) -> tuple[Table, float]:
-    """A line for each text, and the largest difference of a token; one that is no number is infinitely far."""
+    """A table with a row for each text, and the largest difference of a token; NaN counts as infinite."""
     table = Table("text", "tokens", "mean difference", "largest", "", title="log-probs, in nats")
     worst = 0.0
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True), 1):
@@ -83,13 +83,13 @@ def differences(ours: LogProbs, theirs: LogProbs, tolerance: float) -> tuple[Tab
 
 
 def made_up_texts(vocab_size: int, length: int, count: int) -> Texts:
-    """Token ids all over the vocabulary, the same each time, so that most experts see some."""
+    """Fixed token ids from the whole vocabulary, so that most experts get some."""
     chosen = random.Random(0)
     return [[chosen.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
 
 def _transformers(folder: Path, texts: Texts, threads: int) -> list[list[float]]:
-    """Log-prob of each token but the first."""
+    """transformers' log-prob of each token after the first."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -107,7 +107,7 @@ def _transformers(folder: Path, texts: Texts, threads: int) -> list[list[float]]
 
 
 def _learner(folder: Path, shape: ModelShape, learner: LearnerSection, texts: Texts, threads: int) -> list[list[float]]:
-    """The same, of a learner of one rank."""
+    """The same by a learner of one rank."""
     reader, writer = multiprocessing.Pipe(duplex=False)
     with inherited(threads=threads, device="cpu"):
         given = (writer, folder, shape, learner, texts)
@@ -116,7 +116,7 @@ def _learner(folder: Path, shape: ModelShape, learner: LearnerSection, texts: Te
     writer.close()
     try:
         if not reader.poll(_SECONDS):
-            raise CheckpointError(f"{folder}: the learner did not score it in {_SECONDS:g} s")
+            raise CheckpointError(f"{folder}: the learner did not score it within {_SECONDS:g} s")
         found = reader.recv()
     except EOFError as error:
         raise CheckpointError(f"{folder}: the learner's process ended before it had scored it") from error
@@ -129,8 +129,8 @@ def _learner(folder: Path, shape: ModelShape, learner: LearnerSection, texts: Te
 
 
 def _rank(writer: Connection, folder: Path, shape: ModelShape, learner: LearnerSection, texts: Texts) -> None:
-    """The learner's process: sends the log-probs, or what it raised."""
-    warnings.simplefilter("ignore")  # megatron's, of packages that it could use
+    """Runs in the learner's process: sends the log-probs, or the exception."""
+    warnings.simplefilter("ignore")  # megatron warns of packages that it could use
     from rl_megatron.learner.megatron import make_policy  # first: it makes megatron run here
 
     # isort: split
@@ -162,7 +162,7 @@ def _rank(writer: Connection, folder: Path, shape: ModelShape, learner: LearnerS
 
 
 def _group(text: Sequence[int]) -> RolloutGroup:
-    """A text as something whose every token but the first was sampled."""
+    """A text as a group in which every token after the first counts as sampled."""
     rest = np.array(text[1:], np.int32)
     zeros = np.zeros(len(rest), np.float32)
     completion = Completion(token_ids=rest, logprobs=zeros, finish_reason="length", spans=(Span(0, 0),))

@@ -1,4 +1,4 @@
-"""``rl-megatron doctor mismatch``: learner and engine as a run starts them, the experiments, and a table of causes."""
+"""``rl-megatron doctor mismatch``: experiments with learner and engine of a run; prints a table of causes."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ _STYLES = {"guilty": "bold red", "noise": "yellow", "not guilty": "green", "not 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is looked at, and the folder that logs and mismatch.json go to."""
+    """What to examine, and the folder for logs and mismatch.json."""
 
     config: RunConfig
     folder: Path
-    checkpoint: Path | None  # None: the model as a run starts from it
+    checkpoint: Path | None  # None: the model that a run starts from
 
 
 def target_of(name: str, overrides: Sequence[str]) -> Target:
-    """Of a run's folder, or of a configuration. Raises ConfigError."""
+    """The target of a run's folder, or of a configuration. Raises ConfigError."""
     path = Path(name)
     if path.is_dir():
         config = load_config(str(path / "config.yaml"), overrides)
@@ -66,15 +66,15 @@ def target_of(name: str, overrides: Sequence[str]) -> Target:
 
 
 async def diagnose(target: Target, *, num_prompts: int, num_completions: int) -> bool:
-    """Whether a cause is guilty, or could not be decided; prints the table and writes ``mismatch.json``.
+    """Print the table and write ``mismatch.json``. Returns whether a cause is guilty, or could not be checked.
 
     Raises RLMegatronError.
     """
     config, folder = _with_every_version_served(target.config), target.folder
     if config.rollout.served and config.rollout.server.colocated:
         raise ConfigError(
-            "rollout.server.colocated=true: servers forget their weights where the learner computes, and here both are "
-            "asked in turn; add rollout.server.colocated=false, with memory for both"
+            "rollout.server.colocated=true: servers release their weights whenever the learner computes, but here both "
+            "are asked in turn; add rollout.server.colocated=false, with memory for both"
         )
     preflight(config).raise_problems()
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ async def diagnose(target: Target, *, num_prompts: int, num_completions: int) ->
 
 
 def _with_every_version_served(config: RunConfig) -> RunConfig:
-    """A probe would refuse the versions that are to be looked at."""
+    """The configuration without a probe, which would refuse the versions to examine."""
     server = config.rollout.server.model_copy(update={"probe_tolerance": math.inf})
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
 
@@ -111,10 +111,10 @@ class _Examination:
     roles: Roles
     data: Data
     shape: ModelShape
-    kept: Path | None  # the folder whose weights the learner has; None where it has others
+    kept: Path | None  # the folder whose weights the learner holds; None if it holds others
 
     async def findings(self, num_prompts: int, num_completions: int) -> list[Finding]:
-        """Of every cause."""
+        """The findings on every cause."""
         try:
             await self.roles.weights.push(1)
         except SyncError as error:
@@ -123,7 +123,7 @@ class _Examination:
         rollout, dtype = self.config.rollout, self.config.learner.dtype
         setting = Setting(
             learner_dtype=dtype,
-            engine_dtype=dtype,  # a server of another is refused before
+            engine_dtype=dtype,  # a server with another dtype was refused
             configured=Parameters(temperature=rollout.temperature, top_p=rollout.top_p),
             served=rollout.served,
             replays=self.config.algorithm.routing_replay == "r3",
@@ -151,8 +151,8 @@ class _Examination:
         )
 
     async def _weights(self) -> WeightCheck:
-        """Servers against the model's folder, or where the learner has trained against what it says that it has; those
-        beside a learner against the same weights pushed again."""
+        """Compare servers with the model's folder or, if the learner has trained, with the learner's checksums; compare
+        engines in the learner's processes with the same weights pushed again."""
         roles = self.roles
         if isinstance(roles.engine, ServedEngine):
             path = mirror_path(self.config, self.folder)
@@ -177,10 +177,10 @@ class _Examination:
         )
 
     def _expected(self, path: Path) -> tuple[dict[str, int], str]:
-        """Checksums of what servers should hold, and whose they are."""
+        """The checksums that servers should hold, and a text that says whose they are."""
         quantised = self.config.rollout.server.quantization != "none"
         if self.kept is None or quantised or is_megatron(self.kept):
-            return dict(seal_of(path, 1).checksums), "what the learner has"
+            return dict(seal_of(path, 1).checksums), "the learner's weights"
         return checksums(HFFolder(self.kept), shapes(path), dtypes(path)), str(self.kept)
 
     async def _tokenizer(self, prompts: Sequence[Prompt]) -> TokenizerCheck:
@@ -205,7 +205,7 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def _not_served(error: str) -> list[Finding]:
-    """Where an engine could not take the weights, nothing else can be asked."""
+    """The findings if an engine could not load the weights: nothing else can be checked."""
     fix = "docs/engines.md: what is verified at every push"
     rest = [Finding(cause=cause, verdict="not checked", evidence="no weights are served") for cause in CAUSES[1:]]
     return [Finding(cause="weights", verdict="guilty", evidence=error, fix=fix), *rest]

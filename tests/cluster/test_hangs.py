@@ -19,7 +19,7 @@ def test_a_stopped_rank_on_another_node_fails_the_job_with_the_reason(cluster: C
     said = r"failed with status 1: error: rank 1 \(pid \d+ on (node\d+)\) makes no progress for 20 s"
     found = re.search(said, job.log().splitlines()[-1])
     assert found, job.said()
-    assert ", and has said nothing for " in job.log()
+    assert ", and has sent no heartbeat for " in job.log()
     assert found[1] != job.shown()["BatchHost"]
     written = {path.name: path.read_text() for path in (job.run / "stacks").rglob("*.txt")}
     assert written.keys() == {"rank-0.txt", "rank-1.txt", "controller.txt"}

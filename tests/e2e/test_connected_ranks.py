@@ -107,4 +107,4 @@ def test_without_a_job_it_says_what_to_do(place: Place, monkeypatch: pytest.Monk
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     run = place.start("no-job", *KEYS)
     assert run.end() == 1
-    assert "error: run.launcher=slurm, but this is no Slurm job; send one with rl-megatron submit" in run.text()
+    assert "error: run.launcher=slurm, but this is not a Slurm job; use rl-megatron submit" in run.text()

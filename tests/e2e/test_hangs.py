@@ -44,7 +44,7 @@ def test_a_learner_process_that_stands_still_ends_the_run_at_the_limit(place: Pl
     workers[1].send_signal(signal.SIGSTOP)
     assert run.end() == 1
     text = run.text()
-    assert f"error: rank 1 (pid {workers[1].pid}) has said nothing for 30 s" in text
+    assert f"error: rank 1 (pid {workers[1].pid}) has sent no heartbeat for 30 s" in text
     assert "; it was in " in text
     assert "Traceback" not in text
     assert not any(map(alive, workers))

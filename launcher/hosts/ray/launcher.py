@@ -1,6 +1,6 @@
-"""Learner ranks as actors of a Ray cluster (cluster.py).
+"""Starts learner ranks as actors of a Ray cluster (cluster.py).
 
-An actor does what every rank does: it connects back to the controller with the run's token.
+Like every rank, an actor connects back to the controller with the run's token.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _CAUSE_SECONDS = 20.0
 
 
 class RankActor:
-    """Where a rank runs."""
+    """The actor that a rank runs in."""
 
     def serve(self, call: Call, number: int, log: str) -> None:
-        """Be rank ``number``; what it prints goes to the file ``log``."""
+        """Run rank ``number``; its output goes to the file ``log``."""
         with Path(log).open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -112,7 +112,7 @@ class RayLauncher(Launcher):
 
 
 def _start_ranks(bundles: Mapping[str, Sequence[Bundle]], call: Call, folder: Path) -> dict[Who, Future[None]]:
-    """An actor for each rank of a role, in its node's placement group; when and how each ends."""
+    """Start an actor for each rank, in its node's placement group. Returns a future of each one's end."""
     actor: Any = ray.remote(RankActor)
     ends: dict[Who, Future[None]] = {}
     for node, each in bundles.items():
@@ -137,7 +137,7 @@ async def _first_end(ends: Mapping[Who, Future[None]]) -> str:
 
 
 def _cause(end: Future[None]) -> str:
-    """What Ray says of a death, to be put behind a sentence; nothing of an end by itself, or not known in time."""
+    """Ray's cause of death, as the end of a sentence; empty if the actor ended by itself, or Ray is late."""
     try:
         error = end.exception(_CAUSE_SECONDS)
     except FutureTimeout:

@@ -1,6 +1,6 @@
 """One node of a Ray cluster on a Slurm allocation: ``srun ... python -m launcher.hosts.ray.node``, a task a node.
 
-It starts Ray and ends all of it with its standard input, which srun closes however the controller ends.
+It starts Ray, and ends all of it when its standard input closes; srun closes it however the controller ends.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import Placement
 from rl_megatron.placement.seats import Seat
 
-OBJECT_STORE_BYTES = 100_000_000  # next to nothing goes through it
+OBJECT_STORE_BYTES = 100_000_000  # almost unused
 SETTINGS = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # ranks choose among all GPUs of their node
-    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "600",  # what is left of a dashboard without one; the head waits for it
-    "RAY_worker_niceness": "0",  # else ranks give way to whatever runs beside them
-    "RAY_memory_monitor_refresh_ms": "0",  # it would kill ranks where another job fills the node
-    "RAY_kill_child_processes_on_worker_exit": "0",  # guards end by themselves, and see to it that servers do
+    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "600",  # the head waits for its parts even without a dashboard
+    "RAY_worker_niceness": "0",  # else ranks have a lower priority than other processes
+    "RAY_memory_monitor_refresh_ms": "0",  # it would kill ranks if another job fills the node
+    "RAY_kill_child_processes_on_worker_exit": "0",  # guards end by themselves, and end their servers
 }
-ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # no other joins: it listens on loopback, as on those systems
+ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # listens on loopback alone, as on those systems
 Bundle = Mapping[str, float]
 _RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCall:
-    """What the controller tells the nodes of a step, one line of JSON."""
+    """The controller's message to the nodes of a step, one line of JSON."""
 
-    head: str | None  # the node that the cluster starts on; None: another step's
+    head: str | None  # the node that the cluster starts on; None: a node of another step
     host: str
     port: int
     token: str
-    folder: str  # Ray's temporary files, this user's alone; short, as sockets lie in it
-    resources: Mapping[str, Bundle]  # what each node has
+    folder: str  # for Ray's temporary files, private to this user; short, because it holds sockets
+    resources: Mapping[str, Bundle]  # of each node
     seconds: float  # how long to wait for the head
 
     def line(self) -> bytes:
-        """As it is sent."""
+        """The message as a line."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
@@ -70,16 +70,16 @@ def environment(token: str) -> Mapping[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """What each role takes of its nodes: a bundle a rank, a bundle a server, in order."""
+    """The shares of roles in their nodes: a bundle per rank and per server, in order."""
 
     ranks: Mapping[str, Mapping[str, Sequence[Bundle]]]  # by role, the learner's first
     engines: Mapping[str, Sequence[Bundle]]
 
 
 def shares(placements: Sequence[Placement], seats: Sequence[Seat], *, alone: bool) -> Shares:
-    """Bundles are bound to their nodes by a resource of the role there.
+    """The bundles of all ranks and servers. A resource of the role binds each bundle to its node.
 
-    GPUs are counted for servers that are ``alone`` on their nodes; elsewhere servers and ranks share them.
+    GPUs count for servers that are ``alone`` on their nodes; elsewhere servers and ranks share them.
     """
     ranks = {
         p.role: {node: [{"CPU": 1.0, resource(p.role, node): 1.0}] * p.ranks_per_node for node in p.nodes}
@@ -93,7 +93,7 @@ def shares(placements: Sequence[Placement], seats: Sequence[Seat], *, alone: boo
 
 
 def totals(*roles: Mapping[str, Sequence[Bundle]]) -> Mapping[str, Bundle]:
-    """What nodes must have for the bundles of roles."""
+    """The resources that each node needs for the bundles of roles."""
     out: dict[str, dict[str, float]] = {}
     for node, bundles in (item for role in roles for item in role.items()):
         has = out.setdefault(node, {})
@@ -103,14 +103,14 @@ def totals(*roles: Mapping[str, Sequence[Bundle]]) -> Mapping[str, Bundle]:
 
 
 def resource(role: str, node: str) -> str:
-    """What binds a bundle of a role to its node, which has one for each."""
+    """The name of the resource that binds a bundle of a role to its node."""
     return f"{role} on {node}"
 
 
 def node_command(
     slurm: SlurmSection, placement: Placement, folder: Path, *, python: str, where: Sequence[str] = ()
 ) -> list[str]:
-    """The srun that starts Ray on every node of a role's ranks; output is a file a node in ``folder``."""
+    """The srun command that starts Ray on every node of a role's ranks; it writes one file per node in ``folder``."""
     count, stem = len(placement.nodes), "ray" if placement.role == LEARNER else f"ray-{placement.role}"
     return [
         "srun",
@@ -126,7 +126,7 @@ def node_command(
 
 
 def engine_node_command(allocation: Allocation, cpus: int, *, python: str) -> list[str]:
-    """The srun that starts Ray on the nodes of engine servers alone, for ``cpus`` cores of each."""
+    """The srun command that starts Ray on the nodes of engine servers alone, with ``cpus`` cores each."""
     output = f"--output={allocation.folder}/ray-engines-%t.txt"
     step = ("--ntasks-per-node=1", "--kill-on-bad-exit=1", output)
     return [*allocation.server_command(allocation.engine_nodes, cpus), *step, *_program(python)]
@@ -137,9 +137,9 @@ def _program(python: str) -> list[str]:
 
 
 def main() -> None:
-    """Run Ray on this node until the controller is gone; ends with Ray's exit status, where that ends before.
+    """Run Ray on this node until the controller is gone; exits with Ray's status if Ray ends first.
 
-    Raises PermissionError where its folder is there and another's.
+    Raises PermissionError if its folder exists and belongs to another user.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # Slurm's are passed on by ranks alone
     adopt_orphans()  # what Ray leaves behind is still a child of this process
@@ -165,7 +165,8 @@ def main() -> None:
 
 
 def options(call: NodeCall, node: str, own: str) -> list[str]:
-    """Of ``ray start``, on the head or with an address of its ``own``. Every port is free, so clusters do not meet."""
+    """Options of ``ray start``, on the head or with the node's ``own`` address. Ray picks free ports, so that clusters
+    do not collide."""
     has = {name: int(amount) for name, amount in call.resources.get(node, {}).items()}
     common = [
         "start",
@@ -194,7 +195,7 @@ def options(call: NodeCall, node: str, own: str) -> list[str]:
 
 
 def await_head(call: NodeCall, given_up: threading.Event) -> str:
-    """This node's address on the way to the head, once that answers. Raises TimeoutError where it does not in time."""
+    """Wait for the head; return this node's address towards it. Raises TimeoutError if it does not answer in time."""
     end = time.monotonic() + call.seconds
     while True:
         try:
@@ -208,7 +209,7 @@ def await_head(call: NodeCall, given_up: threading.Event) -> str:
 
 
 def health_command(call: NodeCall) -> list[str]:
-    """A process that ends with status 0 once the head answers, with another after half a minute."""
+    """A command that exits with status 0 once the head answers, and with another after half a minute."""
     return [*_RAY, "health-check", f"--address={call.host}:{call.port}"]
 
 

@@ -14,7 +14,7 @@ from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import beside, cut
 
-_INHERITED = ("SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK")  # by srun, of the learner's
+_INHERITED = ("SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK")  # srun would apply the learner's
 
 
 _OWN = ("env", *(f"--unset={name}" for name in _INHERITED))
@@ -28,14 +28,14 @@ class Allocation:
     restart: int
     here: str  # the node of this process
     nodes: tuple[str, ...]  # the learner's
-    engine_nodes: tuple[str, ...]  # for engine servers alone
-    heterogeneous: bool  # a component for each role that has nodes
-    folder: Path  # of this attempt, in the run's folder
-    separate: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of a critic and a reference alone
+    engine_nodes: tuple[str, ...]  # only for engine servers
+    heterogeneous: bool  # whether each role with nodes has a component
+    folder: Path  # this attempt's, in the run's folder
+    separate: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # nodes only for critic and reference
 
     @classmethod
     def this(cls, run_folder: Path, slurm: SlurmSection, separate: Sequence[str] = ()) -> Allocation | None:
-        """Out of the environment; None outside a job. ``separate``: the roles with ranks of their own."""
+        """Read the environment; None outside a job. ``separate``: the roles with their own ranks."""
         job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if job is None:
             return None
@@ -59,7 +59,7 @@ class Allocation:
         )
 
     def ask_requeue(self) -> None:
-        """Tell the job's script that a checkpoint waits to be continued."""
+        """Tell the job's script to requeue the job, to resume from a checkpoint."""
         (self.folder / "requeue").touch()
 
     def blame(self, node: str) -> None:
@@ -67,22 +67,22 @@ class Allocation:
         (self.folder / "failed_node").write_text(f"{node}\n")
 
     def address(self) -> str:
-        """This node's address as the other nodes reach it; loopback where there are none."""
+        """This node's address for the other nodes; loopback if there are none."""
         others = [node for nodes in self._by_role.values() for node in nodes if node != self.here]
         if not others:
             return "127.0.0.1"
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((others[0], 9))  # sends nothing: asks for the way
+            probe.connect((others[0], 9))  # sends nothing: only finds the route
             return str(probe.getsockname()[0])
 
     @property
     def _by_role(self) -> dict[str, tuple[str, ...]]:
-        """In the order of the components of a heterogeneous job."""
+        """Nodes by role, in the order of a heterogeneous job's components."""
         engines = {"engines": self.engine_nodes} if self.engine_nodes else {}
         return {LEARNER: self.nodes, **self.separate, **engines}
 
     def learner_options(self) -> list[str]:
-        """What keeps a step on the learner's nodes, where others are in the job."""
+        """Options of srun that keep a step on the learner's nodes, if the job has others."""
         return self._on(LEARNER)
 
     def _on(self, role: str) -> list[str]:
@@ -92,11 +92,11 @@ class Allocation:
         return [f"--nodelist={','.join(by_role[role])}"] if len(by_role) > 1 else []
 
     def separate_command(self, command: Sequence[str], role: str) -> list[str]:
-        """An srun's command, as it is of a role with nodes of its own: it has all their memory and GPUs."""
+        """An srun command for a role with its own nodes, with all their memory and GPUs."""
         return [*_OWN, command[0], *self._on(role), "--mem=0", *command[1:]]
 
     def server_command(self, nodes: Sequence[str], cpus: int) -> list[str]:
-        """The srun that runs a command on each node, with all its memory and GPUs, beside whatever else is there."""
+        """The srun command that runs a command on each node with all its memory and GPUs, beside other steps."""
         return [
             *_OWN,
             "srun",

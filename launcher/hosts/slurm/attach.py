@@ -1,4 +1,4 @@
-"""``rl-megatron attach``: what a run's job prints, as it prints it, until the job's end."""
+"""``rl-megatron attach``: shows the output of a run's job as it is written, until the job's end."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from launcher.hosts.slurm import jobs
 from rl_megatron.errors import ConfigError
 
 _LOOK_SECONDS = 1.0
-_ASK_EVERY = 5  # looks; Slurm's controller has many to serve
+_ASK_EVERY = 5  # polls; Slurm's controller serves many users
 
 
 class Tail:
-    """The whole lines that were added to a file since the last look; one that is not there yet has none."""
+    """Reads the complete lines that were added to a file since the last call; a missing file has none."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._at = path, 0
 
     def new(self) -> list[str]:
-        """Those lines."""
+        """The new lines."""
         if not self.path.is_file():
             return []
         with self.path.open("rb") as file:
@@ -40,7 +40,7 @@ class Follower:
         self._controllers: dict[Path, Tail] = {}
 
     def new(self) -> list[str]:
-        """What was added since the last call, over all attempts that are there, in their order."""
+        """The lines added since the last call, of all attempts, in their order."""
         lines = []
         for attempt in jobs.attempts(self._run, self._job):
             lines += self._controllers.setdefault(attempt, Tail(attempt / "controller.txt")).new()
@@ -48,14 +48,14 @@ class Follower:
 
 
 def follow(run: Path, show: Callable[[str], None], *, seconds: float = _LOOK_SECONDS) -> bool:
-    """Show what the run's job prints until its end; whether it ended well. ``seconds``: between looks.
+    """Show the output of the run's job until its end. Returns whether it succeeded. ``seconds``: between polls.
 
-    Raises ConfigError where the run has no job, or one that ended before.
+    Raises ConfigError if the run has no job, or the job has already ended.
     """
     job = jobs.job_of(run)
     status = jobs.status_of(job)
     if status.over:
-        raise ConfigError(f"{run}: job {job} is over: {status.text}; rl-megatron logs {run} shows what it said")
+        raise ConfigError(f"{run}: job {job} has ended: {status.text}; rl-megatron logs {run} shows its output")
     show(f"{run}: job {job}, {status.text}; Ctrl-C leaves it running")
     follower, looks = Follower(run, job), 0
     while not status.over:

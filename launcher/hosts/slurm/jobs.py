@@ -1,4 +1,4 @@
-"""``rl-megatron status | logs | cancel``: the job of a run, by the run's folder; and what Slurm says of it."""
+"""``rl-megatron status | logs | cancel``: finds the Slurm job of a run's folder, its state and its logs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rl_megatron.observability.files import read_jsonl
 
 
 def describe(run: Path) -> str:
-    """What Slurm and the run's own files say: state, reason, last step, and the last line of the job's log.
+    """A run's state from Slurm and its own files: state, reason, last step, and the last line of the job's log.
 
-    Of a run that no job was sent for: its last step. Raises ConfigError where no run is there.
+    For a run without a job: its last step. Raises ConfigError if the folder holds no run.
     """
     local = not (run / "jobs" / "id").is_file()
     if local and not (run / "log.txt").is_file():
-        raise ConfigError(f"{run}: no run is there, and no job was sent from there; give a run's folder")
+        raise ConfigError(f"{run}: it holds no run, and no job was submitted from it; give a run's folder")
     lines = [f"{run}: a run without a job"] if local else [f"{run}: job {job_of(run)}, {status_of(job_of(run)).text}"]
     metrics = run / "metrics.jsonl"
     steps = [row["step"] for row in read_jsonl(metrics) if row.get("phase") == "rl"] if metrics.is_file() else []
@@ -31,22 +31,22 @@ def describe(run: Path) -> str:
 
 
 def log_file(run: Path, which: str) -> Path:
-    """The newest log of a role: ``job``, ``controller``, ``step`` or ``rank-0``. Raises ConfigError naming all."""
+    """The newest log of a role: ``job``, ``controller``, ``step`` or ``rank-0``. Raises ConfigError that names all."""
     job = job_of(run)
     if which == "job":
         return run / "jobs" / f"{job}.txt"
     found = attempts(run, job)
     if not found:
-        raise ConfigError(f"{run}: job {job} has not started; its log comes with its start")
+        raise ConfigError(f"{run}: job {job} has not started, so it has no log yet")
     path = found[-1] / f"{which}.txt"
     if not path.is_file():
         names = ", ".join(sorted(p.stem for p in found[-1].glob("*.txt")))
-        raise ConfigError(f"{path} is not there; one of: job, {names}")
+        raise ConfigError(f"{path} does not exist; allowed: job, {names}")
     return path
 
 
 def cancel(run: Path) -> str:
-    """End the run's job for good; its id."""
+    """Cancel the run's job for good. Returns its id."""
     job = job_of(run)
     _slurm("scancel", job)
     return job
@@ -58,23 +58,23 @@ def attempts(run: Path, job: str) -> list[Path]:
 
 
 def job_of(run: Path) -> str:
-    """The id of the run's job. Raises ConfigError where none was sent."""
+    """The id of the run's job. Raises ConfigError if none was submitted."""
     path = run / "jobs" / "id"
     if not path.is_file():
-        raise ConfigError(f"{run}: no job was sent from there; send one with rl-megatron submit")
+        raise ConfigError(f"{run}: no job was submitted for it; submit one with rl-megatron submit")
     return path.read_text().strip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What Slurm says of a job: its word, and a line with the reason for waiting, the nodes and restarts."""
+    """A job's state in Slurm's word, and a line with the reason for waiting, the nodes and restarts."""
 
     name: str
     text: str
 
     @property
     def over(self) -> bool:
-        """Whether nothing of it will run any more."""
+        """Whether the job has ended for good."""
         return self.name in _OVER
 
 
@@ -85,9 +85,9 @@ _OVER = {
 
 
 def status_of(job: str) -> Status:
-    """From the controller's memory or from accounting. Of a heterogeneous job: of the first component, all nodes."""
+    """A job's status, from Slurm's controller or accounting; of a heterogeneous job, the first component's."""
     shown = _slurm("scontrol", "show", "job", "-o", job, check=False).splitlines()
-    # The first of a name counts: a comment, further on, holds any text. Of an array all tasks are shown.
+    # The first entry of a name counts, because a later comment may hold any text. An array shows all tasks.
     parts = [dict(reversed(re.findall(r"(\S+?)=(\S*)", line))) for line in shown]
     if parts := [part for part in parts if job in (part.get("JobId"), part.get("HetJobId"))]:
         found = parts[0]
@@ -107,7 +107,7 @@ def _slurm(*command: str, check: bool = True) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError as error:
-        raise ConfigError(f"{command[0]} is not here; this is no node of a Slurm cluster") from error
+        raise ConfigError(f"{command[0]} is not installed here; run this on a node of a Slurm cluster") from error
     if check and done.returncode:
         raise ConfigError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout

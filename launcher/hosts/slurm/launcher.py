@@ -1,7 +1,7 @@
-"""Ranks on the nodes of a Slurm allocation: an srun step a role, a task a rank, each of which connects back to here.
+"""Starts ranks on the nodes of a Slurm allocation: one srun step per role, one task per rank, which connects back.
 
-Everything that this file asks of Slurm is in the environment of the job. What it leaves for the job's script is in the
-folder of this attempt: ``requeue``, to be started again from the checkpoint, and ``failed_node``, where a rank died.
+This file learns about the job from its environment alone. It leaves messages for the job's script in the folder of this
+attempt: ``requeue``, to be requeued and resume from the checkpoint, and ``failed_node``, the node where a rank died.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SlurmLauncher(Launcher):
     @override
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
-        """Raises ConfigError where the allocation has not the tasks that the learner needs."""
+        """Raises ConfigError if the allocation does not have the tasks that the learner needs."""
         allocation = self._allocation
         placement = placement_of(config, allocation.nodes)
         separate = [placement_of(config, nodes, role) for role, nodes in allocation.separate.items()]

@@ -1,4 +1,4 @@
-"""A job's script: slurm/train.sbatch.j2 filled in, so that bash and sbatch read but names in what is given."""
+"""Renders a job's script from slurm/train.sbatch.j2, with values quoted so that bash and sbatch only read names."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.placement.nodes import beside
 
 PACKAGE = Path(__file__).resolve().parents[3]
-"""Where this code is."""
+"""The folder of this code."""
 _TEMPLATES = PACKAGE / "slurm"
-_UNREAD = re.compile(r"[^\w./+:=@,~-]")  # in a line of #SBATCH: quotes, %, spaces, and a newline, which ends it
+_UNREAD = re.compile(r"[^\w./+:=@,~-]")  # not allowed in a line of #SBATCH: quotes, %, spaces, newlines
 
 
 def job_script(config: RunConfig, *, folder: Path, python: str, package: Path) -> str:
-    """The job's script. ``folder`` is where it runs and relative paths start, ``package`` where this code is.
+    """The job's script. It runs in ``folder``, where relative paths start; ``package`` is the folder of this code.
 
-    Of what is given only ``slurm.setup`` is run: the rest is quoted, or of characters that bash and sbatch leave alone.
-    Raises ConfigError for a run's folder that is not.
+    Only ``slurm.setup`` is executed: other values are quoted, or have only characters without a meaning to bash and
+    sbatch. Raises ConfigError for a run's folder with other characters.
     """
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
@@ -36,7 +36,7 @@ def job_script(config: RunConfig, *, folder: Path, python: str, package: Path) -
     run = parent / str(config.run.name)
     if found := _UNREAD.search(str(run)):
         raise ConfigError(
-            f"{str(run)!r}: {found[0]!r} in the run's folder, which sbatch does not read as it stands: it may "
+            f"{str(run)!r}: sbatch cannot read {found[0]!r} in the path of the run's folder, which may "
             "have letters, digits and ._-/+:=@,~; run from another folder, or set run.dir"
         )
     others = beside(slurm, config.roles.separate)
@@ -56,7 +56,7 @@ def job_script(config: RunConfig, *, folder: Path, python: str, package: Path) -
 
 
 def _component(config: RunConfig, role: str, nodes: int) -> dict[str, object]:
-    """What a role's own nodes are asked for in a heterogeneous job; what is not said is as the learner's."""
+    """The request for a role's own nodes in a heterogeneous job; missing values are the learner's."""
     slurm = config.slurm
     section, engines = slurm.alone(role), role == "engines"
     tasks = config.rollout.server.replicas if engines else config.learner.dims.world_size

@@ -1,4 +1,4 @@
-"""Steps of a job: an srun, running while a context is open."""
+"""Runs steps of a job: an srun process for the time of a context."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 def step_command(
     slurm: SlurmSection, placement: Placement, folder: Path, *, python: str, where: Sequence[str] = ()
 ) -> list[str]:
-    """The srun that starts all ranks, in the container where there is one; output is a file a rank in ``folder``."""
+    """The srun command that starts all ranks, in the container if given; one output file per rank in ``folder``."""
     return [
         "srun",
         *where,
@@ -30,7 +30,7 @@ def step_command(
         f"--ntasks-per-node={placement.ranks_per_node}",
         "--distribution=block",
         *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []),
-        "--kill-on-bad-exit=1",  # a rank that dies before it connects ends the step, not only the wait for it
+        "--kill-on-bad-exit=1",  # a rank that dies before it connects ends the step
         f"--output={folder}/{file_stem(placement.role, '%t')}.txt",
         *slurm.container_options(),
         *slurm.container_prefix(),
@@ -42,7 +42,7 @@ def step_command(
 
 @contextlib.asynccontextmanager
 async def running_step(command: list[str], line: bytes, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The running step, each task of which reads ``line``; at the end of the context it is over."""
+    """Run a step whose tasks each read ``line``; leaving the context ends it."""
     logger.info("starting a step: %s", shlex.join(command))
     with (folder / "step.txt").open("ab") as output:
         step = await asyncio.create_subprocess_exec(
@@ -55,7 +55,7 @@ async def running_step(command: list[str], line: bytes, folder: Path) -> AsyncIt
     finally:
         if step.stdin is not None:
             step.stdin.close()
-        for how in (signal.SIGTERM, signal.SIGKILL):  # first of all, ranks end by themselves: their streams did
+        for how in (signal.SIGTERM, signal.SIGKILL):  # ranks have ended by themselves, because their streams closed
             try:
                 async with asyncio.timeout(STOP_SECONDS):
                     await step.wait()
@@ -65,12 +65,12 @@ async def running_step(command: list[str], line: bytes, folder: Path) -> AsyncIt
 
 
 async def ended(step: asyncio.subprocess.Process) -> str:
-    """How the step ended, once it has."""
+    """Wait for the step's end, and say how it ended."""
     return f"srun ended with status {await step.wait()}"
 
 
 async def first_end(steps: Sequence[asyncio.subprocess.Process]) -> str:
-    """How the first of the steps ended, once one has."""
+    """Wait for the first of the steps to end, and say how it ended."""
     waiting = [asyncio.ensure_future(ended(step)) for step in steps]
     try:
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -85,8 +85,8 @@ def test_it_follows_to_the_end_and_says_how_that_was(
 def test_a_run_without_a_job_and_one_that_is_over_are_refused(
     tmp_path: Path, run: Path, slurm: Callable[..., None]
 ) -> None:
-    with pytest.raises(ConfigError, match="no job was sent from there; send one with rl-megatron submit"):
+    with pytest.raises(ConfigError, match="no job was submitted for it; submit one with rl-megatron submit"):
         follow(tmp_path, print)
     slurm("FAILED")
-    with pytest.raises(ConfigError, match=r"job 7 is over: FAILED on n1.*; rl-megatron logs .*/run shows"):
+    with pytest.raises(ConfigError, match=r"job 7 has ended: FAILED on n1.*; rl-megatron logs .*/run shows"):
         follow(run, print)

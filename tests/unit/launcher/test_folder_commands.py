@@ -98,9 +98,9 @@ def test_verify_compares_to_the_bit_and_with_transformers(
     assert said.out.count("DIFFERENT") == 2
     assert "Warning" not in said.err
     assert main_of("verify", folders / "megatron", *given, "--layers", "mine") == 1
-    assert "--layers='mine': must be auto, torch or package.module:name of your own" in capfd.readouterr().err
+    assert "--layers='mine': it must be auto, torch or your own package.module:name" in capfd.readouterr().err
     assert main_of("verify", folders / "megatron", "--logprobs") == 1
-    assert "which transformers does not read; give --against" in capfd.readouterr().err
+    assert "which transformers cannot read; give --against" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_convert_says_what_it_made_and_what_it_lacks(
 
 def test_the_status_of_a_run_without_a_job_is_its_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main_of("status", tmp_path) == 1
-    assert "no run is there, and no job was sent from there" in capsys.readouterr().err
+    assert "it holds no run, and no job was submitted from it" in capsys.readouterr().err
     (tmp_path / "log.txt").write_text("the last words\n")
     (tmp_path / "metrics.jsonl").write_text('{"phase": "rl", "step": 7}\n')
     assert main_of("status", tmp_path) == 0

@@ -85,5 +85,5 @@ def test_what_has_no_routes_is_sent_as_it_is() -> None:
 
 
 def test_routes_of_another_model_are_refused() -> None:
-    with pytest.raises(RLMegatronError, match="of 3 MoE layers; the learner's model has 4"):
+    with pytest.raises(RLMegatronError, match="have 3 MoE layers, but the learner's model has 4"):
         score(batch(3))

@@ -29,6 +29,6 @@ def test_it_ends_with_the_place_and_the_stacks(tmp_path: Path) -> None:
         [sys.executable, "-c", STANDING_STILL, tmp_path], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1
-    assert "error: the controller stands still for 1 s (run.watchdog_seconds): it is at" in done.stderr
+    assert "error: the controller's event loop has been blocked for 1 s (run.watchdog_seconds): it is at" in done.stderr
     assert "in standing_still" in done.stderr
     assert "in standing_still" in (tmp_path / "controller.txt").read_text()

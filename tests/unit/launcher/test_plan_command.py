@@ -65,7 +65,7 @@ def test_a_folder_needs_only_its_config(capsys: pytest.CaptureFixture[str], tmp_
     ("arguments", "message"),
     [
         (("kimi-k3", "src=hf", "dst=hf"), "kimi-k3: neither a folder nor a known model; known: qwen3-30b-a3b"),
-        (("kimi-k2", "src=hf"), "layouts: src=hf given; give both, as in src=megatron"),
+        (("kimi-k2", "src=hf"), "layouts: src=hf given; give both, for example src=megatron"),
         (("kimi-k2", "src=hf", "dst=vllm,tp=8"), "dst=vllm,tp=8: no table 'vllm'; allowed: hf, megatron, engine"),
         (
             ("kimi-k2", "src=megatron,tpp=4", "dst=hf"),
@@ -93,8 +93,11 @@ def test_an_engine_cuts_experts_by_tp_where_nothing_else_is_said(capsys: pytest.
     ]
     received = [re.search(r"received by 64 ranks, max / mean *│ *([\d.]+) GB", text) for text in texts]
     assert [found and found[1] for found in received] == ["59.0", "59.0", "59.0", "456.4"]
-    assert "dst: rank 0 holds 456.4 GB of weights, more than a GPU of 80 GB (--gpu-memory-gb); raise tp" in texts[-1]
-    assert not any("more than a GPU" in text for text in texts[:3])
+    assert (
+        "dst: rank 0 holds 456.4 GB of weights, which do not fit a GPU of 80 GB (--gpu-memory-gb); raise tp"
+        in texts[-1]
+    )
+    assert not any("which do not fit a GPU" in text for text in texts[:3])
     assert "more than" in said(capsys, "qwen3-235b-a22b", source, "dst=engine,tp=8,dp=8", "--gpu-memory-gb", "40")
 
 
@@ -102,6 +105,6 @@ def test_the_recipe_whose_servers_are_elsewhere_fits_without_addresses(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = said(capsys, "--config", "deepseek_v3")
-    assert "rollout.server.addresses is assumed, of servers on other GPUs" in text
+    assert "assuming rollout.server.addresses, servers on other GPUs" in text
     assert text.endswith("It fits in slurm.gpu_memory_gb=80.\n")
     assert "assumed" not in said(capsys, "--config", "qwen3_30b_a3b")
