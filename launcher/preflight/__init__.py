@@ -1,1 +1,1 @@
-"""What of a configuration is wrong, before any process starts: a file a check, a table of them in `checks`."""
+"""Finds problems of a configuration before any process starts: one file per check, and a table of them in `checks`."""

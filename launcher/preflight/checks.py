@@ -1,4 +1,4 @@
-"""The table of checks, and all of them at once. Without torch, so that a login node runs them; seconds at most."""
+"""The table of checks, and a function that runs them all. They need no torch and take seconds, for a login node."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ CHECKS: Mapping[str, Check] = {
     "engine": engine.check,
     "reward": reward.check,
 }
-"""By what a person calls each."""
+"""The checks by their names in messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
-    """What all checks found, each thing once, in the order of the table."""
+    """The distinct findings of all checks, in the order of the table."""
 
     found: tuple[Found, ...]
     seconds: float
 
     def texts(self, kind: str) -> list[str]:
-        """Of the findings of one kind."""
+        """The texts of the findings of one kind."""
         return [each.text for each in self.found if each.kind == kind]
 
     def raise_problems(self) -> None:
-        """Raises ConfigError with all problems, where there are any."""
+        """Raises ConfigError with all problems, if there are any."""
         if problems := self.texts("problem"):
             raise ConfigError("\n".join(problems))
 
     def notes(self) -> list[str]:
-        """Lines of what the run's user may not want."""
+        """Lines about what the user may not want."""
         return [f"note: {text}" for text in self.texts("note")]
 
     def describe(self) -> str:
-        """Lines for a person: notes, what was looked at, and what was not."""
+        """Lines to show: notes, what was checked, and what was not."""
         lines = [*self.notes(), *self.texts("fact")]
         lines.append(f"checked in {self.seconds:.1f} s: {', '.join(CHECKS)}")
         if missed := self.texts("unchecked"):
@@ -67,7 +67,7 @@ class Preflight:
 
 
 def preflight(config: RunConfig, *, for_job: bool = False) -> Preflight:
-    """Everything that the table's checks find. ``for_job``: it will run in a job, elsewhere."""
+    """Run all checks. ``for_job``: the run will be a job, on other machines."""
     began, subject = time.monotonic(), Subject(config, for_job)
     found: dict[Found, None] = {}
     for check in CHECKS.values():

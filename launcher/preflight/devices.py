@@ -1,5 +1,5 @@
-"""Whether this machine has the GPUs, the torch with CUDA (not loaded here) or the memory that the learner's ranks
-need."""
+"""Checks that this machine has the GPUs, the torch with CUDA (which is not loaded) or the memory that the learner's
+ranks need."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import psutil
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.run import RunConfig
 
-_SECONDS = 4.0  # for the driver's answer
-_RANK_BYTES = 2**26  # no model is too small for it: 117 MiB of its own were seen with that of tiny_cpu
+_SECONDS = 4.0  # the limit for the driver's answer
+_RANK_BYTES = 2**26  # the least that any rank needs: with tiny_cpu's model 117 MiB were measured
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Yields a problem where this machine has too few GPUs, or too little memory for the learner's processes."""
+    """Yields a problem if this machine has too few GPUs, or too little memory for the learner's processes."""
     config = subject.config
     given = f"learner.device={config.learner.device}"
     if config.learner.device == "cpu":
@@ -32,8 +32,8 @@ def check(subject: Subject) -> Iterator[Found]:
         return
     if torch_is_for_cpus():
         yield problem(
-            f"{given}, but the torch that is installed here was built without CUDA; install one with it, or set "
-            "learner.device=cpu (rl-megatron doctor shows what is here)"
+            f"{given}, but the installed torch was built without CUDA; install a build with CUDA, or set "
+            "learner.device=cpu (rl-megatron doctor shows the devices)"
         )
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -44,8 +44,8 @@ def check(subject: Subject) -> Iterator[Found]:
         yield unchecked("how many GPUs are here: nvidia-smi is missing or does not answer")
     elif count == 0:
         yield problem(
-            f"{given}, but no GPU is visible here (CUDA_VISIBLE_DEVICES {said}); run it where some are, or set "
-            "learner.device=cpu (rl-megatron doctor shows what is here)"
+            f"{given}, but no GPU is visible here (CUDA_VISIBLE_DEVICES {said}); run it on a machine with GPUs, or set "
+            "learner.device=cpu (rl-megatron doctor shows the devices)"
         )
     elif ranks > count:
         yield problem(
@@ -55,7 +55,7 @@ def check(subject: Subject) -> Iterator[Found]:
 
 
 def _processes(config: RunConfig) -> Iterator[Found]:
-    """Ranks of a learner on CPUs against this machine's memory."""
+    """Compares the memory of a CPU learner's ranks with this machine's."""
     ranks, memory = config.learner.dims.world_size, psutil.virtual_memory().total
     if ranks * _RANK_BYTES > memory:
         yield problem(
@@ -65,7 +65,7 @@ def _processes(config: RunConfig) -> Iterator[Found]:
 
 
 def torch_is_for_cpus() -> bool:
-    """Whether torch's own record of its build names no CUDA; false where it has none to read."""
+    """Whether torch's record of its build names no CUDA; False if it cannot be read."""
     spec = importlib.util.find_spec("torch")
     folders = spec.submodule_search_locations if spec is not None else None
     record = Path(folders[0]) / "version.py" if folders else None
@@ -73,9 +73,9 @@ def torch_is_for_cpus() -> bool:
 
 
 def count_visible_gpus(visible: str | None) -> int | None:
-    """GPUs that a process with this CUDA_VISIBLE_DEVICES sees: of the list those before the first that is none.
+    """GPUs that a process with this CUDA_VISIBLE_DEVICES sees: those of the list before the first invalid one.
 
-    None where the driver does not say how many there are.
+    None if the driver does not tell how many there are.
     """
     if visible is not None and not visible.strip():
         return 0

@@ -1,4 +1,4 @@
-"""Whether the engine of the servers is installed where they are started: by its files, for importing takes minutes."""
+"""Checks that the servers' engine is installed in its interpreter, by its files, because an import takes minutes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_megatron.user_code import load_named
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Looks for the servers' engine in its interpreter. An engine in the learner's processes needs none."""
+    """Looks for the servers' engine in its interpreter; the in-process engine needs none."""
     rollout = subject.config.rollout
     if not rollout.served:
         return
@@ -29,7 +29,7 @@ def check(subject: Subject) -> Iterator[Found]:
         return
     key = f"rollout.python={given or sys.executable}"
     if given is not None and not given.is_file():
-        yield problem(f"{key}: no such file; give the interpreter that {rollout.engine} is installed in")
+        yield problem(f"{key}: no such file; set the interpreter that {rollout.engine} is installed in")
         return
     try:
         module = module_of(rollout.engine)
@@ -41,15 +41,15 @@ def check(subject: Subject) -> Iterator[Found]:
         yield unchecked(f"whether {module} is installed in {key}, whose packages are not beside it")
     elif not there:
         yield problem(
-            f"{key}: {module} is not installed there; docs/engines.md says how to install it, and "
-            "rollout.python=<its environment>/bin/python where it is"
+            f"{key}: {module} is not installed there; install it (docs/engines.md), and set "
+            "rollout.python=<its environment>/bin/python"
         )
     else:
         yield unchecked(f"that {module} starts")
 
 
 def module_of(engine: str) -> str:
-    """What is imported to serve: the engine's own name, or what the user's Adapter says. Raises ConfigError."""
+    """The module that serves: the engine's own name, or the one of the user's Adapter. Raises ConfigError."""
     if ":" not in engine:
         return engine
     adapter = load_named(engine, "rollout.engine", "class with a module", lambda found: hasattr(found, "module"))
@@ -57,8 +57,8 @@ def module_of(engine: str) -> str:
 
 
 def installed(module: str, python: Path) -> bool | None:
-    """Whether an environment's own packages have the module; None where it has none of its own, or others besides."""
-    environment = python.absolute().parent.parent  # not resolved: a link is what makes an environment
+    """Whether an environment's own packages have the module; None if it has none of its own, or also uses others."""
+    environment = python.absolute().parent.parent  # not resolved: in an environment the interpreter is a link
     packages = [*environment.glob("lib/python3*/site-packages"), *environment.glob("lib64/python3*/site-packages")]
     if any((folder / module).is_dir() or any(folder.glob(f"{module}-*.dist-info")) for folder in packages):
         return True

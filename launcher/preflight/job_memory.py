@@ -1,4 +1,4 @@
-"""Compares the bytes that the fullest GPU must hold with its memory."""
+"""Compares the memory that the fullest GPU needs with the memory that it has."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rl_megatron.scaling.memory import check_memory
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Compares what the learner needs with ``slurm.gpu_memory_gb``. Raises ConfigError where it does not fit."""
+    """Compares the learner's memory with ``slurm.gpu_memory_gb``. Raises ConfigError if it does not fit."""
     config = subject.config
     if config.learner.device == "cpu":
         return
     if check_memory(config, subject.shape) is None:
-        yield unchecked("the memory of the GPUs, whose size is not given (slurm.gpu_memory_gb)")
+        yield unchecked("the memory of the GPUs, because slurm.gpu_memory_gb is not set")

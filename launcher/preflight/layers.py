@@ -1,4 +1,4 @@
-"""Layers of the user's own: whether their package is there. It is not imported: it imports megatron."""
+"""Checks that the package of the user's own layers exists, without importing it, because it imports megatron."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from launcher.preflight.subject import Found, Subject, problem, unchecked
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """That ranks can find them, as far as that is seen without importing them."""
+    """Yields a problem if ranks could not find the layers, as far as that shows without an import."""
     own = subject.config.learner.own_layers
     if own is None:
         return
@@ -23,5 +23,5 @@ def check(subject: Subject) -> Iterator[Found]:
 def _is_there(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ValueError:  # of what runs here, as __main__, which is another module elsewhere
+    except ValueError:  # __main__, which is another module in ranks
         return False

@@ -1,4 +1,4 @@
-"""What the model's folder must hold beside its config.json: weights that are whole, a tokenizer, a chat template."""
+"""Checks that the model's folder holds complete weights, a tokenizer and, if needed, a chat template."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 def check(subject: Subject) -> Iterator[Found]:
     """Yields a problem for each file that ``model.path`` lacks. A tiny model, which the run makes, has none."""
     folder, data = subject.model_folder, subject.config.data
-    if folder is None or not (folder / "config.json").is_file():  # the check of sizes says so
+    if folder is None or not (folder / "config.json").is_file():  # the check of sizes reports it
         return
     if not has_tokenizer(folder):
         yield problem(
-            f"model.path={folder}: no tokenizer there (tokenizer.json, tokenizer.model, vocab.json, ...); copy it from "
-            "the model that this one was made of"
+            f"model.path={folder}: it has no tokenizer (tokenizer.json, tokenizer.model, ...); copy one from "
+            "the model that this one was made from"
         )
     elif isinstance(data, FileData) and data.chat_template and not _has_chat_template(folder):
         yield problem(
@@ -35,7 +35,7 @@ def check(subject: Subject) -> Iterator[Found]:
 
 
 def _weights(folder: Path) -> Iterator[Found]:
-    """Of each safetensors file that is missing, or shorter or longer than its header says."""
+    """Yields each safetensors file that is missing, or shorter or longer than its header says."""
     try:
         files, _ = weight_files(folder)
     except RLMegatronError as error:
@@ -49,7 +49,7 @@ def _weights(folder: Path) -> Iterator[Found]:
 
 
 def _has_chat_template(folder: Path) -> bool:
-    """In a file of its own, or in the tokenizer's configuration."""
+    """Whether there is a chat template, in its own file or in the tokenizer's configuration."""
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
     path = folder / "tokenizer_config.json"

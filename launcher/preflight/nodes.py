@@ -14,7 +14,7 @@ from rl_megatron.placement.seats import seats_of
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Yields what does not fit on a job's nodes, and GPUs that nothing uses. A run without a job has no nodes."""
+    """Yields what does not fit a job's nodes, and idle GPUs. A run without a job has no nodes."""
     if not subject.for_job:
         return
     config, slurm = subject.config, subject.config.slurm
@@ -34,7 +34,7 @@ def check(subject: Subject) -> Iterator[Found]:
 
 
 def _idle(config: RunConfig) -> Iterator[Found]:
-    """GPUs that servers leave alone while they sample."""
+    """Yields a note on GPUs that are idle while servers sample."""
     nodes, server = made_up_nodes(config), config.rollout.server
     engines = nodes.get("engines", ())
     seats = seats_of(config, nodes[LEARNER], engines)
@@ -44,6 +44,6 @@ def _idle(config: RunConfig) -> Iterator[Found]:
         whose = "of the servers' own nodes" if engines else "of the learner's nodes, which it shares"
         fit = len(engines or nodes[LEARNER]) * (each // server.tp)
         yield note(
-            f"servers sample on {used} of the {there} GPUs {whose}, and the others wait meanwhile; "
+            f"servers sample on {used} of the {there} GPUs {whose}, and the others are idle meanwhile; "
             f"rollout.server.replicas={fit} uses {fit * server.tp}"
         )

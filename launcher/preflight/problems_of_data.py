@@ -1,4 +1,4 @@
-"""Reads the files of problems: whether they exist, and whether their first rows have the configured fields."""
+"""Checks that the files of problems exist, and that their first rows have the configured fields."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.types import Completion, Prompt, Scored, Span
 
-SECONDS = 3.0  # for its answer, where reward.timeout_seconds is more
+SECONDS = 3.0  # the limit for its answer, if reward.timeout_seconds is more
 MADE_UP = "a made-up completion"
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Calls the reward function once. Servers and models are not asked: one may not be up yet, the other is large."""
+    """Calls the reward function once. Does not call servers, which may not be up yet, or models, which are large."""
     section, other = subject.config.reward, subject.other_python
     functions = section.functions.values()
     models = [name for name in functions if name.startswith("hf:")]
@@ -48,10 +48,10 @@ def _asked(subject: Subject, function: RewardFunction) -> Iterator[Found]:
     name = ", ".join(section.functions.values())
     scored = _ask(function, prompt, min(section.timeout_seconds, SECONDS))
     if scored is None and section.timeout_seconds > SECONDS:
-        yield unchecked(f"the reward {name!r}, which gave no answer in {SECONDS:g} s")
+        yield unchecked(f"the reward {name!r}, which did not answer within {SECONDS:g} s")
         return
     wrong = errors_of(scored) if scored else [f"no answer within reward.timeout_seconds={section.timeout_seconds:g}"]
-    said = f"reward {name!r}, asked before the run about {prompt.text!r:.60}: {'; '.join(wrong)}"
+    said = f"reward {name!r}, called before the run with {prompt.text!r:.60}: {'; '.join(wrong)}"
     if wrong and section.on_error == "fail":
         yield problem(f"{said}; fix it, or set reward.on_error to drop or to a number")
     elif wrong:
@@ -62,7 +62,7 @@ def _asked(subject: Subject, function: RewardFunction) -> Iterator[Found]:
 
 
 def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> tuple[Scored, ...] | None:
-    """What it gives; None where it does not answer in time, though it block the loop that asks."""
+    """Its scores; None if it does not answer in time, even if it blocks its event loop."""
     answers: list[tuple[Scored, ...]] = []
     texts = (prompt.answer, MADE_UP)
     completions = [
@@ -88,6 +88,6 @@ def _prompt(subject: Subject) -> Prompt:
     """The first problem of the training data; its token ids are made up."""
     try:
         text, answer, meta = first_problem(subject.config.data)
-    except RLMegatronError:  # the check of the data says so
+    except RLMegatronError:  # the check of the data reports it
         text, answer, meta = "1+1=", "2", {}
     return Prompt(id="made-up", text=text, token_ids=(0, 1), answer=answer, meta=meta)

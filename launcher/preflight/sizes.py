@@ -44,16 +44,16 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
 
 
 def _engine(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
-    """Why the engine cannot sample from the model; servers say themselves what they do not run."""
+    """Yields why the in-process engine cannot sample from the model; servers report for themselves."""
     served = config.rollout.served
     if not (served or family_of(shape).serves):
         allowed = [name for name, family in FAMILIES.items() if family.serves]
         yield problem(
-            f"model_type={shape.family!r}: the engine that samples here does not run it; allowed: "
-            f"{', '.join(map(repr, allowed))}; rollout=vllm or rollout=sglang runs others"
+            f"model_type={shape.family!r}: the in-process engine does not support it; allowed: "
+            f"{', '.join(map(repr, allowed))}; rollout=vllm or rollout=sglang supports others"
         )
     elif not served and shape.rope != Rope():
         yield problem(
-            f"rope_type={shape.rope.kind!r}: the engine that samples here has plain rotary embeddings of whole heads; "
-            "allowed: 'default'; rollout=vllm or rollout=sglang runs others"
+            f"rope_type={shape.rope.kind!r}: the in-process engine has only plain rotary embeddings of whole heads; "
+            "allowed: 'default'; rollout=vllm or rollout=sglang supports others"
         )

@@ -16,19 +16,19 @@ from rl_megatron.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class Subject:
-    """A configuration, to be run from here or, where ``for_job``, in a job that is sent from here."""
+    """A configuration to run here or, with ``for_job``, in a job that is submitted from here."""
 
     config: RunConfig
     for_job: bool
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Of the model that the run starts from. Raises ConfigError."""
+        """The shape of the model that the run starts from. Raises ConfigError."""
         return starting_shape(self.config)
 
     @property
     def other_python(self) -> str | None:
-        """What runs the controller where that is not this interpreter: the key and its value."""
+        """The interpreter of the controller if it is not this one: the key and its value."""
         slurm = self.config.slurm
         if not self.for_job or slurm.python in (None, sys.executable):
             return None
@@ -36,37 +36,37 @@ class Subject:
 
     @property
     def model_folder(self) -> Path | None:
-        """The folder that is given; None where a tiny model is made."""
+        """The configured model folder; None for a tiny model."""
         return self.config.model.path
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One finding: what keeps the run from starting, what its user should know or may like to, what only a run sees."""
+    """One finding: a problem that prevents the run, a note, a fact, or something that was not checked."""
 
     kind: Literal["problem", "note", "fact", "unchecked"]
     text: str
 
 
 Check = Callable[[Subject], Iterator[Found]]
-"""Yields what it finds, of a run here or of a job. An RLMegatronError that it raises is a problem too."""
+"""Yields findings about a run here or a job. An RLMegatronError that it raises counts as a problem."""
 
 
 def problem(text: str) -> Found:
-    """What keeps the run from starting, and what to do."""
+    """A reason why the run cannot start, and what to do."""
     return Found("problem", text)
 
 
 def note(text: str) -> Found:
-    """What the run does that its user may not want."""
+    """Something that the run does and its user may not want."""
     return Found("note", text)
 
 
 def fact(text: str) -> Found:
-    """What was found to be so, for who asks."""
+    """A fact, to show on request."""
     return Found("fact", text)
 
 
 def unchecked(text: str) -> Found:
-    """What cannot be seen from here."""
+    """Something that cannot be checked here."""
     return Found("unchecked", text)

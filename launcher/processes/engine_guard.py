@@ -1,11 +1,11 @@
 """Runs an engine server in a session of its own, and ends all of its processes when the trainer ends.
 
-The trainer holds the other end of this process's standard input, which closes however the trainer ends, by SIGKILL too;
-closing it is also how the trainer ends one server. Run as ``python engine_guard.py <address> <command...>``: nothing of
-this package is imported.
+The trainer holds the other end of this process's standard input. It closes however the trainer ends, even by SIGKILL;
+the trainer also closes it to end one server. Run as ``python engine_guard.py <address> <command...>``; it imports
+nothing of this package.
 
-What a server writes no other user of the node can read, and its temporary folder, in which the sockets lie that its
-processes talk over, is its own and goes with it.
+No other user of the node can read a server's files. Its temporary folder, with the sockets of its processes, is its own
+and is removed with it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _STOP_SECONDS = 10.0
 
 
 def main(host: str, command: list[str]) -> int:
-    """The server's exit status, once it and its children are gone. It listens at ``host``, and so does its gloo."""
+    """Run the server, which listens at ``host`` with its gloo. Returns its exit status once its children are gone."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the closed pipe is the one way to end
-    if (interface := interface_of(host)) is not None:  # by itself gloo asks what the node's name means
+        signal.signal(number, signal.SIG_IGN)  # only the closed pipe ends it
+    if (interface := interface_of(host)) is not None:  # else gloo resolves the node's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.umask(0o077)
     with tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True) as folder:
@@ -38,12 +38,12 @@ def main(host: str, command: list[str]) -> int:
         )
         threading.Thread(target=_end_with_trainer, args=(server,), daemon=True).start()
         status = server.wait()
-        _signal_all(server, signal.SIGKILL)  # what its children left running
+        _signal_all(server, signal.SIGKILL)  # its remaining children
     return status
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface that has the address, if one of this node's has."""
+    """This node's network interface with the address ``host``, if there is one."""
     found = psutil.net_if_addrs().items()
     return next((name for name, addresses in found if any(a.address == host for a in addresses)), None)
 

@@ -1,4 +1,4 @@
-"""What the environment of a rank's process says before torch is loaded there."""
+"""Environment variables of a rank's process, which must be set before it loads torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
-# oneDNN and torch's layer over it each keep so many of the kernels that they made, one a shape: 1,024 by default,
-# of some 0.4 MB, which ragged micro-batches fill within a thousand steps. A step wants fewer than these.
+# oneDNN, and torch's layer over it, cache so many compiled kernels, one per shape: 1,024 by default, of some 0.4 MB
+# each, which ragged micro-batches fill within a thousand steps. A step needs fewer than these.
 _KEPT_KERNELS = "128"
 
 
 def variables(*, threads: int, device: str) -> Mapping[str, str]:
-    """For a rank of ``learner.device`` with so many CPU threads. One of the CPU sees no GPU, where there are some, and
-    keeps few kernels, where no number is given."""
+    """Variables for a rank of ``learner.device`` with so many CPU threads. A CPU rank sees no GPU, and caches few
+    kernels unless the user sets a number."""
     out = {"OMP_NUM_THREADS": str(threads)}
     if device == "cpu":
         out["CUDA_VISIBLE_DEVICES"] = ""
@@ -24,7 +24,7 @@ def variables(*, threads: int, device: str) -> Mapping[str, str]:
 
 @contextlib.contextmanager
 def inherited(*, threads: int, device: str) -> Iterator[None]:
-    """Processes that start meanwhile inherit the variables from this one."""
+    """Processes that start within inherit the variables from this one."""
     new = variables(threads=threads, device=device)
     before = {name: os.environ.get(name) for name in new}
     os.environ.update(new)

@@ -27,19 +27,19 @@ STOP_SECONDS = 20.0
 class Order:
     """A server to start. Paths are absolute and the same on every node."""
 
-    before: Sequence[str] = ()  # a command that gets the guard to its node
+    before: Sequence[str] = ()  # a command that starts the guard on its node
     host: str  # the node's address at which the server listens
     command: Sequence[str]  # the server's own
-    environment: Mapping[str, str]  # all of it
-    folder: Path  # where it runs
-    log: Path  # what it prints goes to its end; no other user can read it
+    environment: Mapping[str, str]  # complete
+    folder: Path  # its working folder
+    log: Path  # its output is appended; no other user can read it
 
 
 class Guard(Protocol):
     """The guard of a server that was started."""
 
     async def wait(self) -> str:
-        """How guard and server ended, once they have, to be put behind a name."""
+        """Wait for the end of guard and server, and say how they ended, as the end of a sentence."""
         ...
 
     async def end(self) -> None:
@@ -49,7 +49,7 @@ class Guard(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardProcess(Guard):
-    """A guard that is a child of this process, or of a command that runs it elsewhere."""
+    """A guard that is a child of this process, or of a command that starts it on another node."""
 
     process: asyncio.subprocess.Process
     log: Path
@@ -60,7 +60,7 @@ class GuardProcess(Guard):
 
     @override
     async def end(self) -> None:
-        """Closes the pipe that the guard watches, and waits until it has ended its server."""
+        """Close the pipe that the guard watches, and wait until it has ended its server."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:

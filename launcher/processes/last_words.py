@@ -1,4 +1,4 @@
-"""Passes on what a child process writes to its stderr, and keeps the end of it to say why the process died."""
+"""Forwards a child process's stderr, and keeps the last lines to explain why the process died."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LastWords:
         self._hearing = threading.Thread(target=self._hear, name=f"stderr of {who}", daemon=True)
 
     def listen(self) -> None:
-        """The child has its end."""
+        """Start reading, after the child was given its end."""
         self.theirs.close()
         self._hearing.start()
 
@@ -34,24 +34,24 @@ class LastWords:
         with os.fdopen(os.dup(self._ours.fileno()), errors="replace") as stream:
             while line := stream.readline(_LONGEST):
                 self._lines.append(line)
-                with contextlib.suppress(OSError, ValueError):  # nobody sees ours any more
+                with contextlib.suppress(OSError, ValueError):  # our own stderr is closed
                     print(line, end="", file=sys.stderr, flush=True)
         self._ours.close()
 
     def tail(self) -> str:
-        """The last lines of a child that ended; empty where it wrote none."""
+        """The last lines of an ended child; empty if it wrote none."""
         self._hearing.join(_DRAIN_SECONDS)
         return _indented(tuple(self._lines))
 
 
 def speak_into(pipe: int) -> None:
-    """Make the controller's pipe this process's stderr, of its libraries too."""
+    """Make the controller's pipe this process's stderr, also for its libraries."""
     os.dup2(pipe, 2)
     os.close(pipe)
 
 
 def end_of(log: Path) -> str:
-    """The last lines of what a process wrote into a file; empty where it is not at hand."""
+    """The last lines of a process's output file; empty if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

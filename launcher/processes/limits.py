@@ -1,10 +1,10 @@
-"""Raises the system's limits of a process where that is allowed, and names the limit that ended one."""
+"""Raises a process's system limits if allowed, and names the limit that ended a process."""
 
 from __future__ import annotations
 
 import resource
 
-_MOST_FILES = 1 << 20  # a hard limit may be none at all, and some programs look at every number below the soft one
+_MOST_FILES = 1 << 20  # a hard limit may be infinite, and some programs visit every number below the soft one
 _FILES_OF_A_RANK, _FILES_OF_A_PEER = 85, 11  # on CPUs, measured with worlds of 2 and 4 whose ranks share all groups
 _THREADS = "no thread could be started: raise the limit of processes (ulimit -u) or of memory (ulimit -v)"
 _SIGNS = {
@@ -17,7 +17,7 @@ _SIGNS = {
 
 
 def raise_open_files() -> int:
-    """Make the soft limit of open files the hard one, for this process and those that it starts; what it is then.
+    """Raise the soft limit of open files to the hard one, for this process and its children. Returns the limit.
 
     A rank holds sockets to every other rank in each of its groups, and 1,024 is the usual soft limit.
     """
@@ -40,7 +40,7 @@ def describe_open_files() -> str:
 
 
 def refusal(error: OSError | RuntimeError) -> str | None:
-    """What the system refused to this process, and how to have it; None where it was not the system."""
+    """What the system refused, and how to allow it; None if the error is not the system's."""
     if isinstance(error, OSError):
         if error.errno is None:
             return None
@@ -51,6 +51,6 @@ def refusal(error: OSError | RuntimeError) -> str | None:
 
 
 def explained(text: str) -> str:
-    """``text``, which a process said at its end, with a line for each limit that it tells of."""
+    """``text``, a process's last output, with a line for each limit that it mentions."""
     signs = dict.fromkeys(what for sign, what in _SIGNS.items() if sign in text)
     return "\n".join([text, *signs])

@@ -1,4 +1,4 @@
-"""A thread that makes all calls of one library, one after another; the process ends without waiting for it."""
+"""A thread that makes all calls of one library, in order; the process does not wait for it to end."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ T = TypeVar("T")
 
 
 class OwnThread:
-    """Calls are made in order. Unlike those of an executor, one that never ends does not hold the process's end up."""
+    """Makes calls in order. Unlike an executor's, a call that never returns does not keep the process alive."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What the function returns or raises. Who is cancelled leaves a call that runs to itself."""
+        """Run the function in the thread. Cancelling stops the waiting, not the call."""
         future: Future[T] = Future()
         self._calls.put((future, functools.partial(function, *args, **kwargs)))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """It ends after the calls that were made."""
+        """End the thread after the calls already made."""
         self._calls.put(None)
 
     def _run(self) -> None:

@@ -1,7 +1,7 @@
 """Reserves ports for a server that binds them some seconds later.
 
-Systems hand out ports of their own choice from 32768 upwards (Linux's ip_local_port_range): a port that was found there
-and let go belongs to whoever opens a connection next. So these lie below, and are held until they are in use.
+Systems assign ephemeral ports from 32768 upwards (Linux's ip_local_port_range): a free port found there may be taken by
+the next connection. So these ports are below that range, and are held until the server uses them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _ATTEMPTS = 100
 
 
 def any_port(number: int = 0, count: int = 1) -> int:
-    """The first of two neighbouring ports that few others take, for another node.
+    """The first of two neighbouring ports that are rarely in use, for another node.
 
-    Of ``count`` who ask, each with a ``number`` of its own below that, no two get the same.
+    ``count`` callers with different ``number``s below that get different ports.
     """
     pairs = (_HIGH - _LOW) // 2
     return _LOW + 2 * (secrets.randbelow(pairs // count) * count + number)
@@ -26,10 +26,10 @@ def any_port(number: int = 0, count: int = 1) -> int:
 
 @contextlib.contextmanager
 def held_ports(host: str) -> Iterator[int]:
-    """The first of two neighbouring ports of ``host``, an address of this machine, that nobody is given meanwhile.
+    """Hold two neighbouring ports of ``host``, an address of this machine, and yield the first.
 
-    A server that asks for one of them by its number gets it as long as it sets SO_REUSEADDR, as servers do: Linux lets
-    two sockets share a port then while at most one of them listens. Raises OSError where all that are tried are taken.
+    A server can still bind one of them if it sets SO_REUSEADDR, as servers do: Linux then lets two sockets share a
+    port while at most one of them listens. Raises OSError if all tried ports are taken.
     """
     for attempt in range(_ATTEMPTS):
         port = any_port()
@@ -46,12 +46,12 @@ def held_ports(host: str) -> Iterator[int]:
 
 
 def free_port(host: str) -> int:
-    """A port of ``host`` that nobody has at this moment. Raises OSError."""
+    """A port of ``host`` that is free at this moment. Raises OSError."""
     with held_ports(host) as port:
         return port
 
 
 def _take(held: socket.socket, host: str, port: int) -> None:
-    """Bind it as its only owner, then let one that sets SO_REUSEADDR come beside it."""
+    """Bind the port exclusively, then allow a socket with SO_REUSEADDR to share it."""
     held.bind((host, port))
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

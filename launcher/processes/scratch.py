@@ -1,4 +1,4 @@
-"""Temporary folders that a small process of their own removes once this process has ended, by SIGKILL too.
+"""Temporary folders that a small helper process removes when this process ends, even by SIGKILL.
 
 ``python scratch.py <folder...>`` removes them when its standard input ends; standard library alone.
 """
@@ -19,7 +19,7 @@ _STOP_SECONDS = 20.0
 
 @contextlib.contextmanager
 def scratch(*others: Path, within: Path | None = None) -> Iterator[Path]:
-    """A new folder, by default under the machine's temporary one. It is removed at the end, and ``others`` with it."""
+    """A new folder, by default in the machine's temporary one. It is removed at the end, together with ``others``."""
     folder = Path(tempfile.mkdtemp(prefix="rl_megatron-", dir=within))
     command = [sys.executable, "-I", "-S", __file__, str(folder), *map(str, others)]
     remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -32,9 +32,9 @@ def scratch(*others: Path, within: Path | None = None) -> Iterator[Path]:
 
 
 def main(folders: list[str]) -> None:
-    """Wait for the end of the trainer, then remove."""
+    """Wait for the end of the trainer, then remove the folders."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the closed pipe is the one way to end
+        signal.signal(number, signal.SIG_IGN)  # only the closed pipe ends it
     sys.stdin.buffer.read()
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Writes the stacks of a run's processes when it hangs, in C, so that no hang prevents it; and reads them.
 
-A rank that stands in a collective has a frame of torch.distributed innermost. One that has none is what the others wait
-for.
+A rank that waits in a collective has a frame of torch.distributed innermost. The others wait for a rank that has
+none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _silence = 0.0
 
 
 def register(path: Path, *, silence: float) -> None:
-    """Have this process write its stacks into a file at the signal, or ``silence`` seconds after `living`."""
+    """Have this process write its stacks into a file on the signal, or ``silence`` seconds after `living`."""
     global _file, _silence
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _silence = silence
@@ -44,13 +44,13 @@ def dump() -> None:
 
 
 def living() -> None:
-    """The interpreter runs. Where it does not, a thread in C writes the stacks."""
+    """Report that the interpreter runs. If this is not called in time, a C thread writes the stacks."""
     if _file is not None:
         faulthandler.dump_traceback_later(_silence, file=_file)
 
 
 def tidy(folder: Path) -> None:
-    """Remove the files of processes that had nothing to write, and folders that are empty then."""
+    """Remove empty files of stacks, and folders that are then empty."""
     for file in folder.rglob("*.txt"):
         if not file.stat().st_size:
             file.unlink()
@@ -68,7 +68,7 @@ class Frame:
     name: str
 
     def __str__(self) -> str:
-        """``file:line in name``; files of the repository and of packages without what lies before them."""
+        """``file:line in name``; paths start at the repository or the package."""
         short = re.sub(r"^.*/(?:site-packages|lib/python3\.\d+)/", "", self.file)
         for room in _OURS:
             short = f"{room}{short.rpartition(room)[2]}".lstrip("/") if room in short else short
@@ -77,14 +77,14 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """What the last stacks of a process say."""
+    """The last stack that a process wrote."""
 
-    frames: tuple[Frame, ...]  # innermost first, of the thread that is in a collective, else of the main one
+    frames: tuple[Frame, ...]  # innermost first, of the thread in a collective, else of the main thread
     collective: str | None  # that it waits in
 
     @property
     def place(self) -> str:
-        """Where it is: its innermost frame, and the one of ours that led there."""
+        """Its innermost frame, and our innermost frame, which led there."""
         if not self.frames:
             return "no frame of Python"
         inner = self.frames[0]
@@ -94,13 +94,13 @@ class Stack:
 
 
 def read(text: str) -> Stack | None:
-    """The last stacks in a file; None where it has none. The thread is the one that serves calls, else the main one,
-    which is the last of a dump."""
+    """The last stack in a file, of the thread that serves calls, else of the main thread, which a dump has last. None
+    if there is none."""
     parts = _HEAD.split(text)[1:]
     last: dict[str, tuple[Frame, ...]] = {}
     for thread, part in zip(parts[-2::-2], parts[::-2], strict=True):  # from the end
         if thread in last:
-            break  # of a dump before
+            break  # an earlier dump
         last[thread] = tuple(_frames(part))
     if not last:
         return None
@@ -118,7 +118,7 @@ def _frames(text: str) -> list[Frame]:
 
 
 def _collective(frames: Sequence[Frame]) -> str | None:
-    """The outermost function of torch.distributed on top of a stack, or a wait for what one began."""
+    """The outermost function of torch.distributed on top of a stack, or the wait for a collective under way."""
     if not frames:
         return None
     names = []
@@ -133,7 +133,7 @@ def _collective(frames: Sequence[Frame]) -> str | None:
 
 
 def of_task(task: asyncio.Task[Any]) -> str:
-    """Where a task of the event loop stands, innermost first, as far as it awaits coroutines."""
+    """The frames of an event loop's task, innermost first, as far as it awaits coroutines."""
     frames: list[Frame] = []
     coroutine: Any = task.get_coro()
     while isinstance(coroutine, types.CoroutineType) and coroutine.cr_frame is not None:
@@ -144,7 +144,7 @@ def of_task(task: asyncio.Task[Any]) -> str:
 
 
 def explain(found: Mapping[int, Stack | None]) -> tuple[list[int], str]:
-    """The ranks that are in no collective though others are, and a sentence about all."""
+    """The ranks that are not in a collective while others are, and a sentence about all ranks."""
     waiting = {rank: s for rank, s in found.items() if s is not None and s.collective}
     behind = [rank for rank in found if rank not in waiting] if waiting else []
     said: dict[str, list[str]] = {}

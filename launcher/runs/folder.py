@@ -1,4 +1,4 @@
-"""The paths in, and beside, a run's folder."""
+"""The paths of a run's files, in and beside its folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_megatron.placement.nodes import engines_elsewhere
 
 
 def mirror_path(config: RunConfig, run_folder: Path) -> Path:
-    """The file in which this run's weights are handed to servers: where those on other nodes see it, if there are."""
+    """The mirror file of this run's weights for servers; on a shared disk if a server is on another node."""
     digest = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
     usual = run_folder.resolve() if engines_elsewhere(config) else Path("/dev/shm")
     folder = config.weights.folder or usual

@@ -13,7 +13,7 @@ from rl_megatron.errors import ConfigError
 
 
 def from_file(stem: str) -> str:
-    """What ``run.name`` may be, nearest to the name of a configuration's file: ``my-run`` of ``my run.yaml``."""
+    """A valid ``run.name`` from the name of a configuration's file: ``my-run`` for ``my run.yaml``."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:100] or "run"
 
 
@@ -22,8 +22,8 @@ def choose(
 ) -> RunConfig:
     """The config with a run name: as given, or the config's name and the first free number (resume: the last taken).
 
-    ``config_name`` is the stem of the configuration's file; ``taken`` says which folders have a run. Raises ConfigError
-    where a new run would meet an old folder or a resume finds none.
+    ``config_name`` is the stem of the configuration's file; ``taken`` tells if a folder holds a run. Raises ConfigError
+    if a new run's folder exists or a resume finds none.
     """
     root, name = config.run.dir, config.run.name
     config_name = from_file(config_name)
@@ -31,10 +31,10 @@ def choose(
         names = [config_name if i == 1 else f"{config_name}-{i}" for i in range(1, 10_000)]
         there = [n for n in names if taken(root / n)]
         if resume and not there:
-            raise ConfigError(f"--resume: no run {config_name!r} in {root}; start one without --resume")
+            raise ConfigError(f"--resume: there is no run {config_name!r} in {root}; start one without --resume")
         free = there[-1] if resume else next((n for n in names if n not in there), None)
         if free is None:
-            raise ConfigError(f"{root} has all of {config_name}-2 to {names[-1]}; set run.name, or another run.dir")
+            raise ConfigError(f"{root} has all of {config_name}-2 to {names[-1]}; set run.name or another run.dir")
         name = free
     elif resume and not (root / name).is_dir():
         raise ConfigError(f"--resume: {root / name} does not exist; start it without --resume")
@@ -45,18 +45,18 @@ def choose(
 
 @contextlib.contextmanager
 def claim(folder: Path, *, resume: bool) -> Iterator[None]:
-    """Make the run's folder (a resume: find it) and keep other runs out of it while the context is open.
+    """Make the run's folder (a resume: find it) and lock it against other processes while the context is open.
 
-    Raises ConfigError where another process has it. The claim ends with the process, whatever ends that.
+    Raises ConfigError if another process holds the lock. The lock ends with the process, however that ends.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir(exist_ok=resume)
     except FileExistsError as error:
-        raise ConfigError(f"{folder}: another run was quicker to take this name; start again") from error
+        raise ConfigError(f"{folder}: another run has just taken this name; start again") from error
     with (folder / "log.txt").open("ab") as log:
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(f"{folder}: a process is running there; wait for its end, or end it") from error
+            raise ConfigError(f"{folder}: another process runs in it; wait for its end, or end it") from error
         yield

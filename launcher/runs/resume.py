@@ -1,4 +1,4 @@
-"""What a resume starts from: the last whole checkpoint of a run with the same configuration."""
+"""Finds the checkpoint for a resume: the last whole one of a run with the same configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a scheduler's SIGUSR1, as the trainer sees them: a request to stop."""
+"""Turns Ctrl-C, SIGTERM and a scheduler's SIGUSR1 into a request to stop."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop(asyncio.Event):
-    """Set: the step in hand is the last; before the first, none begins.
+    """When set, the current step is the last; before the first step, none begins.
 
-    ``comes_back``: only for now, as the time of this job is up.
+    ``comes_back``: the run will be resumed, as only this job's time is up.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -25,16 +25,16 @@ class Stop(asyncio.Event):
         self.comes_back = False
 
     def ask(self, by: str) -> None:
-        """Stop after this step, at the wish of a signal's sender."""
+        """Stop after this step, because of the signal ``by``."""
         if not self.is_set():
-            self._progress.note(f"{by}: a step in hand is finished and saved; press Ctrl-C again to stop at once")
+            self._progress.note(f"{by}: finishing and saving the current step; press Ctrl-C again to stop at once")
         self.comes_back |= by == _COME_BACK.name
         self.set()
 
 
 @contextlib.contextmanager
 def stop_signals(progress: Progress) -> Iterator[Stop]:
-    """What Ctrl-C, SIGTERM and SIGUSR1 set. The next Ctrl-C interrupts at once; at the end SIGUSR1 is ignored."""
+    """Ctrl-C, SIGTERM and SIGUSR1 set it. A second Ctrl-C interrupts at once; at the end SIGUSR1 is ignored."""
     stop, loop, interrupted = Stop(progress), asyncio.get_running_loop(), asyncio.Event()
 
     def interrupt(*_: object) -> None:

@@ -25,7 +25,7 @@ def colocated(roles: Roles, servers: ReplicaWeights) -> Roles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frozen:
-    """Has the servers give their memory back before ``inner`` scores."""
+    """Has the servers release their memory before ``inner`` scores."""
 
     inner: FrozenModel
     servers: ReplicaWeights
@@ -40,7 +40,7 @@ class _Frozen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Learner(_Frozen):
-    """As _Frozen, and before it trains; ``learner`` is ``inner``."""
+    """As _Frozen, and also before it trains; ``learner`` is ``inner``."""
 
     learner: Learner
 

@@ -1,4 +1,4 @@
-"""The one table of engines that are servers, and the one that a configuration names."""
+"""The table of engines that are servers, and the adapter of the configured one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SERVERS: Mapping[str, Callable[[ModelShape], Adapter]] = {"sglang": SGLangAdapte
 
 
 def adapter_of(engine: str, shape: ModelShape) -> Adapter:
-    """The adapter to servers of ``rollout.engine``. Raises ConfigError where the user's own cannot be loaded."""
+    """The adapter of ``rollout.engine``. Raises ConfigError if the user's own cannot be loaded."""
     make = SERVERS.get(engine) or load_named(engine, "rollout.engine", "class", callable)
     adapter: Adapter = make(shape)
     return adapter
 
 
 def longest_sequence(config: RunConfig, shape: ModelShape) -> int:
-    """Tokens of the longest prompt and completion, a probe's among them."""
+    """Tokens of the longest prompt and completion, including a probe's."""
     longest = max(config.rollout.max_prompt_tokens + config.rollout.max_new_tokens, PROBE_LENGTH)
     return min(longest, shape.max_positions)

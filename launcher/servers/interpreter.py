@@ -1,4 +1,4 @@
-"""The interpreter that an engine is installed in, which is not the trainer's."""
+"""Checks the interpreter of an engine, which is not the trainer's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_megatron.rollout.servers.adapter import Adapter
 
 
 async def check_interpreter(python: Path, adapter: Adapter) -> None:
-    """Raises ConfigError where the engine is not installed in ``python``."""
+    """Raises ConfigError if the engine is not installed in ``python``."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({adapter.module!r}) is None)"
     try:
         process = await asyncio.create_subprocess_exec(str(python), "-c", code)
@@ -19,11 +19,11 @@ async def check_interpreter(python: Path, adapter: Adapter) -> None:
         raise ConfigError(f"rollout.python={python}: {error.strerror}; give the engine's interpreter") from error
     if await process.wait():
         raise ConfigError(
-            f"rollout.python={python}: {adapter.name} is not installed there; docs/engines.md says how to install it, "
-            "and rollout.python=<its environment>/bin/python where it is"
+            f"rollout.python={python}: {adapter.name} is not installed there; install it (docs/engines.md), and "
+            "set rollout.python=<its environment>/bin/python"
         )
 
 
 def python_path(packages: Path) -> str:
-    """``packages`` before what the user's own PYTHONPATH names."""
+    """A PYTHONPATH with ``packages`` before the user's own entries."""
     return os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))

@@ -1,4 +1,4 @@
-"""Wraps a launcher of learners: engine servers sample in place of the learner's ranks."""
+"""Wraps a launcher of learners, so that engine servers sample instead of the learner's ranks."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class ServedLauncher(Launcher):
         sites: Sequence[Site] | None = None,
         host: str = HERE,
     ) -> None:
-        """``host``: this machine's address, as servers at all ``sites`` reach it."""
+        """``host``: this machine's address for the servers at all ``sites``."""
         self._inner, self._model_folder, self._run_folder, self._shape = inner, model_folder, run_folder, shape
         self._sites, self._host = sites, host
 
     @override
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
-        """Raises ConfigError where a server does not fit, EngineError where none comes up."""
+        """Raises ConfigError if a server does not fit the run, EngineError if none starts."""
         if config.rollout.server.colocated and config.learner.device == "cpu":
-            logger.warning("rollout.server.colocated: on CPUs servers are asked for their memory, but give none back")
+            logger.warning("rollout.server.colocated: on CPUs servers do not release their memory")
         adapter = adapter_of(config.rollout.engine, self._shape)
         path = mirror_path(config, self._run_folder)
         async with contextlib.AsyncExitStack() as stack:
@@ -95,7 +95,7 @@ class ServedLauncher(Launcher):
 
 
 def _tolerance(config: RunConfig) -> float:
-    """Nats: what rounding does; where weights are quantised, what that does."""
+    """The probe's tolerance in nats, for rounding or for quantised weights."""
     section, rounding = config.rollout.server, _TOLERANCE[config.learner.dtype]
     return section.probe_tolerance or (rounding if FORMATS[section.quantization] is None else _QUANTISED_TOLERANCE)
 

@@ -39,7 +39,7 @@ _LOOK_SECONDS = 0.25
 
 
 class ServedEngines:
-    """The servers of one run, at ``sites`` or here. ``refit`` gives one that came back what is served."""
+    """The servers of one run, at ``sites`` or here. ``refit`` pushes the served weights into a restarted server."""
 
     def __init__(
         self,
@@ -57,15 +57,15 @@ class ServedEngines:
             config=config, adapter=adapter, model_folder=self._model_folder, max_length=self._max_length
         )
         self._kind, self._shapes = FORMATS[self._section.quantization], hf_layout(shape).local_shapes(0)
-        stored(self._shapes, DType(config.learner.dtype), self._kind)  # refuses first what has no such format
+        stored(self._shapes, DType(config.learner.dtype), self._kind)  # first refuses models without such a format
         self._sites = sites or [Site()] * self._section.replicas
-        self.refit: Callable[[str], Awaitable[None]] | None = None  # nothing is served before there is one
+        self.refit: Callable[[str], Awaitable[None]] | None = None  # set before anything is served
 
     @contextlib.asynccontextmanager
     async def running(self, mirror: Path) -> AsyncIterator[ServedEngine]:
-        """Ready and checked servers, which are kept so; those that were started are gone at the end.
+        """Start, check and supervise the servers. Leaving the context ends those that were started.
 
-        So is ``mirror``'s folder.
+        It also removes ``mirror``'s folder.
         """
         async with contextlib.AsyncExitStack() as stack:
             shared = self._run_folder.resolve() if elsewhere(self._sites) else None  # else this machine's own
@@ -93,7 +93,7 @@ class ServedEngines:
     async def _kept(
         self, running: contextlib.AsyncExitStack, packages: Path, engine: ServedEngine, standing: Sequence[Standing]
     ) -> AsyncIterator[None]:
-        """Every replica is looked after; servers that this takes are put on ``running``."""
+        """Supervise every replica; restarted servers are put on ``running``."""
 
         async def restart(replica: Replica) -> Standing:
             if self._section.addresses:
@@ -137,15 +137,15 @@ class ServedEngines:
         return Server(url, token=token, timeout_seconds=self._section.timeout_seconds)
 
     async def _prepare(self, packages: Path) -> None:
-        """What starting wants. The engine's interpreter sees this package alone, never those that lie beside it."""
+        """Prepare a start. The engine's interpreter sees this package alone, never the packages beside it."""
         await check_interpreter(self._python, self._adapter)
         (packages / "rl_megatron").symlink_to(Path(__file__).resolve().parents[2] / "rl_megatron")
         self._write_models(packages)
 
     def _write_models(self, packages: Path) -> None:
-        """The folders that servers start from: config.json alone, and with the tokenizer.
+        """Write the folders that servers start from: config.json alone, and with the tokenizer.
 
-        It is of the weights that are pushed, whatever ``model.path`` keeps them in.
+        config.json describes the pushed weights, whatever format ``model.path`` has.
         """
         quantization = None if self._kind is None else self._kind.config(self._shapes)
         for name, files in (("bare", set[Path]()), ("model", companions(self._model_folder))):
@@ -207,14 +207,14 @@ class ServedEngines:
         return self._config.rollout.python or Path(sys.executable)
 
     async def _answers(self, server: Server) -> Server:
-        """The server again, once it is there. Raises EngineError after ``rollout.server.start_seconds``."""
+        """Wait until the server answers. Raises EngineError after ``rollout.server.start_seconds``."""
         limit = self._section.start_seconds
         try:
             async with asyncio.timeout(limit):
                 while await server.status("/health", seconds=limit) != 200:
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError as error:
-            raise EngineError(f"{server.url} did not answer in rollout.server.start_seconds={limit:g}") from error
+            raise EngineError(f"{server.url} did not answer within rollout.server.start_seconds={limit:g}") from error
         return self._server(server.url, server.token)
 
     async def _ready(self, one: Started) -> None:
@@ -228,8 +228,8 @@ class ServedEngines:
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError as error:
             raise EngineError(
-                f"{one.server.url} is not ready after rollout.server.start_seconds={limit:g}; {one.log} tells how far "
-                "it came. Raise the limit if loading takes longer"
+                f"{one.server.url} is not ready after rollout.server.start_seconds={limit:g}; see {one.log}, and "
+                "raise the limit if loading takes longer"
             ) from error
         finally:
             ended.cancel()

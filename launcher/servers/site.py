@@ -1,4 +1,4 @@
-"""Where an engine server runs, and what starts it there."""
+"""A server's site: the node where it runs, and what starts it there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from launcher.processes.guards import Guard, Order, start_guard
 from launcher.processes.ports import any_port, held_ports
 
-StartAt = Callable[[int, Order], Awaitable[Guard]]  # a server by its number, where somebody else has its site
+StartAt = Callable[[int, Order], Awaitable[Guard]]  # starts a server, given its number, at a site elsewhere
 
 
 HERE = "127.0.0.1"
@@ -17,7 +17,7 @@ HERE = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where one server runs, and who starts it there; ``before`` stands before its guard's command."""
+    """The site of one server, and what starts it there; ``before`` precedes its guard's command."""
 
     host: str = HERE
     before: tuple[str, ...] = ()
@@ -28,12 +28,12 @@ class Site:
 
     @property
     def away(self) -> bool:
-        """Whether it is on another node, or may be, and does not see this one's memory."""
+        """Whether it is, or may be, on another node, without access to this node's memory."""
         return self.host != HERE
 
     @contextlib.contextmanager
     def ports(self) -> Iterator[int]:
-        """The first of a server's two ports: held here, or on another node ones that few others take."""
+        """The first of a server's two ports: held if it is here, else ports that are rarely in use."""
         if self.away:
             yield any_port(self.number, self.count)
             return
@@ -42,5 +42,5 @@ class Site:
 
 
 def elsewhere(found: Sequence[Site]) -> bool:
-    """Whether any server is on another node, where it does not see this one's memory."""
+    """Whether any server is on another node, without access to this node's memory."""
     return any(site.away for site in found)

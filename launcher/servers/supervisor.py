@@ -23,27 +23,27 @@ logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 2.0
 _TAIL = 20  # lines of a log in an error
-_CHECKS = 3  # a check that a suspended job slept through is one of them
+_CHECKS = 3  # failed checks in a row; a suspended job may miss one
 
 
 class Standing(Protocol):
-    """What stands at a replica's site."""
+    """The server at a replica's site."""
 
     server: Server
-    fatal: tuple[type[Exception], ...]  # what a request can meet that shows that it cannot serve on
+    fatal: tuple[type[Exception], ...]  # exceptions of a request that show that it cannot serve any more
 
     async def ended(self) -> str:
-        """How it ended by itself, once it did."""
+        """Wait until it ends by itself, and say how."""
         ...
 
     async def end(self) -> None:
-        """End it; returns once it is gone."""
+        """End it, and wait until it is gone."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Started(Standing):
-    """A server that was started: its guard, where it listens and what it says."""
+    """A server that this run started: its guard, its address and its log."""
 
     guard: Guard
     server: Server
@@ -52,7 +52,7 @@ class Started(Standing):
 
     @override
     async def ended(self) -> str:
-        """How the guard ended, and the last lines of the server's log."""
+        """Say how the guard ended, with the last lines of the server's log."""
         how = await self.guard.wait()
         tail = self.log.read_text(errors="replace").splitlines()[-_TAIL:]
         return "\n".join([f"{self.server.url} {how}; {self.log} ends with:", *tail])
@@ -64,26 +64,26 @@ class Started(Standing):
 
 @dataclass(slots=True, kw_only=True)
 class Attached(Standing):
-    """A server that somebody else runs. Once it could not be reached it may be another at the same address."""
+    """A server that somebody else runs. After it was unreachable it may be another one at the same address."""
 
     server: Server
     fatal: tuple[type[Exception], ...] = (NoAnswer, ForeignWeights, Unreachable)
 
     @override
     async def ended(self) -> str:
-        """Never returns: who runs the server does not say that it ended."""
+        """Never returns: nobody reports the server's end."""
         return await _never()
 
     @override
     async def end(self) -> None:
-        """Does nothing: who started the server ends it."""
+        """Does nothing: whoever started the server ends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervisor:
-    """Keeps the replicas of ``engine``. ``restart`` gives what stands at a site after a death, ready and checked.
+    """Supervises the replicas of ``engine``. ``restart`` returns a ready and checked server after a death.
 
-    ``refit`` has a stale server at a URL hold what is served. It raises SyncError, ``restart`` EngineError or
+    ``refit`` has a stale server at a URL load the served weights. It raises SyncError, ``restart`` EngineError or
     ConfigError.
     """
 
@@ -93,7 +93,7 @@ class Supervisor:
     refit: Callable[[str], Awaitable[None]]
 
     async def keep(self, replica: Replica, standing: Standing) -> None:
-        """Look after one replica, until it is given up."""
+        """Supervise one replica until it is given up."""
         replica.supervised = True
         while True:
             why = await self._until_dead(replica, standing)
@@ -109,7 +109,7 @@ class Supervisor:
             replica.apply(Event.ANSWERED)
 
     async def _again(self, replica: Replica) -> Standing | None:
-        """What stands there next; None after ``rollout.server.restarts`` attempts, each waiting twice as long."""
+        """Restart the server; None after ``rollout.server.restarts`` attempts, each after twice the wait."""
         while replica.restarts < self.section.restarts:
             await asyncio.sleep(self.section.backoff_seconds * 2**replica.restarts)
             replica.restarts += 1
@@ -121,7 +121,7 @@ class Supervisor:
         return None
 
     async def _until_dead(self, replica: Replica, standing: Standing) -> str:
-        """Why it is; until then it is refitted and watched."""
+        """Refit and watch the server until it is dead. Returns the cause."""
         reasons = (
             *(standing.ended(), self._fails(replica, standing), self._hangs(replica)),
             *(self._stands_still(replica), self._cannot_serve(replica)),
@@ -133,10 +133,10 @@ class Supervisor:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)  # a request that is still being ended would open a connection that nobody closes
+            await asyncio.wait(tasks)  # else a request that is ending opens a connection that nothing closes
 
     async def _fails(self, replica: Replica, standing: Standing) -> str:
-        """A request met what shows it, or after one that failed the server does not say that it is well."""
+        """Wait until a request fails fatally, or one fails and the server then does not answer a health check."""
         while True:
             await replica.suspected.wait()
             error = replica.suspicion
@@ -144,12 +144,12 @@ class Supervisor:
                 return str(error)
             status = await replica.server.status("/health", seconds=self._period)
             if status is None and not await _Meter(self.engine.adapter, replica.server).moves(self._period):
-                await asyncio.sleep(_GRACE_SECONDS)  # where it ended, its status and the end of its log say more
-                return f"{error}; nor did it answer in {self._period:g} s when asked for its health"
+                await asyncio.sleep(_GRACE_SECONDS)  # if it ended, its exit status and log say more
+                return f"{error}; and it did not answer a health check within {self._period:g} s"
             replica.trust()
 
     async def _hangs(self, replica: Replica) -> str:
-        """It did not say that it is well, several times in a row, and made no token meanwhile; at a pause for new
+        """Wait until several health checks in a row fail while it makes no tokens; while it is paused for new
         weights any answer will do."""
         loop, missed, meter = asyncio.get_running_loop(), 0, _Meter(self.engine.adapter, replica.server)
         while missed < _CHECKS:
@@ -162,12 +162,12 @@ class Supervisor:
             missed = 0 if well or moves else missed + 1
             await asyncio.sleep(max(0.0, began + self._period - loop.time()))
         return (
-            f"{replica.server.url} did not say that it is well, asked {_CHECKS} times in "
+            f"{replica.server.url} failed {_CHECKS} health checks in "
             f"rollout.server.health_seconds={self.section.health_seconds:g}: it hangs or was stopped"
         )
 
     async def _stands_still(self, replica: Replica) -> str:
-        """It made no token of the requests that it has, several times in a row, whatever it says of its health."""
+        """Wait until it makes no token for its requests in several checks in a row, whatever its health check says."""
         limit, loop, still = self.section.timeout_seconds, asyncio.get_running_loop(), 0
         period, meter = limit / _CHECKS, _Meter(self.engine.adapter, replica.server)
         while still < _CHECKS:
@@ -176,7 +176,7 @@ class Supervisor:
             await asyncio.sleep(max(0.0, began + period - loop.time()))
         return (
             f"{replica.server.url} made no token in rollout.server.timeout_seconds={limit:g}, though "
-            f"{replica.server.in_flight} requests wait for some"
+            f"{replica.server.in_flight} requests wait for tokens"
         )
 
     @property
@@ -184,7 +184,7 @@ class Supervisor:
         return self.section.health_seconds / _CHECKS
 
     async def _cannot_serve(self, replica: Replica) -> str:
-        """It cannot be given the weights that are served."""
+        """Wait until it cannot be refitted with the served weights."""
         if replica.health is Health.STALE:
             try:
                 await self.refit(replica.server.url)
@@ -194,16 +194,16 @@ class Supervisor:
 
 
 class _Meter:
-    """Whether a server makes tokens, from one look to the next."""
+    """Measures whether a server makes tokens, from one call to the next."""
 
     def __init__(self, adapter: Sampling, server: Server) -> None:
         self._adapter, self._server = adapter, server
         self._before: Hashable = None
 
     async def moves(self, seconds: float) -> bool | None:
-        """Whether it made tokens since the last look, or says for the first time how many; None where it need not.
+        """Whether it made tokens since the last call (True at the first count); None if it has no requests.
 
-        What does not answer in ``seconds`` makes none.
+        A server that does not answer in ``seconds`` makes none.
         """
         if self._server.paused or not self._server.in_flight:
             self._before = None

@@ -12,7 +12,7 @@ from rl_megatron.placement.names import LEARNER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What the controller tells all its ranks of a role, one line of JSON."""
+    """The controller's message to all ranks of a role, one line of JSON."""
 
     host: str
     port: int
@@ -28,13 +28,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """What a rank says first, as JSON: who it is and, of rank 0, where it serves the store of torch.distributed."""
+    """A rank's first message, as JSON: who it is and, from rank 0, the address of torch.distributed's store."""
 
     rank: int
     node: str
     pid: int
     store: str
-    step: str  # "<job>.<step>" of Slurm, else parts are empty
+    step: str  # Slurm's "<job>.<step>"; without Slurm the parts are empty
     role: str = LEARNER
 
     def line(self) -> bytes:
@@ -43,5 +43,5 @@ class Hello:
 
 
 def this_node() -> str:
-    """This node's name, as Slurm has it where this is a job of its."""
+    """This node's name: Slurm's in a Slurm job."""
     return os.environ.get("SLURMD_NODENAME", socket.gethostname())

@@ -1,8 +1,7 @@
 """Messages between the controller and a rank: a pickle, followed by the raw bytes of its arrays.
 
-Bytes of tensors and of numpy's arrays are written from where they are, and read into the memory that the other side's
-have: no copy but the stream's own. Only pickles of a side that proved itself are read (`channel`), or of a child
-(`local`).
+Bytes of tensors and numpy arrays are written from their own memory, and read into the memory that the receiver's will
+use: the stream makes the only copy. Only pickles from an authenticated side (`channel`) or a child process are read.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_LEAST_BYTES = 4096  # of an array whose memory travels beside the pickle; that of smaller ones costs less inside
+_LEAST_BYTES = 4096  # larger arrays travel beside the pickle; smaller ones are cheaper inside
 
 Message = tuple[bytes, list[memoryview]]
 """A pickle, and the memory of the arrays in it."""
-STACKS: Message = (b"stacks", [])  # no pickle: answered beside the calls, in files
+STACKS: Message = (b"stacks", [])  # no pickle: answered outside of the calls, in files
 
 
 def pack(value: object) -> Message:
-    """``value`` ready to be sent. Its arrays must not be written before they are."""
+    """``value`` as a message. Its arrays must not change before it is sent."""
     buffers: list[memoryview] = []
 
     def inside(buffer: pickle.PickleBuffer) -> bool:
@@ -43,7 +42,7 @@ def pack(value: object) -> Message:
 
 
 def send(connection: Connection, message: Message) -> None:
-    """Write one message; one thread at a time. Raises OSError where nobody reads any more."""
+    """Write one message; one thread at a time. Raises OSError if the other side has closed the stream."""
     pickled, buffers = message
     connection.send_bytes(np.array([len(b) for b in buffers], np.int64).tobytes())
     connection.send_bytes(pickled)
@@ -54,7 +53,7 @@ def send(connection: Connection, message: Message) -> None:
 
 
 def receive(connection: Connection) -> Message:
-    """The next message. Raises EOFError where the other side hung up, OSError where the stream broke."""
+    """The next message. Raises EOFError if the other side hung up, OSError if the stream broke."""
     sizes = np.frombuffer(connection.recv_bytes(), np.int64)
     pickled = connection.recv_bytes()
     buffers = [np.empty(size, np.uint8).data for size in sizes.tolist()]
@@ -69,7 +68,7 @@ def receive(connection: Connection) -> Message:
 
 
 def unpack(message: Message) -> Any:
-    """The value that was packed. Its tensors lie in the message's memory."""
+    """The value that was packed. Its tensors use the message's memory."""
     pickled, buffers = message
     return pickle.loads(pickled, buffers=buffers)
 
@@ -79,8 +78,8 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=keep)
 
     def reducer_override(self, value: Any) -> Any:
-        """A tensor on the CPU as its bytes, type and shape; all else as ever."""
-        import torch  # a rank says that it is alive before it imports torch
+        """Pickles a CPU tensor as its bytes, type and shape; everything else as usual."""
+        import torch  # here, because a rank sends heartbeats before it imports torch
 
         if type(value) is not torch.Tensor or value.device.type != "cpu" or value.requires_grad:
             return NotImplemented

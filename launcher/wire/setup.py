@@ -11,13 +11,13 @@ from rl_megatron.placement.names import LEARNER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a worker waits for after its imports. Folders are absolute and the same on every node."""
+    """The setup of a worker. Folders are absolute and the same on every node."""
 
     config: RunConfig
     model_folder: Path
     run_folder: Path
     rendezvous: str  # a torch.distributed init method
     role: str = LEARNER
-    first_device: int = 0  # of rank 0; ranks beside each other take one each
-    code: Path = field(default_factory=Path.cwd)  # where, beside what is installed, the user's own modules may be
-    stacks: Path | None = None  # where they go if this start hangs, as ``workers.serving`` says
+    first_device: int = 0  # rank 0's; neighbouring ranks on a node take one each
+    code: Path = field(default_factory=Path.cwd)  # the folder of the user's own modules
+    stacks: Path | None = None  # the folder for stacks if this start hangs

@@ -1,4 +1,4 @@
-"""What a learner rank can be asked."""
+"""The calls of a learner rank."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class Worker(RankModels):
-    """What a learner rank can be asked. All but ``generate``, ``export`` and ``checksums`` are collective: every rank
-    is asked together."""
+    """The calls of a learner rank. All but ``generate``, ``export``, ``checksums`` and ``verify`` are collective: the
+    controller calls every rank."""
 
     CALLS = (
         *RankModels.CALLS,
@@ -39,13 +39,13 @@ class Worker(RankModels):
         super().__init__(setup, rank, store)
         config = setup.config
         self._dtype = torch_dtype(config.learner.dtype)
-        self._sender: Sender | None = None  # into engine ranks that are processes of their own
+        self._sender: Sender | None = None  # into engine ranks in other processes
         self._holder = self._make_holder(config, setup.run_folder)
         self.start_from("policy", setup.model_folder)
         self._connect(config, setup.run_folder / "weights")
 
     def _make_holder(self, config: RunConfig, run_folder: Path) -> LocalEngine | Mirror | None:
-        """Where pushes go: this rank's engine; where servers sample, the mirror that they read, on rank 0 alone."""
+        """The target of pushes: this rank's engine or, if servers sample, the mirror file, on rank 0 alone."""
         from launcher.runs.folder import mirror_path
         from rl_megatron.rollout.local.engine import LocalEngine
         from rl_megatron.weights.formats.served import FORMATS
@@ -64,10 +64,10 @@ class Worker(RankModels):
         return Mirror(path, shapes, self._dtype, self._model_folder / "config.json", kind)
 
     def _connect(self, config: RunConfig, folder: Path) -> None:
-        """Plan the way from every learner rank to every engine replica beside one, or to rank 0's mirror.
+        """Plan the moves from every learner rank to every in-process engine replica, or to rank 0's mirror.
 
-        Who reads a mirror compares it with the checksums of what the learner's ranks hold: digests on the way there
-        would say the same again. Quantised, or cut inside a word, it is compared with what lies there.
+        Readers of a mirror compare it with checksums of the learner's own tensors, so digests on the way are not
+        needed. A quantised one, or one cut inside a word, is compared with the checksums of the mirror itself.
         """
         from rl_megatron.types import ParallelDims
         from rl_megatron.weights.checks.sources import add_up, sources_of
@@ -112,7 +112,7 @@ class Worker(RankModels):
     def stage(self, version: int) -> WeightUpdate | CorruptionError:
         """Move the learner's weights into this rank's engine, which serves nothing until `commit`.
 
-        Corrupted weights are an answer, not an end: they can be moved again.
+        Returns a CorruptionError instead of raising it, because the weights can be moved again.
         """
         try:
             return self._staging.stage(version)
@@ -120,11 +120,11 @@ class Worker(RankModels):
             return error
 
     def commit(self, version: int) -> None:
-        """Serve the weights that were staged."""
+        """Serve the staged weights."""
         self._staging.commit(version)
 
     def sums(self) -> Report:
-        """Checksums of what this rank answers for of the weights in the mirror."""
+        """Checksums of this rank's boxes of the weights in the mirror."""
         from rl_megatron.weights.checks.reports import Report
         from rl_megatron.weights.checks.sources import sent_checksums
         from rl_megatron.weights.servers.mirror import Mirror
@@ -134,9 +134,9 @@ class Worker(RankModels):
         return self._holder.sums() if isinstance(self._holder, Mirror) else Report(rows=(), seconds=0.0)
 
     def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> SyncError | None:
-        """Plan the way from every learner rank straight into engine ranks, which hold ``ranks``; collective with them.
+        """Plan the moves from every learner rank into engine ranks, which hold ``ranks``; collective with them.
 
-        Where they do not come, that is an answer, not an end. Raises WeightError where no plan leads there.
+        Returns a SyncError if these do not join. Raises WeightError if there is no plan for them.
         """
         from rl_megatron.weights.layouts.recorded import recorded_layout
         from rl_megatron.weights.plans.plan import plan
@@ -156,7 +156,7 @@ class Worker(RankModels):
         return None
 
     def send(self, version: int) -> tuple[WeightUpdate, Report] | SyncError:
-        """Send this rank's shards to the engine ranks. What goes wrong on their side is an answer, not an end."""
+        """Send this rank's shards to the engine ranks. Returns a SyncError if these fail."""
         assert self._sender is not None
         try:
             return self._sender.send(version)
@@ -164,18 +164,18 @@ class Worker(RankModels):
             return error
 
     def export(self, folder: Path) -> None:
-        """Write what was pushed last as a Hugging Face folder."""
+        """Write the version pushed last as a Hugging Face folder."""
         from rl_megatron.weights.checkpoints.safetensors_io import write_folder
 
         write_folder(self._held, self._model_folder, folder)
 
     def checksums(self) -> dict[str, int]:
-        """Of each Hugging Face tensor that a push wrote here, as it is held."""
+        """The checksum of each Hugging Face tensor that a push wrote here, as the engine holds it."""
         from rl_megatron.weights.checks.checksums import checksum
 
         return {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in self._held.items()}
 
     def close(self) -> None:
-        """Leave the process groups, after every rank arrived."""
+        """Wait for every rank, then leave the process groups."""
         self._staging.close()
         super().close()

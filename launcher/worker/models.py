@@ -1,8 +1,8 @@
-"""The models that one rank holds, by role; collective calls (all but ``verify``), which all ranks of its
-world make together.
+"""The models that one rank holds, by role. All calls but ``verify`` are collective: every rank of the
+world makes them.
 
-The roles: "policy" and "critic", which are trained, and "reference". The learner's ranks hold them all, but for those
-that have ranks of their own.
+The roles are "policy" and "critic", which are trained, and "reference". The learner's ranks hold all roles that do not
+have their own ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RankModels:
         )
         self._learners = self._make_learners(config, setup.role)
         self._scorers: dict[str, MegatronScorer] = {**self._learners, **self._make_frozen(config, setup.role)}
-        self._reference: dict[str, Tensor] = {}  # weights that stand for the policy's own
+        self._reference: dict[str, Tensor] = {}  # weights that replace the policy's when it scores as the reference
         self._hf = hf_layout(self._shape)
         self._layout = learner_layout(config, self._shape)
 
@@ -82,7 +82,7 @@ class RankModels:
         return {"reference": make_frozen(self._shape, config.learner, self._device, temperature=temperature)}
 
     def start_from(self, role: str, folder: Path) -> None:
-        """Fill this rank's part of a model from a Hugging Face folder, or from one of megatron's own kind.
+        """Load this rank's part of a model from a Hugging Face folder, or from a megatron checkpoint.
 
         Raises as ``read_boxes`` does, or CheckpointError. A reference is read from a Hugging Face folder.
         """
@@ -98,15 +98,15 @@ class RankModels:
         if role not in self._scorers:
             tensors = self._reference = {name: torch.empty_like(t) for name, t in tensors.items()}
         like = next(iter(tensors.values()))
-        shapes = self._layout.local_shapes(self._rank).items()  # a critic has no output layer: what is read goes
+        shapes = self._layout.local_shapes(self._rank).items()  # a critic has no output layer: these values are dropped
         unused = {name: like.new_empty(shape) for name, shape in shapes if name not in tensors}
         read_boxes(HFFolder(folder), self._hf, self._layout, self._rank, tensors | unused)
         self._scorer(role).adopt()
 
     def _scorer(self, role: str) -> MegatronScorer:
-        """The model that says something for a role: for a reference beside the policy, the policy.
+        """The model that scores for a role; for a reference on the policy's ranks it is the policy.
 
-        Raises RLMegatronError for a role that has no model here; so does ``_learner``.
+        Raises RLMegatronError for a role without a model here; so does ``_learner``.
         """
         beside = role == "reference" and role not in self._scorers
         return _held(self._scorers, "policy" if beside else role)
@@ -117,42 +117,42 @@ class RankModels:
     def score(
         self, role: str, micro_batches: Sequence[Samples], want: frozenset[Want]
     ) -> dict[Want, list[Tensor]] | None:
-        """All that is wanted of each micro-batch; None but on the rank that answers for its DP rank."""
+        """The scores in ``want`` of each micro-batch; None except on the rank that reports for its DP rank."""
         return self._scorer(role).score(micro_batches, want, {} if role in self._scorers else self._reference)
 
     def routed_layers(self, role: str) -> tuple[int, ...]:
-        """Of which MoE layers this rank wants routes to replay, by their numbers among the model's."""
+        """The MoE layers of this rank, whose routes it replays, as indices into all MoE layers."""
         return self._scorer(role).routed_layers
 
     def backward(
         self, role: str, micro_batches: Sequence[Samples], loss: Loss, num_tokens: int, num_sequences: int
     ) -> dict[str, Metric[float | Counts]] | None:
-        """Add the micro-batches' gradients; ``loss`` and its metrics on last-stage ranks."""
+        """Accumulate the micro-batches' gradients. Returns ``loss`` and its metrics on last-stage ranks."""
         learner = self._learner(role)
         return learner.backward(micro_batches, loss, num_tokens=num_tokens, num_sequences=num_sequences)
 
     def step(self, role: str, learning_rate: float) -> StepResult | SkippedStep:
-        """One optimizer step with the gradients that were added. Raises RLMegatronError where there are none."""
+        """Make an optimizer step with the accumulated gradients. Raises RLMegatronError if there are none."""
         return self._learner(role).step(learning_rate)
 
     def save(self, role: str, folder: Path) -> dict[str, Digest]:
-        """Write this rank's shards; what it wrote, by name. Raises CheckpointError."""
+        """Write this rank's shards. Returns the digests of its files, by name. Raises CheckpointError."""
         return self._learner(role).save(folder)
 
     def verify(self, folder: Path, files: Mapping[str, Digest]) -> list[str]:
-        """What is wrong with the files of a checkpoint that this rank reads for all; see digests.misfits."""
+        """Problems of a checkpoint's files, of which this rank reads a share; see digests.misfits."""
         return digests.misfits(folder, files, read=True)
 
     def load(self, role: str, folder: Path) -> None:
-        """Continue from what was saved. Raises CheckpointError."""
+        """Load a saved state. Raises CheckpointError."""
         self._learner(role).load(folder)
 
     def close(self) -> None:
-        """Leave the process groups, after every rank arrived."""
+        """Wait for every rank, then leave the process groups."""
         self._leave()
 
 
 def _held(models: Mapping[str, M], role: str) -> M:
     if role not in models:
-        raise RLMegatronError(f"this rank holds no {role!r} for what it was asked; it holds {', '.join(models)}")
+        raise RLMegatronError(f"this rank holds no {role!r} for this call; it holds {', '.join(models)}")
     return models[role]

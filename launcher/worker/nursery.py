@@ -1,11 +1,11 @@
-"""The process that this machine's ranks are forked from: what they all import, it imports once.
+"""The nursery process: it imports the ranks' common modules once, and forks this machine's ranks.
 
 ``python -m launcher.worker.nursery <module>...``, whose standard input is a socket to the controller
-(hosts/forks.py). A message of the controller's is a rank's name and number, with the descriptors of that rank's
-stream and of its stderr; the answer is ``[pid, null]``, and ``[pid, exit code]`` once that rank has ended. It ends
-with the controller, however that ends, and ranks with it.
+(hosts/forks.py). A message of the controller is a rank's name and number, with the descriptors of that rank's
+stream and stderr. The answer is ``[pid, null]``, and ``[pid, exit code]`` once that rank has ended. The nursery ends
+with the controller, however that ends, and its ranks end with it.
 
-So that its forks are sound it imports and does nothing else: no thread, no kernel, no look at a GPU.
+So that forks are safe it only imports: it starts no thread, runs no kernel and touches no GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MESSAGE_BYTES = 4096  # no message is longer
 
 
 def main(modules: Sequence[str]) -> None:
-    """Import, then fork a rank a message, until the controller closes its end."""
+    """Import, then fork a rank for each message, until the controller closes its end."""
     nursery = os.getpid()
     die_with_parent()
     controller = socket.socket(fileno=os.dup(0))
@@ -40,9 +40,9 @@ def main(modules: Sequence[str]) -> None:
         os.dup2(nothing.fileno(), 0)
     quieten()
     for module in modules:
-        with contextlib.suppress(BaseException):  # a rank raises it again, and tells the controller
+        with contextlib.suppress(BaseException):  # a rank raises it again, and reports it to the controller
             importlib.import_module(module)
-    gc.freeze()  # ranks' collections leave it, and its pages stay shared
+    gc.freeze()  # ranks' garbage collections skip it, so its pages stay shared
     with selectors.DefaultSelector() as waiting:
         waiting.register(controller, selectors.EVENT_READ)
         while True:
@@ -70,12 +70,12 @@ def main(modules: Sequence[str]) -> None:
 
 
 def _tell(controller: socket.socket, pid: int, code: int | None) -> None:
-    with contextlib.suppress(OSError):  # it is gone: the next read says so
+    with contextlib.suppress(OSError):  # the controller is gone: the next read shows it
         controller.send(json.dumps([pid, code]).encode())
 
 
 def _be(name: str, rank: int, stream: int, stderr: int, nursery: int, inherited: Sequence[int]) -> NoReturn:
-    """Be that rank to the end."""
+    """Run as that rank until its end."""
     code = 1
     try:
         die_with_parent()

@@ -1,5 +1,5 @@
-"""The process of one rank, driven over a stream: learner shard, rollout engine replica and weight transport, or the
-shard of a critic or a reference alone.
+"""The process of one rank, which serves calls over a stream: learner shard, engine replica and weight transport,
+or the shard of a critic or a reference alone.
 
 A worker serves one call at a time, in the order sent.
 """
@@ -39,17 +39,17 @@ def serve_forked(connection: Connection, rank: int) -> None:
 
 
 def quieten() -> None:
-    """megatron warns at its import of what is not there, which `doctor` tells."""
+    """Silence megatron's warnings about missing packages, which `doctor` reports."""
     warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")
 
 
 def run_worker(connection: Connection, rank: int, store: int | None = None) -> None:
-    """Serve the controller until it asks for the end or hangs up. What is wrong is raised.
+    """Serve the controller until it requests the end or hangs up. Errors are raised.
 
     ``store``: see ``world.join``.
     """
     quieten()
-    import rl_megatron.learner.megatron  # noqa: F401  heavy: done while the controller still prepares
+    import rl_megatron.learner.megatron  # noqa: F401  slow, so it runs while the controller still prepares
 
     try:
         message = messages.receive(connection)
@@ -72,8 +72,8 @@ def run_worker(connection: Connection, rank: int, store: int | None = None) -> N
 
 @contextlib.contextmanager
 def telling(connection: Connection) -> Iterator[None]:
-    """Send the controller whatever ends this process or one of its threads: also what is no Exception, as torch raises
-    where a checkpoint fails."""
+    """Send the controller any exception that ends this process or one of its threads, including BaseExceptions, which
+    torch raises for failed checkpoints."""
     try:
         yield
     except BaseException as error:  # noqa: BLE001  a process boundary: the controller shows it with the rank
@@ -86,14 +86,14 @@ def telling(connection: Connection) -> Iterator[None]:
 
 
 def _machines(error: BaseException) -> bool:
-    """Whether the machine or a peer may be behind it: what NCCL, gloo, CUDA and files raise, but for want of memory."""
+    """Whether the machine or a peer may be the cause: errors of NCCL, gloo, CUDA and files, except out of memory."""
     import torch
 
     return isinstance(error, RuntimeError | OSError) and not isinstance(error, torch.OutOfMemoryError)
 
 
 def _hear(connection: Connection, calls: SimpleQueue[messages.Message | None]) -> None:
-    """Calls wait for the one before; stacks do not. None is the end."""
+    """Queue calls, and write stacks at once. None marks the end."""
     with contextlib.suppress(EOFError, OSError):  # the controller closed the stream
         while True:
             message = messages.receive(connection)
@@ -120,14 +120,14 @@ def _serve(connection: Connection, worker: RankModels, calls: SimpleQueue[messag
 
 
 def say(connection: Connection, status: str, value: Any) -> None:
-    """Say one thing to the controller, from any thread."""
+    """Send one message to the controller, from any thread."""
     message = messages.pack((status, value))
     with _SENDING:
         messages.send(connection, message)
 
 
 def say_alive(connection: Connection) -> None:
-    """Each second, with what is done, so that the controller can tell a long step from a hang; until it is gone."""
+    """Send a heartbeat each second, with the activity, so that the controller can tell a long step from a hang."""
     with telling(connection):
         while True:
             say(connection, "alive", activity.now())

@@ -1,6 +1,6 @@
 """One rank that connects back to the controller: ``python -m launcher.worker.remote`` by srun, `serve` in a Ray actor.
 
-Where the controller is and the job's token come over standard input, which srun gives to every task, so that the token
+The controller's address and the job's token arrive on standard input, which srun gives to every task, so that the token
 is in no command line, no environment and no file.
 """
 
@@ -25,13 +25,13 @@ _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 def main() -> None:
-    """Join the controller and serve it; ends within seconds of the controller."""
+    """Connect to the controller and serve it; ends within seconds of the controller."""
     call = Call(**json.loads(sys.stdin.readline()))
     serve(call, int(os.environ["SLURM_PROCID"]))
 
 
 def serve(call: Call, rank: int) -> None:
-    """Be ``rank`` of the controller that calls, until it asks for the end or is gone. Called in a main thread."""
+    """Run as ``rank`` until the controller requests the end or is gone. Called in a main thread."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # one thread waits for them and passes them on
     limits.raise_open_files()
     connection, address = channel.connect(call.host, call.port, bytes.fromhex(call.token))
@@ -57,13 +57,13 @@ def serve(call: Call, rank: int) -> None:
 
 
 def _live(connection: Connection) -> NoReturn:
-    """No rank outlives its controller, in whatever collective it stands."""
+    """Send heartbeats, and end this process when the controller is gone, even inside a collective."""
     say_alive(connection)
     os._exit(1)
 
 
 def _pass_on(connection: Connection) -> None:
-    """Slurm sends SIGTERM to all ranks before it preempts a job: the controller decides what is still done."""
+    """Forward signals to the controller, which decides: Slurm sends SIGTERM to all ranks before preemption."""
     while True:
         say(connection, "signal", signal.Signals(signal.sigwait(_SIGNALS)).name)
 

@@ -67,7 +67,7 @@ def test_names_of_runs(place: Place) -> None:
     said = refused(place.call("train", "run.name=nothing", "--resume"))
     assert "--resume: runs/nothing does not exist" in said
     said = refused(place.call("train", "run.dir=empty", "--resume"))
-    assert "--resume: no run 'tiny_cpu' in empty" in said
+    assert "--resume: there is no run 'tiny_cpu' in empty" in said
     assert "run.name='../up'" in refused(place.call("train", "run.name=../up"))
     assert list(old.iterdir()) == []
 
@@ -78,7 +78,7 @@ def test_a_finished_run_its_name_and_its_configuration(place: Place) -> None:
     first.until(lambda: (place.folder / "runs/tiny_cpu/config.yaml").exists(), "its folder")
     second = place.start("busy", *keys, "run.name=tiny_cpu", resume=True)
     assert second.end() == 1
-    assert "runs/tiny_cpu: a process is running there" in second.text()
+    assert "runs/tiny_cpu: another process runs in it" in second.text()
     third = place.start("third", *keys, "run.name=null")
     for run in (first, third):
         run.finish()

@@ -160,5 +160,5 @@ def test_the_embedded_engine_takes_what_learners_pushed(pushed: Path) -> None:
 def test_the_embedded_engine_refuses_other_models_by_name(name: str, pushed: Path) -> None:
     shape = read_shape(folder_of(pushed, name, 1))
     (found,) = size_problems(load_config("tiny_cpu", ["learner.ep=1"]), shape)
-    assert f"model_type='{name}': the engine that samples here does not run it" in found.text
-    assert found.text.endswith("; rollout=vllm or rollout=sglang runs others")
+    assert f"model_type='{name}': the in-process engine does not support it" in found.text
+    assert found.text.endswith("; rollout=vllm or rollout=sglang supports others")

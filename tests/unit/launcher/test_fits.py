@@ -21,11 +21,11 @@ def test_only_what_the_engine_runs_starts() -> None:
     config = RunConfig()
     assert told(config, SHAPE) == ""
     assert re.search(
-        r"model_type='mixtral': the engine that samples.*; allowed: 'qwen3_moe'",
+        r"model_type='mixtral': the in-process engine.*; allowed: 'qwen3_moe'",
         told(config, replace(SHAPE, family="mixtral", qk_norm=None)),
     )
     assert re.search(
-        r"rope_type='yarn': the engine that samples here has plain rotary",
+        r"rope_type='yarn': the in-process engine has only plain rotary",
         told(config, replace(SHAPE, rope=Rope(kind="yarn"))),
     )
 

@@ -80,7 +80,7 @@ def cut(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("break_it", "more", "said"),
     [
-        (remove("model/tokenizer.json"), (), "model: no tokenizer there (tokenizer.json"),
+        (remove("model/tokenizer.json"), (), "model: it has no tokenizer (tokenizer.json"),
         (
             remove("model/model.safetensors"),
             (),
@@ -92,7 +92,7 @@ def cut(folder: Path) -> None:
         (remove("data/eval.jsonl"), (), "eval.jsonl: no such file"),
         (None, ("data.prompt_field=text",), "train.jsonl:1: no field 'text'; it has answer, question"),
         (None, ("data.prompt_template=Q:",), "data.prompt_template='Q:' has no '{prompt}'"),
-        (remove("vllm/bin/python"), (), "vllm/bin/python: no such file; give the interpreter that vllm is installed"),
+        (remove("vllm/bin/python"), (), "vllm/bin/python: no such file; set the interpreter that vllm is installed"),
         (None, ("rollout=sglang",), "sglang is not installed in "),
         (None, ("reward.function=preflight_rewards:nope",), "'nope' of preflight_rewards is not there"),
         (
@@ -118,7 +118,10 @@ def test_what_would_end_the_run_late_is_told_at_once(
     if break_it is not None:
         break_it(tmp_path)
     if more == ("rollout=sglang",):
-        more, said = (*more, keys[-1], "rollout.server.tp=8"), "sglang is not installed there; docs/engines.md"
+        more, said = (
+            (*more, keys[-1], "rollout.server.tp=8"),
+            "sglang is not installed there; install it (docs/engines.md",
+        )
     problems = preflight(job(keys, *more), for_job=True).texts("problem")
     assert any(said in text for text in problems), problems
 
@@ -129,7 +132,7 @@ def test_all_that_is_wrong_is_told_together_and_nothing_is_made(tmp_path: Path, 
     with pytest.raises(ConfigError) as caught:
         prepare(job(keys, *wrong))
     lines = str(caught.value).splitlines()
-    for text in ("no tokenizer there", "/nonexist.jsonl: no such file", "no module 'my_rewards'", "/nope/python"):
+    for text in ("it has no tokenizer", "/nonexist.jsonl: no such file", "no module 'my_rewards'", "/nope/python"):
         assert sum(text in line for line in lines) == 1
     assert len(lines) == 4
     assert not (tmp_path / "runs").exists()
@@ -140,13 +143,13 @@ def test_all_that_is_wrong_is_told_together_and_nothing_is_made(tmp_path: Path, 
     [
         (
             ("slurm.nodes=8", "learner.dp=16"),
-            "servers sample on 8 of the 64 GPUs of the learner's nodes, which it shares, and the others wait "
-            "meanwhile; rollout.server.replicas=8 uses 64",
+            "servers sample on 8 of the 64 GPUs of the learner's nodes, which it shares, and the others "
+            "are idle meanwhile; rollout.server.replicas=8 uses 64",
         ),
         (("slurm.nodes=8", "learner.dp=16", "rollout.server.replicas=8"), None),
         (
             ("slurm.engines.nodes=2", "rollout.server.tp=4", "rollout.server.memory_fraction=0.9"),
-            "servers sample on 4 of the 16 GPUs of the servers' own nodes, and the others wait meanwhile; "
+            "servers sample on 4 of the 16 GPUs of the servers' own nodes, and the others are idle meanwhile; "
             "rollout.server.replicas=4 uses 16",
         ),
         (
@@ -183,7 +186,7 @@ def test_the_reward_is_asked_once_about_the_first_problem(keys: tuple[str, ...])
         (("slurm.container=/images/rl.sqsh",), "whether vllm is installed in slurm.container"),
         (("slurm.python=/other/python", "rollout.python=null"), "whether vllm is installed in slurm.python=/other/"),
         (("slurm.python=/other/python", "reward.function=gone:reward"), "the reward, in slurm.python=/other/python"),
-        (("slurm.gpu_memory_gb=null",), "the memory of the GPUs, whose size is not given"),
+        (("slurm.gpu_memory_gb=null",), "the memory of the GPUs, because slurm.gpu_memory_gb is not set"),
     ],
 )
 def test_what_only_the_run_can_see_is_said_to_be_unchecked(
@@ -198,7 +201,7 @@ def test_a_reward_that_takes_long_is_not_waited_for(keys: tuple[str, ...], monke
     monkeypatch.setattr(reward, "SECONDS", 0.2)
     found = preflight(job(keys, "reward.function=preflight_rewards:blocking"), for_job=True)
     assert found.texts("problem") == []
-    assert "the reward 'preflight_rewards:blocking', which gave no answer in 0.2 s" in found.texts("unchecked")
+    assert "the reward 'preflight_rewards:blocking', which did not answer within 0.2 s" in found.texts("unchecked")
 
 
 @pytest.mark.parametrize("more", [(), ("model.tiny.num_layers=3", "model.tiny.tie_embeddings=true"), ("rollout=vllm",)])

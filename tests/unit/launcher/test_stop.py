@@ -51,6 +51,6 @@ def test_signals_stop_a_run_and_the_second_ctrl_c_interrupts_it(tmp_path: Path) 
         [sys.executable, "-c", CODE], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert "SIGUSR1: a step in hand is finished and saved" in done.stdout
+    assert "SIGUSR1: finishing and saving the current step" in done.stdout
     assert done.stdout.endswith("at its end\n")
     assert done.stdout.count("interrupted\n") == 2  # by the second Ctrl-C, however soon it comes

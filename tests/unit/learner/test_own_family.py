@@ -140,7 +140,7 @@ def test_the_preflight_reads_by_it(place: Path) -> None:
         ("unchecked", f"learner.layers={LAYERS}, which ranks import")
     ]
     (found,) = sizes.check(Subject(config_of(place / "hf"), False))
-    assert found.text.startswith("model_type='own_model': the engine that samples here does not run it; allowed: 'qwen")
+    assert found.text.startswith("model_type='own_model': the in-process engine does not support it; allowed: 'qwen")
     for own in ("not_there_at_all.x:f", "__main__:f"):
         (found,) = layers.check(Subject(config_of(place / "hf", f"learner.layers={own}"), False))
         assert found.kind == "problem"
