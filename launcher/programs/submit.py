@@ -30,16 +30,16 @@ _PREPARED = {"config.yaml", "job.sbatch", "placement.txt", "jobs"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What a configuration asks for: where all runs, on nodes of made-up names, and the fullest GPU, if known."""
+    """The resources of a configuration: placements on nodes with made-up names, and the fullest GPU, if known."""
 
     placement: Placement
-    separate: tuple[Placement, ...]  # of roles with ranks of their own
+    separate: tuple[Placement, ...]  # of roles with their own ranks
     seats: tuple[Seat, ...]
-    roles: str  # what the learner's ranks hold beside the policy
+    roles: str  # the models that the learner's ranks hold beside the policy
     footprint: Footprint | None
 
     def describe(self) -> str:
-        """Lines for a person."""
+        """Lines to show."""
         others = (other.describe() for other in self.separate)
         lines = list(filter(None, (self.placement.describe(), self.roles, *others, describe_seats(self.seats))))
         if self.footprint is not None:
@@ -51,7 +51,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A job that could be sent: all of it lies in the run's folder."""
+    """A job that is ready to be submitted; the run's folder holds all of it."""
 
     folder: Path
     script: Path
@@ -60,7 +60,7 @@ class Prepared:
 
 
 def checked(config: RunConfig) -> Checked:
-    """Where all would run. Raises ConfigError where that does not fit; `preflight` tells of all else."""
+    """Place all ranks and servers. Raises ConfigError if they do not fit; `preflight` finds all other problems."""
     nodes = made_up_nodes(config)
     placements = [placement_of(config, nodes[role], role) for role in (LEARNER, *config.roles.separate)]
     seats = seats_of(config, nodes[LEARNER], nodes.get("engines", ()))
@@ -81,17 +81,17 @@ def _roles(config: RunConfig) -> str:
 
 
 def taken(folder: Path) -> bool:
-    """Whether a run is there: a folder that only holds a job that was not sent is free again."""
+    """Whether the folder holds a run; a folder with only an unsubmitted job is free."""
     jobs = folder / "jobs"
     only_prepared = jobs.is_dir() and not any(jobs.iterdir()) and {p.name for p in folder.iterdir()} <= _PREPARED
     return folder.exists() and not only_prepared
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Make the run's folder with config.yaml, job.sbatch and placement.txt. Raises ConfigError, before it makes any."""
+    """Make the run's folder with config.yaml, job.sbatch and placement.txt. Raises ConfigError before it writes any."""
     if config.run.launcher == "local":
         config = config.model_copy(update={"run": config.run.model_copy(update={"launcher": "slurm"})})
-    config = RunConfig.model_validate(config.model_dump())  # rules that the launcher takes part in
+    config = RunConfig.model_validate(config.model_dump())  # applies rules that involve the launcher
     findings = preflight(config, for_job=True)
     findings.raise_problems()
     found = checked(config)
@@ -105,9 +105,9 @@ def prepare(config: RunConfig) -> Prepared:
 
 
 def verify_script(prepared: Prepared, *, cluster: bool) -> None:
-    """Have bash read the script, and Slurm say whether the job could ever run.
+    """Have bash parse the script, and Slurm check whether the job could ever run.
 
-    Raises ConfigError with their words; the run's folder is then gone again.
+    Raises ConfigError with their message, after removing the run's folder.
     """
     try:
         _call(["bash", "-n", str(prepared.script)])
@@ -119,7 +119,7 @@ def verify_script(prepared: Prepared, *, cluster: bool) -> None:
 
 
 def send(prepared: Prepared) -> str:
-    """Send the job; its id, which is also kept in the run's folder."""
+    """Submit the job. Returns its id, which is also written to the run's folder."""
     job = _call(["sbatch", "--parsable", str(prepared.script)]).strip().partition(";")[0]
     write_atomically(prepared.folder / "jobs" / "id", f"{job}\n".encode())
     return job
@@ -127,11 +127,11 @@ def send(prepared: Prepared) -> str:
 
 def _call(command: list[str]) -> str:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
-    kept |= {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}  # not those of a job around this
+    kept |= {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}  # but none of a surrounding job
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=kept)
     except FileNotFoundError as error:
-        raise ConfigError(f"{command[0]} is not here; submit on a login node, or add --dry-run") from error
+        raise ConfigError(f"{command[0]} is not installed here; submit on a login node, or add --dry-run") from error
     if done.returncode:
         raise ConfigError(f"{shlex.join(command)}: status {done.returncode}\n{done.stderr.strip()}")
     return done.stdout

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> Path:
-    """Run to the end (or to a signal, then with a checkpoint); the run's folder. Raises RLMegatronError."""
+    """Run to the end, or to a signal and then save a checkpoint. Returns the run's folder. Raises RLMegatronError."""
     assert config.run.name is not None
     folder = config.run.dir / config.run.name
     with claim(folder, resume=resume):
@@ -60,7 +60,7 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
 
 
 async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint | None) -> bool:
-    """Whether every step is made. What has been trained is exported, but where the run comes back soon."""
+    """Train, and export the model unless the run will soon be resumed. Returns whether every step was made."""
     async with started(parts, progress, stop) as (roles, data, shape):
         with contextlib.closing(Recorder(parts.folder, parts.config.log, progress)) as recorder:
             warm_start, loop = loops_of(parts, shape, roles, data, recorder, stop)
@@ -79,7 +79,7 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
             finished = await loop.run()
             if finished or not stop.comes_back:
                 exported = parts.folder / f"hf_step_{loop.done:06d}"
-                remove_folder(exported)  # where a finished run is resumed
+                remove_folder(exported)  # left by a finished run that is resumed
                 await roles.weights.export(exported)
             return finished
 

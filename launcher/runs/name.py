@@ -34,7 +34,7 @@ def choose(
             raise ConfigError(f"--resume: there is no run {config_name!r} in {root}; start one without --resume")
         free = there[-1] if resume else next((n for n in names if n not in there), None)
         if free is None:
-            raise ConfigError(f"{root} has all of {config_name}-2 to {names[-1]}; set run.name or another run.dir")
+            raise ConfigError(f"{root} has all of {config_name}-2 to {names[-1]}; set run.name, or another run.dir")
         name = free
     elif resume and not (root / name).is_dir():
         raise ConfigError(f"--resume: {root / name} does not exist; start it without --resume")

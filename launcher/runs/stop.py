@@ -34,7 +34,7 @@ class Stop(asyncio.Event):
 
 @contextlib.contextmanager
 def stop_signals(progress: Progress) -> Iterator[Stop]:
-    """Ctrl-C, SIGTERM and SIGUSR1 set it. A second Ctrl-C interrupts at once; at the end SIGUSR1 is ignored."""
+    """Yield a Stop that Ctrl-C, SIGTERM and SIGUSR1 set. A second Ctrl-C interrupts at once."""
     stop, loop, interrupted = Stop(progress), asyncio.get_running_loop(), asyncio.Event()
 
     def interrupt(*_: object) -> None:

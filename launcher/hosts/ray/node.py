@@ -141,8 +141,8 @@ def main() -> None:
 
     Raises PermissionError if its folder exists and belongs to another user.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # Slurm's are passed on by ranks alone
-    adopt_orphans()  # what Ray leaves behind is still a child of this process
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # only ranks pass on Slurm's signals
+    adopt_orphans()  # Ray's orphans become children of this process
     call = NodeCall(**json.loads(sys.stdin.readline()))
     private_folder(Path(call.folder))
     own = await_head(call, threading.Event()) if this_node() != call.head else ""
