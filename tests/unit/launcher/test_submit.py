@@ -115,7 +115,7 @@ def config_of(*keys: str) -> RunConfig:
 def test_scripts_are_the_golden_ones_and_bash_reads_them(case: str) -> None:
     given = ["run.name=golden", "model.path=/models/given", *RECIPES.get(case, ())]
     config = load_config(case, given) if case in RECIPES else config_of(*CASES[case])
-    made = submit.render(config, folder=Path("/home/me/work"), python="/venv/bin/python", package=Path("/code"))
+    made = submit.job_script(config, folder=Path("/home/me/work"), python="/venv/bin/python", package=Path("/code"))
     path = GOLDEN / f"{case}.sbatch"
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(made)
@@ -266,7 +266,7 @@ def test_engine_nodes_take_after_the_learners_where_nothing_else_is_said() -> No
         "slurm.partition=p",
         "slurm.constraint=c",
     )
-    made = submit.render(config_of(*keys), folder=Path("/work"), python="python", package=Path("/code"))
+    made = submit.job_script(config_of(*keys), folder=Path("/work"), python="python", package=Path("/code"))
     learner, engines = made.split("#SBATCH hetjob\n")
     for line in ("#SBATCH --partition=p", "#SBATCH --constraint=c", "#SBATCH --time=24:00:00"):
         assert line in learner
@@ -369,7 +369,7 @@ def test_nothing_that_a_name_contains_is_run(tmp_path: Path, place: str) -> None
             section[key] = text
         try:
             config = RunConfig.model_validate(given)
-            made = submit.render(config, folder=folder, python="/venv/bin/python", package=package)
+            made = submit.job_script(config, folder=folder, python="/venv/bin/python", package=package)
         except (ConfigError, ValidationError):
             continue
         taken.append(text)
