@@ -37,7 +37,7 @@ class WorkerHandle:
         self._waiting: list[asyncio.Future[Any]] = []
         self._hung_up = threading.Event()
         name = called(self.role, self.rank)
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"send {name}")  # a full pipe must not stop all
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"send {name}")  # a full pipe must not stop all
         for target in (self._read, self._watch):
             threading.Thread(target=target, name=f"{target.__name__} {name}", daemon=True).start()
 
@@ -62,13 +62,13 @@ class WorkerHandle:
 
     def dump(self) -> None:
         """Have it write its stacks, whatever it does."""
-        self._sender.submit(self._write, STACKS)
+        self._writer.submit(self._write, STACKS)
 
     def _send(self, name: str, message: Any) -> asyncio.Future[Any]:
         answer = self._loop.create_future()
         self._waiting.append(answer)
         self._calls.append(name)
-        self._sender.submit(self._write, messages.pack(message))
+        self._writer.submit(self._write, messages.pack(message))
         return answer
 
     def _write(self, message: messages.Message) -> None:
@@ -127,4 +127,4 @@ class WorkerHandle:
         if not self.process.join(STOP_SECONDS):
             self.process.kill()
             self.process.join(STOP_SECONDS)
-        self._sender.shutdown(wait=False, cancel_futures=True)
+        self._writer.shutdown(wait=False, cancel_futures=True)
