@@ -8,7 +8,7 @@ the embedded engine, a megatron learner over gloo; a box has two ranks to go bet
 sample: a prompt, request, completion, turn, row, trajectory, group, batch, samples, packed micro-batch, or a loss's
 inputs, also inside tuples, lists and mappings. Bare tensors (activations, log-probs) are not followed, and a view that
 an object of data has of itself is no stop. Of a box: tensors, and objects of classes of rl_megatron/weights, from the
-planning of the first push to its commit, in the controller and in rank 0.
+planning of the first push to its end, in the controller and in rank 0.
 
 Printed are the stops in order (repeats as one), by file and by room (folder), and their numbers beside the bars: 12
 files, each room entered once. A step goes through the learner twice: the old policy is asked, then trained. Boxes are
@@ -51,6 +51,7 @@ class Stop(NamedTuple):
     rank: int | None
     file: str
     function: str
+    event: str  # call, which took it, or return
     requests: list[str]
 
 
@@ -85,12 +86,12 @@ def of_the_step(stops: Sequence[Stop]) -> list[Stop]:
 
 
 def of_the_push(stops: Sequence[Stop]) -> list[Stop]:
-    """From behind rank 0's reading of the model, which plans as well, to the commit of its first push."""
+    """From behind rank 0's reading of the model, which plans as well, to the end of the first push."""
     mine = [stop for stop in stops if stop.rank in (None, 0)]
     connected = next(i for i, stop in enumerate(mine) if stop.file.endswith("/connect.py"))
     read = max(i for i in range(connected) if mine[i].file.endswith("/safetensors_io.py"))
-    end = next(i for i in range(connected, len(mine)) if mine[i].function == "commit")
-    return mine[read + 1 : end + 1]
+    ends = (i for i, stop in enumerate(mine) if (stop.rank, stop.function, stop.event) == (None, "push", "return"))
+    return mine[read + 1 : 1 + next(i for i in ends if i > connected)]
 
 
 def collapsed(names: Sequence[str]) -> list[str]:

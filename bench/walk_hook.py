@@ -2,7 +2,7 @@
 
 Copied as ``sitecustomize.py`` to the front of PYTHONPATH, so that it knows trees in which no bench exists, and imports
 the standard library alone. Each line written is a JSON list: time in ns (of the machine, for all processes), process,
-rank or null, file, function, and the ids of generation requests in hand.
+rank or null, file, function, call or return, and the ids of generation requests in hand.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ def _hook(frame: FrameType, event: str, value: object) -> None:
         found = [c for n in names if not (n == "self" and data) for c in _carriers(given.get(n))]
     if found:
         ids = sorted({c.id for c in found if type(c).__name__ == "GenerationRequest"})  # type: ignore[attr-defined]
-        _note(file, frame.f_code.co_name, ids)
+        _note(file, frame.f_code.co_name, event, ids)
 
 
-def _note(file: str, function: str, ids: list[str]) -> None:
+def _note(file: str, function: str, event: str, ids: list[str]) -> None:
     if _out["pid"] != os.getpid():  # a fork has a file of its own
         path = Path(os.environ["WALK_OUT"], f"{os.getpid()}.jsonl")
         _out.update(pid=os.getpid(), file=path.open("ab", buffering=0), last=None)
-    if _out["last"] == (file, function, ids):
+    if _out["last"] == (file, function, event, ids):
         return
-    _out["last"] = file, function, ids
-    line = [time.monotonic_ns(), os.getpid(), _out["rank"], file, function, ids]
+    _out["last"] = file, function, event, ids
+    line = [time.monotonic_ns(), os.getpid(), _out["rank"], file, function, event, ids]
     _out["file"].write(json.dumps(line).encode() + b"\n")
 
 
