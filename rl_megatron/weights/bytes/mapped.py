@@ -107,9 +107,10 @@ def read_header(file: MappedFile) -> dict[str, Entry]:
 
 def dtype_named(name: str) -> DType:
     """The type that safetensors calls ``name``. Raises ValueError for an unsupported one."""
-    if name not in DType.__members__:
-        raise ValueError(f"dtype {name[:40]!r} is not supported; allowed: {', '.join(DType.__members__)}")
-    return DType[name]
+    try:
+        return DType[name]
+    except KeyError as error:
+        raise ValueError(f"dtype {name[:40]!r} is not supported; allowed: {', '.join(DType.__members__)}") from error
 
 
 def _entry(raw: _Told | dict[str, str], base: int) -> Entry:
