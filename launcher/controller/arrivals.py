@@ -21,8 +21,8 @@ from typing_extensions import override
 
 from launcher.controller.failure import Failure
 from launcher.controller.group import serving
-from launcher.controller.proxies import roles_of
 from launcher.controller.rank_process import Ending, RankProcess
+from launcher.controller.roles import roles_of
 from launcher.processes.last_words import end_of
 from launcher.wire import channel
 from launcher.wire.greetings import Hello

@@ -1,9 +1,7 @@
-"""Presents many ranks as one Learner, one RolloutEngine and one WeightSync, whichever launcher started them."""
+"""All ranks that hold a model as one Learner or FrozenModel."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +10,14 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from launcher.controller.group import WorkerGroup
-from launcher.controller.handle import WorkerHandle
 from rl_megatron import digests
-from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest
-from rl_megatron.errors import CorruptionError, RLMegatronError, SyncError
-from rl_megatron.interfaces import Learner, Roles, RolloutEngine, WeightSync
-from rl_megatron.placement.names import LEARNER
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.interfaces import Learner
 from rl_megatron.training import checkpoints
 from rl_megatron.types import (
     Batch,
-    Completion,
     Counts,
-    GenerationRequest,
     Loss,
     Metric,
     ParallelDims,
@@ -33,28 +26,10 @@ from rl_megatron.types import (
     SkippedStep,
     StepResult,
     Want,
-    WeightUpdate,
 )
-from rl_megatron.weights.checks.reports import Report
-from rl_megatron.weights.layouts.recorded import Boxes
-from rl_megatron.weights.transports.joined import Rendezvous
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-logger = logging.getLogger(__name__)
-
-
-def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:
-    """The trainer's view of ready ranks: roles without their own ranks are on the learner's."""
-    dims, group = config.learner.dims, groups[LEARNER]
-    trained = {"policy": True, "critic": config.algorithm.needs_critic}
-    frozen = {"reference": config.algorithm.needs_reference}
-    learners, others = (
-        {role: LearnerGroup(groups.get(role, group), dims, role) for role, needed in roles.items() if needed}
-        for roles in (trained, frozen)
-    )
-    return Roles(learners=learners, frozen=others, engine=EngineGroup(group), weights=WeightGroup(group))
 
 
 class LearnerGroup(Learner):
@@ -137,115 +112,4 @@ def _with_layers(row: Sequence[Samples], layers: Sequence[int]) -> tuple[Samples
     return tuple(
         m if m.routes is None or len(layers) == m.routes.shape[1] else replace(m, routes=m.routes[:, list(layers)])
         for m in row
-    )
-
-
-class EngineGroup(RolloutEngine):
-    """A RolloutEngine over the replicas: each replica serves requests that are made together as one batch."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-        self._pending: list[tuple[GenerationRequest, asyncio.Future[Sequence[Completion]]]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @override
-    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
-        """Distributes the requests of one turn of the event loop over the replicas."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Sequence[Completion]] = loop.create_future()
-        if not self._pending:
-            loop.call_soon(self._dispatch)  # after all callers that are ready have asked
-        self._pending.append((request, answer))
-        return await answer
-
-    def _dispatch(self) -> None:
-        pending, self._pending = self._pending, []
-        count = len(self._group.workers)
-        for replica, handle in enumerate(self._group.workers):
-            if share := pending[replica::count]:
-                task = asyncio.ensure_future(self._serve(handle, share))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-
-    async def _serve(
-        self, handle: WorkerHandle, share: list[tuple[GenerationRequest, asyncio.Future[Sequence[Completion]]]]
-    ) -> None:
-        try:
-            (results,) = await self._group.ask("generate", {handle.rank: ([request for request, _ in share],)})
-        except Exception as error:  # noqa: BLE001  the callers raise it
-            for _, answer in share:
-                if not answer.done():
-                    answer.set_exception(error)
-            return
-        for (_, answer), completions in zip(share, results, strict=True):
-            if not answer.done():
-                answer.set_result(completions)
-
-
-class WeightGroup(WeightSync):
-    """A WeightSync in which every learner rank moves its shards to every replica."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-
-    @override
-    async def push(self, version: int) -> WeightUpdate:
-        """Serves ``version`` once all replicas have staged and verified it; tries twice.
-
-        Raises CorruptionError if boxes arrived corrupted twice.
-        """
-        updates, failures = await self._stage(version)
-        if failures:
-            logger.warning("weights were corrupted in transfer and are sent again: %s", failures[0])
-            again, failures = await self._stage(version)
-            updates += again
-        if failures:
-            raise failures[0]
-        await self._group.each("commit", version)
-        return _joined(version, updates)
-
-    async def held(self) -> list[dict[str, int]]:
-        """The checksum of each tensor that each rank holds for its engine."""
-        held: list[dict[str, int]] = await self._group.each("checksums")
-        return held
-
-    async def _stage(self, version: int) -> tuple[list[WeightUpdate], list[CorruptionError]]:
-        answers: list[WeightUpdate | CorruptionError] = await self._group.each("stage", version)
-        return (
-            [answer for answer in answers if isinstance(answer, WeightUpdate)],
-            [answer for answer in answers if isinstance(answer, CorruptionError)],
-        )
-
-    async def sums(self) -> list[Report]:
-        """Each rank's checksums of its boxes, of the version pushed last."""
-        reports: list[Report] = await self._group.each("sums")
-        return reports
-
-    async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
-        """Have every rank join the group at ``rendezvous`` with engine ranks that hold ``ranks``. Raises SyncError."""
-        for answer in await self._group.each("join_engines", rendezvous, ranks):
-            if answer is not None:
-                raise answer
-
-    async def send(self, version: int) -> tuple[WeightUpdate, list[Report]]:
-        """Have every rank send its shards to the engine ranks. Returns each one's checksums too. Raises SyncError."""
-        answers: list[tuple[WeightUpdate, Report] | SyncError] = await self._group.each("send", version)
-        for answer in answers:
-            if isinstance(answer, SyncError):
-                raise answer
-        said = [answer for answer in answers if not isinstance(answer, SyncError)]
-        return _joined(version, [update for update, _ in said]), [report for _, report in said]
-
-    @override
-    async def export(self, folder: Path) -> None:
-        """Have rank 0 write the version pushed last."""
-        await self._group.ask("export", {0: (folder,)})
-
-
-def _joined(version: int, updates: Sequence[WeightUpdate]) -> WeightUpdate:
-    return WeightUpdate(
-        version=version,
-        num_bytes=sum(u.num_bytes for u in updates),
-        seconds=max(u.seconds for u in updates),
-        verify_seconds=max(u.verify_seconds for u in updates),
     )

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from launcher.controller.failure import Failure
 from launcher.controller.group import serving
-from launcher.controller.proxies import roles_of
+from launcher.controller.roles import roles_of
 from launcher.hosts.forks import LEARNERS_IMPORTS, Nursery, fork_all
 from launcher.hosts.threads import threads_per_worker
 from launcher.processes.environment import inherited

@@ -1,0 +1,88 @@
+"""What all learner ranks do to move their weights, as one WeightSync."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from typing_extensions import override
+
+from launcher.controller.group import WorkerGroup
+from rl_megatron.errors import CorruptionError, SyncError
+from rl_megatron.interfaces import WeightSync
+from rl_megatron.types import WeightUpdate
+from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.layouts.recorded import Boxes
+from rl_megatron.weights.transports.joined import Rendezvous
+
+logger = logging.getLogger(__name__)
+
+
+class WeightGroup(WeightSync):
+    """A WeightSync in which every learner rank moves its shards to every replica."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    @override
+    async def push(self, version: int) -> WeightUpdate:
+        """Serves ``version`` once all replicas have staged and verified it; tries twice.
+
+        Raises CorruptionError if boxes arrived corrupted twice.
+        """
+        updates, failures = await self._stage(version)
+        if failures:
+            logger.warning("weights were corrupted in transfer and are sent again: %s", failures[0])
+            again, failures = await self._stage(version)
+            updates += again
+        if failures:
+            raise failures[0]
+        await self._group.each("commit", version)
+        return _joined(version, updates)
+
+    async def held(self) -> list[dict[str, int]]:
+        """The checksum of each tensor that each rank holds for its engine."""
+        held: list[dict[str, int]] = await self._group.each("checksums")
+        return held
+
+    async def _stage(self, version: int) -> tuple[list[WeightUpdate], list[CorruptionError]]:
+        answers: list[WeightUpdate | CorruptionError] = await self._group.each("stage", version)
+        return (
+            [answer for answer in answers if isinstance(answer, WeightUpdate)],
+            [answer for answer in answers if isinstance(answer, CorruptionError)],
+        )
+
+    async def sums(self) -> list[Report]:
+        """Each rank's checksums of its boxes, of the version pushed last."""
+        reports: list[Report] = await self._group.each("sums")
+        return reports
+
+    async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
+        """Have every rank join the group at ``rendezvous`` with engine ranks that hold ``ranks``. Raises SyncError."""
+        for answer in await self._group.each("join_engines", rendezvous, ranks):
+            if answer is not None:
+                raise answer
+
+    async def send(self, version: int) -> tuple[WeightUpdate, list[Report]]:
+        """Have every rank send its shards to the engine ranks. Returns each one's checksums too. Raises SyncError."""
+        answers: list[tuple[WeightUpdate, Report] | SyncError] = await self._group.each("send", version)
+        for answer in answers:
+            if isinstance(answer, SyncError):
+                raise answer
+        said = [answer for answer in answers if not isinstance(answer, SyncError)]
+        return _joined(version, [update for update, _ in said]), [report for _, report in said]
+
+    @override
+    async def export(self, folder: Path) -> None:
+        """Have rank 0 write the version pushed last."""
+        await self._group.ask("export", {0: (folder,)})
+
+
+def _joined(version: int, updates: Sequence[WeightUpdate]) -> WeightUpdate:
+    return WeightUpdate(
+        version=version,
+        num_bytes=sum(u.num_bytes for u in updates),
+        seconds=max(u.seconds for u in updates),
+        verify_seconds=max(u.verify_seconds for u in updates),
+    )
