@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from launcher.controller.engine import EngineGroup
 from launcher.controller.group import WorkerGroup
-from launcher.controller.proxies import LearnerGroup
+from launcher.controller.learner import LearnerGroup
 from launcher.controller.weights import WeightGroup
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Roles

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.controller.proxies import _with_layers
+from launcher.controller.learner import _with_layers
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from launcher.controller.group import WorkerGroup
-from launcher.controller.proxies import LearnerGroup
+from launcher.controller.learner import LearnerGroup
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import Batch, ParallelDims, Samples
 
