@@ -1,4 +1,4 @@
-"""Columns: numpy arrays with one number for each token of a completion, and how a checkpoint's JSON holds them.
+"""Columns: numpy arrays with one number for each token of a completion, and their form in a checkpoint's JSON.
 
 They are read-only: rewards of the user's own see the arrays that are trained on.
 """

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, whenever a process or the machine stops.
+"""Writes files and folders atomically and durably, so that a stop at any moment leaves them whole or absent.
 
 What is new is written under a hidden name, made durable (fsync) and renamed; what is old is renamed before it goes.
 """

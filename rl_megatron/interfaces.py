@@ -1,6 +1,6 @@
-"""The Protocols of the house: what the trainer knows of learners, engines, weights and rewards.
+"""The Protocols through which the trainer uses learners, engines, weights and rewards.
 
-Every method is called by the single controller process; behind it may stand one process or a cluster.
+The single controller process calls every method; an implementation may be one process or a cluster.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class WeightSync(Protocol):
     """Moves the learner's weights into the rollout engine."""
 
     async def push(self, version: int) -> WeightUpdate:
-        """Move all weights and serve them as ``version``: all or nothing. No generation may be in flight."""
+        """Move all weights and serve them as ``version``: all or nothing.
+
+        Engine servers pause or abort requests in flight; the engine in the learner's processes allows none.
+        """
         ...
 
     async def export(self, folder: Path) -> None:
@@ -69,7 +72,7 @@ class Scorer(Protocol):
     """A model that says something of every position of a batch. Several may be asked at once, and one many things."""
 
     async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
-        """All that is wanted, in one pass. Routers take the batch's ``routes``, where it has some and none are wanted.
+        """All scores in ``want``, in one pass. Routers replay the ``routes`` of the batch, if any, unless they record.
 
         Raises RLMegatronError for what this model cannot say.
         """

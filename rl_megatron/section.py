@@ -1,4 +1,4 @@
-"""What the sections of the configuration are made of: the base class and the ranges of single values."""
+"""The base class of the configuration's sections, and the ranges of single values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects of the user's own packages, by ``package.module:name``. To import one is to run its code."""
+"""Loads objects of the user's own packages, by ``package.module:name``. Importing one runs its code."""
 
 from __future__ import annotations
 

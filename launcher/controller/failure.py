@@ -1,4 +1,4 @@
-"""The first failure of a run, which every wait for a rank ends with."""
+"""Keeps the first failure of a run, which ends every wait for a rank."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _GRACE_SECONDS = 1.0
 
 
 class Failure:
-    """Why the run cannot go on: the first error of any rank, but a killed rank before what others say of it.
+    """Why the run cannot continue: the first error of any rank, but a killed rank before its peers' errors.
 
-    A rank that dies breaks its peers' collectives, and their complaints may arrive before the news of its end.
+    A rank that dies breaks its peers' collectives, and their errors may arrive before the news of its end.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.known: asyncio.Future[None] = self._loop.create_future()
         self.known.add_done_callback(seen)
-        self.rank: int | None = None  # whose process failed, where one did
+        self.rank: int | None = None  # the rank whose process failed, if one did
         self.role = LEARNER  # of that rank
         self._waits = self._claimed = False
 
     def claim(self) -> None:
-        """The caller finds out why the run hangs: what others report meanwhile is noise."""
+        """Claim the diagnosis of a hang: later reports by others are noise."""
         self._claimed = True
 
     def report(
         self, error: RLMegatronError, *, at_once: bool, whose: RankProcess | None = None, claimed: bool = False
     ) -> None:
-        """Make ``error`` known, at once or unless another overtakes it within a second."""
+        """Record ``error``, at once or unless a better one arrives within a second."""
         if self._claimed and not claimed:
-            logger.info("said while the run hangs: %s", error)
+            logger.info("reported while the run hangs: %s", error)
         elif at_once:
             self._settle(error, whose)
         elif not self._waits:
@@ -54,6 +54,6 @@ class Failure:
 
 
 def seen(future: asyncio.Future[Any]) -> None:
-    """Look at what a future raised, so that asyncio does not complain of nobody having done so."""
+    """Retrieve a future's exception, so that asyncio does not warn that nothing did."""
     if not future.cancelled():
         future.exception()

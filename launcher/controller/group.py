@@ -1,4 +1,4 @@
-"""All ranks of a role as one: started, asked together, ended together."""
+"""Starts, calls and ends all ranks of a role together."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerGroup:
-    """All ranks of a role, one torch.distributed world. Waiting ends with the first failure of any rank of the run, so
-    nobody waits for a dead one."""
+    """All ranks of a role, one torch.distributed world. The first failure of any rank of the run ends every wait, so
+    nothing waits for a dead rank."""
 
     def __init__(self, workers: Sequence[WorkerHandle], failure: Failure) -> None:
         self.workers, self._failure = workers, failure
 
     async def each(self, name: str, *arguments: Any) -> list[Any]:
-        """Ask every rank the same; answers in rank order."""
+        """Make the same call on every rank. Returns answers in rank order."""
         return await self.ask(name, {w.rank: arguments for w in self.workers})
 
     async def ask(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
-        """Ask the ranks in ``arguments``, each with its own; answers in that order. Raises as `gather` does."""
+        """Call the ranks in ``arguments``, each with its own. Returns answers in that order. Raises as `gather`."""
         return await self.gather([self.workers[rank].call(name, *a) for rank, a in arguments.items()])
 
     async def gather(self, answers: Sequence[asyncio.Future[Any]]) -> list[Any]:
-        """Await answers. Raises WorkerDied, or what a worker refused, once any worker failed, asked or not.
+        """Await answers. Raises WorkerDied, or a worker's error, once any worker of the run has failed.
 
-        A step may take as long as it needs, while its collectives end in time and every worker says that it is alive.
+        A step may take any time while its collectives end in time and every worker sends heartbeats.
         """
         everything: asyncio.Future[list[Any]] = asyncio.gather(*answers)
         everything.add_done_callback(seen)
@@ -53,7 +53,7 @@ class WorkerGroup:
         return await everything
 
     async def prepare(self, setup: Setup, tell: Callable[[str], None]) -> None:
-        """Wait until every rank is ready to serve. Raises WorkerDied, or what a rank refused."""
+        """Wait until every rank is ready to serve. Raises WorkerDied, or a rank's error."""
         answers = [w.prepare(setup) for w in self.workers]
         _counted(answers, setup.role, tell)
         limit = setup.config.learner.timeout_seconds
@@ -68,12 +68,12 @@ class WorkerGroup:
             ) from error
 
     async def close(self) -> None:
-        """Ask all to end; the work is done and saved, so one that does not is ended by `WorkerHandle.stop`."""
+        """Ask all ranks to end. The work is saved, so `WorkerHandle.stop` ends any that does not."""
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await self.each("close")
         except TimeoutError:
-            logger.warning("not all learner processes left their process groups in %g s; they end now", STOP_SECONDS)
+            logger.warning("not all learner processes left their process groups within %g s; ending them", STOP_SECONDS)
             for handle in self.workers:
                 handle.process.kill()
 
@@ -85,9 +85,9 @@ async def serving(
     on_signal: Callable[[str], None] | None = None,
     tell: Callable[[str], None] = unheard,
 ) -> AsyncIterator[Mapping[str, WorkerGroup]]:
-    """The ranks of each role, ready, while the context is open; at its end they are gone.
+    """Yield the ready ranks of each role. Leaving the context ends them.
 
-    ``on_signal`` gets the name of a signal that a rank got and passed on, ``tell`` how many ranks are ready.
+    ``on_signal`` gets the name of a signal that a rank forwarded, ``tell`` how many ranks are ready.
     """
     groups = {
         setup.role: WorkerGroup([WorkerHandle(process, failure, on_signal) for process in processes], failure)

@@ -28,8 +28,8 @@ class WorkerHandle:
         self.process, self.role, self.rank = process, process.role, process.rank
         self._failure, self._on_signal = failure, on_signal
         self.who = f"{called(self.role, self.rank)} ({process.where})"
-        self.ready = False  # whether it takes calls
-        self.quiet = self.still = 0  # seconds since it said anything, since it made progress
+        self.ready = False  # whether it serves calls
+        self.quiet = self.still = 0  # seconds since its last message, since its last progress
         self.doing, self.beats = "its start", 0
         self._calls: list[str] = []  # the calls of _waiting
         self._closing = self._raised = False
@@ -37,31 +37,31 @@ class WorkerHandle:
         self._waiting: list[asyncio.Future[Any]] = []
         self._hung_up = threading.Event()
         name = called(self.role, self.rank)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"send {name}")  # a full pipe must not stop all
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"send {name}")  # a full pipe must not block the loop
         for target in (self._read, self._watch):
             threading.Thread(target=target, name=f"{target.__name__} {name}", daemon=True).start()
 
     def prepare(self, setup: Setup) -> asyncio.Future[Any]:
-        """Send what the worker waits for after its imports; done when it is ready to serve."""
+        """Send the setup that the worker waits for; done when it is ready to serve."""
         return self._send("prepare", setup)
 
     def call(self, name: str, *arguments: Any) -> asyncio.Future[Any]:
-        """Ask the worker; of a worker that failed no answer comes, but ``Failure`` knows it."""
+        """Call the worker. A failed worker never answers, but ``Failure`` has its error."""
         self._closing = name == "close"
         return self._send(name, (name, arguments))
 
     @property
     def asked(self) -> str | None:
-        """What it was asked and has not answered yet."""
+        """The call that it has not answered yet, if any."""
         return self._calls[0] if self._calls and self.ready else None
 
     def tick(self) -> None:
-        """A second has passed."""
+        """Count one second."""
         self.quiet += 1
         self.still += self.asked is not None
 
     def dump(self) -> None:
-        """Have it write its stacks, whatever it does."""
+        """Have it write its stacks, whatever it is doing."""
         self._writer.submit(self._write, STACKS)
 
     def _send(self, name: str, message: Any) -> asyncio.Future[Any]:
@@ -86,7 +86,7 @@ class WorkerHandle:
         self._tell(self._ended, ending)
 
     def _tell(self, function: Any, *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _answer(self, status: str, value: Any) -> None:
@@ -107,7 +107,7 @@ class WorkerHandle:
         elif status == "refused":
             self._raised = True
             self._failure.report(value, at_once=True)
-        elif status == "erred":  # no other node would mend it, and what its peers say is noise
+        elif status == "erred":  # another node would not help, and its peers' errors are noise
             self._raised = True
             self._failure.report(WorkerDied(limits.explained(f"{self.who} raised {value}")), at_once=True)
         else:
@@ -123,7 +123,7 @@ class WorkerHandle:
         self._failure.report(WorkerDied(limits.explained(f"{self.who} {what}")), at_once=at_once, whose=self.process)
 
     def stop(self) -> None:
-        """End the process: let it finish, then kill it, each with a limit."""
+        """Let the process finish, then kill it, each with a time limit."""
         if not self.process.join(STOP_SECONDS):
             self.process.kill()
             self.process.join(STOP_SECONDS)

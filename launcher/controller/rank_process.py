@@ -1,4 +1,4 @@
-"""What the controller asks of a rank's process, wherever that runs: hosts implement it."""
+"""The controller's interface to a rank's process, which each kind of host implements."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ class RankProcess(Protocol):
 
     role: str
     rank: int
-    where: str  # how messages name it: "pid 12", "pid 12 on node2"
+    where: str  # its name in messages: "pid 12", "pid 12 on node2"
     connection: Connection
 
     def ending(self, hung_up: threading.Event) -> Ending:
-        """Block until it ended. ``hung_up`` is set once its stream is at an end."""
+        """Block until it has ended. ``hung_up`` is set once its stream has ended."""
         ...
 
     def wake(self) -> None:
-        """Have it run on where it was stopped."""
+        """Continue the process if it was stopped."""
         ...
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it."""
         ...
 
     def join(self, seconds: float) -> bool:
@@ -35,7 +35,7 @@ class RankProcess(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a process ended; ``expected`` after it was asked to, ``killed`` where what its peers say is noise."""
+    """How a process ended: ``expected`` on request; ``killed`` if its peers' errors are consequences."""
 
     how: str
     expected: bool

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder holds."""
+"""Prints the contents of a checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_megatron.weights.checkpoints.contents import Contents, contents
 
 
 def show(folder: Path) -> None:
-    """Print what lies in a checkpoint of either kind, in one of a run's, or in the newest of a run's folder.
+    """Print the contents of a checkpoint of either kind, of one of a run's, or of the newest in a run's folder.
 
     Raises RLMegatronError.
     """
@@ -27,7 +27,7 @@ def show(folder: Path) -> None:
 
 
 def _checkpoint(folder: Path) -> tuple[Path, str]:
-    """Where the shards are, and of which step."""
+    """The folder of the shards, and a text with their step."""
     steps = sorted((folder / "checkpoints").glob("step_*")) or sorted((folder / "checkpoints").glob("warm_start_*"))
     place = steps[-1] if steps else folder
     state = place / "trainer.json"

@@ -1,4 +1,4 @@
-"""Checks what engine servers say of themselves, before the first step and before one that came back is used."""
+"""Checks that engine servers fit the run, before the first step and before a restarted server is used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerChecks:
-    """What servers must be for a run whose longest sequence has ``max_length`` tokens."""
+    """The requirements on servers for a run whose longest sequence has ``max_length`` tokens."""
 
     config: RunConfig
     adapter: Adapter
@@ -27,7 +27,7 @@ class ServerChecks:
     max_length: int
 
     async def check(self, servers: Sequence[Server]) -> None:
-        """Raises ConfigError with everything at once that keeps the servers from being used, EngineError."""
+        """Raises ConfigError with all problems of the servers at once, and EngineError."""
         self._raise_misfits([(server.url, await self._described(server)) for server in servers])
 
     async def _described(self, server: Server) -> Description:
@@ -37,9 +37,9 @@ class ServerChecks:
         except AttemptFailed as error:
             raise EngineError(f"rollout.engine={self.config.rollout.engine}: {error}") from error
         if open_to_strangers and self.config.rollout.server.addresses:
-            logger.warning("%s answers without a token: whoever reaches it can change weights or run code", server.url)
+            logger.warning("%s answers without a token: who reaches it can change weights or run code", server.url)
         elif open_to_strangers:
-            raise ConfigError(f"{server.url} answers without the run's token; what in rollout.server.options opens it?")
+            raise ConfigError(f"{server.url} answers without the run's token; check rollout.server.options")
         return described
 
     def _raise_misfits(self, found: Sequence[tuple[str, Description]]) -> None:
@@ -48,7 +48,7 @@ class ServerChecks:
         architecture, problems = ",".join(known.architectures or ()), []
         if top_p < 1 and not self.adapter.renormalises_top_p:
             problems.append(
-                f"rollout.top_p={top_p}: {self.adapter.name}'s log-probs are not of the tokens that top_p leaves, so "
+                f"rollout.top_p={top_p}: {self.adapter.name} computes log-probs before top_p is applied, so "
                 "importance ratios would be wrong; set rollout.top_p=1"
             )
         for url, described in found:
@@ -62,13 +62,13 @@ class ServerChecks:
                     f"with {self.model_folder}"
                 )
             if not described.problems and described.dtype != wanted:
-                problems.append(f"{url}: it computes in {described.dtype}, learner.dtype={wanted}; make them equal")
+                problems.append(f"{url}: it computes in {described.dtype}, but learner.dtype={wanted}; make them equal")
             if self.config.algorithm.routing_replay == "r3" and described.no_routes:
                 problems.append(
-                    f"{url}: algorithm.routing_replay=r3 needs routes, and it returns none; {described.no_routes}, or "
+                    f"{url}: algorithm.routing_replay=r3 needs routes, but it returns none; {described.no_routes}, or "
                     "set routing_replay=r2 or off"
                 )
             if described.max_length < self.max_length:
-                problems.append(f"{url}: its longest sequence is {described.max_length}, needed: {self.max_length}")
+                problems.append(f"{url}: its longest sequence is {described.max_length}; {self.max_length} is needed")
         if problems:
             raise ConfigError("\n".join(problems))

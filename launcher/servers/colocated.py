@@ -1,5 +1,5 @@
 """Learner and engine servers take turns on the same accelerators: before a model trains or scores, the servers release
-their memory. The next push of weights takes it back (`ReplicaWeights.load`).
+their memory. The next push of weights allocates it again (`ReplicaWeights.load`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rl_megatron.types import Batch, Counts, Loss, Metric, Scores, SkippedStep, 
 
 
 def colocated(roles: Roles, servers: ReplicaWeights) -> Roles:
-    """The same roles, whose models make ``servers`` give their memory back before they compute."""
+    """The roles, with models that make ``servers`` release their memory before they compute."""
     return replace(
         roles,
         learners={role: _Learner(inner=one, learner=one, servers=servers) for role, one in roles.learners.items()},

@@ -1,4 +1,4 @@
-"""Engine servers of a run: started here, each under a guard, or running ones by address; checked, and kept so."""
+"""The engine servers of a run: starts each under a guard, or attaches to running ones; checks and supervises them."""
 
 from __future__ import annotations
 

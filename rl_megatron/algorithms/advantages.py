@@ -1,4 +1,4 @@
-"""Rewards [n] of completions to advantages [n]: a baseline and a scale, each over a group or over the whole batch.
+"""Computes advantages [n] from rewards [n] of completions: a baseline and a scale, over a group or the whole batch.
 
 GRPO is mean group, std group; Dr. GRPO mean group, std none; RLOO mean group, leave-one-out, std none; LitePPO mean
 group, std batch; REINFORCE mean none or batch, std none. Groups may be ragged and in any order. What needs rewards or

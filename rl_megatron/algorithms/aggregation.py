@@ -1,4 +1,4 @@
-"""From per-token losses [T] to one number: each choice is the weight [T] of every token in the global sum.
+"""Aggregates per-token losses [T] to one number: each choice gives the weights [T] of the tokens in the global sum.
 
 The weights of a whole (mini)batch already hold the global denominators, so shares of micro-batches, data-parallel and
 context-parallel ranks add up to the loss, however the batch was cut. ``lengths`` [S] count each sequence's tokens;

@@ -1,4 +1,4 @@
-"""KL to a reference policy: where it goes (reward or loss), and the coefficient's controller.
+"""KL to a reference policy: adds it to rewards or to the loss, and controls its coefficient.
 
 Letters: N positions, S sequences, T positions of a micro-batch. The estimators a token are in divergence.py.
 """

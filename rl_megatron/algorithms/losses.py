@@ -1,4 +1,4 @@
-"""The losses the learner is given: pure, picklable functions of one micro-batch (``rl_megatron.types.Loss``).
+"""The learner's losses: pure, picklable functions of one micro-batch (``rl_megatron.types.Loss``).
 
 A policy-gradient algorithm is a row of choices (docs/algorithms.md), the ``algorithm`` section of the configuration;
 the functions behind each choice are in ratios.py, objectives.py and aggregation.py. T positions, S sequences.

@@ -1,4 +1,4 @@
-"""How far the learner's log-probs of sampled tokens are from the engine's: over all, by position, by expert.
+"""Measures the gap between learner's and engine's log-probs of sampled tokens: overall, by position, by expert.
 
 Everything is taken over a whole rollout batch before it trains anything. d = log pi_learner - log pi_engine, in nats.
 Letters: N positions, n of them sampled, L layers with experts, k experts a token.

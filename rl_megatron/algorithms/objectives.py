@@ -1,4 +1,4 @@
-"""Per-token policy objectives: what one token adds to the loss, before aggregation.
+"""Per-token policy objectives: the loss of one token before aggregation.
 
 Each takes the clamped log-ratio [T], the log-probs [T], the advantages [T] and the row, whose limits it reads. It gives
 the loss of each token [T] and which tokens the limits changed [T] bool (``clip_fraction``).

@@ -1,4 +1,4 @@
-"""Quantiles of a quantity that is spread over micro-batches and ranks: counts in fixed bins, which add up.
+"""Quantiles over micro-batches and ranks, from counts in fixed bins, which add up.
 
 The bins are of log-ratios: 1e-6 nats wide around 0, then 24 a decade in both directions, up to 20 nats. A quantile is
 the middle of its bin, so it is off by at most 5 % of the log-ratio.

@@ -1,4 +1,4 @@
-"""Advantages and returns a token, from rewards a token: GAE, discounted returns, whitening. Float64 inside.
+"""Computes per-token advantages and returns from per-token rewards: GAE, discounted returns, whitening. Float64 inside.
 
 Letters: N positions of S sequences, concatenated; ``cu_seqlens`` [S + 1]. Positions outside ``mask`` (prompts, tool
 outputs) are skipped as if they were not there, whatever they hold, and get 0.

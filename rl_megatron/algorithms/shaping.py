@@ -1,4 +1,4 @@
-"""What is done to rewards before advantages. Letters: n completions, N positions, S sequences."""
+"""Shapes rewards before advantages are computed. Letters: n completions, N positions, S sequences."""
 
 from __future__ import annotations
 

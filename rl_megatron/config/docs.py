@@ -1,4 +1,4 @@
-"""The page docs/configuration.md out of the schema: ``python -m rl_megatron.config.docs > docs/configuration.md``."""
+"""Generates docs/configuration.md from the schema: ``python -m rl_megatron.config.docs > docs/configuration.md``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the schema says of a bad value, in words: the key as a user writes it, the value, what is allowed, near keys."""
+"""Words the schema's errors: the key as a user writes it, the value, what is allowed, and the nearest keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which choice reads which keys. A key that no choice of a configuration reads does nothing, and is refused where set.
+"""Lists the keys that each choice reads. A key that no choice of a configuration reads is refused if it is set.
 
 Set is what differs from the key's default, so that a saved configuration, which holds every key, is read again. That
 the table tells the truth is a test: each key changes what a step does, or is refused.

@@ -1,4 +1,4 @@
-"""What a resume may change, key by key: the one place that says so, for checkpoints and for docs/running.md."""
+"""The keys that a resume may change; checkpoints and docs/running.md use this table."""
 
 from __future__ import annotations
 

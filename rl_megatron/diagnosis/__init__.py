@@ -1,1 +1,1 @@
-"""Why an engine's log-probs are not the learner's: experiments with both, and what their outcomes prove."""
+"""Diagnoses why an engine's log-probs differ from the learner's: experiments with both, and conclusions."""

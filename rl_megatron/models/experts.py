@@ -1,4 +1,4 @@
-"""The mixture of experts of a decoder layer: every expert on every token, or only the chosen ones.
+"""The mixture of experts of a decoder layer: computes every expert on every token, or only the chosen ones.
 
 Letters: N tokens, H hidden, E experts, I expert width, k experts a token, C rows of each expert in the grouped product.
 """

@@ -1,4 +1,4 @@
-"""Keys and values of the sequences being decoded, in a ring of columns that all of them share.
+"""The cache of keys and values of the sequences being decoded, a ring of columns that all sequences share.
 
 One clock ticks for the whole batch: in each step every active row writes the same column, so a write is one strided
 copy and no row needs an index. A row is a sequence; its tokens end at the current column, whatever its length, and a

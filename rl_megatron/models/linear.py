@@ -1,4 +1,4 @@
-"""The product of tokens with a weight matrix, by whichever CPU library is faster for its size."""
+"""Multiplies tokens by a weight matrix with whichever CPU library is faster for its size."""
 
 from __future__ import annotations
 

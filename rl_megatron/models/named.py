@@ -1,4 +1,4 @@
-"""Shapes of public models by name, to plan for them without their files. Sources: each model's config.json."""
+"""Shapes of public models by name, for plans without their files. Sources: each model's config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE with random weights as a true Hugging Face folder: config, safetensors, a byte tokenizer."""
+"""Makes a tiny Qwen3-MoE with random weights as a real Hugging Face folder: config, safetensors, a byte tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps experts evenly loaded: nothing, so that the router learns by the loss alone."""
+"""The load balancing of experts: none, so that the router learns from the loss alone."""
 
 from __future__ import annotations
 

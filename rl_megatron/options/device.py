@@ -1,4 +1,4 @@
-"""``learner.device``: where parameters are made."""
+"""``learner.device``: the device of parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tokens reach the ranks of their experts."""
+"""The dispatcher that sends tokens to the ranks of their experts."""
 
 from __future__ import annotations
 

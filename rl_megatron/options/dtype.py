@@ -1,4 +1,4 @@
-"""``learner.dtype``: in which precision parameters, gradients and activations are."""
+"""``learner.dtype``: the precision of parameters, gradients and activations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``learner.layers``: whose the layers are: TransformerEngine's with their fused kernels, torch's, or your own."""
+"""``learner.layers``: TransformerEngine's layers with fused kernels, torch layers, or your own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an option of the learner is: keys, refusals, megatron-core's keywords and bytes. One file an option.
+"""The base class of the learner's options: keys, refusals, megatron-core's keywords and bytes. One file per option.
 
 Options import neither torch nor megatron-core: a login node checks and plans by them.
 """

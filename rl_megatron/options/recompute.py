@@ -1,4 +1,4 @@
-"""``learner.recompute_layers``: activations are made again in the backward pass (arXiv:1604.06174)."""
+"""``learner.recompute_layers``: activations are recomputed in the backward pass (arXiv:1604.06174)."""
 
 from __future__ import annotations
 

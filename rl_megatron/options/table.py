@@ -1,4 +1,4 @@
-"""The options of the learner: those of this package, and those that other packages bring; all of them at once.
+"""The table of the learner's options, of this package and of installed ones, and functions over all of them.
 
 A package brings one by an entry point of the group `GROUP`: ``name = "its.module:OPTION"``.
 """

@@ -1,4 +1,4 @@
-"""``learner.tp``: the parts of a layer's matrices on several ranks."""
+"""``learner.tp``: tensor parallelism, which shards a layer's matrices over ranks."""
 
 from __future__ import annotations
 

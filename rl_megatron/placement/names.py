@@ -1,4 +1,4 @@
-"""How a rank is called, in words and in the names of its files. Roles number their ranks from 0, each for itself."""
+"""Names ranks in messages and files. Each role numbers its ranks from 0."""
 
 from __future__ import annotations
 

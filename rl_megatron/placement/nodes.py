@@ -1,4 +1,4 @@
-"""Which nodes each role of a run gets."""
+"""Assigns nodes to the roles of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank runs where: integer arithmetic, said before a job is sent and kept by its steps.
+"""Places ranks on nodes by integer arithmetic: shown before a job is submitted, and kept by its steps.
 
 Ranks fill a node before the next. In megatron-core's order (``tp-cp-ep-dp-pp``, tp fastest) tensor-parallel ranks are
 then neighbours in one node, pipeline stages far apart, and expert-parallel groups span as many nodes as they must.

@@ -1,4 +1,4 @@
-"""On which node and GPUs each engine server runs."""
+"""Places engine servers on nodes and GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU must hold, said before any is asked for: integer arithmetic over the layout, without torch.
+"""Computes the memory that each GPU needs, before any is requested: integer arithmetic over the layout, without torch.
 
 Parameters, gradients and optimizer state are exact but for padding; activations are counted from the layers' shapes
 for attention that keeps no scores (FlashAttention) and evenly loaded experts, following arXiv:2205.05198; logits as

@@ -1,7 +1,7 @@
-"""A Ray cluster of one run, here or on the nodes of a Slurm allocation.
+"""Starts the Ray cluster of one run, here or on the nodes of a Slurm allocation.
 
-Ray places ranks (launcher.py) and engine servers (server_actors.py), a placement group a role and node, and knows why
-one died. The cluster is the run's own: no other has its token, ports and temporary folder.
+Ray places ranks (launcher.py) and engine servers (server_actors.py), with a placement group for each role and node, and
+knows why one died. The cluster belongs to the run: no other has its token, ports and temporary folder.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _SHUTDOWN_SECONDS = 60.0
 
 
 class RayCluster:
-    """The Ray cluster of one run. ``allocation``: what it lies on; None: this machine."""
+    """The Ray cluster of one run, on the nodes of ``allocation``; None: on this machine."""
 
     def __init__(self, config: RunConfig, allocation: Allocation | None, run_folder: Path) -> None:
-        """Raises ConfigError where the allocation has not the tasks that the learner needs, or servers do not fit."""
+        """Raises ConfigError if the allocation lacks tasks that the learner needs, or servers do not fit."""
         dims = config.learner.dims
         self.allocation = allocation
         roles = (LEARNER, *config.roles.separate)
@@ -76,16 +76,16 @@ class RayCluster:
 
     @property
     def own(self) -> OwnThread:
-        """The thread in which everything is asked of the running cluster.
+        """The thread that makes all calls to the running cluster.
 
-        Ray's processes end with the thread that made them, and in a main thread Ray takes SIGTERM's handler.
+        Ray's processes end with the thread that made them, and in a main thread Ray replaces SIGTERM's handler.
         """
         assert self._own is not None
         return self._own
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """It is up while the context is open. Raises WorkerDied where it does not come up."""
+        """Run the cluster while the context is open. Raises WorkerDied if it does not start."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
         seats = [describe_seats(self.seats)] if self.seats else []
         described = [*(placement.describe() for placement in self.placements), *seats]
@@ -107,7 +107,7 @@ class RayCluster:
             yield
 
     async def _start_here(self, stack: contextlib.AsyncExitStack) -> None:
-        folder = stack.enter_context(scratch(within=Path("/tmp")))  # a short path: sockets lie in it
+        folder = stack.enter_context(scratch(within=Path("/tmp")))  # a short path, because it holds sockets
         (has,) = totals(*self.shares.ranks.values(), self.shares.engines).values()
         await self._come_up(stack, self.own(start_here, has, secrets.token_hex(32), str(folder)), [])
 
@@ -119,7 +119,7 @@ class RayCluster:
             host=allocation.address(),
             port=free_port(allocation.address()),
             token=secrets.token_hex(32),
-            folder=f"/tmp/rlm-{allocation.id}-{secrets.token_hex(6)}",  # of each node; nobody can have made it before
+            folder=f"/tmp/rlm-{allocation.id}-{secrets.token_hex(6)}",  # on each node; its name cannot be guessed
             resources=on_learner,
             seconds=self._config.learner.timeout_seconds,
         )
@@ -149,10 +149,10 @@ class RayCluster:
     async def _come_up(
         self, stack: contextlib.AsyncExitStack, driver: Awaitable[None], steps: Sequence[asyncio.subprocess.Process]
     ) -> None:
-        """Wait for what makes this the driver. Raises WorkerDied where a step of Ray ends before, or it is late."""
+        """Wait for ``driver``. Raises WorkerDied if a step of Ray ends first, or the wait takes too long."""
         limit, driving = self._config.learner.timeout_seconds, asyncio.ensure_future(driver)
         over = [asyncio.ensure_future(ended(step)) for step in steps]
-        read = f"ray-*.txt in {self.folder} have what Ray said"
+        read = f"ray-*.txt in {self.folder} have Ray's output"
         stack.push_async_callback(self._shut)
         try:
             await asyncio.wait({driving, *over}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
@@ -176,7 +176,7 @@ class RayCluster:
             given_up.set()
 
     async def _shut(self) -> None:
-        """Leave the cluster; not where Ray still waits for a head that died under its hands."""
+        """Leave the cluster, unless Ray still waits for a head that has died."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SHUTDOWN_SECONDS):
                 await self.own(ray.shutdown)
@@ -197,7 +197,7 @@ class RayCluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InCluster(Launcher):
-    """A launcher all of whose processes are in one cluster."""
+    """A launcher whose processes are all in one cluster."""
 
     cluster: RayCluster
     inner: Launcher

@@ -1,6 +1,6 @@
-"""Makes this process the driver of a Ray cluster: of one that it starts here, or of one whose head runs elsewhere.
+"""Makes this process the driver of a Ray cluster, which it starts here or whose head runs elsewhere.
 
-Import it before ray, which reads its settings when it is imported.
+Import it before ray, which reads its settings at import.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from launcher.hosts.ray.node import (
 )
 from launcher.servers.site import HERE
 
-os.environ.update(SETTINGS)  # Ray reads them when it is imported
+os.environ.update(SETTINGS)  # Ray reads them at import
 if "SLURM_JOB_ID" not in os.environ:
     os.environ.update(ONE_MACHINE)
 
 import ray
 
-logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it leaves SIGTERM alone, which is meant
+logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it does not handle SIGTERM, which is intended
 
 _LOOK_SECONDS = 0.2
 
 
 async def await_health(call: NodeCall) -> None:
-    """Wait until the head answers, which it does not yet when it listens.
+    """Wait until the head answers, which may be some time after it listens.
 
-    Ray itself would wait for a silent head for a quarter of an hour, and have this process stand still all the while.
+    Ray itself would wait a quarter of an hour for a silent head, and block this process all the while.
     """
     while True:
         asking = await asyncio.create_subprocess_exec(
@@ -58,12 +58,12 @@ async def await_health(call: NodeCall) -> None:
 
 
 def join_cluster(call: NodeCall, wanted: set[str], given_up: threading.Event) -> None:
-    """Join a running cluster, once it has what is ``wanted``.
+    """Join a running cluster once it has the ``wanted`` resources.
 
-    Raises TimeoutError naming what is missing of Ray, ConnectionError or RayError where it refuses.
+    Raises TimeoutError that names the missing ones, ConnectionError or RayError if Ray refuses.
     """
     end = time.monotonic() + call.seconds
-    os.environ.update({"RAY_gcs_server_port_wait_time_s": "1"})  # one attempt of Ray's, with limits in it, not twenty
+    os.environ.update({"RAY_gcs_server_port_wait_time_s": "1"})  # Ray makes one attempt with a limit, not twenty
     while not ray.is_initialized():
         try:
             with _holding(call.token):
@@ -99,14 +99,14 @@ def start_here(has: Bundle, token: str, folder: str) -> None:
 
 
 def said(error: BaseException) -> str:
-    """What Ray says of an end, to be put behind a sentence."""
+    """Ray's account of an end, as the end of a sentence."""
     lines = " ".join(line for line in str(error).splitlines() if not line.startswith("\t"))
     return f"\nRay: {lines}"
 
 
 @contextlib.contextmanager
 def _holding(token: str) -> Iterator[None]:
-    """Ray and the processes that it starts meanwhile find the cluster's token; what starts later does not."""
+    """Give Ray, and the processes that it starts within, the cluster's token; later processes do not get it."""
     os.environ.update(environment(token))
     try:
         yield

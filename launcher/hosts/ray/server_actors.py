@@ -1,4 +1,4 @@
-"""Engine servers in a Ray cluster: an actor at each place holds the guard of one."""
+"""Runs engine servers in a Ray cluster: an actor at each place holds the guard of one server."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 
 class ServerActor:
-    """Where the guard of an engine server runs. They end with it: the guard sees its pipe close."""
+    """Runs the guard of an engine server. Both end with the actor, because the guard's pipe closes."""
 
     async def start(self, order: Order) -> None:
-        """Start them. Raises OSError."""
+        """Start guard and server. Raises OSError."""
         slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM")}  # of this node's step
         self._guard = await start_guard(replace(order, environment={**order.environment, **slurm}))
 
     async def wait(self) -> str:
-        """How guard and server ended, once they have."""
+        """Wait for the end of guard and server, and say how they ended."""
         return await self._guard.wait()
 
     async def end(self) -> None:
@@ -52,7 +52,7 @@ class ActorGuard(Guard):
 
     @override
     async def wait(self) -> str:
-        """Returns also where its actor or its node is gone."""
+        """Returns also when its actor or its node is gone."""
         try:
             return await asyncio.shield(self._over)
         except RayError as error:
@@ -60,7 +60,7 @@ class ActorGuard(Guard):
 
     @override
     async def end(self) -> None:
-        """Ends the actor too, whose place in the cluster is then free."""
+        """Also ends the actor, which frees its place in the cluster."""
         try:
             async with asyncio.timeout(2 * guards.STOP_SECONDS):
                 await asyncio.wrap_future(self._actor.end.remote().future())
@@ -72,7 +72,7 @@ class ActorGuard(Guard):
 
 
 def make_server_actor(here: PlacementGroupSchedulingStrategy, number: int) -> Any:
-    """In its bundle, all of which it takes."""
+    """The actor class, bound to its bundle, all of which it takes."""
     bundle = here.placement_group.bundle_specs[here.placement_group_bundle_index]
     actor: Any = ray.remote(ServerActor)
     return actor.options(num_cpus=1, num_gpus=bundle.get("GPU", 0), scheduling_strategy=here).remote()

@@ -1,4 +1,4 @@
-"""The ``data`` section: problems made on the spot, or your own files."""
+"""The ``data`` section: generated problems, or your own files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``learner`` section: the keys of the learner's options, and its own; ``roles``: models beside it."""
+"""The ``learner`` section: the keys of the learner's options, and its own; ``roles``: models with their own ranks."""
 
 from __future__ import annotations
 

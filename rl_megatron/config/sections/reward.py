@@ -1,4 +1,4 @@
-"""The ``reward`` section: which function, or which weighted parts, and the options of those that have any."""
+"""The ``reward`` section: the function, or weighted parts, and their options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``rollout`` section: what samples, how much, and the engine servers behind it."""
+"""The ``rollout`` section: the engine, how much it samples, and its servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``slurm`` section: what a job asks the cluster for, what it runs in, and how often it is started again."""
+"""The ``slurm`` section: a job's resources, its environment, and how often it is restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``weights`` section: how the learner's weights reach what samples, and what each transport can do."""
+"""The ``weights`` section: the transport of the learner's weights to the engine, and what each transport supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sends a request to one replica, and again to others until it is answered."""
+"""Sends a request to one replica, and retries it on others until it is answered."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Attempts:
-    """A request whose replica dies goes to another, or waits for one; one that fails is made again, a few times."""
+    """Retries failed requests a few times; a request whose replica died goes to another, or waits for one."""
 
     def __init__(self, adapter: Adapter, replicas: ReplicaSet, section: ServerSection, *, vocab_size: int) -> None:
         self._adapter, self._replicas, self._section = adapter, replicas, section
@@ -27,7 +27,7 @@ class Attempts:
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def sampled(self, request: GenerationRequest, only: Replica | None = None) -> list[Completion]:
-        """Completions by the least busy replica, or by ``only``, which may die of it. Deaths are no failed attempts."""
+        """Completions by the least busy replica, or by ``only``. Deaths of replicas do not count as attempts."""
         wait, failed, left = self._section.backoff_seconds, None, self._section.retries
         while True:
             replica = only or await self._least_busy(failed)
@@ -46,14 +46,14 @@ class Attempts:
             except ReplicaDied as error:
                 if only is not None:
                     raise
-                logger.warning("request %r is made again: %s", request.id, error)
+                logger.warning("request %r is sent again: %s", request.id, error)
                 continue
             except (AttemptFailed, ForeignWeights) as error:
                 replica.suspect(error)
                 if not left or (isinstance(error, ForeignWeights) and not replica.supervised):
                     tries = self._section.retries + 1 - left
                     raise EngineError(f"request {request.id!r}: {error}; attempts made: {tries}") from error
-                logger.warning("request %r: %s; again in %g s", request.id, error, wait)
+                logger.warning("request %r: %s; retrying in %g s", request.id, error, wait)
                 failed = replica
             except EngineError as error:
                 raise EngineError(f"request {request.id!r}: {error}") from error
@@ -62,15 +62,15 @@ class Attempts:
             wait *= 2
 
     async def _least_busy(self, failed: Replica | None) -> Replica:
-        """Another than ``failed`` where there is one."""
+        """The least busy healthy replica, not ``failed`` if there is another."""
         healthy = await self._replicas.some(self._replicas.healthy)
         return min(healthy, key=lambda replica: (replica is failed, replica.server.in_flight))
 
     def _abort(self, server: Server, request: GenerationRequest, name: str) -> None:
-        """Have the server end it: by itself it may look after closed connections every few seconds only."""
+        """Have the server abort the request; it may otherwise notice the closed connection only seconds later."""
 
         async def send() -> None:
-            with contextlib.suppress(AttemptFailed, EngineError):  # its end ends the request too
+            with contextlib.suppress(AttemptFailed, EngineError):  # the server's end ends the request too
                 await self._adapter.abort(server, request, name)
 
         task = asyncio.ensure_future(send())
@@ -78,5 +78,5 @@ class Attempts:
         task.add_done_callback(self._aborts.discard)
 
     async def close(self) -> None:
-        """Wait until servers know which requests were ended."""
+        """Wait until servers have got all aborts."""
         await asyncio.gather(*self._aborts)

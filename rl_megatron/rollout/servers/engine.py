@@ -1,7 +1,7 @@
-"""Engine servers as one RolloutEngine: completions whose versions were all served while they were sampled.
+"""Presents engine servers as one RolloutEngine, and checks that only served versions sampled its completions.
 
-An adapter (adapter.py) says a request or an order in its server's words. attempts.py sends a request to replicas until
-one answers, weights.py has them hold and serve new weights.
+An adapter (adapter.py) translates requests and orders for its server. attempts.py sends a request to replicas until one
+answers; weights.py has replicas load and serve new weights.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rl_megatron.types import Completion, GenerationRequest
 
 
 class ServedEngine:
-    """A RolloutEngine over servers, whose ``weights`` belong to the weight sync.
+    """A RolloutEngine over servers; the weight sync uses its ``weights``.
 
-    Requests that run while new weights are loaded wait in the engine and go on with these, or are ended and asked again
-    with what they have (``running_requests``); their answers are held back until these are committed. A prompt and its
-    completion have at most ``max_length`` tokens, of ids below ``vocab_size``: what else a server would cut short, or
-    die of, is refused here.
+    During a push, running requests are paused and continue with the new weights, or are aborted and sent again with
+    their tokens (``running_requests``); their answers are released after the commit. A prompt and its completion have
+    at most ``max_length`` tokens, of ids below ``vocab_size``: other requests, which a server would truncate or crash
+    on, are refused here.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class ServedEngine:
 
     @property
     def servers(self) -> list[Server]:
-        """Those that answer."""
+        """The servers that answer."""
         return [replica.server for replica in self.replicas.present()]
 
     def metrics(self) -> dict[str, int]:
-        """How the replicas are."""
+        """Counts of healthy replicas and of restarts."""
         restarts = sum(replica.restarts for replica in self.replicas.all)
         return {"engine/healthy": len(self.replicas.healthy()), "engine/restarts": restarts}
 
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
-        """Completions whose versions were all served while they were sampled. Raises EngineError."""
+        """Completions sampled by served versions alone. Raises EngineError."""
         if not request.num_completions:
             return []
         self._check(request)
@@ -61,13 +61,13 @@ class ServedEngine:
             after = await self.weights.served_version(request)
         if len(completions) != request.num_completions:
             raise EngineError(
-                f"request {request.id!r}: {len(completions)} completions came, {request.num_completions} were asked for"
+                f"request {request.id!r}: {len(completions)} completions arrived of {request.num_completions}"
             )
         strays = {s.version for c in completions for s in c.spans if not before <= s.version <= after}
         if strays:
             raise EngineError(
                 f"request {request.id!r} was sampled with version {min(strays)}, but {before} to {after} were served: "
-                "was a server started again, or fed by another run?"
+                "check that no other run uses the servers and that nobody restarted one"
             )
         return completions
 
@@ -85,16 +85,16 @@ class ServedEngine:
         raise EngineError(f"request {request.id!r}: {problem}")
 
     async def _finished(self, request: GenerationRequest, completion: Completion, version: int) -> Completion:
-        """The completion, with what newer weights sampled of it where an update ended it.
+        """The completion; if an update aborted it, with the rest sampled by newer weights.
 
-        Raises EngineError where the server ended it though no update was under way since ``version`` was served.
+        Raises EngineError if the server aborted it although no update began since ``version`` was served.
         """
         while (completion := as_it_should_end(completion, request)).finish_reason == "abort":
             served = await self.weights.served_version(request)
             if served == version:
                 raise EngineError(
-                    f"request {request.id!r}: the server ended it after {len(completion.token_ids)} tokens, though "
-                    f"weights of version {served} were served all the time: did another client abort or pause?"
+                    f"request {request.id!r}: the server aborted it after {len(completion.token_ids)} tokens, although "
+                    f"weight version {served} was served all the time; check that no other client aborts or pauses"
                 )
             version = served
             (more,) = await self._attempts.sampled(rest_of(request, completion))
@@ -102,7 +102,7 @@ class ServedEngine:
         return completion
 
     async def tokenized(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...] | None:
-        """What a replica's own tokenizer makes of a text; None where it has none. Raises EngineError."""
+        """Token ids of a text by a replica's own tokenizer; None if it has none. Raises EngineError."""
         server = self.servers[0]
         body = {"prompt": text, "add_special_tokens": add_special_tokens}
         try:

@@ -1,4 +1,4 @@
-"""The weights that replicas hold and serve: loaded by all, compared and probed, then committed as one version."""
+"""Has replicas load, report, score and commit weight versions, so that all serve the same one."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from rl_megatron.weights.servers.mirror import shapes
 
 T = TypeVar("T")
 
-_GRACE_SECONDS = 2.0  # a server that dies fails its last requests before its end is known
+_GRACE_SECONDS = 2.0  # a dying server fails its last requests before its end is known
 
 
 class ReplicaWeights:
-    """A version is served from ``commit`` on, and nothing is after ``load`` until then."""
+    """Serves a version from ``commit`` on, and none from ``load`` until then."""
 
     def __init__(self, adapter: Adapter, replicas: ReplicaSet, section: ServerSection, attempts: Attempts) -> None:
         self._adapter, self._replicas, self._section, self._attempts = adapter, replicas, section, attempts
-        self._holding: dict[Replica, Server] = {}  # who holds the weights that were loaded last
+        self._holding: dict[Replica, Server] = {}  # the servers that loaded the latest weights
         self._version: int | None = None
         self._released, self._releasing = False, asyncio.Lock()
         self._settled = asyncio.Event()
@@ -38,31 +38,31 @@ class ReplicaWeights:
 
     @property
     def updating(self) -> bool:
-        """Whether new weights are under way or memory is given back, so that servers may be at a pause."""
+        """Whether a push is under way or memory is released, so that servers may be paused."""
         return self._released or not self._settled.is_set()
 
     async def served_version(self, request: GenerationRequest) -> int:
-        """The version that is served, once no update is under way. Raises EngineError where there is none."""
+        """Wait until no update is under way; the served version. Raises EngineError if there is none."""
         await self._settled.wait()
         if self._version is None:
             raise EngineError(f"request {request.id!r}: no weights are served; push some first")
         return self._version
 
     def stale(self, url: str) -> bool:
-        """Whether a server answers there that does not serve, and should."""
+        """Whether the server at ``url`` answers but does not serve."""
         return not self._released and any(r.health is Health.STALE and r.server.url == url for r in self._replicas.all)
 
     def names(self) -> list[str]:
-        """URLs of those that answer."""
+        """URLs of the replicas that answer."""
         return [replica.server.url for replica in self._replicas.present()]
 
     async def boxes(self, path: Path) -> dict[str, list[Boxes]]:
-        """What each rank of each replica that answers holds of the mirror file's tensors; by URL. Raises SyncError."""
+        """By URL, the boxes of the mirror file's tensors that each rank of each replica holds. Raises SyncError."""
         present = {replica: replica.server for replica in await self._replicas.some(self._replicas.present)}
         return await self._on_each(present, "recording layouts", lambda r: self._adapter.boxes(r.server, path))
 
     async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
-        """Make the ranks of these replicas members of a group, each from its ``first`` on, by URL. Raises SyncError."""
+        """Join the replicas' ranks to a group, each replica's from its ``first`` on, by URL. Raises SyncError."""
         wanted = {r: r.server for r in self._replicas.present() if r.server.url in first}
         await self._on_each(
             wanted, "joining a group", lambda r: self._adapter.join(r.server, path, rendezvous, first[r.server.url])
@@ -77,11 +77,11 @@ class ReplicaWeights:
         straight: Collection[str] = (),
         private: Kinds = NO_KINDS,
     ) -> dict[str, list[Report]]:
-        """Every replica that answers holds ``version`` when this returns, and nothing is served; what ranks hold.
+        """Have every replica that answers load ``version``; nothing is served after that. Returns the ranks' reports.
 
-        ``only``: the one at that URL alone; the others serve on. ``straight``: those at these URLs, which have joined
-        a group, take it from there. Ranks report no parameters of ``private`` kinds, by URL. Raises SyncError;
-        ReplicasLost where all died.
+        ``only``: the replica at that URL alone; the others still serve. ``straight``: the replicas at these URLs, which
+        have joined a group, receive it there. Reports leave out ``private`` kinds, by URL. Raises SyncError;
+        ReplicasLost if all died.
         """
         if only is None:
             self._settled.clear()
@@ -100,7 +100,7 @@ class ReplicaWeights:
                     server.released = False
                 await self._adapter.resume(server)
             finally:
-                server.paused = False  # where this failed and nobody resumes it, it stands still
+                server.paused = False  # also after a failure, when nothing resumes it
             return reports
 
         try:
@@ -119,7 +119,7 @@ class ReplicaWeights:
     async def sample_everywhere(
         self, requests: Sequence[GenerationRequest], *, only: str | None = None
     ) -> dict[str, list[list[Completion]]]:
-        """By each replica that was loaded, or by ``only``; by URL."""
+        """Completions by each loaded replica, or by ``only``; by URL."""
 
         async def all_of(replica: Replica) -> list[list[Completion]]:
             return list(await asyncio.gather(*(self._attempts.sampled(r, replica) for r in requests)))
@@ -129,7 +129,7 @@ class ReplicaWeights:
     async def score_everywhere(
         self, texts: Sequence[Sequence[int]], *, only: str | None = None
     ) -> dict[str, list[list[float]]]:
-        """Log-probs of each text's tokens but the first, likewise."""
+        """Log-probs of each text's tokens after the first, likewise."""
 
         async def all_of(replica: Replica) -> list[list[float]]:
             with replica.server.busy():
@@ -138,14 +138,14 @@ class ReplicaWeights:
         return await self._on_each(self._loaded(only), "a probe of new weights", all_of)
 
     async def comparable(self, path: Path, checksums: Mapping[str, int]) -> dict[str, tuple[int, list[str]]]:
-        """How many of the mirror's tensors checksums tell of, and those that differ; by URL. Raises SyncError."""
+        """How many of the mirror's tensors checksums cover, and those that differ; by URL. Raises SyncError."""
         what = "comparing weights"
         said = await self._on_each(self._loaded(None), what, lambda r: self._adapter.held(r.server, path))
         known = shapes(path)
         return {url: count_verified(checksums, known, reports) for url, reports in said.items()}
 
     async def commit(self, version: int, *, only: str | None = None) -> None:
-        """Serve what ``load`` brought, as ``version``; with ``only``, by that replica too."""
+        """Serve the loaded weights as ``version``; with ``only``, also on that replica."""
         loaded = self._loaded(only)
         await self._on_each(loaded, f"version {version}", lambda r: self._adapter.relabel(r.server, version))
         for replica in self._loaded(only):
@@ -155,10 +155,10 @@ class ReplicaWeights:
             self._settled.set()
 
     async def release(self) -> None:
-        """Give the servers' memory to who trains beside them. Nothing is served until the next ``load`` is committed.
+        """Release the servers' memory for training. Nothing is served until the next ``load`` is committed.
 
-        No request may run. Does nothing where it was given already, and where several ask at once all wait for it; one
-        that came back since gives its own.
+        No request may run. Does nothing if the memory is released; concurrent callers wait for the same release; a
+        server that was restarted since releases its own.
         """
         self._released, self._version = True, None
 
@@ -169,15 +169,15 @@ class ReplicaWeights:
 
         present = {replica: replica.server for replica in self._replicas.present()}
         async with self._releasing:
-            with contextlib.suppress(ReplicasLost):  # the dead hold none
-                await self._on_each(present, "giving memory back", one)
+            with contextlib.suppress(ReplicasLost):  # dead servers hold no memory
+                await self._on_each(present, "releasing memory", one)
 
     def refuse(self) -> None:
         """Serve nothing until another ``load`` is committed; requests that wait fail."""
         self._settled.set()
 
     def _loaded(self, only: str | None) -> dict[Replica, Server]:
-        """Replicas that hold what was loaded last: the server that was, not one that stands in its place since."""
+        """The replicas that hold the weights loaded last; a server that was restarted since does not."""
         return {
             replica: server
             for replica, server in self._holding.items()
@@ -187,9 +187,9 @@ class ReplicaWeights:
     async def _on_each(
         self, replicas: Mapping[Replica, Server], what: str, order: Callable[[Replica], Coroutine[Any, Any, T]]
     ) -> dict[str, T]:
-        """``order`` on all at once; one that dies meanwhile is left out.
+        """Apply ``order`` to all replicas concurrently; leave out those that die meanwhile.
 
-        Raises SyncError that names the replicas it failed on, ReplicasLost where all died.
+        Raises SyncError that names the replicas on which it failed, ReplicasLost if all died.
         """
         answers = await asyncio.gather(*(r.while_alive(order(r)) for r in replicas), return_exceptions=True)
         for replica, answer in zip(replicas, answers, strict=True):

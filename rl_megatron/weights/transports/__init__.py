@@ -1,1 +1,1 @@
-"""What executes a plan. The only part of this room that imports torch.distributed."""
+"""Transports, which execute plans. The only part of this room that imports torch.distributed."""

@@ -1,4 +1,4 @@
-"""A pair's transfers as flat buckets of bounded size: what a transport stages, packs and sends at once."""
+"""Divides a pair's transfers into flat buckets of bounded size, which a transport packs and sends as a unit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BucketPart:
 
     @property
     def num_elements(self) -> int:
-        """Of either box."""
+        """The number of elements of either box."""
         return volume(self.dst_box)
 
 
@@ -36,7 +36,7 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Of all parts."""
+        """The size of all parts."""
         return self.dtype.itemsize * sum(part.num_elements for part in self.parts)
 
 
@@ -46,9 +46,9 @@ def cut_into_buckets(
     bucket_bytes: int,
     part_bytes: int | None = None,
 ) -> list[Bucket]:
-    """One pair's transfers, at most ``bucket_bytes`` (or one element) a bucket; sender and receiver get the same.
+    """Buckets of one pair's transfers, of at most ``bucket_bytes`` or one element; equal for sender and receiver.
 
-    ``dtype_of`` names the dtype of a destination tensor. ``part_bytes`` bounds a part (None: as a bucket is).
+    ``dtype_of`` gives the dtype of a destination tensor. ``part_bytes`` bounds a part (None: like a bucket).
     """
     largest = min(bucket_bytes, part_bytes or bucket_bytes)
     out: list[Bucket] = []

@@ -1,7 +1,7 @@
-"""Versions of weights in one process: staged in place, served only once every process has staged them.
+"""Two-phase commit of weight versions in one process: staged in place, served once every process has staged them.
 
-Staging writes the engine's only copy, so from its start until the commit the engine serves nothing. Whoever drives the
-processes stages on all of them, then commits on all of them, or on none: the two phases of a commit.
+Staging overwrites the engine's only copy, so the engine serves nothing from then until the commit. The controller
+stages on all processes, then commits on all or none.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Transport(Protocol):
     def move(self, version: int) -> WeightUpdate:
         """Write this process's destination tensors in place and verify them. All processes call it together.
 
-        Raises CorruptionError, after everything was moved, where a box is not what was sent, and SyncError where a
-        process was lost; either way the destination is in part written.
+        Raises CorruptionError, after moving everything, if a box is not what was sent, and SyncError if a process was
+        lost; either way the destination is partly written.
         """
         ...
 
@@ -29,7 +29,7 @@ class Transport(Protocol):
 
 
 class Servable(Protocol):
-    """An engine that knows which version of the weights it serves."""
+    """An engine that serves a version of the weights, or none."""
 
     def withdraw(self) -> None:
         """Serve nothing until `serve`."""
@@ -57,10 +57,10 @@ class Staging:
         return update
 
     def commit(self, version: int) -> None:
-        """Phase two: serve what was staged. Raises SyncError for any other version."""
+        """Phase two: serve the staged version. Raises SyncError for any other version."""
         if self._staged != version:
             raise SyncError(
-                f"version {version} was to be committed, but what is staged here is "
+                f"version {version} cannot be committed, because what is staged here is "
                 f"{'nothing' if self._staged is None else f'version {self._staged}'}; push it again"
             )
         self._staged = None

@@ -1,4 +1,4 @@
-"""The one table of transports, and the one that a configuration names."""
+"""The table of transports, and the transport of a configuration."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """What a transport is made of in one process: its ends of the plan, and what the configuration says."""
+    """The arguments of a transport in one process: its ends of the plan, and the configuration."""
 
     section: WeightsSection
     moves: Plan
     src: Mapping[str, Tensor]
-    """This rank's tensors that are read, under the plan's names."""
+    """This rank's source tensors, under the plan's names."""
     dst: Mapping[str, Tensor]
-    """Those that are written in place."""
+    """This rank's destination tensors, which are written in place."""
     folder: Path
-    """Where versions may be kept, unless ``section.folder`` says where."""
+    """The folder for versions, unless ``section.folder`` is set."""
     timeout_seconds: float
-    """The limit of each wait for another process; a process group has one of its own."""
+    """The limit of each wait for another process; a process group has its own limit."""
 
 
 def _process_group(ends: Ends) -> Transport:

@@ -1,9 +1,9 @@
 """Executes a plan between processes of one node through GPU memory that both ends of a pair map: CUDA IPC.
 
-As shared memory in all else: the rings are device memory, and what passes through the socket is their IPC handle. A
-GPU's copies are waited for before the slot is announced. Upstream: torch ``multiprocessing/reductions.py``, whose
-handles these are, without its pickles. A handle holds the sender's number of its GPU, which may be another one's
-where the receiver has a CUDA_VISIBLE_DEVICES of its own: the GPU's UUID goes with it, and the receiver puts in its own.
+Otherwise like shared memory: the rings are device memory, and the socket carries their IPC handles. A slot is announced
+after the GPU has finished its copies. Upstream: torch ``multiprocessing/reductions.py``, with its handles but without
+its pickles. A handle holds the sender's number of the GPU, which may differ from the receiver's under another
+CUDA_VISIBLE_DEVICES, so the GPU's UUID is sent too, and the receiver substitutes its own number.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _uuid(number: int) -> str:
 
 
 def _number(uuid: str) -> int:
-    """What this process calls the GPU. Raises WeightError where it does not see it."""
+    """This process's number of the GPU. Raises WeightError if it does not see the GPU."""
     seen = [_uuid(number) for number in range(torch.cuda.device_count())]
     if uuid not in seen:
         raise WeightError(

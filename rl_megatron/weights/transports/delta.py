@@ -1,9 +1,8 @@
 """The process-group transport sending only elements whose bits changed since the version before: lossless, bit for bit.
 
-For networks that are slower than memory. A sender keeps what it sent last, once more the bytes that it sends; a
-receiver takes its own weights as the base. Both ends of a pair must have finished the same version, else, as at first
-and after a failure, the whole bucket goes; it also goes where it is not larger than its changes. Digests are of the
-whole boxes after the change.
+For networks that are slower than memory. A sender keeps a copy of what it sent last; a receiver uses its own weights as
+the base. If the two ends of a pair have not finished the same version, as at first and after a failure, the whole
+bucket is sent; so it is if its changes would not be smaller. Digests cover the whole boxes after the change.
 """
 
 from __future__ import annotations

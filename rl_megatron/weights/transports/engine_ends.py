@@ -1,4 +1,4 @@
-"""Sends the learner's shards straight to engine ranks: both ends of a plan, over a group that they joined."""
+"""Sends the learner's shards directly to engine ranks: both ends of a plan, over a group that they joined."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Sender:
-    """A learner rank's end; it answers for ``sources``. Making one is collective; rank 0 tells the others the plan."""
+    """A learner rank's end, which checksums ``sources``. The constructor is collective; rank 0 sends the plan."""
 
     def __init__(
         self, rendezvous: Rendezvous, rank: int, moves: Plan, tensors: Mapping[str, Tensor], sources: Sequence[Source]
@@ -81,10 +81,10 @@ class Sender:
         self._transport = make(rendezvous, moves, src=tensors, dst={}, group=self._member.group, verify=False)
 
     def send(self, version: int) -> tuple[WeightUpdate, Report]:
-        """Once every rank is ready; with the checksums of what was sent. Raises SyncError where a rank was lost.
+        """Send the shards once every rank is ready. Returns their checksums too. Raises SyncError if a rank was lost.
 
-        This rank has left the group then, so that the ranks that wait for it there fail at once. A thread computes
-        checksums meanwhile; what the update says of verifying is how long this waited for it.
+        On an error this rank leaves the group, so that ranks that wait for it fail at once. A thread computes
+        checksums meanwhile; ``verify_seconds`` is the wait for it.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
             dtype_of = self._transport.ends.dtype_of_last
@@ -108,9 +108,9 @@ class Sender:
 
 
 class Receiver:
-    """An engine rank's end. ``held`` boxes are written in place, into ``params``.
+    """An engine rank's end. It writes the ``held`` boxes in place, into ``params``.
 
-    Raises WeightError where a rank holds two boxes of one tensor.
+    Raises WeightError if a rank holds two boxes of one tensor.
     """
 
     def __init__(self, rendezvous: Rendezvous, rank: int, held: Sequence[Held], params: Mapping[str, Tensor]) -> None:
@@ -123,9 +123,9 @@ class Receiver:
         self._transport.ends.arrived = self._arrivals = _Arrivals(tensors)
 
     def receive(self, version: int, whole: Callable[[Held], None]) -> WeightUpdate:
-        """Once every rank is ready; ``whole`` is called with each box of which every part has arrived.
+        """Receive the shards once every rank is ready; calls ``whole`` with each box whose parts have all arrived.
 
-        Raises SyncError where a rank is not ready or was lost, as `Sender.send`.
+        Raises SyncError if a rank is not ready or was lost, as `send`.
         """
         self._arrivals.begin(lambda name: whole(self._held[name]))
         try:

@@ -1,8 +1,8 @@
-"""Executes a plan through a folder that all processes see: learner and engines may be on machines without a link.
+"""Executes a plan through a shared folder, for learner and engines on machines without another link.
 
-A version is a folder ``version_<v>`` of safetensors files, one a sender, that has its name only once every file is
-whole and durable. A file holds each box that its rank sends, once however many ranks want it, and last the boxes'
-digests; receivers map the files and read the boxes that they want. The newest version stays.
+A version is a folder ``version_<v>`` of safetensors files, one per sender, which gets its name once every file is
+complete and durable. A file holds each box that its rank sends, once for all receivers, and at the end the boxes'
+digests; receivers map the files and read their boxes. The newest version is kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PART_BYTES = 64 * 2**20
 
 
 class FileTransport(Transport):
-    """As ProcessGroupTransport, through ``folder``; the group carries only who is ready. Making one is collective."""
+    """As ProcessGroupTransport, through ``folder``; the group only synchronises. The constructor is collective."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class FileTransport(Transport):
 
     @override
     def move(self, version: int) -> WeightUpdate:
-        """Raises SyncError on every process where one cannot write or read its files."""
+        """Raises SyncError on every process if one cannot write or read its files."""
         started = time.perf_counter()
         self._ends.begin()
         final = self._folder / f"version_{version:06d}"
@@ -83,7 +83,7 @@ class FileTransport(Transport):
         """Does nothing: the newest version stays on disk."""
 
     def _together(self, version: int, call: Callable[[], None]) -> None:
-        """Do it and wait for all, or raise what went wrong on any process."""
+        """Call ``call`` and wait for all processes; raises the errors of any process."""
         problem = ""
         try:
             call()
@@ -100,7 +100,7 @@ class FileTransport(Transport):
             raise SyncError(f"version {version} is not served:\n" + "\n".join(filter(None, problems)))
 
     def _clear(self, work: Path) -> None:
-        """Remove what a killed run left, and make room for a version."""
+        """Remove what a killed run left, and make the folder of a version."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for left in self._folder.glob(".version_*.partial"):
             remove_folder(left)

@@ -1,4 +1,4 @@
-"""Executes a plan inside one process: straight copies, no process group."""
+"""Executes a plan inside one process by copies, without a process group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_megatron.weights.transports.ends import PlanEnds
 
 
 class MemoryTransport(Transport):
-    """Copies where learner and engine share process ``rank``. Raises WeightError for a plan that needs another one."""
+    """Copies weights when learner and engine share process ``rank``. Raises WeightError if the plan needs another."""
 
     def __init__(
         self,

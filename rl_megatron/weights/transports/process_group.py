@@ -1,8 +1,8 @@
 """Executes a plan over one torch.distributed group, gloo and NCCL alike: every process runs the same schedule.
 
-In a round a process sends to one other and receives from one other, so nobody is hit by two senders at once. A pair's
-transfers are packed into flat buckets; while one bucket is under way the next is packed, so a process holds two send
-and two receive buffers, made once.
+In a round a process sends to one other and receives from one other, so no process has two senders at once. A pair's
+transfers are packed into flat buckets; while one bucket is in flight the next is packed, so a process has two send and
+two receive buffers, allocated once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Operation = tuple[Callable[..., object], Tensor, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a process sends and receives at once."""
+    """The concurrent sends and receives of a process."""
 
     send: Parcel | None
     receive: Parcel | None
@@ -63,7 +63,7 @@ class ProcessGroupTransport(Transport):
 
     @override
     def move(self, version: int) -> WeightUpdate:
-        """A lost process is noticed when its connection breaks or the group's timeout is over."""
+        """A lost process shows when its connection breaks or the group's timeout ends."""
         started = time.perf_counter()
         self.ends.begin()
         under_way = Step(send=None, receive=None)
@@ -83,7 +83,7 @@ class ProcessGroupTransport(Transport):
         self.steps, self.group = [], None
 
     def _schedule(self, buckets: Mapping[tuple[int, int], list[Bucket]], rounds: Rounds) -> list[Step]:
-        """The steps in the order (round, bucket) that all processes share."""
+        """The steps in the order (round, bucket), the same on all processes."""
         rank = self.ends.rank
         steps: list[tuple[tuple[int, Bucket] | None, tuple[int, Bucket] | None]] = []
         for to, frm in rounds.of_process(rank):
@@ -101,7 +101,7 @@ class ProcessGroupTransport(Transport):
         ]
 
     def _two_buffers(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        """Used in turn: a step's buffer is free again two steps later."""
+        """Two buffers, used in turn: a step's buffer is free again two steps later."""
         largest = max((self.ends.wire_bytes(bucket) for bucket in buckets), default=0)
         return [torch.empty(largest, dtype=torch.uint8, device=self.ends.device) for _ in range(2)]
 

@@ -1,10 +1,10 @@
 """Executes a plan between processes of one node through memory that both ends of a pair map: Linux, CPU tensors.
 
-Each pair has a ring of slots, small enough to stay in the cores' shared cache: a byte is read from the source's memory
-and written to the destination's, and never elsewhere. A Unix socket beside it carries a byte for each slot filled or
-emptied; it wakes whoever waits, orders the accesses, and ends at once when a process dies, however it dies. Rings are
-anonymous files handed through the socket (memfd_create, SCM_RIGHTS), and sockets have unguessable abstract names: the
-file system sees none of them, and the kernel drops them with their processes.
+Each pair has a ring of slots, small enough to stay in the cores' shared cache, so that main memory is only read at the
+source and written at the destination. A Unix socket carries a byte for each slot filled or emptied; it wakes the other
+process, orders the accesses, and closes at once when a process dies. Rings are anonymous files passed through the
+socket (memfd_create, SCM_RIGHTS), and sockets have unguessable abstract names: none are in the file system, and the
+kernel removes them with their processes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Link:
 
     @property
     def ready(self) -> bool:
-        """Whether a slot waits to be filled, or emptied."""
+        """Whether a slot can be filled, or emptied."""
         if self.leaving:
             return self.done < len(self.parcels) and self.done < self.told + _SLOTS
         return self.done < self.told
@@ -68,7 +68,7 @@ class _Link:
         return (self.told if self.leaving else self.done) == len(self.parcels)
 
     def step(self, ends: PlanEnds, version: int) -> None:
-        """Fill or empty one slot, and say so."""
+        """Fill or empty one slot, and notify the other end."""
         (ends.pack if self.leaving else ends.unpack)(self.parcels[self.done], version)
         ends.settle()
         self.done += 1
@@ -76,7 +76,7 @@ class _Link:
             self.connection.send(_STEP)  # there is room: fewer are on the way than there are slots
 
     def listen(self) -> None:
-        """Hear what the other end has done. Raises _LostError where it is gone, or gave up because another is."""
+        """Read the other end's notifications. Raises _LostError if it is gone, or gave up because another is."""
         try:
             said = self.connection.recv(_PAGE)
         except OSError as error:
@@ -89,16 +89,16 @@ class _Link:
         self.told += len(steps)
 
     def give_up(self, lost: int) -> None:
-        """Tell the other end, if it is still there, which rank is lost, and close."""
+        """Send the lost rank to the other end, if that still runs, and close."""
         with contextlib.suppress(OSError):
             self.connection.send(_GAVE_UP + str(lost).encode())
         self.connection.close()
 
 
 class SharedMemoryTransport(Transport):
-    """As ProcessGroupTransport, between processes of one machine. Making one is collective over ``group``.
+    """As ProcessGroupTransport, between processes of one machine. The constructor is collective over ``group``.
 
-    Once a process is lost the others need a new one. A process that says nothing for ``timeout_seconds`` is lost.
+    After a process is lost the others need a new transport. A process silent for ``timeout_seconds`` is lost.
     """
 
     name, device_type = "shared_memory", "cpu"
@@ -149,7 +149,7 @@ class SharedMemoryTransport(Transport):
         self._links = []
 
     def _hear(self, links: list[_Link], *, wait: bool) -> None:
-        """Take what the other ends said; where there is nothing to do, sleep until one says something."""
+        """Read all notifications; if there is nothing to do, sleep until one arrives."""
         poll = select.poll()
         waiting = {link.connection.fileno(): link for link in links}
         for descriptor in waiting:
@@ -161,7 +161,7 @@ class SharedMemoryTransport(Transport):
             waiting[descriptor].listen()
 
     def _failed(self, version: int, error: _LostError) -> SyncError:
-        """Gives up on every link, so that nobody waits for this process."""
+        """Give up on every link, so that no process waits for this one."""
         waits = [link for link in self._links if not link.finished and not link.ready]
         told = []
         for link in sorted(waits, key=lambda link: link.peer != error.rank)[:3]:
@@ -180,7 +180,7 @@ class SharedMemoryTransport(Transport):
         )
 
     def _connect(self, buckets: Mapping[tuple[int, int], list[Bucket]], group: dist.ProcessGroup | None) -> list[_Link]:
-        """A link for every pair, those that leave first, each process beginning with another."""
+        """A link for every pair; sending links first, each process beginning with a different peer."""
         rank = self.ends.rank
         if self.ends.device.type != self.device_type:
             raise WeightError(

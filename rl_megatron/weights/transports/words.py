@@ -1,6 +1,6 @@
-"""Messages beside tensors between the processes of a group: JSON. Nothing from a network is unpickled.
+"""Sends JSON between the processes of a group. Nothing from a network is unpickled:
 
-gloo and NCCL let in whoever reaches them (docs/security.md), and reading a pickle is running it.
+gloo and NCCL accept any process that reaches them (docs/security.md), and reading a pickle executes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_BYTES = 2**30
 
 
 def gather(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
-    """What each process says, by rank. Collective; raises SyncError where one says no JSON or is lost meanwhile."""
+    """Each process's value, by rank. Collective; raises SyncError if a process sends no JSON or is lost."""
     device, size = _device(group), dist.get_world_size(group)
     data = _bytes_of(mine).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
@@ -37,7 +37,7 @@ def gather(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def tell(said: object, group: dist.ProcessGroup | None) -> Any:
-    """What rank 0 says, on every rank; what others have to say is not asked. Collective; raises as `gather`."""
+    """Rank 0's value, on every rank; other ranks' values are ignored. Collective; raises as `gather`."""
     device, rank = _device(group), dist.get_rank() if group is None else group.rank()
     data = _bytes_of(said).to(device)
     length = torch.tensor([len(data)], device=device)
@@ -52,7 +52,7 @@ def tell(said: object, group: dist.ProcessGroup | None) -> Any:
 
 @contextmanager
 def _lost() -> Iterator[None]:
-    """A process that dies breaks the connections of all others: for them that is a push that failed, not their end."""
+    """Turn the broken connections of a lost process into a SyncError, which fails the push but not this process."""
     try:
         yield
     except RuntimeError as error:
@@ -60,7 +60,7 @@ def _lost() -> Iterator[None]:
 
 
 def _device(group: dist.ProcessGroup | None) -> str:
-    """Where torch itself would put an object: NCCL carries memory of GPUs alone."""
+    """The device for objects, as torch chooses it: NCCL carries only GPU memory."""
     return str(distributed_c10d._get_object_coll_device(group))
 
 
@@ -78,4 +78,4 @@ def _read(data: Tensor, rank: int) -> Any:
     try:
         return json.loads(data.cpu().numpy().tobytes())
     except ValueError as error:
-        raise SyncError(f"rank {rank} of the group said no JSON: {error}") from error
+        raise SyncError(f"rank {rank} of the group sent no JSON: {error}") from error

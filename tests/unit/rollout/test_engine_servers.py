@@ -348,7 +348,7 @@ def test_what_ends_without_an_update_is_an_error(fakes: list[Fake]) -> None:
         await push(engine, 1)
         await engine.generate(REQUEST)
 
-    with pytest.raises(EngineError, match=r"ended it after 1 tokens, though weights of version 1 were served all the"):
+    with pytest.raises(EngineError, match=r"aborted it after 1 tokens, although weight version 1 was served all the"):
         asyncio.run(ask())
 
 

@@ -44,7 +44,7 @@ def test_a_version_is_served_from_its_commit_and_nothing_while_it_is_staged() ->
 
 def test_what_was_not_staged_is_not_committed() -> None:
     staging, _ = one_process()
-    with pytest.raises(SyncError, match="version 8 was to be committed, but what is staged here is nothing"):
+    with pytest.raises(SyncError, match="version 8 cannot be committed, because what is staged here is nothing"):
         staging.commit(8)
     staging.stage(9)
     with pytest.raises(SyncError, match="is version 9"):

@@ -114,7 +114,7 @@ def test_ranks_meet_at_one_address_and_what_comes_there_is_never_unpickled() -> 
     try:
         assert words.tell({"a": [1, None]}, member.group) == {"a": [1, None]}
         assert words.gather(["b"], member.group) == [["b"]]
-        with pytest.raises(SyncError, match="rank 3 of the group said no JSON"):
+        with pytest.raises(SyncError, match="rank 3 of the group sent no JSON"):
             words._read(torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8), 3)
         with pytest.raises(SyncError, match="announced 1099511627776 bytes"):
             words._checked(2**40)
