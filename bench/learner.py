@@ -87,7 +87,7 @@ def make_samples(tokens: int, length: int, *, long_tail: bool) -> Samples:
 
 def our_step(folder: Path, samples: Samples, learner: LearnerSection, rank: int, rendezvous: str) -> Callable[[], None]:
     """Fill a learner from the checkpoint; the returned function makes one train step. Every rank calls both."""
-    warnings.simplefilter("ignore")  # megatron's imports tell of what is not installed
+    warnings.simplefilter("ignore")  # megatron's imports warn of missing packages
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_policy
 

@@ -34,7 +34,7 @@ class _Base64:
     def decoded(self, text: object) -> NDArray[Any]:
         """Raises ValueError, of which pydantic makes its own error, for what is no base64 of whole numbers."""
         if not isinstance(text, str):
-            raise ValueError(f"base64 of {self.dtype} numbers is wanted, not a {type(text).__name__}")
+            raise ValueError(f"it must be base64 of {self.dtype} numbers, not a {type(text).__name__}")
         import numpy as np
 
         return np.frombuffer(base64.b64decode(text, validate=True), self.dtype)

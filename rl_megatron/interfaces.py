@@ -74,7 +74,7 @@ class Scorer(Protocol):
     async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
         """All scores in ``want``, in one pass. Routers replay the ``routes`` of the batch, if any, unless they record.
 
-        Raises RLMegatronError for what this model cannot say.
+        Raises RLMegatronError for what this model cannot compute.
         """
         ...
 

@@ -23,7 +23,7 @@ def train(
 ) -> None:
     """Train a policy by reinforcement; everything goes to runs/<name>/.
 
-    Ctrl-C (or SIGTERM) finishes the step in hand, saves and exits with status 0; a second Ctrl-C exits at once, 130.
+    Ctrl-C (or SIGTERM) finishes the current step, saves and exits with status 0; a second Ctrl-C exits at once, 130.
     """
     from launcher.preflight.checks import preflight
     from rl_megatron.rewards.registry import resolve_reward

@@ -25,7 +25,7 @@ rl-megatron train algorithm=cispo learner.tp=2 train.steps=50
 ```
 
 - `section.key=value` sets one key.
-- `group=name` puts `conf/<group>/<name>.yaml` in the place of a whole section, whatever it held before; the files of
+- `group=name` puts `conf/<group>/<name>.yaml` in place of a whole section, whatever it held before; the files of
   `conf/rollout/` start with `defaults: [_section_]` and change only the keys that they name.
 - `defaults: [base, {algorithm: gspo}]` in a YAML file starts from other files.
 - Files are YAML 1.2: `3e-4` is a number, `off` and `no` are text, a key that is given twice is an error. There are no

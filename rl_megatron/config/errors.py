@@ -24,7 +24,7 @@ class _Place(NamedTuple):
     key: str
     section: type[Section] | None
     variants: Mapping[str, type[Section]]
-    others: Mapping[str, type[Section]]  # the sections, by tag, that could stand in the place of this one
+    others: Mapping[str, type[Section]]  # the sections, by tag, that could stand in place of this one
 
     @property
     def shown(self) -> str:
@@ -97,7 +97,7 @@ def _structural(error: ErrorDetails, place: _Place) -> str | None:
 
 
 def _allowed(error: ErrorDetails) -> str:
-    """What may stand in the place of a bad value, to follow "must be"."""
+    """What may stand in place of a bad value, to follow "must be"."""
     match error["type"]:
         case "string_pattern_mismatch":
             return f"text that matches {error['ctx']['pattern']}"

@@ -1,6 +1,6 @@
 """YAML under conf/ + ``key=value`` overrides -> `RunConfig`, and back to YAML. No other module composes configs.
 
-``group=name`` puts conf/<group>/<name>.yaml in the place of that section, whole; ``a.b=v`` sets one value; groups are
+``group=name`` puts conf/<group>/<name>.yaml in place of that section, whole; ``a.b=v`` sets one value; groups are
 chosen first, wherever they stand. A YAML file may start from others with ``defaults: [base, {group: name}]``; a group's
 file that starts from ``_section_`` is laid over the section as it stood. Defaults of keys live in the sections
 alone, and what the schema says of a bad value is put into words by errors.py; yaml_text.py reads YAML.
@@ -86,7 +86,7 @@ class _Composer:
     ) -> dict[str, Any]:
         """The file's values over those of its ``defaults``; ``above``: the files that led here, ``asked``: a choice.
 
-        ``section`` is what stood in the place of the choice, which ``_section_`` among its defaults keeps.
+        ``section`` is what stood in place of the choice, which ``_section_`` among its defaults keeps.
         """
         tree = self._read(path, above, asked)
         entries = tree.pop("defaults", [])
@@ -108,7 +108,7 @@ class _Composer:
         return _merged(base, tree)
 
     def choose(self, tree: dict[str, Any], group: str, choice: str) -> None:
-        """Put <group>/<choice>.yaml in the place of the section, whole, or over it where the file says so."""
+        """Put <group>/<choice>.yaml in place of the section, whole, or over it where the file says so."""
         path, before = self._root / group / f"{choice}.yaml", tree.get(group)
         kept = before if isinstance(before, dict) else {}
         tree[group] = self.compose(path, asked=f"{group}={choice}: ", section=kept)

@@ -63,7 +63,7 @@ def installed() -> Mapping[str, Option]:
         except Exception as error:  # a package of the user's may raise anything
             raise ConfigError(f"{said} cannot be loaded: {error!r:.500}; fix or uninstall it") from error
         if not isinstance(option, Option):
-            raise ConfigError(f"{said} is a {type(option).__name__}; an object with the methods of Option is wanted")
+            raise ConfigError(f"{said} is a {type(option).__name__}; it must have the methods of Option")
         if entry.name in OPTIONS or entry.name in found:
             raise ConfigError(f"{said} has the name of another option; rename it, or uninstall one of them")
         found[entry.name] = option

@@ -33,7 +33,7 @@ async def final_number(prompt: Prompt, completions: Sequence[Completion], texts:
 def last_number(text: str) -> Fraction | None:
     """The last number in ``text``; None if there is none or if it has more than ``MAX_DIGITS`` digits."""
     last = None
-    for last in _NUMBER.finditer(text):  # noqa: B007  # only the last is wanted
+    for last in _NUMBER.finditer(text):  # noqa: B007  # only the last counts
         pass
     if last is None or len(last[0]) > MAX_DIGITS:
         return None

@@ -49,6 +49,11 @@ WORDS = {  # phrases that sound translated, as patterns, and the field's words; 
     "nobody (looks|tells|says)": "is not checked, is not reported",
     "looked at behind": "checked after",
     "(with|and) the way out": "and what to do",
+    "in the place of": "in place of, instead of",
+    "(the|a) step in hand": "the current step",
+    "tells? of": "describes, mentions, reports",
+    "mend(s|ed|ing)?": "fix, repair",
+    "(is|are) wanted(?=[.,;:]| *$)": "must be, is required, is requested",
 }
 
 

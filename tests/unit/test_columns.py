@@ -37,7 +37,7 @@ def test_json_keeps_every_bit_of_a_log_prob() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ([1, 2], "base64 of <i4 numbers is wanted, not a list"),
+        ([1, 2], "it must be base64 of <i4 numbers, not a list"),
         ("AAAA\n", "base64"),
         ("AAAA", "buffer size must be a multiple"),
         (None, "not a NoneType"),

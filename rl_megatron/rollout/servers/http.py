@@ -1,4 +1,4 @@
-"""Sends JSON over HTTP to one engine server. Distinguishes failures that a retry may mend from those that it cannot."""
+"""Sends JSON over HTTP to one engine server. Distinguishes failures that a retry may fix from others."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def megatron_copies(source: Path, shape: ModelShape) -> tuple[list[Copy], Files]
     places = {param: place_of(param, stacked=shape.uniform) for param in megatron.local_shapes(0)}
     missing = sorted({key for key, _ in places.values()} - by_key.keys())
     if missing:
-        raise WeightError(f"{source} lacks {', '.join(missing[:20])}; its config.json tells of another model")
+        raise WeightError(f"{source} lacks {', '.join(missing[:20])}; its config.json describes another model")
     at: dict[tuple[str, Shape], list[Chunk]] = {}
     for key, held in by_key.items():
         depth = max((len(index) for k, index in places.values() if k == key), default=0)

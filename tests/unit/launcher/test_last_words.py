@@ -1,4 +1,4 @@
-"""What a process printed before it died stands in the error that tells of its death."""
+"""What a process printed before it died is in the error about its death."""
 
 from __future__ import annotations
 

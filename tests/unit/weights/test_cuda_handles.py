@@ -23,7 +23,7 @@ def sees(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
 
 
 def told(monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """What the sender, which sees four GPUs, tells of its ring."""
+    """The ring's description by the sender, which sees four GPUs."""
     sees(monkeypatch, "a", "b", "c", "d")
     ring = SimpleNamespace(untyped_storage=lambda: SimpleNamespace(_share_cuda_=lambda: HANDLE))
     monkeypatch.setattr(torch, "empty", lambda *sizes, **options: ring)
