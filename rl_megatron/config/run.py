@@ -28,7 +28,7 @@ class RunSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)] | None = None
     """Folder name of the run."""
     dir: Path = Path("runs")
-    """Where run folders are made."""
+    """Folder in which run folders are made."""
     launcher: Literal["local", "slurm", "ray"] = "local"
     """local: learner processes on this machine; slurm: on the nodes of the allocation, as ``submit`` sets; ray: as
     Ray actors on the nodes of the allocation, or without one on this machine."""
@@ -64,14 +64,14 @@ class ModelSection(Section):
     """The public model that ``path`` must hold, for whose sizes the configuration is made, as in qwen3-30b-a3b."""
     tiny: TinyModelSection = TinyModelSection()
     cache_dir: Path = Path("runs/.cache")
-    """Where the tiny model is kept between runs."""
+    """Folder that keeps the tiny model between runs."""
 
 
 class WarmStartSection(Section):
     """Supervised steps on correct answers by the same learner, before RL; ends early at ``stop_at_accuracy``."""
 
     steps: NonNegative = 0
-    """Most supervised steps; 0 leaves the warm start out."""
+    """Most supervised steps; 0: no warm start."""
     batch_size: Positive = 256
     """Problems of a supervised step."""
     learning_rate: PositiveFloat = 3e-3
@@ -88,7 +88,7 @@ class TrainSection(Section):
     steps: NonNegative = 100
     """Rollout batches to train on."""
     minibatches: Positive = 2
-    """Parts of a rollout batch; an optimizer step is made on each."""
+    """Parts of a rollout batch, each for one optimizer step."""
     epochs: Positive = 1
     """Passes over a rollout batch, each with minibatches of its own."""
     learning_rate: PositiveFloat = 1e-3
@@ -116,9 +116,9 @@ class EvalSection(Section):
     every: NonNegative = 10
     """Steps between evaluations; 0: only before the first step and after the last."""
     temperature: NonNegativeFloat = 0.0
-    """Of evaluation; 0 is greedy."""
+    """Temperature of evaluation; 0 is greedy."""
     success_reward: Finite = 1.0
-    """Least reward of a right answer."""
+    """Lowest reward of a right answer."""
 
 
 class CheckpointSection(Section):
@@ -127,7 +127,7 @@ class CheckpointSection(Section):
     every: NonNegative = 25
     """Steps between checkpoints."""
     keep: Positive = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
 
 
 class LogSection(Section):
@@ -140,16 +140,16 @@ class LogSection(Section):
     tensorboard: bool = True
     """Whether to write TensorBoard files."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Whether to send metrics to Weights & Biases, or keep them for later."""
+    """Whether to send metrics to Weights & Biases, or store them for later."""
     wandb_project: str = "rl_megatron"
-    """Its project."""
+    """Project at Weights & Biases."""
 
 
 class RunConfig(Section):
     """One run, whole."""
 
     seed: NonNegative = 0
-    """Of the tiny model, the data, sampling and minibatches."""
+    """Seed of the tiny model, the data, sampling and minibatches."""
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     data: Annotated[ArithmeticData | FileData, Field(discriminator="type")] = ArithmeticData()

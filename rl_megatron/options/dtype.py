@@ -16,7 +16,7 @@ class DtypeKeys(Section):
     """Its key."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of parameters and activations; the optimizer keeps float32."""
+    """Dtype of parameters and activations; the optimizer keeps float32."""
 
 
 class Precision(Option):

@@ -19,7 +19,7 @@ class ExpertKeys(Section):
     ep: Positive = 1
     """Expert-parallel degree."""
     etp: Positive | None = None
-    """Tensor-parallel degree inside an expert; null: tp where ep=1, else 1."""
+    """Tensor-parallel degree inside an expert; null: tp if ep=1, else 1."""
 
 
 class ExpertParallel(Option):

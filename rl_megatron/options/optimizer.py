@@ -26,7 +26,7 @@ class OptimizerSection(Section):
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
     clip_grad: NonNegativeFloat = 1.0
-    """Greatest global norm of the gradient; 0 does not clip."""
+    """Maximum global norm of the gradient; 0 does not clip."""
     distributed: bool = True
     """Whether data-parallel ranks shard the optimizer's state."""
 

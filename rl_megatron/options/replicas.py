@@ -18,7 +18,7 @@ class ReplicaKeys(Section):
     cp: Positive = 1
     """Context-parallel degree."""
     dp: Positive | None = None
-    """Data-parallel degree; null: the least that makes room for ep*etp."""
+    """Data-parallel degree; null: the smallest that ep*etp fits."""
 
 
 class Replicas(Option):

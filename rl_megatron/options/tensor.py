@@ -16,7 +16,7 @@ class TensorKeys(Section):
     """Its key."""
 
     tp: Positive = 1
-    """Tensor-parallel degree, with sequence parallelism where above 1."""
+    """Tensor-parallel degree; above 1 also sequence parallelism."""
 
 
 class TensorParallel(Option):

@@ -49,16 +49,16 @@ class KLSection(Section):
     placement: Literal["loss", "token_reward", "completion_reward"] = "loss"
     """Added to the loss, or taken from the reward of each token, or from that of the completion."""
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """Of the KL at a sampled token (docs/algorithms.md)."""
+    """Estimator of the KL at a sampled token (docs/algorithms.md)."""
     importance_weighted: bool = True
     """placement=loss: weigh each token by pi / pi_rollout, whoever sampled it, so that the expected gradient of k1, k2
     and k3 is that of the KL (docs/algorithms.md); false: all tokens alike, as DeepSeekMath has it for k3."""
     target: PositiveFloat | None = None
     """KL in nats (mean over completions of their tokens' mean) that an adaptive coefficient aims at; null: fixed."""
     horizon: Positive = 10_000
-    """Completions over which the adaptive coefficient moves by the error."""
+    """Number of completions over which the adaptive coefficient corrects the error."""
     reference: Path | None = None
-    """Hugging Face folder of the reference; null: the policy as reinforcement starts from it."""
+    """Hugging Face folder of the reference; null: the policy at the start of reinforcement learning."""
 
     @field_validator("estimator", mode="before")
     @classmethod
@@ -72,15 +72,15 @@ class CriticSection(Section):
     """The value model of ``credit=gae``, trained by a megatron learner in the layout of the policy's."""
 
     path: Path | None = None
-    """Where it starts from: a Hugging Face folder, or the critic/ folder of a checkpoint; null: as the policy."""
+    """Start of the critic: a Hugging Face folder, or the critic/ folder of a checkpoint; null: as the policy."""
     learning_rate: PositiveFloat | None = None
     """Rate after the warm-up, on the policy's schedule; null: the policy's."""
     lam: Fraction | None = None
     """Lambda of the returns it learns; null: that of the advantages."""
     clip: PositiveFloat | None = 0.2
-    """Values further than this from the old ones have no better loss; null does not clip."""
+    """Values that move further than this from the old ones do not lower the loss; null does not clip."""
     only_steps: NonNegative = 0
-    """First steps that train the critic alone (VAPO's value pretraining)."""
+    """Number of first steps that train only the critic (VAPO's value pretraining)."""
     optimizer: OptimizerSection = OptimizerSection()
     """Of the critic."""
 
@@ -92,11 +92,11 @@ class AlgorithmSection(Section):
     """What the baseline of an advantage is the mean over; greedy: the reward of a greedy completion (ReMax); moving:
     the steps so far."""
     advantage_std: Literal["none", "group", "batch"] = "group"
-    """What the scale of an advantage is the standard deviation over."""
+    """What the standard deviation that scales advantages is over."""
     leave_one_out: bool = False
-    """Whether the baseline leaves the completion itself out (RLOO)."""
+    """Whether the baseline excludes the completion itself (RLOO)."""
     baseline_decay: Fraction = 0.9
-    """advantage_mean=moving: weight of the steps before."""
+    """advantage_mean=moving: weight of earlier steps."""
     credit: Literal["completion", "discounted", "gae"] = "completion"
     """Every token gets its completion's advantage, the discounted return from it on (REINFORCE++), or the generalised
     advantage over a critic's values (PPO)."""
@@ -111,9 +111,9 @@ class AlgorithmSection(Section):
     ratio_level: Literal["token", "sequence", "sequence_sum"] = "token"
     """Importance ratio of each token, one of the whole sequence (length-normalised), or the product over it."""
     objective: Literal["clip", "cispo", "reinforce", "importance", "sapo", "topr"] = "clip"
-    """How ratio and advantage make a loss."""
+    """How ratio and advantage are combined to a loss."""
     clip_low: NonNegativeFloat = 0.2
-    """objective=clip: the ratio is clipped below at 1 less this."""
+    """objective=clip: the ratio is clipped below at 1 minus this."""
     clip_high: NonNegativeFloat = 0.2
     """objective=clip: the ratio is clipped above at 1 plus this."""
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
@@ -123,13 +123,13 @@ class AlgorithmSection(Section):
     cap_high: PositiveFloat = 5.0
     """objective=cispo, topr: greatest weight, as a ratio."""
     tau_positive: PositiveFloat = 1.0
-    """objective=sapo: temperature of the gate where the advantage is positive."""
+    """objective=sapo: temperature of the gate for positive advantages."""
     tau_negative: PositiveFloat = 1.05
-    """objective=sapo: temperature of the gate where it is not."""
+    """objective=sapo: temperature of the gate for other advantages."""
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
         "token_mean"
     )
-    """How losses of tokens make the loss of the batch."""
+    """How losses of tokens are aggregated to the loss of the batch."""
     max_length: Positive | None = None
     """aggregation=seq_mean_token_sum_norm: what token sums are divided by; rollout.max_new_tokens when not given."""
     second_moment_limit: PositiveFloat | None = None
@@ -146,7 +146,7 @@ class AlgorithmSection(Section):
     reward_scale: PositiveFloat = 1.0
     """What rewards are multiplied with, once ``unfinished_reward`` and the overlong penalty are in them."""
     reward_clip: PositiveFloat | None = None
-    """Rewards, scaled and whitened, are kept within plus and minus this, when given."""
+    """Rewards, scaled and whitened, are clipped to plus and minus this, when given."""
     whiten_rewards: bool = False
     """Whether rewards are whitened by the mean and the standard deviation of all steps so far."""
     overlong_buffer: NonNegative = 0
@@ -154,7 +154,7 @@ class AlgorithmSection(Section):
     overlong_factor: NonNegativeFloat = 1.0
     """The penalty of a completion of full length."""
     drop_truncated: bool = False
-    """Whether completions cut at rollout.max_new_tokens are left out of the loss."""
+    """Whether completions truncated at rollout.max_new_tokens are left out of the loss."""
     unfinished_reward: Finite | None = None
     """What a completion cut at rollout.max_new_tokens gets in place of its reward, when given; with credit=gae the cut
     is then an end, else the critic's value of what would have come is added."""

@@ -32,7 +32,7 @@ class WorkKeys(Section):
     """What a process is given to do, and with."""
 
     threads: Positive | None = None
-    """CPU threads of each process; null shares the machine's cores out."""
+    """CPU threads of each process; null: an equal share of the machine's cores."""
     max_tokens_per_micro_batch: Positive = 8192
     """Positions of a packed micro-batch on one data-parallel rank."""
 
@@ -41,7 +41,7 @@ class WorldKeys(Section):
     """What holds between processes."""
 
     timeout_seconds: PositiveFloat = 600.0
-    """How long a collective may wait for its ranks."""
+    """Time limit of a collective's wait for its ranks."""
 
 
 @with_installed_keys

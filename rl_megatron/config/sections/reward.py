@@ -18,9 +18,9 @@ class RewardPart(Section):
     """One part of a weighted sum, by a name of yours; a number alone is the weight of the function of that name."""
 
     function: str | None = None
-    """As reward.function; null: the function whose name the part has."""
+    """As reward.function; null: the function with the part's name."""
     weight: Finite = 1.0
-    """What the part counts in the sum; 0 records it alone."""
+    """Weight of the part in the sum; 0 only records it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -68,13 +68,13 @@ class HttpSection(Section):
     """Options of a reward served at a URL (docs/rewards.md); ``reward.timeout_seconds`` bounds all its attempts."""
 
     timeout_seconds: PositiveFloat = 10.0
-    """How long one attempt may take."""
+    """Time limit of one attempt."""
     retries: NonNegative = 3
-    """Attempts after the first, where there is no connection, no answer in time, or status 408, 429 or 5xx."""
+    """Retries without a connection, without an answer in time, and on status 408, 429 or 5xx."""
     backoff_seconds: PositiveFloat = 0.5
     """Wait before the first retry; it doubles each time."""
     concurrency: Positive = 16
-    """Requests in flight at most."""
+    """Most requests in flight."""
 
 
 class RewardModelSection(Section):
@@ -89,9 +89,9 @@ class RewardModelSection(Section):
     batch_size: Positive = 32
     """Completions of a group in one forward pass."""
     device: str = "cpu"
-    """Where it runs, as torch names it."""
+    """Device of the model, as torch names it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of its parameters."""
+    """Dtype of its parameters."""
 
 
 class RewardSection(Section):
@@ -101,9 +101,9 @@ class RewardSection(Section):
     """exact_match, final_number, math_verify, format, length, an http(s) URL, hf:<folder>, or module:function."""
     parts: Mapping[PartName, RewardPart] = Field(default_factory=dict)
     on_error: Literal["fail", "drop"] | Finite = "fail"
-    """When a reward raises, is late or is not finite: end the run, drop the group, or score this."""
+    """If a reward raises, times out or is not finite: end the run, drop the group, or score this number."""
     timeout_seconds: PositiveFloat = 60.0
-    """How long one call of the function may take."""
+    """Time limit of one call of the function."""
     format: FormatSection = FormatSection()
     length: LengthSection = LengthSection()
     http: HttpSection = HttpSection()

@@ -22,7 +22,7 @@ class ServerSection(Section):
     addresses: str | None = None
     """Running servers to use, ``http://host:port``, several with commas between; null: servers are started here."""
     token_file: Path | None = None
-    """File with the token that running servers want; those started here get one of their own."""
+    """File with the token that running servers require; servers started here get their own."""
     replicas: Positive = 1
     """Servers to start."""
     tp: Positive = 1
@@ -31,9 +31,9 @@ class ServerSection(Section):
     """Share of a GPU's memory that a server takes, weights and cache, so that the learner fits beside it; null: the
     engine's default, nearly all."""
     options: str | None = None
-    """More options of a server's command line, written as in a shell."""
+    """More options for a server's command line, written as in a shell."""
     start_seconds: PositiveFloat = 600.0
-    """How long a server may take until it is ready."""
+    """Time limit for a server to become ready."""
     timeout_seconds: PositiveFloat = 600.0
     """How long a server that has requests may make no token, and one part of a weight update may take; then it counts
     as dead. A request as such has no limit."""
@@ -41,13 +41,13 @@ class ServerSection(Section):
     """How long a server may not answer when it is asked for its health, thrice in that time, nor make a token; then it
     counts as dead."""
     restarts: NonNegative = 3
-    """How often a dead server is started again, or one by address waited for until it answers."""
+    """Most restarts of a dead server, or waits for a server by address to answer again."""
     retries: NonNegative = 3
-    """Attempts after the first, on another replica where there is one, when no connection, no answer or 5xx came."""
+    """Retries, on another replica if there is one, without a connection, without an answer, and on status 5xx."""
     backoff_seconds: PositiveFloat = 0.5
     """Wait before the first retry; it doubles each time."""
     concurrency: Positive = 256
-    """Requests in flight at most."""
+    """Most requests in flight."""
     running_requests: Literal["keep", "abort"] = "keep"
     """What becomes of a request that new weights find running: it waits in the server and goes on with them; or it is
     ended there and asked again, what it has being the end of its prompt. Nothing that was sampled is lost either way.
@@ -73,13 +73,13 @@ class RolloutSection(Section):
     """What samples: an engine inside the learner's processes, or servers. ``package.module:name`` is an Adapter of your
     own to servers (docs/engines.md). Its code is run."""
     python: Path | None = None
-    """Interpreter that the engine is installed in; null: the one that trains."""
+    """Interpreter that the engine is installed in; null: the trainer's."""
     prompts_per_step: Positive = 32
-    """Prompts of a step."""
+    """Prompts per step."""
     group_size: Positive = 8
     """Completions of each prompt."""
     temperature: PositiveFloat = 1.0
-    """Of sampling, and of the learner's log-probs."""
+    """Temperature of sampling, and of the learner's log-probs."""
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     """Sample from the fewest tokens whose probabilities reach this."""
     max_prompt_tokens: Positive = 256
@@ -87,14 +87,14 @@ class RolloutSection(Section):
     max_new_tokens: Positive = 32
     """Longest completion."""
     on_long_prompt: Literal["fail", "drop"] = "fail"
-    """What a longer prompt does: end the run at its start, or be left out."""
+    """What to do with a longer prompt: end the run at its start, or drop the prompt."""
     ignore_eos: bool = False
     """Sample ``max_new_tokens`` whatever is sampled (for measurements)."""
     dynamic_sampling: Literal["off", "refill", "drop"] = "off"
     """Groups of equal rewards, as advantages take them, teach nothing: keep them, sample on until the batch is full, or
     train on the rest."""
     max_refills: Positive = 8
-    """dynamic_sampling=refill, drop: batches sampled for one step at most; then it trains on what there is."""
+    """dynamic_sampling=refill, drop: most batches sampled for one step, which then trains on the groups that it has."""
     slots: Positive = 512
     """Sequences an engine replica decodes at once."""
     server: ServerSection = ServerSection()

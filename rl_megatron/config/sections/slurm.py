@@ -98,9 +98,9 @@ class SlurmSection(Section):
     signal_seconds: Positive = 300
     """How long before the time limit the run saves and asks for the next job; longer than a step and a checkpoint."""
     requeues: NonNegative = 100
-    """Most times that a run comes back after a time limit."""
+    """Most restarts of a run after a time limit."""
     restarts: NonNegative = 3
-    """Most times that a run comes back after a rank died, its node excluded; other errors end it at once."""
+    """Most restarts of a run after a rank died, without its node; other errors end it at once."""
     modules: Modules | None = None
     """Environment modules to load, separated by spaces."""
     setup: Line | None = None
