@@ -28,13 +28,13 @@ def verify(
     With --logprobs, whether it computes what transformers computes of it, or of --against, a Hugging Face folder.
     """
     if logprobs:
-        from launcher.programs.logprobs import compare_dumps
+        from launcher.programs.logprobs import compare_logprobs
         from tools import conversion
 
         for path in filter(None, (folder, against)):
             conversion.must_be_there(path)
         cores = len(os.sched_getaffinity(0))
-        right = compare_dumps(
+        right = compare_logprobs(
             folder,
             against=against,
             config=config,

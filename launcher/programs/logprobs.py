@@ -34,7 +34,7 @@ _SECONDS = 3600.0  # for the learner to load and to score
 _TOKENS = 64
 
 
-def compare_dumps(
+def compare_logprobs(
     folder: Path,
     *,
     against: Path | None,
