@@ -64,9 +64,9 @@ def test_a_folder_needs_only_its_config(capsys: pytest.CaptureFixture[str], tmp_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("kimi-k3", "src=hf", "dst=hf"), "kimi-k3: neither a folder nor a known model; known: qwen3-30b-a3b"),
+        (("kimi-k3", "src=hf", "dst=hf"), "kimi-k3 is neither a folder nor a known model; known: qwen3-30b-a3b"),
         (("kimi-k2", "src=hf"), "layouts: src=hf given; give both, for example src=megatron"),
-        (("kimi-k2", "src=hf", "dst=vllm,tp=8"), "dst=vllm,tp=8: no table 'vllm'; allowed: hf, megatron, engine"),
+        (("kimi-k2", "src=hf", "dst=vllm,tp=8"), "dst=vllm,tp=8: there is no table 'vllm'; allowed: hf, megatron"),
         (
             ("kimi-k2", "src=megatron,tpp=4", "dst=hf"),
             "src=megatron,tpp=4: 'tpp=4' is not a setting; allowed: a positive tp",
@@ -98,7 +98,9 @@ def test_an_engine_cuts_experts_by_tp_where_nothing_else_is_said(capsys: pytest.
         in texts[-1]
     )
     assert not any("which do not fit a GPU" in text for text in texts[:3])
-    assert "more than" in said(capsys, "qwen3-235b-a22b", source, "dst=engine,tp=8,dp=8", "--gpu-memory-gb", "40")
+    assert "which do not fit" in said(
+        capsys, "qwen3-235b-a22b", source, "dst=engine,tp=8,dp=8", "--gpu-memory-gb", "40"
+    )
 
 
 def test_the_recipe_whose_servers_are_elsewhere_fits_without_addresses(
