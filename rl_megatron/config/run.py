@@ -23,31 +23,32 @@ from rl_megatron.section import Finite, Fraction, NonNegative, NonNegativeFloat,
 
 
 class RunSection(Section):
-    """Where a run writes: ``<dir>/<name>/``. Without a name, the config's name and a free number are taken."""
+    """A run writes to ``<dir>/<name>/``. Without a name, it takes the config's name and a free number."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)] | None = None
     """Folder name of the run."""
     dir: Path = Path("runs")
-    """Folder in which run folders are made."""
+    """Folder that holds the run folders."""
     launcher: Literal["local", "slurm", "ray"] = "local"
-    """local: learner processes on this machine; slurm: on the nodes of the allocation, as ``submit`` sets; ray: as
-    Ray actors on the nodes of the allocation, or without one on this machine."""
+    """local: learner processes on this machine; slurm: on the nodes of the allocation (``submit`` sets this); ray: as
+    Ray actors on the nodes of the allocation, or on this machine if there is none."""
     watchdog_seconds: PositiveFloat | None = None
-    """How long a learner process may make no progress in what it computes, and the controller stand still; null: 0.8 of
+    """Time limit without progress for the controller and for a learner process that computes; null: 0.8 of
     learner.timeout_seconds."""
     watchdog_disk_seconds: PositiveFloat = 3600.0
-    """The same while a learner process reads or writes a model or a checkpoint."""
+    """Time limit without progress while a learner process reads or writes a model or a checkpoint."""
 
 
 class TinyModelSection(Section):
-    """Sizes of the random-weight Qwen3-MoE that is made (once, cached) when ``model.path`` is not set."""
+    """Sizes of the Qwen3-MoE with random weights that a run without ``model.path`` makes, once, and caches."""
 
     hidden_size: Positive = 64
     num_layers: Positive = 2
     num_heads: Positive = 4
     num_kv_heads: Positive = 2
     head_dim: Positive | None = None
-    """Null: 16; where servers sample 32, in half as many heads (engines' CPU kernels have none smaller)."""
+    """Size of an attention head. null: 16; with servers 32, in half as many heads, because the engines' CPU kernels
+    support none smaller."""
     num_experts: Positive = 8
     experts_per_token: Positive = 2
     expert_width: Positive = 32
@@ -56,26 +57,27 @@ class TinyModelSection(Section):
 
 
 class ModelSection(Section):
-    """The model to train: a Hugging Face folder, or a tiny one made on the spot."""
+    """The model to train: a Hugging Face folder, or a generated tiny model."""
 
     path: Path | None = None
-    """Hugging Face folder of the model to start from; null makes the tiny one."""
+    """Hugging Face folder of the initial model; null: the tiny model."""
     name: str | None = None
-    """The public model that ``path`` must hold, for whose sizes the configuration is made, as in qwen3-30b-a3b."""
+    """Public model whose sizes ``path`` must have, because the configuration is made for it, as in qwen3-30b-a3b; null:
+    any."""
     tiny: TinyModelSection = TinyModelSection()
     cache_dir: Path = Path("runs/.cache")
-    """Folder that keeps the tiny model between runs."""
+    """Folder that caches the tiny model between runs."""
 
 
 class WarmStartSection(Section):
-    """Supervised steps on correct answers by the same learner, before RL; ends early at ``stop_at_accuracy``."""
+    """Supervised steps on correct answers with the same learner before RL; they end early at ``stop_at_accuracy``."""
 
     steps: NonNegative = 0
-    """Most supervised steps; 0: no warm start."""
+    """Most supervised steps; 0 is no warm start."""
     batch_size: Positive = 256
-    """Problems of a supervised step."""
+    """Problems per supervised step."""
     learning_rate: PositiveFloat = 3e-3
-    """Constant rate of the supervised steps."""
+    """Constant learning rate of the supervised steps."""
     check_every: Positive = 20
     """Supervised steps between evaluations."""
     stop_at_accuracy: Fraction = 1.0
@@ -83,30 +85,30 @@ class WarmStartSection(Section):
 
 
 class TrainSection(Section):
-    """The RL loop. ``epochs`` * ``minibatches`` optimizer steps are made on each rollout batch."""
+    """The RL loop, which takes ``epochs`` * ``minibatches`` optimizer steps on each rollout batch."""
 
     steps: NonNegative = 100
-    """Rollout batches to train on."""
+    """Number of rollout batches to train on."""
     minibatches: Positive = 2
-    """Parts of a rollout batch, each for one optimizer step."""
+    """Number of minibatches of a rollout batch; each is one optimizer step."""
     epochs: Positive = 1
-    """Passes over a rollout batch, each with minibatches of its own."""
+    """Passes over a rollout batch, each with its own split into minibatches."""
     learning_rate: PositiveFloat = 1e-3
-    """Rate after the warm-up."""
+    """Learning rate after the warm-up."""
     lr_warmup_steps: NonNegative = 0
     """Steps of linear warm-up."""
     lr_decay: Literal["none", "linear", "cosine"] = "none"
-    """Shape after the warm-up; linear and cosine fall towards 0."""
+    """Schedule of the learning rate after the warm-up; linear and cosine fall towards 0."""
     max_staleness: NonNegative = 0
-    """Rollout batches sampled ahead of the one trained on; 0 is synchronous."""
+    """Most rollout batches that sampling may be ahead of training; 0 is synchronous."""
     on_nonfinite: Annotated[str, Field(pattern=r"^(fail|skip:[1-9][0-9]{0,5})$")] = "skip:3"
-    """What a gradient with NaN or infinity does. skip:n: that optimizer step is left out, and the run ends where more
-    than n in a row were: one strange batch costs a step, broken weights or data end the run soon; fail: at once. No bit
-    of weights and optimizer changes either way."""
+    """What to do with a gradient that has NaN or infinity. skip:n: skip that optimizer step, and end the run at more
+    than n skipped steps in a row, so that one strange batch costs a step, and broken weights or data end the run soon;
+    fail: end the run at the first. No bit of weights or optimizer state changes either way."""
 
     @property
     def most_skipped(self) -> int:
-        """Optimizer steps in a row that may be left out."""
+        """Most optimizer steps in a row that the run may skip."""
         return int(self.on_nonfinite.removeprefix("skip:").replace("fail", "0"))
 
 
@@ -118,11 +120,11 @@ class EvalSection(Section):
     temperature: NonNegativeFloat = 0.0
     """Temperature of evaluation; 0 is greedy."""
     success_reward: Finite = 1.0
-    """Lowest reward of a right answer."""
+    """Lowest reward that counts as a right answer."""
 
 
 class CheckpointSection(Section):
-    """Checkpoints of everything a resume needs. ``every=0``: one after a warm start, and the last."""
+    """Checkpoints of everything that a resume needs. ``every=0``: only after a warm start and after the last step."""
 
     every: NonNegative = 25
     """Steps between checkpoints."""
@@ -131,22 +133,22 @@ class CheckpointSection(Section):
 
 
 class LogSection(Section):
-    """What a run records beside metrics.jsonl."""
+    """What a run shows, and what it records besides metrics.jsonl."""
 
     progress: Literal["auto", "live", "plain"] = "auto"
-    """Live panel, plain lines, or whichever suits the terminal."""
+    """Show progress as a live panel, as plain lines, or as whichever suits the terminal (auto)."""
     samples_per_step: NonNegative = 4
-    """Completions written to samples.jsonl a step."""
+    """Number of completions per step to write to samples.jsonl."""
     tensorboard: bool = True
     """Whether to write TensorBoard files."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Whether to send metrics to Weights & Biases, or store them for later."""
+    """Send metrics to Weights & Biases (online), or store them to send later (offline)."""
     wandb_project: str = "rl_megatron"
     """Project at Weights & Biases."""
 
 
 class RunConfig(Section):
-    """One run, whole."""
+    """The whole configuration of one run."""
 
     seed: NonNegative = 0
     """Seed of the tiny model, the data, sampling and minibatches."""
@@ -168,27 +170,28 @@ class RunConfig(Section):
 
     @property
     def transport(self) -> TransportKind:
-        """Of ``weights.transport``, auto being one for servers and another for an engine in the learner's processes."""
+        """The kind of ``weights.transport``; auto depends on whether servers sample."""
         return self.weights.kind(served=self.rollout.served)
 
     @property
     def watchdog_seconds(self) -> float:
-        """``run.watchdog_seconds``, or its default: before a collective's limit, whose errors name those that wait."""
+        """``run.watchdog_seconds``, or its default, which is below the collectives' limit: their errors would name the
+        ranks that wait, not the one that they wait for."""
         return self.run.watchdog_seconds or 0.8 * self.learner.timeout_seconds
 
     @property
     def offline(self) -> bool:
-        """Whether the data brings the pairs that are trained on, so that nothing is sampled for training."""
+        """Whether the data holds the pairs to train on, so that engines sample none."""
         return isinstance(self.data, FileData) and self.data.rejected_field is not None
 
     @property
     def completions_per_step(self) -> int:
-        """Completions that one batch has: sampled ones, or two of each of a file's pairs."""
+        """Completions in one batch: sampled ones, or the two of each pair in a file."""
         return self.rollout.prompts_per_step * (2 if self.offline else self.rollout.group_size)
 
     @property
     def named_completions(self) -> str:
-        """``completions_per_step`` by the keys that give it, for messages."""
+        """The keys that give ``completions_per_step``, for messages."""
         each = "2 of a pair (data.rejected_field)" if self.offline else f"rollout.group_size={self.rollout.group_size}"
         return f"rollout.prompts_per_step={self.rollout.prompts_per_step} * {each}"
 

@@ -142,7 +142,7 @@ def test_keys_of_a_union_are_told_without_its_tags(conf: Path) -> None:
     assert problems("run", ["data.type=files", "data.digits=2"], conf) == [
         "data.train: required, but not given; add data.train=<value>",
         "data.eval: required, but not given; add data.eval=<value>",
-        "data.digits=2: data.type=files reads problems from files; add data=arithmetic to have sums made",
+        "data.digits=2: data.type=files reads problems from files; add data=arithmetic to generate sums",
     ]
     assert problems("run", ["data.type=file"], conf) == [
         "data.type='file': no such choice (did you mean 'files'?); one of: arithmetic, files"

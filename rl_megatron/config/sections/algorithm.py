@@ -12,20 +12,20 @@ from rl_megatron.section import Finite, Fraction, NonNegative, NonNegativeFloat,
 
 
 class CorrectionSection(Section):
-    """Weights pi_old / pi_rollout against the gap between engine and learner; ``mode=none`` leaves it alone."""
+    """Weights each loss by pi_old / pi_rollout to correct the gap between engine and learner; ``mode=none`` is off."""
 
     mode: Literal["none", "truncate", "mask", "band"] = "none"
     """Clamp the weight (TIS), zero it outside the band (IcePop), or keep only what is inside, at weight 1."""
     level: Literal["token", "sequence"] = "token"
-    """A weight for each token, or one a sequence, length-normalised."""
+    """One weight per token, or one per sequence, length-normalised."""
     low: NonNegativeFloat = 0.0
     """Least weight, as a ratio."""
     high: PositiveFloat = 2.0
     """Greatest weight, as a ratio."""
     veto: NonNegativeFloat = 0.0
-    """Sequences with a token of weight below this are dropped; 0 is off."""
+    """Drop sequences in which a token has a ratio pi_old / pi_rollout below this; 0 is off."""
     off_policy_delta: PositiveFloat | None = None
-    """Sequences of negative advantage are dropped above this mean(log pi_rollout - log pi), in nats."""
+    """Drop sequences of negative advantage whose mean(log pi_rollout - log pi), in nats, is above this; null is off."""
 
     @property
     def acts(self) -> bool:
@@ -45,16 +45,17 @@ class KLSection(Section):
     """KL of the policy to a frozen reference; ``coefficient=0`` is off and loads no reference."""
 
     coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL, at the start where ``target`` is given."""
+    """Weight of the KL; with ``target``, the initial weight."""
     placement: Literal["loss", "token_reward", "completion_reward"] = "loss"
-    """Added to the loss, or taken from the reward of each token, or from that of the completion."""
+    """Add the KL to the loss, or subtract it from each token's reward, or from the completion's."""
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimator of the KL at a sampled token (docs/algorithms.md)."""
     importance_weighted: bool = True
-    """placement=loss: weigh each token by pi / pi_rollout, whoever sampled it, so that the expected gradient of k1, k2
-    and k3 is that of the KL (docs/algorithms.md); false: all tokens alike, as DeepSeekMath has it for k3."""
+    """placement=loss: weight each token by pi / pi_rollout, so that the expected gradient of k1, k2 and k3 is that of
+    the KL (docs/algorithms.md); false: all tokens weigh the same, as in DeepSeekMath's k3."""
     target: PositiveFloat | None = None
-    """KL in nats (mean over completions of their tokens' mean) that an adaptive coefficient aims at; null: fixed."""
+    """KL in nats (each completion's mean over tokens, averaged) that an adaptive coefficient aims at; null: the
+    coefficient is fixed."""
     horizon: Positive = 10_000
     """Number of completions over which the adaptive coefficient corrects the error."""
     reference: Path | None = None
@@ -69,55 +70,56 @@ class KLSection(Section):
 
 
 class CriticSection(Section):
-    """The value model of ``credit=gae``, trained by a megatron learner in the layout of the policy's."""
+    """The value model of ``credit=gae``, which a megatron learner trains in the policy's layout."""
 
     path: Path | None = None
-    """Start of the critic: a Hugging Face folder, or the critic/ folder of a checkpoint; null: as the policy."""
+    """Initial weights: a Hugging Face folder, or the critic/ folder of a checkpoint; null: those of the policy."""
     learning_rate: PositiveFloat | None = None
-    """Rate after the warm-up, on the policy's schedule; null: the policy's."""
+    """Learning rate after the warm-up, on the policy's schedule; null: train.learning_rate."""
     lam: Fraction | None = None
-    """Lambda of the returns it learns; null: that of the advantages."""
+    """Lambda of the returns that the critic learns; null: algorithm.lam, the advantages' own."""
     clip: PositiveFloat | None = 0.2
-    """Values that move further than this from the old ones do not lower the loss; null does not clip."""
+    """The value loss clips values to within this of the old values; null does not clip."""
     only_steps: NonNegative = 0
     """Number of first steps that train only the critic (VAPO's value pretraining)."""
     optimizer: OptimizerSection = OptimizerSection()
-    """Of the critic."""
+    """The critic's optimizer."""
 
 
 class AlgorithmSection(Section):
-    """A policy-gradient algorithm is this row of choices (docs/algorithms.md); conf/algorithm/ names the known rows."""
+    """An algorithm is this row of choices (docs/algorithms.md); conf/algorithm/ has a file for each known one."""
 
     advantage_mean: Literal["none", "group", "batch", "greedy", "moving"] = "group"
-    """What the baseline of an advantage is the mean over; greedy: the reward of a greedy completion (ReMax); moving:
-    the steps so far."""
+    """The baseline of an advantage is the mean reward of the group or the batch, the reward of a greedy completion
+    (greedy: ReMax), or a moving mean over steps; none: no baseline."""
     advantage_std: Literal["none", "group", "batch"] = "group"
-    """What the standard deviation that scales advantages is over."""
+    """Divide advantages by the standard deviation of the rewards of the group or the batch; none: do not divide."""
     leave_one_out: bool = False
     """Whether the baseline excludes the completion itself (RLOO)."""
     baseline_decay: Fraction = 0.9
-    """advantage_mean=moving: weight of earlier steps."""
+    """advantage_mean=moving: decay of the moving mean, the weight of earlier steps."""
     credit: Literal["completion", "discounted", "gae"] = "completion"
-    """Every token gets its completion's advantage, the discounted return from it on (REINFORCE++), or the generalised
-    advantage over a critic's values (PPO)."""
+    """The advantage of a token is that of its completion, its discounted return (REINFORCE++), or the generalised
+    advantage estimate from a critic's values (PPO)."""
     gamma: Fraction = 1.0
-    """credit=discounted, gae: discount of a token."""
+    """credit=discounted, gae: discount factor per token."""
     lam: Fraction = 0.95
     """credit=gae: lambda of the policy's advantages."""
     lam_length_factor: PositiveFloat | None = None
-    """credit=gae: lambda is 1 - 1 / (this * length) in place of ``lam``, when given (VAPO)."""
+    """credit=gae: the policy's lambda is 1 - 1 / (this * length) (VAPO); null: ``lam``."""
     whiten: bool = False
-    """Whether advantages of tokens are whitened over the whole batch, completions among them that are left out."""
+    """Whether to whiten tokens' advantages over the whole batch, including completions that the loss leaves out."""
     ratio_level: Literal["token", "sequence", "sequence_sum"] = "token"
-    """Importance ratio of each token, one of the whole sequence (length-normalised), or the product over it."""
+    """The importance ratio is each token's, the sequence's (length-normalised), or the product over the sequence."""
     objective: Literal["clip", "cispo", "reinforce", "importance", "sapo", "topr"] = "clip"
-    """How ratio and advantage are combined to a loss."""
+    """The loss of a token as a function of its ratio and advantage (docs/algorithms.md)."""
     clip_low: NonNegativeFloat = 0.2
-    """objective=clip: the ratio is clipped below at 1 minus this."""
+    """objective=clip: the ratio is clipped from below at 1 minus this."""
     clip_high: NonNegativeFloat = 0.2
-    """objective=clip: the ratio is clipped above at 1 plus this."""
+    """objective=clip: the ratio is clipped from above at 1 plus this."""
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """objective=clip: a bad token's loss is at most this times its |advantage|."""
+    """objective=clip: the loss of a token of negative advantage is at most this times its |advantage|; null: no bound.
+    """
     cap_low: NonNegativeFloat = 0.0
     """objective=cispo, topr: least weight, as a ratio."""
     cap_high: PositiveFloat = 5.0
@@ -129,50 +131,53 @@ class AlgorithmSection(Section):
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
         "token_mean"
     )
-    """How losses of tokens are aggregated to the loss of the batch."""
+    """How token losses are aggregated into the batch's loss."""
     max_length: Positive | None = None
-    """aggregation=seq_mean_token_sum_norm: what token sums are divided by; rollout.max_new_tokens when not given."""
+    """aggregation=seq_mean_token_sum_norm: the divisor of token sums; null: rollout.max_new_tokens."""
     second_moment_limit: PositiveFloat | None = None
-    """Leave out the batch's tokens of largest squared log-ratio until the rest's mean is at most this (M2PO)."""
+    """Mask the batch's tokens of largest squared log-ratio until the mean of the rest is at most this (M2PO); null is
+    off."""
     entropy_coefficient: NonNegativeFloat = 0.0
-    """Weight of the entropy, in nats, that the loss rewards."""
+    """Weight of the entropy bonus, in nats."""
     nll_coefficient: NonNegativeFloat = 0.0
-    """Weight of -log pi on the tokens of right completions (VAPO); right is eval.success_reward."""
+    """Weight of -log pi on the tokens of right completions (VAPO), whose reward is at least eval.success_reward."""
     preference_beta: PositiveFloat | None = None
-    """Train by DPO on the best and the worst completion of each group, with this beta, not by the choices above."""
+    """Train by DPO with this beta on the best and the worst completion of each group, in place of the policy gradient
+    above; null: the policy gradient."""
     correction: CorrectionSection = CorrectionSection()
     kl: KLSection = KLSection()
     critic: CriticSection = CriticSection()
     reward_scale: PositiveFloat = 1.0
-    """What rewards are multiplied with, once ``unfinished_reward`` and the overlong penalty are in them."""
+    """Factor on rewards, after ``unfinished_reward`` and the overlong penalty."""
     reward_clip: PositiveFloat | None = None
-    """Rewards, scaled and whitened, are clipped to plus and minus this, when given."""
+    """Clip rewards, scaled and whitened, to plus and minus this; null does not clip."""
     whiten_rewards: bool = False
-    """Whether rewards are whitened by the mean and the standard deviation of all steps so far."""
+    """Whether to whiten rewards by the mean and the standard deviation over all steps so far."""
     overlong_buffer: NonNegative = 0
-    """Completions are penalised over this many tokens before rollout.max_new_tokens; 0 is off (DAPO)."""
+    """Penalise completions that reach into the last this many tokens before rollout.max_new_tokens (DAPO); 0 is off."""
     overlong_factor: NonNegativeFloat = 1.0
-    """The penalty of a completion of full length."""
+    """Penalty of a completion of rollout.max_new_tokens; it grows linearly over ``overlong_buffer``."""
     drop_truncated: bool = False
-    """Whether completions truncated at rollout.max_new_tokens are left out of the loss."""
+    """Whether to leave completions truncated at rollout.max_new_tokens out of the loss."""
     unfinished_reward: Finite | None = None
-    """What a completion cut at rollout.max_new_tokens gets in place of its reward, when given; with credit=gae the cut
-    is then an end, else the critic's value of what would have come is added."""
+    """Reward of a completion truncated at rollout.max_new_tokens, in place of its own; with credit=gae the truncation
+    then counts as an end. null: its own reward, to which credit=gae adds the critic's value of the last state."""
     old_logprobs: Literal["learner", "rollout", "interpolated"] = "learner"
-    """Who computes the old policy's log-probs: the learner, or the engine while it samples; interpolated: nobody, they
-    lie between the engine's and the current ones by weight version (for decoupled PPO on stale rollouts)."""
+    """Who computes the old policy's log-probs: the learner, or the engine while it samples; interpolated: neither, they
+    are interpolated between the engine's and the current ones by weight version (decoupled PPO on stale rollouts)."""
     routing_replay: Literal["off", "r2", "r3"] = "off"
-    """Whether an update's passes take the experts that the learner's own pass over the old policy took (r2), or those
-    that the engine took while it sampled, in the old policy's pass too (r3); docs/algorithms.md."""
+    """Which experts the passes of an update use: the router's choice (off), those of the learner's pass over the old
+    policy (r2), or those of the engine while it sampled, also in the pass over the old policy (r3);
+    docs/algorithms.md."""
 
     @property
     def needs_critic(self) -> bool:
-        """Whether values are needed."""
+        """Whether the advantages need a critic's values."""
         return self.credit == "gae"
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probs of a frozen reference are needed."""
+        """Whether the loss or the rewards need log-probs of a frozen reference."""
         return self.kl.coefficient > 0 or self.preference_beta is not None
 
     @model_validator(mode="after")
@@ -206,7 +211,7 @@ def _credit_problems(a: AlgorithmSection) -> list[str]:
 
 
 def _ratio_problems(a: AlgorithmSection) -> list[str]:
-    """Of rows of choices that cannot be meant."""
+    """Choices of ratio, objective and aggregation that contradict each other."""
     out = []
     given, through_ratio = f"algorithm.objective={a.objective}", a.objective in {"clip", "importance", "sapo"}
     if through_ratio and a.ratio_level == "sequence_sum":

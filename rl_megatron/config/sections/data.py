@@ -11,7 +11,7 @@ from rl_megatron.section import Positive, Section
 
 
 class ArithmeticData(Section):
-    """Made on the spot: sums ``37+08=`` with the answer ``540``, lowest digit first, split by problem."""
+    """Generated sums such as ``37+08=`` with the answer ``540``, lowest digit first; no problem is in both splits."""
 
     instead: ClassVar[str] = "data.type=arithmetic makes its own problems; add data=gsm8k to read files"
     type: Literal["arithmetic"] = "arithmetic"
@@ -22,9 +22,9 @@ class ArithmeticData(Section):
 
 
 class FileData(Section):
-    """Your own problems: .jsonl or .parquet files, one object a row, field names by config."""
+    """Your own problems: .jsonl or .parquet files with one problem a row, in the fields that these keys name."""
 
-    instead: ClassVar[str] = "data.type=files reads problems from files; add data=arithmetic to have sums made"
+    instead: ClassVar[str] = "data.type=files reads problems from files; add data=arithmetic to generate sums"
     type: Literal["files"]
     train: Path
     """Problems to train on."""
@@ -35,11 +35,11 @@ class FileData(Section):
     answer_field: str = "answer"
     """Field that holds the correct answer."""
     rejected_field: str | None = None
-    """Field of the training file that holds a worse answer, when given: algorithm=dpo then trains on these pairs alone,
-    and nothing is sampled but evaluations."""
+    """Field of the training file that holds a worse answer: algorithm=dpo then trains on these pairs, and engines
+    sample only for evaluations. null: the file has none."""
     prompt_template: str = "{prompt}"
-    """Text around the problem, which replaces {prompt}."""
+    """Text of a prompt, in which the problem replaces {prompt}."""
     chat_template: bool = False
     """Whether to wrap the prompt as a user turn of the tokenizer's chat template."""
     max_eval: Positive | None = None
-    """Use only the first so many held-out problems; null uses all."""
+    """Number of held-out problems to use, the first of the file; null uses all."""

@@ -21,15 +21,15 @@ from rl_megatron.types import ParallelDims
 
 
 class ModelKeys(Section):
-    """What the model is."""
+    """The key that says how to read the model's config.json."""
 
     model: OwnCode | None = None
-    """Null: the family is that of ``model.path``'s config.json. A Family of your own, as ``package.module:name`` in a
-    package that is installed (docs/weights.md), which reads that file in place of it. Its code is run."""
+    """A Family of your own, as ``package.module:name`` in an installed package, which reads the config.json of
+    ``model.path`` (docs/weights.md). Its code is run. null: the family that config.json names."""
 
 
 class WorkKeys(Section):
-    """What a process is given to do, and with."""
+    """The keys of one process's work: its threads and its micro-batches."""
 
     threads: Positive | None = None
     """CPU threads of each process; null: an equal share of the machine's cores."""
@@ -38,10 +38,10 @@ class WorkKeys(Section):
 
 
 class WorldKeys(Section):
-    """What holds between processes."""
+    """The key of the process group."""
 
     timeout_seconds: PositiveFloat = 600.0
-    """Time limit of a collective's wait for its ranks."""
+    """Time limit for all ranks to join a collective."""
 
 
 @with_installed_keys
@@ -60,11 +60,11 @@ class LearnerSection(  # pydantic takes the keys of the last base first
     ModelKeys,
     DeviceKeys,
 ):
-    """The megatron-core learner. ``etp``, ``dp`` and ``threads`` follow from the others when not given."""
+    """The megatron-core learner. ``etp``, ``dp`` and ``threads`` default to values that follow from the other keys."""
 
     @property
     def dims(self) -> ParallelDims:
-        """All degrees. etp defaults to tp without expert parallelism, else 1; dp to the least that fits ep*etp."""
+        """All degrees. etp defaults to tp if ep=1, else to 1; dp to the least for which ep*etp divides tp*cp*dp."""
         etp = self.etp or (self.tp if self.ep == 1 else 1)
         experts = self.ep * etp
         dp = self.dp or experts // math.gcd(experts, self.tp * self.cp)
@@ -72,13 +72,13 @@ class LearnerSection(  # pydantic takes the keys of the last base first
 
 
 class RolesSection(Section):
-    """Whose processes hold the models beside the policy; what is trained is the same to the bit."""
+    """Which ranks hold the critic and the reference. The results are equal to the bit either way."""
 
     critic: Literal["learner", "separate"] = "learner"
-    """learner: each learner rank holds its part of it; separate: as many ranks of its own, in the learner's layout,
-    work while the learner's do."""
+    """learner: each learner rank also holds a shard of the critic; separate: the critic has as many ranks of its own,
+    in the learner's layout, which compute at the same time."""
     reference: Literal["learner", "separate"] = "learner"
-    """As ``roles.critic``."""
+    """As ``roles.critic``, for the reference."""
 
     @property
     def separate(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The ``reward`` section: the function, or weighted parts, and their options."""
+"""The ``reward`` section: a reward function, or a weighted sum of several, and their options."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _DEFAULT = "exact_match"
 
 
 class RewardPart(Section):
-    """One part of a weighted sum, by a name of yours; a number alone is the weight of the function of that name."""
+    """One part of a weighted sum, under a name of yours. A plain number is the weight of the function of that name."""
 
     function: str | None = None
-    """As reward.function; null: the function with the part's name."""
+    """The part's function, with the choices of reward.function; null: the function with the part's name."""
     weight: Finite = 1.0
-    """Weight of the part in the sum; 0 only records it."""
+    """Weight of the part in the sum; 0 only records the part's reward."""
 
     @model_validator(mode="before")
     @classmethod
@@ -50,9 +50,10 @@ class LengthSection(Section):
     min_tokens: NonNegative = 0
     """Shortest completion that gets 1, stop token included."""
     max_tokens: Positive | None = None
-    """Longest completion that gets 1; null: any."""
+    """Longest completion that gets 1; null: no limit."""
     falloff_tokens: NonNegative = 0
-    """Tokens beyond either end over which the reward falls linearly to 0; 0: at once."""
+    """Number of tokens outside the range over which the reward falls linearly to 0; 0: a shorter or longer one gets 0.
+    """
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -70,7 +71,7 @@ class HttpSection(Section):
     timeout_seconds: PositiveFloat = 10.0
     """Time limit of one attempt."""
     retries: NonNegative = 3
-    """Retries without a connection, without an answer in time, and on status 408, 429 or 5xx."""
+    """Most retries of a request that gets no connection, no answer in time, or status 408, 429 or 5xx."""
     backoff_seconds: PositiveFloat = 0.5
     """Wait before the first retry; it doubles each time."""
     concurrency: Positive = 16
@@ -85,23 +86,24 @@ class RewardModelSection(Section):
     chat_template: bool = False
     """Whether prompt and completion are put into the classifier's chat template, as user and assistant."""
     max_tokens: Positive | None = None
-    """Only the last so many tokens are read; null: as many as the classifier has positions for."""
+    """The classifier reads at most this many tokens, the last ones; null: as many as it has positions for."""
     batch_size: Positive = 32
-    """Completions of a group in one forward pass."""
+    """Most completions in one forward pass."""
     device: str = "cpu"
     """Device of the model, as torch names it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of its parameters."""
+    """Dtype of the model's parameters."""
 
 
 class RewardSection(Section):
-    """What a completion is worth (docs/rewards.md): one ``function``, or the weighted sum of ``parts``."""
+    """Scores completions (docs/rewards.md) by one ``function``, or by the weighted sum of ``parts``."""
 
     function: str = _DEFAULT
     """exact_match, final_number, math_verify, format, length, an http(s) URL, hf:<folder>, or module:function."""
     parts: Mapping[PartName, RewardPart] = Field(default_factory=dict)
     on_error: Literal["fail", "drop"] | Finite = "fail"
-    """If a reward raises, times out or is not finite: end the run, drop the group, or score this number."""
+    """What to do if a reward raises, times out or is not finite: end the run (fail), drop the group, or score the
+    completion with a number."""
     timeout_seconds: PositiveFloat = 60.0
     """Time limit of one call of the function."""
     format: FormatSection = FormatSection()
@@ -122,5 +124,5 @@ class RewardSection(Section):
 
     @property
     def functions(self) -> Mapping[str, str]:
-        """Function of each part by the part's name; without parts, ``function`` under its own name."""
+        """Each part's function by the part's name; without parts, ``function`` by its own name."""
         return {name: part.function or name for name, part in self.parts.items()} or {self.function: self.function}

@@ -12,7 +12,7 @@ from rl_megatron.section import NonNegative, OwnCode, Positive, PositiveFloat, S
 
 
 class ServerSection(Section):
-    """The servers of an engine that is no part of the learner's processes (docs/engines.md)."""
+    """Engine servers, which are processes apart from the learner's (docs/engines.md)."""
 
     moved: ClassVar[Mapping[str, str]] = {
         "transport": "weights.transport",
@@ -20,60 +20,62 @@ class ServerSection(Section):
         "weights_dir": "weights.folder",
     }
     addresses: str | None = None
-    """Running servers to use, ``http://host:port``, several with commas between; null: servers are started here."""
+    """Addresses of running servers to use, as ``http://host:port``, separated by commas; null: the run starts its own.
+    """
     token_file: Path | None = None
-    """File with the token that running servers require; servers started here get their own."""
+    """File that holds the bearer token of the running servers; the run makes a token for servers that it starts."""
     replicas: Positive = 1
-    """Servers to start."""
+    """Number of servers to start."""
     tp: Positive = 1
-    """Tensor-parallel degree of each."""
+    """Tensor-parallel degree of each server."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] | None = None
-    """Share of a GPU's memory that a server takes, weights and cache, so that the learner fits beside it; null: the
-    engine's default, nearly all."""
+    """Share of a GPU's memory that a server takes for weights and cache, which leaves the rest to the learner; null:
+    the engine's default, nearly all."""
     options: str | None = None
-    """More options for a server's command line, written as in a shell."""
+    """More options for the servers' command line, quoted as in a shell."""
     start_seconds: PositiveFloat = 600.0
     """Time limit for a server to become ready."""
     timeout_seconds: PositiveFloat = 600.0
-    """How long a server that has requests may make no token, and one part of a weight update may take; then it counts
-    as dead. A request as such has no limit."""
+    """Time limit for a server with requests to generate its next token, and for each part of a weight update; a server
+    that exceeds it counts as dead. A whole request has no limit."""
     health_seconds: PositiveFloat = 60.0
-    """How long a server may not answer when it is asked for its health, thrice in that time, nor make a token; then it
+    """Time limit for a server to answer one of three health checks or to generate a token; a server that exceeds it
     counts as dead."""
     restarts: NonNegative = 3
-    """Most restarts of a dead server, or waits for a server by address to answer again."""
+    """Most restarts of a dead server; with ``addresses``, most waits for a dead server to answer again."""
     retries: NonNegative = 3
-    """Retries, on another replica if there is one, without a connection, without an answer, and on status 5xx."""
+    """Most retries of a request that gets no connection, no answer or status 5xx, on another replica if there is one.
+    """
     backoff_seconds: PositiveFloat = 0.5
     """Wait before the first retry; it doubles each time."""
     concurrency: Positive = 256
     """Most requests in flight."""
     running_requests: Literal["keep", "abort"] = "keep"
-    """What becomes of a request that new weights find running: it waits in the server and goes on with them; or it is
-    ended there and asked again, what it has being the end of its prompt. Nothing that was sampled is lost either way.
-    """
+    """What a push of weights does to running requests: the server pauses them and continues them with the new weights;
+    or it aborts them, and the trainer sends each again with its tokens so far appended to the prompt. No sampled token
+    is lost either way."""
     colocated: bool = False
-    """Whether servers and learner take turns on the same accelerators: the servers' memory is given back before
-    anything trains or scores, and taken again at a push."""
+    """Whether servers and learner take turns on the same accelerators: servers release their memory before the learner
+    trains or scores, and take it again at a push."""
     quantization: Literal["none", "fp8", "int8"] = "none"
-    """Format of the linear layers' weights in servers, which each push quantises: learner.dtype's own, float8 with a
-    scale for each block of 128 x 128, or int8 with one for each output channel (docs/engines.md)."""
+    """Format to which each push quantises the servers' linear layers: none (learner.dtype), float8 with a scale for
+    each block of 128 x 128, or int8 with a scale for each output channel (docs/engines.md)."""
     probes: Literal["auto", "always"] = "auto"
-    """At which versions log-probs of fixed texts are compared. auto: of all at a server's first, after that of one
-    where checksums cannot verify every tensor; always: of all at every version."""
+    """When to compare servers' log-probs of fixed texts with the learner's. always: all texts at every weight version;
+    auto: all texts at a server's first version, then one text if checksums cannot verify every tensor."""
     probe_tolerance: PositiveFloat | None = None
-    """Largest difference of a probe's log-probs, in nats, at which new weights are served; null: 1e-3 in float32, 0.25
-    in bfloat16, 1 where weights are quantised."""
+    """Largest difference of log-probs, in nats, at which ``probe`` accepts new weights; null: 1e-3 in float32, 0.25 in
+    bfloat16, 1 with quantised weights."""
 
 
 class RolloutSection(Section):
-    """How a step's completions are sampled."""
+    """The engine, and how it samples a step's completions."""
 
     engine: Literal["local", "vllm", "sglang"] | OwnCode = "local"
-    """What samples: an engine inside the learner's processes, or servers. ``package.module:name`` is an Adapter of your
-    own to servers (docs/engines.md). Its code is run."""
+    """The engine that samples, inside the learner's processes or in servers. ``package.module:name`` is an Adapter of
+    your own for servers (docs/engines.md). Its code is run."""
     python: Path | None = None
-    """Interpreter that the engine is installed in; null: the trainer's."""
+    """Python interpreter that has the engine installed; null: the trainer's."""
     prompts_per_step: Positive = 32
     """Prompts per step."""
     group_size: Positive = 8
@@ -81,22 +83,23 @@ class RolloutSection(Section):
     temperature: PositiveFloat = 1.0
     """Temperature of sampling, and of the learner's log-probs."""
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
-    """Sample from the fewest tokens whose probabilities reach this."""
+    """Sample from the fewest most likely tokens whose probabilities add up to at least this (nucleus sampling)."""
     max_prompt_tokens: Positive = 256
-    """Longest prompt."""
+    """Longest prompt, in tokens."""
     max_new_tokens: Positive = 32
-    """Longest completion."""
+    """Longest completion, in tokens, stop token included."""
     on_long_prompt: Literal["fail", "drop"] = "fail"
     """What to do with a longer prompt: end the run at its start, or drop the prompt."""
     ignore_eos: bool = False
-    """Sample ``max_new_tokens`` whatever is sampled (for measurements)."""
+    """Whether to sample ``max_new_tokens`` tokens even after a stop token (for measurements)."""
     dynamic_sampling: Literal["off", "refill", "drop"] = "off"
-    """Groups of equal rewards, as advantages take them, teach nothing: keep them, sample on until the batch is full, or
-    train on the rest."""
+    """What to do with groups of equal rewards (after shaping), which give no gradient: keep them (off), drop them and
+    sample more until the batch is full (refill), or drop them and train on the rest."""
     max_refills: Positive = 8
-    """dynamic_sampling=refill, drop: most batches sampled for one step, which then trains on the groups that it has."""
+    """dynamic_sampling=refill, drop: most batches to sample for one step, which then trains on the groups that it has.
+    """
     slots: Positive = 512
-    """Sequences an engine replica decodes at once."""
+    """Most sequences that an engine replica decodes at once."""
     server: ServerSection = ServerSection()
 
     @property

@@ -18,108 +18,114 @@ Duration = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^(\d+-)?\d
 
 
 class RoleNodesSection(Section):
-    """Nodes for one role alone. All but the number wants ``slurm.heterogeneous``."""
+    """Nodes for one role alone. All keys but ``nodes`` require ``slurm.heterogeneous``."""
 
     nodes: NonNegative = 0
-    """How many, beside ``slurm.nodes``; 0: as many as those."""
+    """Number of the role's nodes, in addition to ``slurm.nodes``; 0: as many as those."""
     gpus_per_node: NonNegative | None = None
-    """GPUs of each; null: as the learner's nodes."""
+    """GPUs of each node; null: as on the learner's nodes."""
     memory_per_node: Word | None = None
-    """As in 500G; null: as the learner's nodes."""
+    """Memory of each node, as in 500G; null: as on the learner's nodes."""
     partition: Word | None = None
-    """Where they are; null: as the learner's nodes."""
+    """Partition of the nodes; null: the learner's."""
     constraint: Features | None = None
-    """Features that they must have; null: as the learner's nodes."""
+    """Features that the nodes must have; null: as for the learner's nodes."""
 
     @property
     def shaped(self) -> bool:
-        """Whether they are asked for in other words than the learner's."""
+        """Whether the job requests these nodes with other options than the learner's."""
         return self.model_dump(exclude={"nodes"}) != type(self)().model_dump(exclude={"nodes"})
 
 
 class EngineNodesSection(RoleNodesSection):
-    """Nodes for engine servers alone (rollout=vllm or sglang). All but their number wants ``slurm.heterogeneous``."""
+    """Nodes for engine servers alone (rollout=vllm or sglang). All keys but ``nodes`` require ``slurm.heterogeneous``."""
 
     nodes: NonNegative = 0
-    """How many, beside ``slurm.nodes``; 0: servers share the learner's nodes."""
+    """Number of the servers' nodes, in addition to ``slurm.nodes``; 0: servers share the learner's nodes."""
     cpus_per_server: Positive | None = None
-    """CPU cores of a server; null: as a learner rank."""
+    """CPU cores of each server; null: as of a learner rank."""
 
 
 class CriticNodesSection(RoleNodesSection):
-    """Nodes of a critic's ranks (roles.critic=separate). All but their number wants ``slurm.heterogeneous``."""
+    """Nodes of a separate critic's ranks (roles.critic=separate). All keys but ``nodes`` require
+    ``slurm.heterogeneous``."""
 
 
 class ReferenceNodesSection(RoleNodesSection):
-    """Nodes of a reference's ranks (roles.reference=separate). All but their number wants ``slurm.heterogeneous``."""
+    """Nodes of a separate reference's ranks (roles.reference=separate). All keys but ``nodes`` require
+    ``slurm.heterogeneous``."""
 
 
 class SlurmSection(Section):
-    """A job of ``rl-megatron submit`` (slurm/README.md). What is null is the cluster's default."""
+    """A job of ``rl-megatron submit`` (slurm/README.md). A key that is null leaves the cluster's default."""
 
     nodes: Positive = 1
-    """Nodes of the learner."""
+    """Number of the learner's nodes."""
     ntasks_per_node: Positive | None = None
-    """Learner ranks on each node; null: as many as GPUs, or without GPUs all ranks shared out over the nodes."""
+    """Learner ranks on each node; null: one for each GPU, or without GPUs an equal share of the ranks."""
     gpus_per_node: NonNegative = 0
     """GPUs of each node."""
     gpu_memory_gb: PositiveFloat | None = None
-    """Memory of a GPU, in 1e9 bytes: what would not fit is refused before the job is sent; null: nothing is checked."""
+    """Memory of a GPU, in 1e9 bytes: ``submit`` refuses a run that needs more; null: no check."""
     nvlink_nodes: Positive = 1
-    """Neighbouring nodes that NVLink joins, as the 18 of 4 GPUs in a rack; tensor parallelism may span them."""
+    """Number of neighbouring nodes that NVLink joins, as the 18 nodes of 4 GPUs in a rack; tensor parallelism may span
+    them."""
     engines: EngineNodesSection = EngineNodesSection()
     critic: CriticNodesSection = CriticNodesSection()
     reference: ReferenceNodesSection = ReferenceNodesSection()
     heterogeneous: bool = False
-    """Whether each role with nodes of its own is a component of a heterogeneous job; else a job of like nodes is cut:
-    the learner's, the critic's, the reference's, the engine servers'."""
+    """Whether each role with nodes of its own is a component of a heterogeneous job; if not, all nodes are alike, and
+    the learner, the critic, the reference and the engine servers take theirs in this order."""
     cpus_per_task: Positive | None = None
-    """CPU cores of a rank."""
+    """CPU cores of each rank."""
     memory_per_node: Word | None = None
-    """As in 500G; 0 is all of a node's."""
+    """Memory of each node, as in 500G; 0 is all."""
     time: Duration = "24:00:00"
-    """Limit of one job: minutes, hours:minutes:seconds or days-hours. The run goes on in the next."""
+    """Time limit of one job: minutes, hours:minutes:seconds or days-hours. The next job continues the run."""
     account: Word | None = None
-    """Who pays."""
+    """Account that the job is charged to."""
     partition: Word | None = None
-    """Where the job may run."""
+    """Partition that the job runs in."""
     qos: Word | None = None
     """Quality of service."""
     constraint: Features | None = None
-    """Features that nodes must have."""
+    """Features that the nodes must have."""
     exclude: Word | None = None
     """Nodes that the job must not use."""
     reservation: Word | None = None
     """Reservation to use."""
     array: Word | None = None
-    """As in 0-3: a run for each index, in a folder of its own, and with the index added to the seed."""
+    """Indices of a job array, as in 0-3: each is a run with its own folder, which adds the index to the seed."""
     dependency: Word | None = None
-    """As in afterok:123."""
+    """Jobs that this one waits for, as in afterok:123."""
     signal_seconds: Positive = 300
-    """How long before the time limit the run saves and asks for the next job; longer than a step and a checkpoint."""
+    """How long before the time limit the run saves a checkpoint and requests the next job; set it longer than a step
+    and a checkpoint take."""
     requeues: NonNegative = 100
     """Most restarts of a run after a time limit."""
     restarts: NonNegative = 3
-    """Most restarts of a run after a rank died, without its node; other errors end it at once."""
+    """Most restarts of a run, without the failed node, after a rank died; other errors end the run."""
     modules: Modules | None = None
     """Environment modules to load, separated by spaces."""
     setup: Line | None = None
-    """A shell command of your own before the run starts, as in: source /opt/site/env.sh. No other key's text is run."""
+    """A shell command that the job runs before the run starts, as in: source /opt/site/env.sh. The job's shell runs the
+    text of no other key."""
     environment: Mapping[Variable, Line] = Field(default_factory=dict)
-    """Variables of the job."""
+    """Environment variables of the job, by name."""
     python: Word | None = None
-    """The interpreter of the job, on every node; null: the one that submits."""
+    """Python interpreter of the job, on every node; null: the one that runs ``submit``."""
     container: Word | None = None
-    """Image that ranks run in; null: the interpreter itself."""
+    """Image of the container that ranks run in; null: no container."""
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
-    """pyxis: srun's --container-image; apptainer: apptainer exec."""
+    """How ranks start in the container: by srun --container-image (pyxis), or by apptainer exec."""
     container_mounts: Word | None = None
-    """As in /data:/data,/home: the run's folder and this package must be seen in it under the same paths."""
+    """Folders to mount in the container, as in /data:/data,/home. It must see the run's folder and this package under
+    the same paths as outside."""
     container_python: Word = "python"
-    """The interpreter inside the image."""
+    """Python interpreter inside the image."""
 
     def tasks_per_node(self, ranks: int) -> int:
-        """Learner ranks on each node, of ``ranks`` in all; too many rather than too few."""
+        """Learner ranks on each node if there are ``ranks`` in all, rounded up."""
         return self.ntasks_per_node or self.gpus_per_node or -(-ranks // self.nodes)
 
     @property
@@ -128,7 +134,7 @@ class SlurmSection(Section):
         return self.gpus_of("engines")
 
     def alone(self, role: str) -> RoleNodesSection:
-        """What is asked for a role's own nodes."""
+        """The section of the role's own nodes."""
         section: RoleNodesSection = getattr(self, role)
         return section
 
@@ -138,14 +144,14 @@ class SlurmSection(Section):
         return self.gpus_per_node if given is None else given
 
     def container_options(self) -> list[str]:
-        """What pyxis adds to srun."""
+        """The options of srun that make pyxis start the container."""
         if self.container is None or self.container_runtime != "pyxis":
             return []
         mounts = [f"--container-mounts={self.container_mounts}"] if self.container_mounts else []
         return [f"--container-image={self.container}", *mounts]
 
     def container_prefix(self) -> list[str]:
-        """What apptainer puts before a rank's command."""
+        """The apptainer command that precedes a rank's own."""
         if self.container is None or self.container_runtime != "apptainer":
             return []
         binds = [f"--bind={self.container_mounts}"] if self.container_mounts else []

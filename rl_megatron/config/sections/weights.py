@@ -17,11 +17,11 @@ _FILLING = frozenset({"verify", "delta", "bucket_mb", "folder"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportKind:
-    """A transport as rules between keys see it; `rl_megatron.weights.transports` has its code."""
+    """What a transport supports, for checks of the configuration; `rl_megatron.weights.transports` has its code."""
 
     name: str
     keys: frozenset[str]
-    """Those of the section that it reads between the learner and an engine in the learner's processes."""
+    """The keys of the section that it reads between the learner and the in-process engine."""
     direct: bool = False
     """Whether it also sends shards into the ranks of servers; without that, servers load the file on rank 0."""
     one_process: bool = False
@@ -29,18 +29,18 @@ class TransportKind:
     maps: Literal["cpu", "cuda"] | None = None
     """The device whose memory two processes map, on one machine."""
     over_group: bool = False
-    """Whether weights go over the process group itself, which on GPUs wants one for each rank."""
+    """Whether weights go over the process group itself, which on GPUs requires one GPU for each rank."""
 
     def backend(self, device: str) -> str:
-        """Of the process group in which the learner's ranks on ``device`` meet those of servers."""
+        """The backend of the process group of the learner's ranks, on ``device``, and the servers' ranks."""
         return "nccl" if self.over_group and device == "cuda" else "gloo"
 
     def reaches(self, *, served: bool) -> bool:
-        """Whether servers, or an engine in the learner's processes, can be given weights by it."""
+        """Whether it can send weights to servers (``served``), or to the in-process engine."""
         return not (served and self.one_process)
 
     def reads(self, *, served: bool) -> frozenset[str]:
-        """The keys of the section that have an effect. The file for servers is filled whatever the transport."""
+        """The keys of the section that have an effect. With every transport, rank 0 also fills the file for servers."""
         if not served:
             return self.keys
         return _FILLING | {"meeting_host"} if self.direct else _FILLING
@@ -54,36 +54,36 @@ _KINDS = (
     TransportKind(name="file", keys=frozenset({"verify", "folder"})),
 )
 TRANSPORT_KINDS: Mapping[str, TransportKind] = {kind.name: kind for kind in _KINDS}
-"""By ``weights.transport``; what is not here is code of the user's own."""
+"""The transports by the values of ``weights.transport``; any other value names code of the user's own."""
 _OWN = TransportKind(name="package.module:name", keys=_FILLING)
 _EMBEDDED, _SERVED = TRANSPORT_KINDS["process_group"], TRANSPORT_KINDS["file"]  # what auto stands for
 _FILLS_FILE = "process_group"
 
 
 class WeightsSection(Section):
-    """How the learner's weights reach what samples: the engine in the learner's processes (docs/weights.md), or servers
+    """The transport of the learner's weights to the in-process engine (docs/weights.md) or to engine servers
     (docs/engines.md)."""
 
     transport: Literal["auto", "process_group", "shared_memory", "cuda_ipc", "memory", "file"] | OwnCode = "auto"
-    """process_group: gloo or NCCL; shared_memory, cuda_ipc: one machine, in memory of the host or of its GPUs that both
-    map; memory: learner and engine are one process; file: in ``folder``, for servers whole and read by their own
-    loaders. auto: file for servers, else process_group. ``package.module:name`` is a function of your own that makes a
-    Transport (docs/weights.md); for servers it fills their file. Its code is run."""
+    """process_group: over gloo or NCCL; shared_memory, cuda_ipc: both sides map the same memory of one machine or of
+    its GPUs; memory: inside the one process of learner and engine; file: in ``folder``, for servers as whole
+    checkpoints that their own loaders read. auto: file for servers, else process_group. ``package.module:name`` is a
+    function of your own that makes a Transport (docs/weights.md); for servers it fills their file. Its code is run."""
     verify: bool = True
-    """Whether receivers compare a 64-bit digest of every box that they hold with the sender's. What engine servers
-    hold is verified in any case, by checksums of their own (docs/engines.md)."""
+    """Whether receivers compare a 64-bit digest of every box that they hold with the sender's. Engine servers are
+    always verified, by checksums of their own (docs/engines.md)."""
     delta: bool = False
-    """Whether to send only what changed since the version before: transport=process_group, or into the servers' file.
-    """
+    """transport=process_group, or servers with the file: whether to send only the bytes that changed since the last
+    version."""
     bucket_mb: Positive = 64
-    """Most MiB that a process packs and sends at once: transport=process_group or cuda_ipc, or into the servers' file.
-    What goes directly into servers has buckets of 64 MiB."""
+    """transport=process_group or cuda_ipc, or servers with the file: most MiB that a process packs and sends at once.
+    Direct transports into servers always use buckets of 64 MiB."""
     folder: Path | None = None
-    """Where weights lie on their way, seen by all that read them: transport=file, or any with servers. null:
-    ``weights`` in the run's folder; for servers /dev/shm, or where some are started on other nodes the run's folder."""
+    """transport=file, or any with servers: the folder of the weights' files, which every reader must see. null:
+    ``weights`` in the run's folder; for servers /dev/shm, or the run's folder if some of them start on other nodes."""
     meeting_host: str | None = None
-    """The controller's address, at which ranks of learner and servers find each other: servers, transport other than
-    file. null: loopback, or the one at which a job's other nodes reach it."""
+    """Servers with a transport other than file: the controller's address for the rendezvous of learner and server
+    ranks. null: loopback, or the address at which a job's other nodes reach the controller."""
 
     @field_validator("transport", mode="before")
     @classmethod
@@ -93,13 +93,13 @@ class WeightsSection(Section):
         return value
 
     def kind(self, *, served: bool) -> TransportKind:
-        """That of ``transport``, or of what auto stands for where servers sample, or where they do not."""
+        """The kind of ``transport``; auto depends on whether servers sample (``served``)."""
         if self.transport == "auto":
             return _SERVED if served else _EMBEDDED
         return TRANSPORT_KINDS.get(self.transport) or replace(_OWN, name=self.transport)
 
     def filling(self, *, served: bool) -> WeightsSection:
-        """The section for the way to what learner ranks hold: their engines, or for servers the file on rank 0.
+        """The section for pushes between learner ranks: into their engines, or for servers into the file on rank 0.
 
         That file is filled over the process group, or by code of the user's own.
         """
