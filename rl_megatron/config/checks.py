@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def problems_of(config: RunConfig) -> list[str]:
-    """Everything that does not fit together."""
+    """A line for each rule between sections that the configuration breaks."""
     return [
         *_model_problems(config),
         *option_problems(config.learner),
@@ -42,14 +42,14 @@ def _model_problems(c: RunConfig) -> list[str]:
         )
     if c.learner.model is not None:
         out.append(
-            f"learner.model={c.learner.model} reads the config.json of model.path, which is not given; set it, or "
-            "leave learner.model out: the tiny model is of a family of this package"
+            f"learner.model={c.learner.model} reads the config.json of model.path, which is not given; set model.path, "
+            "or leave learner.model out: this package has the tiny model's family"
         )
     return out
 
 
 def _transport_problems(c: RunConfig) -> list[str]:
-    """Of a transport that cannot reach what samples: another process, another machine, another device's memory."""
+    """A transport that cannot reach the engine: in another process, on another machine, or another device's memory."""
     kind, served, out = c.transport, c.rollout.served, []
     given = f"weights.transport={kind.name}"
     if not kind.reaches(served=served):
@@ -82,7 +82,7 @@ def _batch_problems(c: RunConfig) -> list[str]:
     if c.completions_per_step < c.train.minibatches:
         out.append(
             f"train.minibatches={c.train.minibatches} is more than the {c.completions_per_step} completions of a step "
-            f"({c.named_completions})"
+            f"({c.named_completions}); lower the first or raise the others"
         )
     longest, pairs = c.rollout.max_prompt_tokens + c.rollout.max_new_tokens, c.algorithm.preference_beta is not None
     wanted = 2 * longest if pairs else longest
@@ -93,27 +93,32 @@ def _batch_problems(c: RunConfig) -> list[str]:
             f"rollout.max_prompt_tokens + rollout.max_new_tokens) = {wanted}; raise the first or lower the others"
         )
     if pairs and c.rollout.group_size < 2 and not c.offline:
-        out.append("algorithm.preference_beta wants pairs of a group's completions; set rollout.group_size=2 or more")
+        out.append(
+            f"algorithm.preference_beta pairs a group's completions, but rollout.group_size={c.rollout.group_size}; "
+            "set rollout.group_size=2 or more"
+        )
     if c.offline and not pairs:
-        out.append("data.rejected_field makes pairs, which algorithm=dpo trains on; set it, or leave the field out")
+        out.append(
+            "data.rejected_field makes pairs, which algorithm=dpo trains on; set algorithm=dpo, or leave the field out"
+        )
     return out
 
 
 def _group_problems(c: RunConfig) -> list[str]:
-    """Of groups that cannot teach, and of those that would be left out although they do."""
+    """Groups that give no gradient, and groups that dynamic sampling would drop although they give one."""
     a, r, out = c.algorithm, c.rollout, []
     levels = {f"algorithm.advantage_mean={a.advantage_mean}", f"algorithm.advantage_std={a.advantage_std}"}
     over_group, over_batch = (sorted(key for key in levels if key.endswith(f"={over}")) for over in ("group", "batch"))
     over_batch += ["algorithm.whiten=true"] if a.whiten and a.credit == "completion" else []
     if r.group_size == 1 and over_group and a.preference_beta is None:
         out.append(
-            f"rollout.group_size=1 with {', '.join(over_group)}: a completion is compared with no other, so all "
-            "advantages are 0 and nothing is trained; set rollout.group_size=2 or more, or batch or none for group"
+            f"rollout.group_size=1 with {', '.join(over_group)}: a group has no second completion to compare with, so "
+            "all advantages are 0 and nothing is trained; set rollout.group_size=2 or more, or batch or none for group"
         )
     if r.group_size * r.prompts_per_step == 1 and over_batch:
         out.append(
-            f"rollout.prompts_per_step=1 and rollout.group_size=1 with {', '.join(over_batch)}: the completion is "
-            "compared with no other, so all advantages are 0 and nothing is trained; raise one of the two"
+            f"rollout.prompts_per_step=1 and rollout.group_size=1 with {', '.join(over_batch)}: the batch has no "
+            "second completion to compare with, so all advantages are 0 and nothing is trained; raise one of the two"
         )
     teachers = {
         "algorithm.credit=gae": a.credit == "gae",
@@ -122,7 +127,7 @@ def _group_problems(c: RunConfig) -> list[str]:
     }
     if r.dynamic_sampling != "off" and any(teachers.values()):
         out.append(
-            f"rollout.dynamic_sampling={r.dynamic_sampling} leaves out groups of equal rewards, from which "
+            f"rollout.dynamic_sampling={r.dynamic_sampling} drops groups of equal rewards, from which "
             f"{', '.join(key for key, does in teachers.items() if does)} learns too; set rollout.dynamic_sampling=off"
         )
     return out
@@ -137,11 +142,14 @@ def _server_problems(r: RolloutSection) -> list[str]:
         )
     if r.server.addresses and r.server.memory_fraction is not None:
         out.append(
-            f"rollout.server.addresses={r.server.addresses} are running servers, whose memory they know; "
+            f"rollout.server.addresses={r.server.addresses} are running servers, which have their memory already; "
             "rollout.server.memory_fraction is for starting some: set it to null"
         )
     if r.server.token_file and not r.server.addresses:
-        out.append("rollout.server.token_file is for rollout.server.addresses; servers started here make a token")
+        out.append(
+            "rollout.server.token_file is for rollout.server.addresses, and the run makes a token for servers that it "
+            "starts; leave it out"
+        )
     return out
 
 
@@ -154,7 +162,7 @@ def _quantization_problems(c: RunConfig) -> list[str]:
         out.append(f"{given}, but rollout.engine={c.rollout.engine} samples in the learner's processes; set it to none")
     if c.learner.device == "cpu":
         out.append(
-            f"{given}: the engines' kernels for quantised weights run on GPUs alone, but learner.device=cpu; set "
+            f"{given}: the engines' kernels for quantised weights need GPUs, but learner.device=cpu; set "
             "rollout.server.quantization=none"
         )
     if c.learner.dtype != "bfloat16":
@@ -164,13 +172,13 @@ def _quantization_problems(c: RunConfig) -> list[str]:
         )
     if c.rollout.served and c.transport.direct:
         out.append(
-            f"{given} quantises what lies in the file that servers read, but weights.transport={c.transport.name} "
+            f"{given} quantises the weights in the file that servers read, but weights.transport={c.transport.name} "
             "sends the learner's own shards; set weights.transport=file"
         )
     if server.addresses:
         out.append(
-            f"{given} is for servers that are started, but rollout.server.addresses={server.addresses} are running "
-            "ones, whose format nobody can see; set rollout.server.quantization=none"
+            f"{given} is for servers that the run starts, but rollout.server.addresses={server.addresses} are running "
+            "ones, whose format it cannot see; set rollout.server.quantization=none"
         )
     return out
 
@@ -178,8 +186,8 @@ def _quantization_problems(c: RunConfig) -> list[str]:
 def _replay_problems(c: RunConfig) -> list[str]:
     if c.algorithm.routing_replay == "r3" and c.offline:
         return [
-            "algorithm.routing_replay=r3 replays what an engine routed by, but data.rejected_field brings completions "
-            "that no engine sampled; set routing_replay=r2 or off"
+            "algorithm.routing_replay=r3 replays the engine's choice of experts, but no engine sampled the completions "
+            "of data.rejected_field; set algorithm.routing_replay=r2 or off"
         ]
     return []
 
@@ -192,9 +200,12 @@ def _role_problems(c: RunConfig) -> list[str]:
     if engines.nodes and c.rollout.server.addresses:
         out.append(f"{given}, but rollout.server.addresses are running servers; leave one of them out")
     if c.slurm.heterogeneous and not engines.nodes and not c.roles.separate:
-        out.append(f"slurm.heterogeneous=true, but {given}; say how many nodes the engines get")
+        out.append(f"slurm.heterogeneous=true, but {given}; set the number of the engines' nodes")
     if engines.shaped and not c.slurm.heterogeneous:
-        out.append("slurm.engines asks for nodes unlike the learner's; set slurm.heterogeneous=true, or only its nodes")
+        out.append(
+            "slurm.engines requests nodes unlike the learner's; set slurm.heterogeneous=true, or only "
+            "slurm.engines.nodes"
+        )
     if c.slurm.heterogeneous and c.slurm.array:
         out.append(f"slurm.array={c.slurm.array}: Slurm has no arrays of heterogeneous jobs; leave one of them out")
     if c.slurm.container and c.run.launcher == "ray":
@@ -206,7 +217,7 @@ def _role_problems(c: RunConfig) -> list[str]:
 
 
 def _separate_problems(c: RunConfig) -> list[str]:
-    """Of a critic or a reference with ranks of its own."""
+    """A critic or a reference with ranks of its own, and nodes for them."""
     out, slurm = [], c.slurm
     needed = {"critic": c.algorithm.needs_critic, "reference": c.algorithm.needs_reference}
     for role in c.roles.separate:
@@ -220,9 +231,9 @@ def _separate_problems(c: RunConfig) -> list[str]:
             )
     for role in needed:
         if slurm.alone(role).shaped and not slurm.heterogeneous:
-            out.append(f"slurm.{role} asks for nodes unlike the learner's; set slurm.heterogeneous=true")
+            out.append(f"slurm.{role} requests nodes unlike the learner's; set slurm.heterogeneous=true")
         if (slurm.alone(role).shaped or slurm.alone(role).nodes) and role not in c.roles.separate:
-            out.append(f"slurm.{role} asks for nodes, but roles.{role}=learner; set roles.{role}=separate")
+            out.append(f"slurm.{role} requests nodes, but roles.{role}=learner; set roles.{role}=separate")
     return out
 
 
@@ -232,18 +243,18 @@ def _colocation_problems(c: RunConfig) -> list[str]:
     out, turns = [], "rollout.server.colocated=true lets learner and servers take turns"
     if c.train.max_staleness:
         out.append(
-            f"{turns}, but train.max_staleness={c.train.max_staleness} samples while it trains; set one of them to its "
-            "default"
+            f"{turns}, but with train.max_staleness={c.train.max_staleness} servers sample while the learner trains; "
+            "set one of them to its default"
         )
     if c.slurm.engines.nodes:
         out.append(
-            f"{turns} on the same nodes, but slurm.engines.nodes={c.slurm.engines.nodes} are the servers' alone; leave "
+            f"{turns} on the same nodes, but slurm.engines.nodes={c.slurm.engines.nodes} are for servers alone; leave "
             "one of them out"
         )
     if c.transport.direct and c.transport.over_group:
         mapped = " or ".join(kind.name for kind in TRANSPORT_KINDS.values() if kind.maps == c.learner.device)
         out.append(
-            f"{turns}, but weights.transport={c.transport.name} wants an accelerator for each rank; set "
+            f"{turns}, but weights.transport={c.transport.name} needs an accelerator for each rank; set "
             f"weights.transport=file or {mapped}"
         )
     return out

@@ -18,23 +18,22 @@ _HEAD = """\
 Every key with its default, generated from `rl_megatron/config/` (CONTRIBUTING.md says how).
 
 A run's configuration is a file of `conf/` (`--config tiny_cpu`, or your own `--config my/run.yaml`), which holds only
-what differs from the defaults below, changed by what stands on the command line:
+what differs from the defaults below, changed by the overrides on the command line:
 
 ```
 rl-megatron train algorithm=cispo learner.tp=2 train.steps=50
 ```
 
 - `section.key=value` sets one key.
-- `group=name` puts `conf/<group>/<name>.yaml` in place of a whole section, whatever it held before; the files of
-  `conf/rollout/` start with `defaults: [_section_]` and change only the keys that they name.
+- `group=name` replaces a whole section by `conf/<group>/<name>.yaml`; the files of `conf/rollout/` start with
+  `defaults: [_section_]` and change only the keys that they name.
 - `defaults: [base, {algorithm: gspo}]` in a YAML file starts from other files.
-- Files are YAML 1.2: `3e-4` is a number, `off` and `no` are text, a key that is given twice is an error. There are no
-  aliases (`*name`): a value is written where it stands.
-- `null` stands for "not given".
+- Files are YAML 1.2: `3e-4` is a number, `off` and `no` are text, a key that is given twice is an error. Aliases
+  (`*name`) are refused: write the value out.
+- `null` means "not given".
 
-Everything that is wrong is said at once, with the key, its value, what is allowed and the nearest key there is. The
-configuration that a run was started with, defaults included, is in `runs/<name>/config.yaml`, which is a valid
-configuration itself.
+One error names everything that is wrong: each key, its value, what is allowed and the nearest key. A run writes its
+configuration, defaults included, to `runs/<name>/config.yaml`, which is a valid configuration itself.
 """
 _WORDS = {"integer": "integer", "number": "number", "boolean": "`true` or `false`", "string": "text", "null": "`null`"}
 
@@ -47,7 +46,7 @@ def render() -> str:
 
 
 def _section(name: str, section: Schema, definitions: Mapping[str, Schema]) -> Iterator[str]:
-    """A heading, what the section is and its single-valued keys; then the sections inside."""
+    """A heading, the section's description and its single-valued keys; then the sections inside it."""
     rows: list[Cells] = []
     inner: list[tuple[str, Schema]] = []
     for key, field in section["properties"].items():
@@ -74,7 +73,7 @@ def _section(name: str, section: Schema, definitions: Mapping[str, Schema]) -> I
 
 
 def _table(head: Cells, rows: Sequence[Cells]) -> str:
-    """Without the last column where it says nothing."""
+    """A table in Markdown, without its last column if that is empty."""
     width = len(head) if any(row[-1] for row in rows) else len(head) - 1
     lines = [head[:width], ("---",) * width, *[row[:width] for row in rows]]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines).replace("|  |\n", "| |\n")
@@ -101,7 +100,7 @@ def _kind(field: Schema) -> str:
 
 
 def _plain(value: object) -> str:
-    """A default as it is written on a command line."""
+    """A default as a user writes it on a command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

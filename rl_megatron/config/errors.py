@@ -19,7 +19,7 @@ _MOST_KEYS = 10  # of a section; else the nearest of them
 
 
 class _Place(NamedTuple):
-    """Where an error is: ``variants`` are the sections, by tag, between which a tag has not chosen yet."""
+    """The place of an error; ``variants`` are the sections, by tag, if the tag has not chosen one of them."""
 
     key: str
     section: type[Section] | None
@@ -48,12 +48,12 @@ def explain_errors(errors: Sequence[ErrorDetails]) -> list[str]:
 
 
 def near_miss(given: str, names: Iterable[str]) -> str:
-    """``" (did you mean 'x'?)"`` for the nearest of ``names``, or nothing where none is near."""
+    """``" (did you mean 'x'?)"`` for the nearest of ``names``; empty if none is near."""
     return did_you_mean(difflib.get_close_matches(given, list(names), n=1))
 
 
 def shorten(value: object) -> str:
-    """Its repr, cut to what fits a line."""
+    """The value's repr, cut to fit a line."""
     return _cut(repr(value), _MOST_SHOWN)
 
 
@@ -62,7 +62,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def did_you_mean(names: Sequence[str]) -> str:
-    """``" (did you mean 'x' or 'y'?)"``, or nothing where there are none."""
+    """``" (did you mean 'x' or 'y'?)"``; empty if there are no names."""
     return f" (did you mean {' or '.join(map(repr, names))}?)" if names else ""
 
 
@@ -74,7 +74,7 @@ def not_a_section(key: str, value: object) -> str:
 
 
 def _structural(error: ErrorDetails, place: _Place) -> str | None:
-    """The line for a key that is unknown, missing or of the wrong kind; None where the value itself is wrong."""
+    """The line for a key that is unknown, missing or of the wrong kind; None if the value itself is wrong."""
     match error["type"]:
         case "extra_forbidden":
             given, name = f"{place.shown}={shorten(error['input'])}", place.key.rpartition(".")[2]
@@ -97,7 +97,7 @@ def _structural(error: ErrorDetails, place: _Place) -> str | None:
 
 
 def _allowed(error: ErrorDetails) -> str:
-    """What may stand in place of a bad value, to follow "must be"."""
+    """The allowed values in words, to follow "must be"."""
     match error["type"]:
         case "string_pattern_mismatch":
             return f"text that matches {error['ctx']['pattern']}"
@@ -116,14 +116,14 @@ def _allowed(error: ErrorDetails) -> str:
 
 
 def _of_another(place: _Place, given: str) -> str | None:
-    """The line for a key that another of the sections has that could stand there; None where none has."""
+    """The line for a key of another variant of the section; None if no variant has it."""
     name = place.key.rpartition(".")[2]
     elsewhere = any(name in section.model_fields for section in place.others.values())
     return f"{given}: {place.section.instead}" if place.section and elsewhere else None
 
 
 def _near_key(place: _Place) -> str:
-    """Near misses of an unknown key: its name in other sections, or else a name beside it, or else any name."""
+    """Suggestions for an unknown key: its name in other sections, else near names in its own section, else in any."""
     section, dot, name = place.key.rpartition(".")
     everywhere: dict[str, list[str]] = {}  # last part -> whole keys
     for key in _dotted(RunConfig):
@@ -138,7 +138,7 @@ def _near_key(place: _Place) -> str:
 
 
 def _keys_of(place: _Place, name: str) -> str:
-    """The keys of the section, or where these are many the nearest to ``name``."""
+    """The keys of the section, or if there are many, those nearest to ``name``."""
     if place.section is None:
         return ""
     names = list(place.section.model_fields)
@@ -158,7 +158,7 @@ def _dotted(section: type[Section], above: str = "") -> Iterator[str]:
 
 
 def _locate(loc: Iterable[int | str]) -> _Place:
-    """The key of pydantic's location, which also counts the tags of unions, and the section it reaches or stands in."""
+    """The key and the section of pydantic's location, which also contains the tags of unions."""
     keys: list[str] = []
     section: type[Section] | None = RunConfig
     variants: Mapping[str, type[Section]] = {}
@@ -177,7 +177,7 @@ def _locate(loc: Iterable[int | str]) -> _Place:
 
 
 def _inside(field: FieldInfo) -> tuple[type[Section] | None, Mapping[str, type[Section]]]:
-    """The section a field holds, or None and the sections it chooses between; (None, {}) for a single value."""
+    """The section that a field holds, or None and its variants; (None, {}) for a single value."""
     kinds = (field.annotation, *get_args(field.annotation))
     sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
     if isinstance(field.discriminator, str):

@@ -1,9 +1,9 @@
 """YAML under conf/ + ``key=value`` overrides -> `RunConfig`, and back to YAML. No other module composes configs.
 
-``group=name`` puts conf/<group>/<name>.yaml in place of that section, whole; ``a.b=v`` sets one value; groups are
-chosen first, wherever they stand. A YAML file may start from others with ``defaults: [base, {group: name}]``; a group's
-file that starts from ``_section_`` is laid over the section as it stood. Defaults of keys live in the sections
-alone, and what the schema says of a bad value is put into words by errors.py; yaml_text.py reads YAML.
+``group=name`` replaces that whole section by conf/<group>/<name>.yaml; ``a.b=v`` sets one value; groups apply before
+values, in any order of arguments. A YAML file may start from others with ``defaults: [base, {group: name}]``; a group's
+file that starts from ``_section_`` changes only the keys that it names. Only the sections define defaults of keys;
+errors.py words the schema's errors; yaml_text.py reads YAML.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _MAX_LINE = 1000  # characters of a line
 def load_config(name: str, overrides: Sequence[str], root: Path | None = None) -> RunConfig:
     """The config ``<root>/<name>.yaml``, or the YAML file ``name``, changed by ``key=value`` overrides.
 
-    ``root`` (the conf/ folder beside the package) also holds the groups. Raises ConfigError with everything that is
-    wrong at once: files, YAML, overrides, keys and values; rules between keys are checked once each value is good.
+    ``root`` (default: the conf/ folder beside the package) also holds the groups. Raises one ConfigError for all that
+    is wrong in files, YAML, overrides, keys and values; it checks rules between keys once each value is valid.
     """
     root = root or _CONF
     if problem := yaml_text.text_problem(name):
@@ -65,14 +65,14 @@ def load_config(name: str, overrides: Sequence[str], root: Path | None = None) -
 def save_resolved(config: RunConfig, path: Path) -> None:
     """Write every key, defaults too, so that ``load(str(path), [])`` gives an equal config. Atomic.
 
-    Other users cannot read it where it has variables of a job, which may be keys of services.
+    Other users cannot read the file if it has environment variables of a job, which may be secrets.
     """
     text = yaml_text.write(config.model_dump(mode="json"))
     write_atomically(path, text.encode(), private=bool(config.slurm.environment))
 
 
 class _Composer:
-    """Builds the tree of values out of files and overrides, collecting what is wrong instead of stopping at it."""
+    """Builds the tree of values from files and overrides, and collects problems instead of stopping at the first."""
 
     def __init__(self, root: Path) -> None:
         self.problems: list[str] = []
@@ -84,9 +84,8 @@ class _Composer:
     def compose(
         self, path: Path, above: tuple[Path, ...] = (), asked: str = "", section: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The file's values over those of its ``defaults``; ``above``: the files that led here, ``asked``: a choice.
-
-        ``section`` is what stood in place of the choice, which ``_section_`` among its defaults keeps.
+        """The file's values over those of its ``defaults``. ``above``: the files whose defaults led to this one;
+        ``asked``: the choice, for messages; ``section``: the section before the choice, for ``_section_``.
         """
         tree = self._read(path, above, asked)
         entries = tree.pop("defaults", [])
@@ -108,7 +107,7 @@ class _Composer:
         return _merged(base, tree)
 
     def choose(self, tree: dict[str, Any], group: str, choice: str) -> None:
-        """Put <group>/<choice>.yaml in place of the section, whole, or over it where the file says so."""
+        """Replace the whole section by <group>/<choice>.yaml, or merge the file into it if it has ``_section_``."""
         path, before = self._root / group / f"{choice}.yaml", tree.get(group)
         kept = before if isinstance(before, dict) else {}
         tree[group] = self.compose(path, asked=f"{group}={choice}: ", section=kept)
@@ -131,7 +130,7 @@ class _Composer:
             tree[leaf] = value
 
     def hint(self, item: str) -> str:
-        """How an argument that is no override may have been meant."""
+        """What the user may have meant by an argument that is no override."""
         meant = [f"{group}={item}" for group, folder in self.groups.items() if _is_file(folder / f"{item}.yaml")]
         if _is_file(self._root / f"{item}.yaml"):
             meant.append(f"--config {item}")
@@ -140,7 +139,7 @@ class _Composer:
         )
 
     def is_consequence(self, error: ErrorDetails) -> bool:
-        """Whether the schema complains only because a file is missing from the tree."""
+        """Whether the schema's error follows from a file that could not be read."""
         if error["type"] == "value_error":
             return bool(self.problems)
         in_unread = bool(self._unread.intersection(error["loc"][:1]))
@@ -190,7 +189,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _names_beside(path: Path) -> set[str]:
-    """Of the configurations in the file's folder, where there is one."""
+    """The names of the configurations in the file's folder, if there is one."""
     try:
         return {p.stem for p in path.parent.glob("[!.]*.yaml")}
     except OSError:
@@ -198,7 +197,7 @@ def _names_beside(path: Path) -> set[str]:
 
 
 def _bounded(problems: Sequence[str]) -> str:
-    """A line each; the first of many, both ends of long ones."""
+    """One line per problem: only the first of many problems, only both ends of long lines."""
     half = _MAX_LINE // 2
     lines = [p if len(p) <= _MAX_LINE else f"{p[:half]}...{p[-half:]}" for p in problems[:_MAX_LINES]]
     more = len(problems) - _MAX_LINES

@@ -1,7 +1,7 @@
-"""Lists the keys that each choice reads. A key that no choice of a configuration reads is refused if it is set.
+"""Lists the keys that each choice reads, and refuses a set key that no choice of the configuration reads.
 
-Set is what differs from the key's default, so that a saved configuration, which holds every key, is read again. That
-the table tells the truth is a test: each key changes what a step does, or is refused.
+A key is set if it differs from its default, so that a saved configuration, which holds every key, stays valid. A test
+checks the table: each key changes what a step does, or is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rl_megatron.config.sections.algorithm import AlgorithmSection
 
 ON, OFF = "on", "off"
-"""Of a choice by a number: whether it is given and not 0."""
+"""The states of a choice that is a number: off is 0 or null, on is any other."""
 _CORRECTION = ("correction.level", "correction.low", "correction.high")
 _KL = tuple(f"kl.{key}" for key in ("placement", "estimator", "importance_weighted", "target", "horizon"))
 
@@ -60,7 +60,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "kl.target": {OFF: (), ON: ("kl.horizon",)},
     "overlong_buffer": {OFF: (), ON: ("overlong_factor",)},
 }
-"""By key of the ``algorithm`` section and its value: the keys of the section, or sections, that this choice reads."""
+"""For each choice of the ``algorithm`` section and each of its values: the keys and inner sections that it reads."""
 
 PREFERENCE_READS = (
     "preference_beta",
@@ -74,13 +74,14 @@ PREFERENCE_READS = (
     "old_logprobs",
     "routing_replay",
 )
-"""What is read where ``preference_beta`` is given; without it, everything is."""
+"""The keys that DPO (``preference_beta``) reads; without it, any key may be read."""
 OFFLINE_UNREAD = ("rollout.top_p", "rollout.dynamic_sampling", "algorithm.unfinished_reward")
-"""What nothing reads where pairs come from a file: evaluations sample from all tokens, and every answer has its end."""
+"""The keys that nothing reads if a file holds the pairs: evaluations do not truncate the distribution, and no answer is
+truncated."""
 
 
 def problems_of_unread_keys(config: RunConfig) -> list[str]:
-    """A line for each key that is set and that nothing reads: by what it would be read, and its default."""
+    """A line for each set key that nothing reads: what would read it, and its default."""
     algorithm = dict(_leaves("algorithm", config.algorithm))
     out: dict[str, str] = {}
     for choice, reads in READS.items():
@@ -97,14 +98,14 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
                 out[leaf] = f"algorithm.preference_beta={config.algorithm.preference_beta} trains on pairs without it"
     rollout, reward = dict(_leaves("rollout", config.rollout)), dict(_leaves("reward", config.reward))
     if config.offline:
-        reason = "with data.rejected_field the pairs of a file are trained on, and nothing is sampled for that"
+        reason = "with data.rejected_field the run trains on a file's pairs and samples none"
         out |= {leaf: reason for key in OFFLINE_UNREAD for leaf in _set(algorithm | rollout, key)}
     if config.rollout.dynamic_sampling == OFF:
-        reason = "rollout.dynamic_sampling=off samples one batch a step"
+        reason = "rollout.dynamic_sampling=off samples one batch per step"
         out |= dict.fromkeys(_set(rollout, "rollout.max_refills"), reason)
     for section, does in _reward_options(config).items():
         if not does:
-            reason = f"reward.function={config.reward.function} and reward.parts name no reward that reads it"
+            reason = f"no reward reads it that reward.function={config.reward.function} or reward.parts name"
             out |= dict.fromkeys(_set(reward, f"reward.{section}"), reason)
     for leaf, reason in _without_effect(config.algorithm):
         for _ in _set(algorithm, leaf):
@@ -121,7 +122,7 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
 
 
 def _reward_options(config: RunConfig) -> dict[str, bool]:
-    """By section of ``reward``: whether a reward reads it."""
+    """For each inner section of ``reward``: whether a reward reads it."""
     names = config.reward.functions.values()
     return {
         "format": "format" in names,
@@ -132,7 +133,7 @@ def _reward_options(config: RunConfig) -> dict[str, bool]:
 
 
 def _unread_weights(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Keys of ``weights`` that the transport does not read, and the transports to the same engine that do."""
+    """Keys of ``weights`` that the transport does not read, and why: the transports to the same engine that do."""
     served, engine = config.rollout.served, f"rollout.engine={config.rollout.engine}"
     read = {"transport", *config.transport.reads(served=served)}
     for key in (key for key in type(config.weights).model_fields if key not in read):
@@ -141,27 +142,27 @@ def _unread_weights(config: RunConfig) -> Iterator[tuple[str, str]]:
         if readers:
             yield key, f"weights.transport={config.transport.name} does not read it, {readers} does"
         else:
-            yield key, f"{engine} samples in the learner's processes, and only servers are met there"
+            yield key, f"{engine} samples in the learner's processes, and only servers use it"
 
 
 def _without_effect(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
-    """Keys that several choices together leave without an effect, and why."""
+    """Keys that several choices together make useless, and why."""
     if not a.needs_reference:
         yield "algorithm.kl.reference", "without algorithm.kl.coefficient or preference_beta no reference is loaded"
     if a.lam_length_factor is not None and a.critic.lam is not None:
-        yield "algorithm.lam", "algorithm.lam_length_factor stands for it, and algorithm.critic.lam for the critic's"
+        yield "algorithm.lam", "algorithm.lam_length_factor and algorithm.critic.lam replace it for policy and critic"
     pairs = a.preference_beta is not None
     alone = a.reward_clip is None and (pairs or a.credit != "gae")
     alone = alone and not (a.kl.coefficient > 0 and a.kl.placement != "loss")
     divided, centred = a.advantage_std != "none" or a.whiten, a.advantage_mean in {"group", "batch"}
     if a.whiten_rewards or (alone and (pairs or divided)):
-        yield "algorithm.reward_scale", "rewards are compared or divided by their std afterwards, which undoes it"
+        yield "algorithm.reward_scale", "a later comparison of rewards, or division by their std, undoes it"
     if alone and (pairs or (divided and centred)):
-        yield "algorithm.whiten_rewards", "rewards are compared, or centred and divided, afterwards, which undoes it"
+        yield "algorithm.whiten_rewards", "a later comparison of rewards, or centring and division, undoes it"
 
 
 def _text(value: object) -> str:
-    """As it is written on a command line."""
+    """The value as a user writes it on a command line."""
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
@@ -179,7 +180,7 @@ def _set(leaves: Mapping[str, tuple[object, object]], key: str) -> list[str]:
 
 
 def _leaves(name: str, section: BaseModel) -> Iterator[tuple[str, tuple[object, object]]]:
-    """Value and default of every key in the section, by the key's whole name."""
+    """Value and default of every key in the section, by the key's full name."""
     for key, field in type(section).model_fields.items():
         value = getattr(section, key)
         if isinstance(value, BaseModel):

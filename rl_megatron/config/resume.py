@@ -39,9 +39,9 @@ FREE: Mapping[str, bool] = {
     "log": True,
     "slurm": True,
 }
-"""Whether a resume may change a key or a section's keys; the longest entry that fits decides.
+"""Whether a resume may change a key or a section's keys; the longest entry that matches decides.
 
-Free are the layout, what changes no number, limits of time, and how the steps to come are made, logged and saved.
+Free are the layout, keys that change no number, time limits, and how later steps are sampled, logged and saved.
 """
 
 
@@ -53,12 +53,12 @@ def is_free(key: str) -> bool:
 
 
 def fixed(config: RunConfig) -> dict[str, Any]:
-    """Value of every key that a resume must give again, as JSON has it."""
+    """The values of all keys that a resume must not change, as JSON values."""
     return {key: value for key, value in _flat(config.model_dump(mode="json")) if not is_free(key)}
 
 
 def table() -> str:
-    """The table of docs/running.md."""
+    """The table of docs/running.md, in Markdown."""
     rows = "".join(f"| `{key}` | {'yes' if free else 'no'} |\n" for key, free in FREE.items())
     return f"| section or key | may change |\n|---|---|\n{rows}"
 

@@ -1,7 +1,7 @@
 """YAML in and out, by YAML 1.2's core schema, not PyYAML's 1.1: ``3e-4`` is a number, ``off`` and ``no`` are text.
 
-What may come in is bounded, so that no text makes a reader slow or large: a value is written out where it stands (no
-aliases), sections are few levels deep, a file has a length, a key is text and is given once.
+The reader bounds its input, so that no text makes it slow or large: it refuses aliases, deep nesting and long files. A
+key is text and is given once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PREFIX = "tag:yaml.org,2002:"
 
 
 def read(path: Path) -> object:
-    """What a YAML file holds. Raises ConfigError that says why it cannot be read, without the file's name."""
+    """The content of a YAML file. Raises ConfigError that says why it cannot be read, without the file's name."""
     try:
         with path.open("rb") as stream:
             given = stream.read(MAX_FILE_BYTES + 1)
@@ -46,7 +46,7 @@ def read(path: Path) -> object:
 
 
 def scalar(text: str) -> object:
-    """An override's value: text in quotes, or else what the whole of it is as a plain YAML scalar.
+    """An override's value: quoted text, or else the whole text as one plain YAML scalar.
 
     Never a list, a mapping or a comment, so that ``data.prompt_template={prompt} #`` needs no escapes.
     """
@@ -60,9 +60,9 @@ def scalar(text: str) -> object:
 
 
 def text_problem(text: str) -> str | None:
-    """Why a text can be no value: it could not be written down again, nor name a file. None where it can."""
+    """Why a text cannot be a value, because it could not be saved or name a file; None if it can."""
     if "\0" in text:
-        return "no text may hold a NUL character"
+        return "text must not contain a NUL character"
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -77,7 +77,7 @@ def write(tree: object) -> str:
 
 
 def _parsed(text: str) -> object:
-    """Raises YAMLError alone."""
+    """The parsed text. Raises YAMLError for any fault, and nothing else."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except (ValueError, OverflowError) as error:  # an escape beyond Unicode
@@ -85,7 +85,7 @@ def _parsed(text: str) -> object:
 
 
 def _where(error: Exception) -> str:
-    """What is wrong and where, on one line."""
+    """The fault and its place in the file, on one line."""
     mark = getattr(error, "problem_mark", None)
     at = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     text = " ".join(str(getattr(error, "problem", None) or error).split())
@@ -93,7 +93,7 @@ def _where(error: Exception) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Knows the core schema's tags alone."""
+    """Knows only the core schema's tags."""
 
     yaml_constructors: ClassVar = {
         tag: construct
@@ -106,7 +106,7 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()  # type: ignore[no-untyped-call]
         mark: Any = event.start_mark
         if isinstance(event, yaml.AliasEvent):
-            problem = f"*{event.anchor:.40} stands for a value elsewhere; write the value out"
+            problem = f"*{event.anchor:.40} is an alias, which is refused; write the value out"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         if self._depth > MAX_DEPTH:
             raise yaml.MarkedYAMLError(problem=f"more than {MAX_DEPTH} levels deep", problem_mark=mark)
@@ -143,7 +143,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts quotes around text that YAML 1.1 or 1.2 would take for something else."""
+    """Quotes text that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -94,7 +94,7 @@ def _metadata(kind: object) -> list[object]:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: &a [x]\nb: *a\n", "line 2, column 4: *a stands for a value elsewhere; write the value out"),
+        ("a: &a [x]\nb: *a\n", "line 2, column 4: *a is an alias, which is refused; write the value out"),
         ("".join(f"k{i}: &k{i} [{f'*k{i - 1}, ' * 9 if i else 'x'}]\n" for i in range(9)), "*k0 stands for a value"),
         ("a: &a [*a]\n", "*a stands for a value"),
         ("a: " + "[" * 3000, "line 1, column 20: more than 16 levels deep"),
@@ -106,7 +106,7 @@ def _metadata(kind: object) -> list[object]:
         ("seed: " + "1" * 5000, "a number of more than 4000 digits"),
         ("seed: !!int 0x" + "f" * 5000, "not a value of !!int"),
         ('model: {name: "\\ud800"}\n', "text must be UTF-8"),
-        ('model: {name: "\\0"}\n', "no text may hold a NUL character"),
+        ('model: {name: "\\0"}\n', "text must not contain a NUL character"),
         ('model: {name: "\\UFFFFFFFF"}\n', "cannot be read"),
         ("#" * 300_000, "holds more than 262144 bytes"),
         ("defaults: [" + "other, " * 200 + "]\n", "defaults lead to more than 100 files"),

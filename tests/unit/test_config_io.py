@@ -168,8 +168,8 @@ def test_rules_between_keys_stay_readable() -> None:
     assert second.startswith("train.minibatches=999999 is more than")
     turns = ["rollout=vllm", "rollout.server.colocated=true", "train.max_staleness=2", "slurm.engines.nodes=1"]
     assert [line.split(", but ")[1] for line in problems("tiny_cpu", turns)] == [
-        "train.max_staleness=2 samples while it trains; set one of them to its default",
-        "slurm.engines.nodes=1 are the servers' alone; leave one of them out",
+        "with train.max_staleness=2 servers sample while the learner trains; set one of them to its default",
+        "slurm.engines.nodes=1 are for servers alone; leave one of them out",
     ]
 
 

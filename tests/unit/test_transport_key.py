@@ -109,7 +109,7 @@ def test_servers_that_take_turns_get_no_weights_over_nccl() -> None:
     load_config("tiny_cpu", given)
     for device, other in (("cpu", "shared_memory"), ("cuda", "cuda_ipc")):
         (problem,) = problems([*given, f"learner.device={device}", "weights.transport=process_group"])
-        wanted = "process_group wants an accelerator for each rank; set weights.transport=file or "
+        wanted = "process_group needs an accelerator for each rank; set weights.transport=file or "
         assert problem.endswith(wanted + other)
         load_config("tiny_cpu", [*given, f"learner.device={device}", f"weights.transport={other}"])
     load_config("tiny_cpu", ["rollout.server.colocated=true", "weights.transport=process_group"])
@@ -122,10 +122,10 @@ def test_quantised_weights_are_for_servers_on_gpus_that_read_a_file() -> None:
     attached = [*SERVED, "rollout.server.addresses=http://a:1"]
     (device, dtype, transport, addresses) = problems([*given, *attached])
     assert rest == [device, dtype]
-    assert "run on GPUs alone, but learner.device=cpu; set rollout.server.quantization=none" in device
+    assert "need GPUs, but learner.device=cpu; set rollout.server.quantization=none" in device
     assert dtype.endswith("learner.dtype=float32; set learner.dtype=bfloat16")
     assert transport.endswith("sends the learner's own shards; set weights.transport=file")
-    assert "rollout.server.addresses=http://a:1 are running ones, whose format nobody can see" in addresses
+    assert "rollout.server.addresses=http://a:1 are running ones, whose format it cannot see" in addresses
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_quantised_weights_are_for_servers_on_gpus_that_read_a_file() -> None:
         (
             ["weights.meeting_host=a"],
             "weights.meeting_host=a does nothing: rollout.engine=local samples in the learner's processes, and only "
-            "servers are met there; leave it out, or set it to its default, null",
+            "servers use it; leave it out, or set it to its default, null",
         ),
         (
             [*SERVED, "weights.meeting_host=a"],

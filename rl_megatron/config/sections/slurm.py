@@ -38,7 +38,7 @@ class RoleNodesSection(Section):
 
 
 class EngineNodesSection(RoleNodesSection):
-    """Nodes for engine servers alone (rollout=vllm or sglang). All keys but ``nodes`` require ``slurm.heterogeneous``."""
+    """Nodes for engine servers alone (vllm, sglang). All keys but ``nodes`` require ``slurm.heterogeneous``."""
 
     nodes: NonNegative = 0
     """Number of the servers' nodes, in addition to ``slurm.nodes``; 0: servers share the learner's nodes."""

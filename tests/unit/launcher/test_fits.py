@@ -52,6 +52,7 @@ def test_an_engines_routes_of_completions_that_no_engine_sampled_are_refused() -
     for replay in ("off", "r2"):
         RunConfig.model_validate({"algorithm": {"routing_replay": replay, "preference_beta": 0.1}, "data": pairs})
     with pytest.raises(
-        ValueError, match=r"routing_replay=r3 replays what an engine routed by, but data\.rejected_field"
+        ValueError,
+        match=r"routing_replay=r3 replays the engine's choice of experts, but no engine sampled the completions of data\.rejected_field",
     ):
         RunConfig.model_validate({"algorithm": {"routing_replay": "r3", "preference_beta": 0.1}, "data": pairs})

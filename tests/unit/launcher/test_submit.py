@@ -161,8 +161,8 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
         ),
         (("roles.reference=separate",), "roles.reference=separate, but the algorithm has no reference"),
         ((*OWN_CRITIC, "slurm.critic.nodes=2"), "as many ranks as the learner on slurm.nodes=1, and nodes are alike"),
-        ((*OWN_CRITIC, "slurm.critic.partition=x"), "slurm.critic asks for nodes unlike the learner's"),
-        (("algorithm=ppo", "slurm.critic.nodes=1"), "slurm.critic asks for nodes, but roles.critic=learner"),
+        ((*OWN_CRITIC, "slurm.critic.partition=x"), "slurm.critic requests nodes unlike the learner's"),
+        (("algorithm=ppo", "slurm.critic.nodes=1"), "slurm.critic requests nodes, but roles.critic=learner"),
         (
             (*OWN_CRITIC, "slurm.heterogeneous=true", "slurm.critic.nodes=3"),
             "slurm.critic.nodes=3 cannot share out the ranks of a separate critic evenly: it has the learner's layout, "
