@@ -1,4 +1,4 @@
-"""The load balancing of experts: none, so that the router learns from the loss alone."""
+"""Turns off the load balancing of experts, so that the router learns from the loss alone."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Balance(Option):
-    """No auxiliary loss; biases of the choice stay as the checkpoint has them."""
+    """Sets no auxiliary loss, and keeps the routers' selection biases as the checkpoint has them."""
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """megatron-core would move those biases at each step."""
+        """An update rate of 0 for selection biases, which megatron-core would change at each step."""
         if not shape.num_experts:
             return Keywords()
         still = {"moe_router_bias_update_rate": 0.0} if shape.router.selection_bias else {}

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class DeviceKeys(Section):
-    """Its key."""
+    """The key of `Device`."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """cpu over gloo, cuda over NCCL."""
+    """Device of the ranks: CPUs, which communicate over gloo, or GPUs, over NCCL."""
 
 
 class Device(Option):
@@ -25,5 +25,5 @@ class Device(Option):
     keys = DeviceKeys
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """megatron-core asks for the current GPU, where it is not told to leave that."""
+        """Initialisation on the CPU for CPU ranks, because megatron-core's default uses the current GPU."""
         return Keywords(model={"use_cpu_initialization": learner.device == "cpu"})

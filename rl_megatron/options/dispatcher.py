@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class Dispatcher(Option):
-    """An all-to-all: megatron-core's all-gather wants micro-batches of one length, and ours are packed."""
+    """An all-to-all, because megatron-core's all-gather needs micro-batches of equal length, and ours are packed."""
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """Given to a model without experts too: megatron-core checks it against ``variable_seq_lengths``."""
+        """Sets the dispatcher for dense models too: megatron-core checks it against ``variable_seq_lengths``."""
         return Keywords(model={"moe_token_dispatcher_type": "alltoall", "variable_seq_lengths": True})

@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 class DtypeKeys(Section):
-    """Its key."""
+    """The key of `Precision`."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of parameters and activations; the optimizer keeps float32."""
 
 
 class Precision(Option):
-    """Parameters and activations in ``learner.dtype``; gradients are added up, and experts chosen, in float32."""
+    """Keeps parameters and activations in ``learner.dtype``; accumulates gradients and chooses experts in float32."""
 
     keys = DtypeKeys
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """The dtype of the model, of what its stages send each other, and of what the optimizer steps on."""
+        """The dtypes of the model, of its stages' messages, of the router and of the optimizer."""
         dtype, half = Dtype(learner.dtype), learner.dtype == "bfloat16"
         router = {"moe_router_dtype": "fp32"} if shape.num_experts else {}
         return Keywords(
@@ -35,7 +35,7 @@ class Precision(Option):
         )
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """Parameters, their gradients, and all that layers keep of one micro-batch."""
+        """Bytes of parameters, of float32 gradients, and of the activations of one micro-batch."""
         size, count = BYTES[learner.dtype], rank.parameters.both
         new = {"parameters": count * size, "gradients": count * 4, "activations": sum(rank.kept) * size}
         return {**terms, **{name: float(held) for name, held in new.items()}}

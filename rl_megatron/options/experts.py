@@ -14,38 +14,41 @@ if TYPE_CHECKING:
 
 
 class ExpertKeys(Section):
-    """Its keys."""
+    """The keys of `ExpertParallel`."""
 
     ep: Positive = 1
     """Expert-parallel degree."""
     etp: Positive | None = None
-    """Tensor-parallel degree inside an expert; null: tp if ep=1, else 1."""
+    """Tensor-parallel degree of an expert; null: tp if ep=1, else 1."""
 
 
 class ExpertParallel(Option):
-    """Experts are spread, and cut, over the ranks of one pipeline stage."""
+    """Spreads experts over the ranks of a pipeline stage (ep), and shards each expert (etp)."""
 
     keys = ExpertKeys
 
     def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-        """Degrees that megatron-core 0.16.1 refuses late or gets silently wrong."""
+        """Degrees that megatron-core 0.16.1 refuses late or computes silently wrong."""
         d = learner.dims
         inner = d.tp * d.cp * d.dp
         if inner % (d.ep * d.etp):
             yield (
                 f"learner: ep*etp = {d.ep}*{d.etp} = {d.ep * d.etp} does not divide "
                 f"tp*cp*dp = {d.tp}*{d.cp}*{d.dp} = {inner}; "
-                f"leave learner.dp out or set it so that {d.ep * d.etp} divides the product"
+                f"leave learner.dp out, or set it so that {d.ep * d.etp} divides the product"
             )
         if d.ep == 1 and d.etp != d.tp:
             yield (
-                f"learner.etp={d.etp} with learner.tp={d.tp} and learner.ep=1 lets replicated experts drift apart "
-                f"silently; set learner.etp={d.tp} (or leave it out), or learner.ep > 1"
+                f"learner.etp={d.etp} with learner.tp={d.tp} and learner.ep=1 would let replicas of experts silently "
+                f"diverge; set learner.etp={d.tp} (or leave it out), or learner.ep > 1"
             )
         if shape is not None and shape.expert_bias and d.etp > 1:
-            yield f"its experts are spread by ep, not cut: learner.etp={d.etp} is refused; use etp=1, ep=tp"
+            yield (
+                f"learner.etp={d.etp}: experts with biases cannot be sharded, only spread by learner.ep; set "
+                "learner.etp=1 and learner.ep=learner.tp"
+            )
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """Both degrees."""
+        """The expert-parallel degree and the experts' tensor-parallel degree."""
         d = learner.dims
         return Keywords(model={"expert_model_parallel_size": d.ep, "expert_tensor_parallel_size": d.etp})

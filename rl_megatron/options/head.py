@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 class HeadKeys(Section):
-    """Its keys."""
+    """The keys of `OutputHead`."""
 
     vocab_multiple: Positive = 8
-    """Vocabulary rows are padded to a multiple of this times tp."""
+    """The learner pads the vocabulary's rows to a multiple of this times tp."""
     logprob_chunk_tokens: Positive = 1024
-    """Positions whose logits are held in float32 at once."""
+    """Most positions whose logits the learner holds in float32 at once."""
 
 
 class OutputHead(Option):
-    """Logits in ``learner.dtype``; log-probs in float32, chunk by chunk (`learner.logprobs`)."""
+    """Computes logits in ``learner.dtype``, and log-probs in float32, chunk by chunk (`learner.logprobs`)."""
 
     keys = HeadKeys
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """Cross entropy is not megatron-core's."""
+        """No fused cross entropy, because `learner.logprobs` computes it."""
         return Keywords(model={"cross_entropy_loss_fusion": False})
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """On the last stage the logits, their gradient, and two float32 copies of a chunk."""
+        """Bytes on the last stage: the logits, their gradient, and two float32 copies of a chunk."""
         chunk = min(rank.tokens, learner.logprob_chunk_tokens)
         each = 2 * rank.tokens * BYTES[learner.dtype] + 2 * chunk * 4
         last = rank.stage == learner.pp - 1

@@ -17,42 +17,43 @@ if TYPE_CHECKING:
 
 
 class LayersKeys(Section):
-    """Its key."""
+    """The key of `Layers`."""
 
     layers: Literal["auto", "torch", "transformer_engine"] | OwnCode = "auto"
-    """auto takes TransformerEngine's where it is installed and device=cuda, else torch's, and with float32 and cp > 1,
-    for which it has no attention. ``package.module:name`` is a function of your own, ``(shape, layer) -> ModuleSpec``
-    of megatron's, called for each decoder layer from 0 on (docs/weights.md). Its code is run."""
+    """Implementation of the decoder layers. auto: TransformerEngine's if it is installed, device=cuda, and it supports
+    the model (it has no float32 attention with cp > 1), else torch's. ``package.module:name`` is a function of your
+    own, ``(shape, layer) -> ModuleSpec`` of megatron's, called for each decoder layer from 0 on (docs/weights.md). Its
+    code is run."""
 
     @property
     def own_layers(self) -> str | None:
-        """``layers`` where they are the user's own."""
+        """``layers`` if it names code of the user's own, else None."""
         return self.layers if ":" in self.layers else None
 
 
 class Layers(Option):
-    """Fusions that want CUDA kernels are on only with TransformerEngine's layers."""
+    """Turns on fusions that need CUDA kernels only with TransformerEngine's layers."""
 
     keys = LayersKeys
 
     def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-        """What TransformerEngine is asked for and has not."""
+        """Reasons why TransformerEngine cannot run the layers, if it is requested."""
         if learner.layers != "transformer_engine":
             return
         if _half_attention_alone(learner):
             yield (
                 f"learner.layers=transformer_engine with learner.cp={learner.cp} and learner.dtype=float32: under "
-                "context parallelism it has attention kernels for half precision alone; set learner.dtype=bfloat16, or "
-                "learner.layers=auto, which then takes torch's"
+                "context parallelism TransformerEngine has attention kernels for half precision only; set "
+                "learner.dtype=bfloat16, or learner.layers=auto, which then uses torch's layers"
             )
         if shape is not None and (lacking := torch_only(shape)):
             yield (
-                f"learner.layers=transformer_engine: model_type={shape.family!r} has {lacking}, for which our layers "
-                "are used; use learner.layers=auto or torch"
+                f"learner.layers=transformer_engine: model_type={shape.family!r} has {lacking}, which only our own "
+                "layers support; set learner.layers=auto or torch"
             )
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """Whether kernels are fused. Gradients are never added up inside a linear's backward, which wants apex."""
+        """Whether kernels are fused. Never fuses gradient accumulation into a linear's backward, which needs apex."""
         fused = uses_transformer_engine(learner, shape)
         latent = fused and shape.latent is not None
         names = ["bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm"]
@@ -62,12 +63,12 @@ class Layers(Option):
 
 
 def uses_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool:
-    """Whether layers are TransformerEngine's. Raises ConfigError where the machine lacks them."""
+    """Whether to use TransformerEngine's layers. Raises ConfigError if they are requested, but missing."""
     there = importlib.util.find_spec("transformer_engine") is not None
     if learner.layers == "transformer_engine" and not (there and learner.device == "cuda"):
         raise ConfigError(
             f"learner.layers=transformer_engine with learner.device={learner.device}: TransformerEngine is "
-            f"{'installed' if there else 'not installed'} and needs CUDA; use learner.layers=auto or torch"
+            f"{'installed' if there else 'not installed'} and needs CUDA; set learner.layers=auto or torch"
         )
     wanted = (
         learner.layers in ("auto", "transformer_engine")
@@ -78,7 +79,7 @@ def uses_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool:
 
 
 def torch_only(shape: ModelShape) -> str | None:
-    """The part for which our torch layers are used on GPUs too; None where TransformerEngine has them all."""
+    """The part that only our torch layers support, on GPUs too; None if TransformerEngine supports all."""
     parts = {
         "sliding windows": any(shape.windows),
         "attention sinks": shape.sinks,
@@ -91,7 +92,7 @@ def torch_only(shape: ModelShape) -> str | None:
 
 
 def _has_latent(shape: ModelShape) -> bool:
-    """Whether megatron-core's own latent attention, over TransformerEngine, computes what ``shape`` says."""
+    """Whether megatron-core's own latent attention over TransformerEngine supports ``shape``."""
     rope, latent = shape.rope, shape.latent
     if latent is None:
         return True
@@ -101,6 +102,6 @@ def _has_latent(shape: ModelShape) -> bool:
 
 
 def _half_attention_alone(learner: LearnerSection) -> bool:
-    """Whether TransformerEngine 2.11 has no attention kernel for this: its own is off under context parallelism, and
-    the fused ones want half precision."""
+    """Whether TransformerEngine 2.11 lacks an attention kernel: its unfused one does not support context parallelism,
+    and the fused ones need half precision."""
     return learner.cp > 1 and learner.dtype == "float32"

@@ -1,4 +1,4 @@
-"""``learner.optimizer``: AdamW, whose state data-parallel ranks share out (arXiv:1910.02054)."""
+"""``learner.optimizer``: AdamW, whose state data-parallel ranks shard (arXiv:1910.02054)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _MOMENTS = 8  # bytes of both
 
 
 class OptimizerSection(Section):
-    """AdamW, as megatron-core's OptimizerConfig takes it."""
+    """AdamW, by megatron-core's OptimizerConfig."""
 
     beta1: Fraction = 0.9
-    """Decay of the gradient's mean."""
+    """Decay of the moving mean of gradients."""
     beta2: Fraction = 0.95
-    """Decay of the squared gradient's mean."""
+    """Decay of the moving mean of squared gradients."""
     eps: PositiveFloat = 1e-8
-    """Added to the denominator."""
+    """Constant added to the denominator."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
     clip_grad: NonNegativeFloat = 1.0
@@ -32,18 +32,18 @@ class OptimizerSection(Section):
 
 
 class OptimizerKeys(Section):
-    """Its section of keys."""
+    """The section of keys of `Optimizer`."""
 
     optimizer: OptimizerSection = OptimizerSection()
 
 
 class Optimizer(Option):
-    """AdamW over float32 copies of the parameters. The learning rate is set before each step."""
+    """AdamW over float32 copies of the parameters. The learner sets the learning rate before each step."""
 
     keys = OptimizerKeys
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """Gradients are reduced in one bucket, after the backward pass."""
+        """AdamW's settings. One bucket makes ranks reduce all gradients at once, after the backward pass."""
         section = learner.optimizer
         return Keywords(
             ddp={"use_distributed_optimizer": section.distributed, "bucket_size": None},
@@ -60,7 +60,7 @@ class Optimizer(Option):
         )
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """Both moments and, beside half-precision weights, the float32 ones; shared out where ``distributed``."""
+        """Bytes of both moments and, with bfloat16 parameters, of float32 copies; sharded if ``distributed``."""
         each, d, held = _MOMENTS + (4 if learner.dtype == "bfloat16" else 0), learner.dims, rank.parameters
         if not learner.optimizer.distributed:
             return {**terms, "optimizer": float(held.both * each)}

@@ -1,6 +1,6 @@
 """The base class of the learner's options: keys, refusals, megatron-core's keywords and bytes. One file per option.
 
-Options import neither torch nor megatron-core: a login node checks and plans by them.
+Options import neither torch nor megatron-core, so that a login node can check and plan with them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
 
 Terms = Mapping[str, float]
-"""Bytes that a rank must hold, by what for."""
+"""Bytes that a rank must hold, by purpose."""
 BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
-"""Of an element, by dtype."""
+"""Bytes of an element, by dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """A dtype of torch, by its name there."""
+    """A dtype of torch, by its name in torch."""
 
     name: str
 
@@ -40,23 +40,23 @@ class Keywords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elements:
-    """Parameters of one rank: ``dense`` ones are shared out over dp and cp by the optimizer, ``experts`` over less."""
+    """Parameters of one rank: the optimizer shards ``dense`` ones over dp * cp ranks, ``experts`` over fewer."""
 
     dense: int
     experts: int
 
     @property
     def both(self) -> int:
-        """All of them."""
+        """Dense and experts' parameters together."""
         return self.dense + self.experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """What a rank of pipeline stage ``stage`` has to do, before any option acts.
+    """The work of a rank of pipeline stage ``stage``, before any option acts.
 
-    ``tokens`` of a micro-batch are on it, and ``inputs`` and ``kept`` are elements of such a micro-batch, an entry for
-    each of the rank's layers: what enters the layer, and all that it keeps for its backward pass.
+    The rank computes ``tokens`` of a micro-batch. ``inputs`` and ``kept`` count elements of that micro-batch for each
+    of the rank's layers: the layer's input, and all that the layer keeps for its backward pass.
     """
 
     stage: int
@@ -68,24 +68,24 @@ class Rank:
 
 @runtime_checkable
 class Option(Protocol):
-    """An option of the learner. Whatever it has nothing to say to stays as it is here."""
+    """An option of the learner. It overrides the methods that it needs; the defaults here do nothing."""
 
     keys: ClassVar[type[Section] | None] = None
-    """Its keys, which the ``learner`` section has among its own."""
+    """The option's keys, which become keys of the ``learner`` section."""
     changes: ClassVar[Mapping[str, str]] = {}
-    """Where it has terms of its own: what makes each of them smaller."""
+    """For each of the option's own terms of `memory`: what makes it smaller, for messages."""
 
     def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-        """Why it is refused, each with what was given and what to do. ``shape`` is None before a model is read."""
+        """Reasons to refuse the option: what was given, and what to do. ``shape`` is None before a model is read."""
         yield from ()
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """What megatron-core is given for it; no other option gives the same keyword.
+        """The option's keywords for megatron-core; no two options give the same one.
 
-        Raises ConfigError where this machine lacks what it needs.
+        Raises ConfigError if this machine lacks what the option needs.
         """
         return Keywords()
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """The terms of a model that is trained, with its bytes: ``terms`` are those of the options before it."""
+        """The terms of a trained model with this option's bytes added to ``terms``, those of the options before it."""
         return terms

@@ -14,32 +14,32 @@ if TYPE_CHECKING:
 
 
 class PipelineKeys(Section):
-    """Its keys."""
+    """The keys of `Pipeline`."""
 
     pp: Positive = 1
     """Pipeline-parallel degree."""
     vpp: Positive = 1
-    """Model chunks of each pipeline stage (interleaved schedule)."""
+    """Number of model chunks of each pipeline stage; above 1 is the interleaved schedule."""
     first_stage_layers: Positive | None = None
-    """Layers of the first pipeline stage; null: as the stages between, which share the rest equally."""
+    """Layers of the first pipeline stage; null: as many as each of the middle stages, which share the rest equally."""
     last_stage_layers: Positive | None = None
-    """Layers of the last pipeline stage; null: as the stages between."""
+    """Layers of the last pipeline stage; null: as many as each of the middle stages."""
 
 
 class Pipeline(Option):
-    """Stages, by the 1F1B schedule; or chunks of stages, by its interleaved form (arXiv:2104.04473)."""
+    """Runs pipeline stages by the 1F1B schedule, or chunks of stages by its interleaved form (arXiv:2104.04473)."""
 
     keys = PipelineKeys
 
     def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-        """Chunks of what is one."""
+        """Several chunks without a pipeline."""
         if learner.vpp > 1 and learner.pp == 1:
             yield (
                 f"learner.vpp={learner.vpp} needs a pipeline, but learner.pp=1; set learner.vpp=1 or learner.pp >= 2"
             )
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """Degrees and uneven stages."""
+        """The degrees, and the sizes of uneven stages."""
         model: dict[str, object] = {
             "pipeline_model_parallel_size": learner.pp,
             "num_layers_in_first_pipeline_stage": learner.first_stage_layers,
@@ -51,7 +51,7 @@ class Pipeline(Option):
         return Keywords(model=model)
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """Activations of all micro-batches in flight: the more, the earlier the stage."""
+        """Bytes of activations of all micro-batches in flight; earlier stages have more in flight."""
         pp, vpp = learner.pp, learner.vpp
         in_flight = float(pp - rank.stage)
         if vpp > 1:  # counted in chunks

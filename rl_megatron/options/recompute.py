@@ -1,4 +1,4 @@
-"""``learner.recompute_layers``: activations are recomputed in the backward pass (arXiv:1604.06174)."""
+"""``learner.recompute_layers``: recomputes activations in the backward pass (arXiv:1604.06174)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 class RecomputeKeys(Section):
-    """Its key."""
+    """The key of `Recompute`."""
 
     recompute_layers: bool = False
-    """Whether to recompute activations of every layer in the backward pass."""
+    """Whether to recompute every layer's activations in the backward pass."""
 
 
 class Recompute(Option):
-    """Layer by layer, each whole."""
+    """Recomputes each whole layer from its input."""
 
     keys = RecomputeKeys
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """Full recomputation of every single layer."""
+        """Full recomputation, in groups of one layer."""
         if not learner.recompute_layers:
             return Keywords()
         return Keywords(
@@ -33,7 +33,7 @@ class Recompute(Option):
         )
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """Of each layer its input alone is kept."""
+        """Bytes of activations if each layer keeps only its input."""
         if not learner.recompute_layers:
             return terms
         return {**terms, "activations": sum(rank.inputs) * BYTES[learner.dtype]}

@@ -1,4 +1,4 @@
-"""``learner.cp``, ``dp``: ranks that hold the same weights, and parts of a sequence or sequences of their own."""
+"""``learner.cp``, ``dp``: ranks that hold the same weights and compute parts of sequences, or other sequences."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 class ReplicaKeys(Section):
-    """Its keys."""
+    """The keys of `Replicas`."""
 
     cp: Positive = 1
     """Context-parallel degree."""
     dp: Positive | None = None
-    """Data-parallel degree; null: the smallest that ep*etp fits."""
+    """Data-parallel degree; null: the smallest for which ep*etp divides tp*cp*dp."""
 
 
 class Replicas(Option):
-    """Context and data parallelism. megatron-core takes the latter from the size of the world."""
+    """Context and data parallelism. megatron-core derives the data-parallel degree from the world size."""
 
     keys = ReplicaKeys
 

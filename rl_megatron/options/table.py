@@ -47,14 +47,14 @@ OPTIONS: Mapping[str, Option] = {
     "head": OutputHead(),
     "optimizer": Optimizer(),
 }
-"""By the name of their file, in the order in which they act on a rank's bytes: what layers keep of a micro-batch
-before how many are in flight. Installed ones come behind them."""
+"""This package's options by the name of their file, in the order in which they act on a rank's bytes: what layers keep
+of a micro-batch, then how many micro-batches are in flight. Installed options follow."""
 _TERMS = ("parameters", "gradients", "optimizer", "activations", "logits")
 
 
 @cache
 def installed() -> Mapping[str, Option]:
-    """Options of other packages, by name. Raises ConfigError for what cannot be loaded, or is no option."""
+    """Options of other packages, by name. Raises ConfigError if one cannot be loaded or is not an option."""
     found: dict[str, Option] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         said = f"the option {entry.name!r} that {entry.dist.name if entry.dist else 'a package'} brings ({entry.value})"
@@ -71,7 +71,7 @@ def installed() -> Mapping[str, Option]:
 
 
 def options() -> Mapping[str, Option]:
-    """All of them, by name. Raises as `installed` does; so do the functions below."""
+    """All options, by name. Raises as `installed` does; so do the functions below."""
     return {**OPTIONS, **installed()}
 
 
@@ -81,7 +81,8 @@ def installed_keys() -> list[str]:
 
 
 def with_installed_keys(section: type[S]) -> type[S]:
-    """A decorator: the section, and behind its own the keys of `installed` options."""
+    """A decorator that adds the keys of `installed` options behind the section's own. Raises ConfigError for a key that
+    the section has already."""
     kinds = {name: option.keys for name, option in installed().items() if option.keys is not None}
     seen = set(section.model_fields)
     for name, keys in kinds.items():
@@ -98,13 +99,13 @@ def with_installed_keys(section: type[S]) -> type[S]:
 
 
 def problems(learner: LearnerSection, shape: ModelShape | None = None) -> Iterator[str]:
-    """Why options refuse; ``shape`` is None before a model is read."""
+    """All options' reasons to refuse; ``shape`` is None before a model is read."""
     for option in options().values():
         yield from option.problems(learner, shape)
 
 
 def keywords(learner: LearnerSection, shape: ModelShape) -> Keywords:
-    """What megatron-core is given for all options. Raises ConfigError where two give the same keyword."""
+    """All options' keywords for megatron-core. Raises ConfigError if two options give the same one."""
     found: dict[str, dict[str, object]] = {"model": {}, "ddp": {}, "optimizer": {}}
     owners: dict[tuple[str, str], str] = {}
     for name, option in options().items():
@@ -118,7 +119,7 @@ def keywords(learner: LearnerSection, shape: ModelShape) -> Keywords:
 
 
 def memory(learner: LearnerSection, shape: ModelShape, rank: Rank) -> Terms:
-    """Bytes of a trained model on a rank. Raises ConfigError where an option does not say what makes a term smaller."""
+    """Bytes of a trained model on a rank. Raises ConfigError if an option's `changes` lacks one of its terms."""
     terms: Terms = dict.fromkeys(_TERMS, 0.0)
     for name, option in options().items():
         before, terms = terms, option.memory(learner, shape, rank, terms)
@@ -128,5 +129,5 @@ def memory(learner: LearnerSection, shape: ModelShape, rank: Rank) -> Terms:
 
 
 def changes() -> Mapping[str, str]:
-    """Of terms that options bring beside the usual: what makes each of them smaller."""
+    """What makes each of the options' own terms smaller, by term."""
     return {term: change for option in options().values() for term, change in option.changes.items()}

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 class TensorKeys(Section):
-    """Its key."""
+    """The key of `TensorParallel`."""
 
     tp: Positive = 1
-    """Tensor-parallel degree; above 1 also sequence parallelism."""
+    """Tensor-parallel degree; above 1 it also turns on sequence parallelism."""
 
 
 class TensorParallel(Option):
-    """Tensor parallelism, never without sequence parallelism: megatron-core trains experts only so."""
+    """Tensor parallelism, always with sequence parallelism, which megatron-core needs to train experts."""
 
     keys = TensorKeys
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """The degree, and sequence parallelism."""
+        """The degree, and sequence parallelism if it is above 1."""
         return Keywords(model={"tensor_model_parallel_size": learner.tp, "sequence_parallel": learner.tp > 1})

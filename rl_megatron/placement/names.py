@@ -6,10 +6,10 @@ LEARNER = "learner"
 
 
 def called(role: str, rank: int | str) -> str:
-    """In a sentence: "rank 3", of another role than the learner's "critic rank 3"."""
+    """The rank's name in a sentence: "rank 3" for the learner, "critic rank 3" for another role."""
     return f"rank {rank}" if role == LEARNER else f"{role} rank {rank}"
 
 
 def file_stem(role: str, rank: int | str) -> str:
-    """In names of files: "rank-3", "critic-3"."""
+    """The rank's name in names of files: "rank-3", "critic-3"."""
     return f"{'rank' if role == LEARNER else role}-{rank}"

@@ -11,13 +11,13 @@ from rl_megatron.placement.seats import seats_of
 
 
 def beside(slurm: SlurmSection, separate: Sequence[str]) -> dict[str, int]:
-    """The number of nodes of each role that has some beside the learner's, in the order of the job's."""
+    """The number of nodes of each role that has nodes of its own besides the learner's, in the order of the job."""
     counts = {role: slurm.alone(role).nodes or slurm.nodes for role in separate}
     return counts | ({"engines": slurm.engines.nodes} if slurm.engines.nodes else {})
 
 
 def cut(nodes: Sequence[str], others: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """The nodes of like ones that each role gets: the learner's, all that the others leave, come first."""
+    """The nodes of each role, cut from a list of like nodes: first the learner's, which are all that others leave."""
     first = max(1, len(nodes) - sum(others.values()))
     found = {LEARNER: tuple(nodes[:first])}
     for role, count in others.items():
@@ -27,13 +27,13 @@ def cut(nodes: Sequence[str], others: Mapping[str, int]) -> dict[str, tuple[str,
 
 
 def made_up_nodes(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Names for the nodes of a job that is not there yet, by role."""
+    """Invented names for the nodes of a job that does not exist yet, by role."""
     others = beside(config.slurm, config.roles.separate)
     return cut([f"node {i}" for i in range(config.slurm.nodes + sum(others.values()))], others)
 
 
 def engines_elsewhere(config: RunConfig) -> bool:
-    """Whether a run starts servers on other nodes than the learner's first."""
+    """Whether a run starts servers on any node other than the learner's first."""
     if config.run.launcher == "local":
         return False
     nodes = made_up_nodes(config)

@@ -1,4 +1,4 @@
-"""Places ranks on nodes by integer arithmetic: shown before a job is submitted, and kept by its steps.
+"""Places ranks on nodes by integer arithmetic, for `submit` to show and for the job's steps to use.
 
 Ranks fill a node before the next. In megatron-core's order (``tp-cp-ep-dp-pp``, tp fastest) tensor-parallel ranks are
 then neighbours in one node, pipeline stages far apart, and expert-parallel groups span as many nodes as they must.
@@ -26,11 +26,11 @@ class Placement:
     role: str = LEARNER
 
     def node_of(self, rank: int) -> str:
-        """Where the rank runs."""
+        """The node that the rank runs on."""
         return self.nodes[rank // self.ranks_per_node]
 
     def spans(self, nodes: int = 1) -> Mapping[str, int]:
-        """Most nodes, or blocks of ``nodes``, that a group of each kind with two ranks or more spans."""
+        """For each kind of group of at least two ranks: the most nodes, or blocks of ``nodes``, that one spans."""
         return {
             kind: max(len({rank // (self.ranks_per_node * nodes) for rank in group}) for group in groups)
             for kind, groups in group_ranks(self.dims).items()
@@ -38,7 +38,7 @@ class Placement:
         }
 
     def describe(self) -> str:
-        """Lines for a person: ranks of each node (runs of like nodes in one), then how far groups reach."""
+        """Lines to show: the ranks of each node (like neighbours in one line), then the nodes that groups span."""
         count, each = len(self.nodes), self.ranks_per_node
         shown = range(count) if count <= 8 else (0, 1, count - 1)
         whose = "" if self.role == LEARNER else f"{self.role}: "
@@ -59,7 +59,7 @@ class Placement:
 def place(
     dims: ParallelDims, nodes: Sequence[str], ranks_per_node: int, *, domain: int = 1, role: str = LEARNER
 ) -> Placement:
-    """Ranks on nodes. Raises ConfigError where their numbers differ or a tensor-parallel group would leave NVLink.
+    """Ranks on nodes. Raises ConfigError if their numbers do not match or a tensor-parallel group would leave NVLink.
 
     ``domain``: neighbouring nodes that NVLink joins.
     """
@@ -106,10 +106,10 @@ def placement_of(config: RunConfig, nodes: Sequence[str], role: str = LEARNER) -
 
 
 def group_ranks(dims: ParallelDims) -> Mapping[str, list[list[int]]]:
-    """Every kind of group of megatron-core 0.16.1 and the ranks of each group of it.
+    """The ranks of each group of megatron-core 0.16.1, by the kind of group.
 
-    Dense groups are over tp, cp, dp, pp, groups of experts over etp, ep, the rest of the data parallelism, pp; the
-    first varies fastest (megatron/core/parallel_state.py, RankGenerator).
+    Dense groups are over tp, cp, dp, pp; groups of experts over etp, ep, the experts' data parallelism, pp; the first
+    axis varies fastest (megatron/core/parallel_state.py, RankGenerator).
     """
     dense = {"tp": dims.tp, "cp": dims.cp, "dp": dims.dp, "pp": dims.pp}
     rest = dims.tp * dims.cp * dims.dp // (dims.etp * dims.ep)
@@ -121,7 +121,7 @@ def group_ranks(dims: ParallelDims) -> Mapping[str, list[list[int]]]:
 
 
 def _groups(sizes: Mapping[str, int], kind: str) -> Iterable[list[int]]:
-    """Ranks that differ in ``kind`` alone."""
+    """Groups of ranks that differ only in their coordinate of ``kind``."""
     world, stride = 1, 1
     for name, size in sizes.items():
         stride = world if name == kind else stride

@@ -11,14 +11,14 @@ from rl_megatron.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Where an engine server runs, and on which GPUs of that node; none: on its CPUs."""
+    """The node and the GPUs of an engine server; without GPUs it runs on the node's CPUs."""
 
     node: str
     gpus: tuple[int, ...]
 
 
 def describe_seats(seats: Sequence[Seat]) -> str:
-    """A line for each server."""
+    """One line per server: its node and its GPUs."""
     return "\n".join(
         f"engine {i}: {seat.node}" + (f", GPUs {seat.gpus[0]}-{seat.gpus[-1]}" if seat.gpus else "")
         for i, seat in enumerate(seats)
@@ -26,16 +26,16 @@ def describe_seats(seats: Sequence[Seat]) -> str:
 
 
 def seat(replicas: int, tp: int, nodes: Sequence[str], gpus_per_node: int, *, shared: bool) -> tuple[Seat, ...]:
-    """Servers on nodes, each inside one, shared out evenly in order.
+    """Seats of ``replicas`` servers, spread evenly over the nodes in order; no server spans two nodes.
 
-    Where GPUs are ``shared`` with the learner, servers may also share them among themselves. Raises ConfigError where
-    a server would span nodes, or there are too few GPUs.
+    If servers share GPUs with the learner (``shared``), several servers may share a GPU. Raises ConfigError if a server
+    would span nodes, or there are too few GPUs.
     """
     each = -(-replicas // len(nodes))
     if gpus_per_node and tp > gpus_per_node:
         raise ConfigError(
-            f"rollout.server.tp={tp} is more than the {gpus_per_node} GPUs of a node: a server would leave its node, "
-            "whose network is many times slower; lower it"
+            f"rollout.server.tp={tp} is more than the {gpus_per_node} GPUs of a node: a server would span nodes, whose "
+            "network is many times slower; lower it"
         )
     if gpus_per_node and each * tp > gpus_per_node and not shared:
         raise ConfigError(
@@ -54,7 +54,7 @@ def seat(replicas: int, tp: int, nodes: Sequence[str], gpus_per_node: int, *, sh
 
 
 def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str]) -> tuple[Seat, ...]:
-    """Where the servers run that are started for a run; none where there are none to start. Raises as `seat` does."""
+    """The seats of the servers that a run starts; empty if it starts none. Raises as `seat` does."""
     section, slurm = config.rollout.server, config.slurm
     if not config.rollout.served or section.addresses:
         return ()
@@ -63,10 +63,10 @@ def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str
 
 
 def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
-    """As `seats_of`, on one machine with so many GPUs: behind those of the ranks, which take the first.
+    """The seats of the servers that a run starts on one machine with ``gpus`` GPUs: those after the ranks' GPUs.
 
-    Where there are too few, servers share them if the configuration says so: in turns, or with a part of each's memory.
-    Raises ConfigError.
+    If there are too few, servers share the ranks' GPUs, provided that the configuration allows it: in turns, or with a
+    part of each GPU's memory. Raises ConfigError if it does not.
     """
     section, ranks = config.rollout.server, config.learner.dims.world_size * (1 + len(config.roles.separate))
     if not config.rollout.served or section.addresses:
@@ -78,7 +78,7 @@ def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
     if section.tp > gpus or not (apart or section.colocated or section.memory_fraction):
         raise ConfigError(
             f"{ranks} learner processes and rollout.server.replicas={section.replicas} of "
-            f"rollout.server.tp={section.tp} want {ranks + wanted} GPUs, and this machine has {gpus}; lower them, or "
+            f"rollout.server.tp={section.tp} need {ranks + wanted} GPUs, and this machine has {gpus}; lower them, or "
             "let servers share GPUs with the learner by rollout.server.colocated=true (they take turns) or "
             "rollout.server.memory_fraction (a share of each one's memory)"
         )

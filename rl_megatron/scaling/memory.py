@@ -1,8 +1,8 @@
 """Computes the memory that each GPU needs, before any is requested: integer arithmetic over the layout, without torch.
 
-Parameters, gradients and optimizer state are exact but for padding; activations are counted from the layers' shapes
-for attention that keeps no scores (FlashAttention) and evenly loaded experts, following arXiv:2205.05198; logits as
-`learner.logprobs` makes them. An engine takes the memory fraction that it is configured with.
+Parameters, gradients and optimizer state are exact except for padding. Activations follow from the layers' shapes, for
+attention that keeps no scores (FlashAttention) and evenly loaded experts (arXiv:2205.05198); logits are counted as
+`learner.logprobs` makes them. An engine takes its configured memory fraction.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ CHANGES: Mapping[str, str] = {
     "rollout.server.addresses",
     "reserved": "take GPUs with more memory",
 }
-"""What makes each term smaller; those that an installed option brings say it themselves."""
+"""What makes each term smaller, for messages; an installed option says it for its own terms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes that ``rank``'s GPU must hold, by what for, in the order of `CHANGES`; installed options' own last."""
+    """Bytes that ``rank``'s GPU must hold, by purpose, in the order of `CHANGES`, then installed options' terms."""
 
     rank: int
     stage: int
@@ -61,15 +61,15 @@ class Footprint:
 
     @property
     def largest(self) -> str:
-        """The term with most bytes."""
+        """The term with the most bytes."""
         return max(self.terms, key=lambda term: self.terms[term])
 
 
 def footprints(config: RunConfig, shape: ModelShape) -> list[Footprint]:
-    """Of the ranks that may be the fullest: the first of each pipeline stage, also of separate roles, and those beside
-    an engine's server.
+    """Footprints of the ranks that may be the fullest: the first of each pipeline stage, also of separate roles, and
+    those that share a GPU with an engine server.
 
-    Raises ConfigError where the model's sizes do not divide into the layout.
+    Raises ConfigError if the layout does not divide the model's sizes.
     """
     learner, layout = config.learner, learner_layout(config, shape)
     inner = learner.dims.world_size // learner.dims.pp
@@ -89,12 +89,12 @@ def footprints(config: RunConfig, shape: ModelShape) -> list[Footprint]:
 
 
 def fullest(config: RunConfig, shape: ModelShape) -> Footprint:
-    """The GPU that must hold most. Raises as `footprints` does."""
+    """The footprint with the most bytes. Raises as `footprints` does."""
     return max(footprints(config, shape), key=lambda m: m.total)
 
 
 def check_memory(config: RunConfig, shape: ModelShape) -> Footprint | None:
-    """The fullest GPU; None where ``slurm.gpu_memory_gb`` is not given. Raises ConfigError where it does not fit."""
+    """The fullest GPU's footprint; None if ``slurm.gpu_memory_gb`` is null. Raises ConfigError if it does not fit."""
     if config.slurm.gpu_memory_gb is None:
         return None
     most, room = fullest(config, shape), config.slurm.gpu_memory_gb * GB
@@ -116,7 +116,7 @@ def check_memory(config: RunConfig, shape: ModelShape) -> Footprint | None:
 
 
 def elements(layout: Layout, stage: int) -> Elements:
-    """Trained parameters of one rank of a pipeline stage, padding counted."""
+    """Number of trained parameters of one rank of a pipeline stage, padding included."""
     counts = {False: 0, True: 0}
     for spec in layout.rows():
         if spec.keeps_dtype:  # a buffer
@@ -135,7 +135,7 @@ def server_weights(config: RunConfig, shape: ModelShape) -> float:
 
 
 def _beside_servers(config: RunConfig) -> set[int]:
-    """Ranks on whose GPU a server runs as well."""
+    """Ranks that share their GPU with a server."""
     by_role = made_up_nodes(config)
     if "engines" in by_role:
         return set()
@@ -145,7 +145,7 @@ def _beside_servers(config: RunConfig) -> set[int]:
 
 
 def _terms(config: RunConfig, shape: ModelShape, rank: Rank, *, role: str, served: bool) -> dict[str, float]:
-    """A separate critic is a learner whose outputs are values; a separate reference keeps nothing for a gradient."""
+    """The terms of one rank. A separate critic has values for logits; a separate reference needs no backward pass."""
     learner, algorithm = config.learner, config.algorithm
     own, layer = dict(options.memory(learner, shape, rank)), max(rank.kept, default=0.0) * BYTES[learner.dtype]
     own["activations"] += 2 * layer  # one layer's working set, and the gradients beside it
@@ -174,7 +174,7 @@ def _terms(config: RunConfig, shape: ModelShape, rank: Rank, *, role: str, serve
 
 
 def _rank(config: RunConfig, layout: Layout, stage: int) -> Rank:
-    """A rank of a pipeline stage."""
+    """The work of one rank of a pipeline stage, for the options."""
     learner, shape = config.learner, layout.shape
     tokens = learner.max_tokens_per_micro_batch / learner.dims.cp
     layers = [layer for layer, stages in _stages(layout).items() if stage in stages]
@@ -188,13 +188,13 @@ def _rank(config: RunConfig, layout: Layout, stage: int) -> Rank:
 
 
 def _stages(layout: Layout) -> Mapping[int, tuple[int, ...]]:
-    """Stages of every layer, by a row that all layers have."""
+    """The stages of each layer, from a row that all layers have."""
     every = [spec for spec in layout.rows() if "{layer}" in spec.name]
     return max((layout.layer_stages(spec) for spec in every), key=len)
 
 
 def _layer(config: RunConfig, shape: ModelShape, layer: int, tokens: float) -> float:
-    """Elements that one layer keeps for its backward pass on one rank of a tensor-parallel group."""
+    """Number of elements that one layer keeps for its backward pass, on one rank of a tensor-parallel group."""
     d, hidden = config.learner.dims, shape.hidden_size
     per_token = 4.0 * hidden + sum(_attention(shape))  # both norms: what comes in and goes out
     if layer in shape.moe_layers:
@@ -207,7 +207,7 @@ def _layer(config: RunConfig, shape: ModelShape, layer: int, tokens: float) -> f
 
 
 def _attention(shape: ModelShape) -> Iterator[float]:
-    """Queries, keys, values and what comes out, per token; before and after rotation."""
+    """Elements per token of queries, keys, values and the output, before and after rotation."""
     heads = shape.num_heads
     if (latent := shape.latent) is None:
         yield (2 * heads + 2 * shape.num_kv_heads) * shape.head_dim  # q, k, v and the output
@@ -218,7 +218,7 @@ def _attention(shape: ModelShape) -> Iterator[float]:
 
 
 def _local_engine(config: RunConfig, shape: ModelShape) -> float:
-    """A whole copy of the model and a cache for every slot."""
+    """Bytes of the in-process engine: a whole copy of the model, and a key-value cache for every slot."""
     rollout = config.rollout
     cache = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
     cached = rollout.slots * (rollout.max_prompt_tokens + rollout.max_new_tokens) * cache

@@ -95,8 +95,8 @@ def _metadata(kind: object) -> list[object]:
     ("text", "said"),
     [
         ("a: &a [x]\nb: *a\n", "line 2, column 4: *a is an alias, which is refused; write the value out"),
-        ("".join(f"k{i}: &k{i} [{f'*k{i - 1}, ' * 9 if i else 'x'}]\n" for i in range(9)), "*k0 stands for a value"),
-        ("a: &a [*a]\n", "*a stands for a value"),
+        ("".join(f"k{i}: &k{i} [{f'*k{i - 1}, ' * 9 if i else 'x'}]\n" for i in range(9)), "*k0 is an alias"),
+        ("a: &a [*a]\n", "*a is an alias"),
         ("a: " + "[" * 3000, "line 1, column 20: more than 16 levels deep"),
         ("{a: " * 3000, "more than 16 levels deep"),
         ("seed: !!int abc\n", "line 1, column 7: not a value of !!int"),

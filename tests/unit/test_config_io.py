@@ -176,7 +176,7 @@ def test_rules_between_keys_stay_readable() -> None:
 def test_layers_without_an_attention_kernel_are_refused() -> None:
     given = ["learner.cp=2", "learner.ep=1", "learner.device=cuda"]
     (problem,) = problems("tiny_cpu", [*given, "learner.layers=transformer_engine"])
-    assert "attention kernels for half precision alone; set learner.dtype=bfloat16" in problem
+    assert "attention kernels for half precision only; set learner.dtype=bfloat16" in problem
     load_config("tiny_cpu", [*given, "learner.layers=transformer_engine", "learner.dtype=bfloat16"])
     load_config("tiny_cpu", given)
 

@@ -84,7 +84,7 @@ def test_servers_on_this_machine_get_gpus_of_their_own(
 def test_too_few_gpus_of_this_machine_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     config = config_of("run.launcher=local", "learner.device=cuda", "learner.ep=1", "rollout.server.tp=2")
-    with pytest.raises(ConfigError, match=r"replicas=1 of rollout\.server\.tp=2 want 3 GPUs, and this machine has 2"):
+    with pytest.raises(ConfigError, match=r"replicas=1 of rollout\.server\.tp=2 need 3 GPUs, and this machine has 2"):
         sites_of(config, None)
 
 

@@ -55,7 +55,7 @@ SHAPE = NAMED["qwen3-30b-a3b"]
     [
         (replace(SHAPE, router=Router(score="sigmoid"), normalize_top_k=False), {}, "norm_topk_prob=False: megatron"),
         (replace(SHAPE, router=Router(groups=8, top_groups=2)), {}, "num_experts_per_tok / topk_group = 8 / 2 = 4"),
-        (replace(SHAPE, expert_bias=True), {"tp": 2}, "learner.etp=2 is refused; use etp=1, ep=tp"),
+        (replace(SHAPE, expert_bias=True), {"tp": 2}, "learner.etp=2: experts with biases cannot be sharded"),
     ],
 )
 def test_what_megatron_would_get_wrong_is_refused(shape: Any, options: dict[str, int], message: str) -> None:
