@@ -59,7 +59,7 @@ def test_a_local_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 SERVE = """
 import json, os, sys
 from launcher.worker import remote
-remote.run = lambda *_: print('torch' in sys.modules, os.environ['CUDA_VISIBLE_DEVICES'], flush=True)
+remote.run_worker = lambda *_: print('torch' in sys.modules, os.environ['CUDA_VISIBLE_DEVICES'], flush=True)
 remote.main()
 os._exit(0)
 """
