@@ -1,10 +1,10 @@
-"""Every algorithm of conf/algorithm/ on the default task, and one page that compares them.
+"""Train the default task with every algorithm of conf/algorithm/ and compare them on one page.
 
     python -m bench.algorithms [NAME ...] [--dir runs/algorithms] [--jobs 2] [--set key=value ...]
 
 Each is the default run (``rl-megatron train algorithm=NAME``) in one process with one thread, ``--jobs`` of them at a
-time, those without a ratio with one minibatch a step, VAPO with a lambda for short answers; what is finished in
-``--dir`` is not run again. Prints a Markdown table and writes ``report.html`` there.
+time. Algorithms without a ratio take one minibatch per step, VAPO a lambda for short answers. Runs already finished in
+``--dir`` are not repeated. Prints a Markdown table and writes ``report.html`` there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SETTINGS = {"reinforce": ON_POLICY, "rloo": ON_POLICY, "remax": ON_POLICY, "vapo
 
 
 def train(name: str, folder: Path, settings: list[str]) -> None:
-    """One run to its end; what it says goes to ``<folder>/<name>.log``."""
+    """Run one algorithm to its end; its output goes to ``<folder>/<name>.log``."""
     metrics = folder / name / "metrics.jsonl"
     if metrics.is_file() and max((r["step"] for r in read_jsonl(metrics)), default=0) >= STEPS:
         return

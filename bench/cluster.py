@@ -1,4 +1,4 @@
-"""Slurm: seconds from sbatch to the first step, and from what befalls a job to its next step.
+"""Time Slurm: seconds from sbatch to the first step, and from each fault to the job's next step.
 
 Run from the repository root, as root: ``python -m bench.cluster [rounds] [--json FILE]``. It starts the tests' cluster
 (each round uses two nodes) and prints a Markdown table of medians and of all rounds. Baseline: the same run on this
@@ -24,12 +24,12 @@ KEYS = ("train.steps=100000", "checkpoint.every=1", "eval.every=0", "slurm.resta
 
 
 def last_step(run: Path) -> int:
-    """The last step that is recorded; -1 before the first row."""
+    """The last recorded step; -1 before the first row."""
     return max((row["step"] for row in read_record(run) if row["phase"] == "rl"), default=-1)
 
 
 def until(true: Callable[[], object], what: str) -> float:
-    """Seconds until it is true."""
+    """Wait; return the seconds until the condition is true."""
     started = time.monotonic()
     while not true():
         if time.monotonic() - started > LIMIT:
@@ -39,7 +39,7 @@ def until(true: Callable[[], object], what: str) -> float:
 
 
 def next_step(job: Job) -> float:
-    """Seconds until the attempt after this one has made a step."""
+    """Wait; return the seconds until the attempt after this one has made a step."""
     attempts = len(job.attempts())
     waited = until(lambda: len(job.attempts()) > attempts, f"the next attempt of job {job.id}")
     step = last_step(job.run)
@@ -47,7 +47,7 @@ def next_step(job: Job) -> float:
 
 
 def round_of(cluster: Cluster, number: int) -> dict[str, float]:
-    """One job: to its first step, then over each fault; and one run here."""
+    """Time one job to its first step and through each fault, and one run on this machine."""
     out, keys = {}, (*KEYS, f"slurm.partition=pair{5 + 2 * number}")
     run = cluster.work / "runs" / f"here-{number}"
     command = [sys.executable, "-m", "launcher", "train", *TINY, *KEYS[:3], f"run.name={run.name}"]

@@ -1,10 +1,10 @@
-"""Seconds and memory of converting a random Qwen3-MoE between Hugging Face and megatron files, beside ``cp -r``.
+"""Time the conversion of a random Qwen3-MoE between Hugging Face and megatron files, and its memory, beside ``cp -r``.
 
     python -m bench.convert [--gb 2 4 8] [--dir FOLDER] [--repeats 3] [--mbridge-gb 4]
 
-Each conversion is a process of its own on files in the page cache (*warm*), or with the page cache dropped before
+Each conversion runs in its own process on files in the page cache (*warm*), or after the page cache was dropped
 (*cold*, as root). ``cp -r`` of the same bytes runs before each, and both times include the sync that makes the result
-durable. Peak memory is the most resident memory of the process, the mapped pages of its input among it.
+durable. Peak memory is the most resident memory of the process, including the mapped pages of its input.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARD_BYTES = 2 * 10**9
 
 
 def make_model(folder: Path, gigabytes: float) -> None:
-    """A Hugging Face folder of random bfloat16 bytes: config and tokenizer of a tiny model, sizes changed."""
+    """Write a Hugging Face folder of random bfloat16 bytes: config and tokenizer of a tiny model, other sizes."""
     tiny = make_tiny_model(TinyModelSection(), folder.parent / "tiny", seed=0)
     shutil.copytree(tiny, folder)
     (folder / "model.safetensors").unlink()
@@ -82,7 +82,7 @@ def make_model(folder: Path, gigabytes: float) -> None:
 
 
 def timed(work: Callable[[], object], *, cold: bool) -> float:
-    """Seconds of ``work`` and of the sync behind it."""
+    """Return the seconds of ``work`` and the following sync."""
     os.sync()
     if cold:
         Path("/proc/sys/vm/drop_caches").write_text("3")
@@ -96,7 +96,7 @@ TOOLS = {"to_megatron": "tools/hf_to_megatron.py", "to_hf": "tools/megatron_to_h
 
 
 def peak_of(*arguments: str | Path) -> float:
-    """Run python with ``arguments`` to its end; its peak of resident memory in MiB."""
+    """Run python with ``arguments`` to its end; return its peak resident memory in MiB."""
     child = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, used = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)

@@ -1,4 +1,4 @@
-"""Completion tokens per second of the whole loop beside TRL's GRPOTrainer set to GSPO, on two CPU cores.
+"""Measure completion tokens per second of the whole loop beside TRL's GRPOTrainer set to GSPO, on two CPU cores.
 
     python -m bench.end_to_end [--size mid] [--workload equal "long tail"] [--steps 9] [--repeats 1] [--json FILE]
 
@@ -6,7 +6,7 @@ Same random weights, prompts, reward, clip range, float32; one rollout batch a s
 old log-probs recomputed. *equal*: every completion has the limit's length. *long tail*: lengths are geometric with a
 mean of a quarter of the limit, as the policy stays near uniform and that share of the vocabulary ends a sequence; both
 sides stop at the first of these tokens and count it. A figure is the median over the steps after
-the second; ours is that of the fastest layout. TRL gets its own environment (``--trl-venv``), made if it is not there.
+the second; ours is that of the fastest layout. TRL gets its own environment (``--trl-venv``), created if missing.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What both sides are given."""
+    """The input of both sides."""
 
     size: str
     workload: str
@@ -131,7 +131,7 @@ def main() -> None:
 def trl_environment(folder: Path) -> Path:
     """The Python of TRL's environment, made on first use and when the pins change.
 
-    torch goes first and by itself, as in the Makefile.
+    torch is installed first and separately, as in the Makefile.
     """
     requirements, constraints = ROOT / "bench" / "requirements-trl.txt", ROOT / "constraints.txt"
     python, installed = folder / "bin" / "python", folder / "installed.txt"
@@ -267,7 +267,7 @@ def run_ours(task: Task, layout: Sequence[str], work: Path) -> tuple[list[Step],
 
 
 def run(command: Sequence[str]) -> float:
-    """Run to the end; the share of the machine's time that other processes took. Shows the output of a failure."""
+    """Run to the end; return the share of the machine's time that other processes took. Show a failure's output."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(CORES),  # TRL's; our launcher sets its own

@@ -1,10 +1,10 @@
-"""Seconds of a weight sync into an engine server on CPUs, and the share of them that its verification takes.
+"""Measure seconds of a weight sync into an engine server on CPUs, and the share of them that its verification takes.
 
     python -m bench.engine_sync [--engine vllm sglang] [--size tiny large] [--pushes 9] [key=value ...]
 
-Everything is a run's own: one learner rank of megatron-core, the server as `rollout=vllm` or `sglang` starts it, the
-push that a step ends with. *verify* is what the push itself says that it spent on digests and on the probe while
-nothing else went on; the first two pushes are left out, for they touch all memory first. The floor is one copy of the
+Every part is that of a real run: one learner rank of megatron-core, the server as `rollout=vllm` or `sglang` starts it,
+the push at the end of a step. *verify* is the time that the push reports for digests and the probe while nothing else
+ran; the first two pushes are left out because they touch all memory for the first time. The floor is one copy of the
 same bytes in this process.
 """
 
@@ -41,7 +41,7 @@ SIZES: Mapping[str, TinyModelSection] = {
 
 
 async def measure(engine: str, model: Path, folder: Path, pushes: int, keys: Sequence[str]) -> list[WeightUpdate]:
-    """What each push says of itself."""
+    """The figures that each push reports."""
     python = ROOT / ".engines" / engine / "bin" / "python"
     given = [f"rollout={engine}", f"rollout.python={python}", "learner.ep=1", "rollout.slots=64", *keys]
     config = load_config("tiny_cpu", given)

@@ -1,9 +1,9 @@
-"""Requests per second of our adapters beside each engine's own benchmark client, on the same server.
+"""Measure requests per second of our adapters beside each engine's own benchmark client, on the same server.
 
     python -m bench.engines [--engine vllm sglang] [--requests 256] [--concurrency 64] [--repeats 3] [--json FILE]
 
-Both send prompts of 16 tokens for 32 new ones and keep as many requests in flight; the two take turns, after one
-warm-up each. Ours asks for log-probs and versions, which the engines' clients do not: `vllm bench serve` streams text
+Both send prompts of 16 tokens for 32 new ones and keep the same number of requests in flight; they take turns after one
+warm-up each. Ours requests log-probs and versions, which the engines' clients do not: `vllm bench serve` streams text
 from /v1/completions, `sglang.bench_serving` streams from /generate with prompts as token ids. Engines are those that
 `make test-engines` installs.
 
@@ -107,7 +107,7 @@ async def measure(name: str, model: Path, folder: Path, args: argparse.Namespace
 
 
 def prompts(count: int, turn: int) -> list[GenerationRequest]:
-    """Random ones, others in each turn: no cache knows them."""
+    """Random prompts, different in each turn, so that no cache has them."""
     chosen = random.Random(turn)
     params = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=NEW_TOKENS, stop_token_ids=(), seed=turn)
     return [
@@ -122,14 +122,14 @@ def prompts(count: int, turn: int) -> list[GenerationRequest]:
 
 
 async def seconds_of(engine: ServedEngine, requests: Sequence[GenerationRequest]) -> float:
-    """Of our adapter; the engine's own limit keeps as many in flight as the other client does."""
+    """Time our adapter; the engine's own limit keeps as many requests in flight as the other client does."""
     started = time.perf_counter()
     await asyncio.gather(*(engine.generate(request) for request in requests))
     return time.perf_counter() - started
 
 
 def own_client(name: str, server: Server, model: Path, result: Path, args: argparse.Namespace) -> Callable[[], float]:
-    """Runs the engine's own benchmark client; its requests per second."""
+    """Run the engine's own benchmark client; return its requests per second."""
     told = {"url": server.url, "model": model, "result": result, **vars(args)}
     command = [str(interpreter(name)), *(word.format(**told) for word in CLIENTS[name])]
     environment = {**os.environ, "OPENAI_API_KEY": server.token or "", "HF_HUB_OFFLINE": "1"}

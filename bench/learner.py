@@ -1,4 +1,4 @@
-"""Training tokens per second of the megatron learner beside transformers' forward and backward, same weights.
+"""Measure training tokens per second of the megatron learner beside transformers' forward and backward, same weights.
 
     python -m bench.learner [--size tiny mid] [--threads 2] [--ep 1] [--repeats 7] [--json FILE]
 
@@ -155,7 +155,7 @@ def fastest_transformers(folder: Path, samples: Samples, threads: int) -> tuple[
 
 
 def measure(size: str, workload: str, *, threads: int, ep: int, repeats: int) -> dict[str, str | int | float]:
-    """One row: both take turns after a warm-up each. Runs in a process of its own (a process joins one world)."""
+    """One row: both take turns after a warm-up each. Runs in its own process (a process can join one world)."""
     spec, tokens, length, bar = SIZES[size]
     samples = make_samples(tokens, length, long_tail=workload == "long tail")
     learner = LearnerSection(ep=ep, threads=max(1, threads // ep))

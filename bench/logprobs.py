@@ -1,9 +1,9 @@
-"""Peak extra memory and time of chunked log-probs beside float32 `log_softmax` and `gather`, forward and backward.
+"""Measure extra memory and time of chunked log-probs beside float32 `log_softmax` and `gather`, forward and backward.
 
     python -m bench.logprobs [--tokens 16384] [--vocab 32768] [--dtype bfloat16] [--threads 2] [--json FILE]
 
-Each is measured in a process of its own: the growth of its peak resident memory over the logits, targets and their
-gradient's seed, that is the gradient of the logits (which both must make) and whatever else. Both give log-probs with
+Each is measured in its own process: how far its peak resident memory exceeds the logits, targets and their gradient's
+seed, that is, the gradient of the logits (which both must make) and anything else. Both give log-probs with
 gradient; ours gives the entropy as well. Time is the fastest of the repeats.
 """
 

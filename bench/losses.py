@@ -1,12 +1,12 @@
-"""Cost of the advantage and of the loss stage beside the train step that they belong to, in the same process.
+"""Measure the cost of the advantage and loss stages beside their train step, in the same process.
 
     python -m bench.losses [--threads 2] [--repeats 15] [--json FILE]
 
 The advantage stage is `assign_credit` over a rollout batch of 65,536 tokens, prompts not counted: once a batch, so
 its share of one train step is an upper bound. The loss stage is a loss's forward, with all its metrics, and its
 backward to the log-probs and the entropy, packed, 65,536 tokens. The train step is the learner's, with GSPO, on fewer
-tokens; its time is scaled to 65,536 tokens. GAE is measured over 8,192 sequences of 1,024 tokens as well: all of them
-trained, and behind prompts of 100 tokens. Times are medians.
+tokens; its time is scaled to 65,536 tokens. GAE is also measured over 8,192 sequences of 1,024 tokens: with all
+of them trained, and after prompts of 100 tokens. Times are medians.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Row:
     bar: float
 
     def line(self) -> str:
-        """Of the Markdown table."""
+        """A line of the Markdown table."""
         return (
             f"| {self.stage} | {self.what} | {1e3 * self.seconds:.1f} ms | {1e3 * self.bar:.1f} ms | "
             f"{self.seconds / self.bar:.2f} |"
@@ -73,7 +73,7 @@ class Row:
 
 
 def median_seconds(call: Callable[[], object], repeats: int) -> float:
-    """Of ``repeats`` calls, after two that are not counted."""
+    """The median of ``repeats`` calls, after two that are not counted."""
 
     def once() -> None:
         call()
@@ -83,7 +83,7 @@ def median_seconds(call: Callable[[], object], repeats: int) -> float:
 
 
 def rollouts(length: int) -> list[RolloutGroup]:
-    """Groups of 8 completions of ``length`` tokens that make ``TOKENS``, behind prompts of 16."""
+    """Groups of 8 completions of ``length`` tokens that make ``TOKENS``, after prompts of 16."""
     completion = Completion(
         token_ids=np.arange(length, dtype=np.int32),
         logprobs=np.full(length, -1.0, np.float32),
@@ -190,7 +190,7 @@ def measure(size: str, threads: int, repeats: int) -> list[Row]:
 
 
 def send_rows(writer: Connection, size: str, threads: int, repeats: int) -> None:
-    """What the spawned process runs: a process joins one world."""
+    """Entry point of the spawned process, since a process can join only one world."""
     writer.send(measure(size, threads, repeats))
 
 

@@ -1,10 +1,10 @@
-"""Memory of a run's processes over its steps: controller and ranks, each ``--every`` steps.
+"""Measure the memory of a run's processes over its steps: controller and ranks, each ``--every`` steps.
 
     python -m bench.memory [--steps 1500] [--every 100] [--json FILE]
 
 A run of the tiny model as users start it (two ranks, embedded engine, a push a step), in batches of 16 completions of
-unlike lengths, so that nearly each micro-batch has a shape of its own. Resident memory is the least within ``--every``
-steps: ranks give freed memory back at each 25th. The bar is on what steps 300 to the last add: 2 %.
+unlike lengths, so that nearly every micro-batch has its own shape. Resident memory is the least within ``--every``
+steps, because ranks return freed memory at every 25th. The bar limits the growth from step 300 to the last: 2 %.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KEYS = (
 
 
 def processes(run: psutil.Process) -> dict[str, psutil.Process]:
-    """The controller and its ranks by name; what ranks are forked from makes no step."""
+    """The controller and its ranks by name, without the process from which ranks are forked."""
     below = [p for p in run.children(recursive=True) if p.ppid() != run.pid]
     return {"controller": run, **{f"rank {i}": p for i, p in enumerate(sorted(below, key=lambda p: p.pid))}}
 

@@ -1,10 +1,10 @@
-"""Packing a lognormal mix of sequences: balance, padding and time, beside two simple packers in the same run.
+"""Measure packing of a lognormal mix of sequences: balance, padding and time, beside two simple packers.
 
     python -m bench.packing [--sequences 4096] [--dp 8] [--cp 2] [--tp 2]
 
 *rank*, *micro-batch*: heaviest / mean work. *lockstep*: time lost when the D ranks of one micro-batch index wait for
-each other (expert parallelism). *bound*: what the longest sequence alone makes of the micro-batch figure; where it
-is above the bar no packing of whole sequences meets it. *plan* is the assignment; *assemble* also copies the tokens.
+each other (expert parallelism). *bound*: the micro-batch figure that the longest sequence alone forces; if it
+is above the bar, no packing of whole sequences meets it. *plan* is the assignment; *assemble* also copies the tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Weights: seconds and memory to plan a move at cluster scale; `bench.transport` times moves.
+"""Measure seconds and memory to plan a move of weights at cluster scale; `bench.transport` times moves.
 
-Run from the repository root: ``python -m bench.plan [--json FILE]``. Prints Markdown tables. Each plan has a process
-and a core of its own. ``seconds`` is the plan; ``a process's part`` counts the transfers of one rank, then the seconds
+Run from the repository root: ``python -m bench.plan [--json FILE]``. Prints Markdown tables. Each plan has its own
+process and core. ``seconds`` is the plan; ``a process's part`` counts the transfers of one rank, then the seconds
 to write them out (the larger of one learner rank's and one engine rank's).
 """
 
@@ -122,7 +122,7 @@ def measure(name: str, sizes: Numbers, learner: Numbers, engine: Numbers) -> Non
 
 
 def apart(name: str, sizes: Numbers, learner: Numbers, engine: Numbers) -> tuple[dict[str, object], str]:
-    """A row measured in a process of its own, and its cells."""
+    """A row, measured in its own process, and its cells."""
     point = json.dumps([name, sizes, learner, engine])
     done = subprocess.run([sys.executable, "-m", "bench.plan", point], capture_output=True, text=True, check=True)
     r = json.loads(done.stdout)
@@ -163,7 +163,7 @@ def planning() -> list[dict[str, object]]:
 
 
 def numbers(given: Numbers) -> str:
-    """As a table's cell."""
+    """Format as a table's cell."""
     return ", ".join(f"{key}={value}" for key, value in given.items())
 
 

@@ -1,7 +1,7 @@
-"""What every benchmark says first and writes last: the machine, and ``--json FILE`` with its rows.
+"""Print the machine before every benchmark, and write its rows to ``--json FILE`` after it.
 
-Figures of one kind of processor do not hold on another: matrix products, the copies between them and their ratio all
-follow the instruction set, so it stands beside every figure.
+Figures from one kind of processor do not hold on another: matrix products, the copies between them and their ratio all
+depend on the instruction set, so every figure comes with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ISA = (
 
 
 def machine() -> dict[str, object]:
-    """The processor, what of ``_ISA`` it has, its cores here, torch's version, and the load of the last minute."""
+    """The processor, which of ``_ISA`` it has, its cores here, torch's version, and the load of the last minute."""
     fields: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -41,7 +41,7 @@ def machine() -> dict[str, object]:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line, ``--json FILE`` with it; the machine is printed."""
+    """Parse the command line, including ``--json FILE``, and print the machine."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, with the machine they are of")
     args = parser.parse_intermixed_args()
     here = machine()
@@ -51,7 +51,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def write(args: argparse.Namespace, rows: Sequence[Mapping[str, object]]) -> None:
-    """``--json``: the machine, the other arguments and the rows."""
+    """Write the machine, the other arguments and the rows to ``--json``."""
     if args.json:
         options = {name: value for name, value in vars(args).items() if name != "json"}
         args.json.write_text(

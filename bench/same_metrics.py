@@ -1,10 +1,10 @@
-"""Whether two revisions train alike: the default run's metrics and samples, equal to the bit.
+"""Check that two revisions train alike: the default run's metrics and samples are equal to the bit.
 
     python -m bench.same_metrics BEFORE [AFTER] [key=value ...] [--json FILE]
 
-Checks out both revisions of this repository (AFTER: the files as they are) and starts ``train`` in each, one after the
-other, with the interpreter and the packages of this one and the same keys; the default is seed 0 of the default run.
-Rows are compared without what depends on the clock. The bar is no difference.
+Checks out both revisions of this repository (AFTER defaults to the working tree) and starts ``train`` in each,
+one after the other, with this interpreter, its packages and the same keys; the default is seed 0 of the default run.
+Rows are compared without the fields that depend on the clock. The bar is no difference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEYS = ("seed=0", "log.progress=plain", "log.tensorboard=false", "run.dir=runs",
 
 @contextlib.contextmanager
 def checked_out(revision: str | None, folder: Path) -> Iterator[Path]:
-    """The files of a revision, in a worktree of their own; None: those that lie here."""
+    """The files of a revision, in their own worktree; None means the working tree."""
     if revision is None:
         yield REPO
         return
@@ -55,7 +55,7 @@ def record(tree: Path, folder: Path, keys: list[str]) -> tuple[list[JsonRow], li
 
 
 def main() -> int:
-    """Both runs, and where they differ. Status 1 where they do."""
+    """Run both and print where they differ; exit with status 1 if they do."""
     parser = argparse.ArgumentParser(prog="python -m bench.same_metrics", description=__doc__)
     parser.add_argument("before", metavar="BEFORE", help="a revision of git")
     parser.add_argument("rest", nargs="*", metavar="AFTER|key=value", help="another, and keys of the runs")

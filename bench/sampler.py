@@ -1,13 +1,13 @@
-"""Tokens per second of the in-process rollout engine beside transformers' `generate`: same weights, same cores.
+"""Measure tokens per second of the in-process rollout engine beside transformers' `generate`: same weights, same cores.
 
     python -m bench.sampler [--size tiny mid] [--threads 2] [--replicas 2] [--repeats 5] [--json FILE]
 
-transformers has all threads in one process. The engine runs as it does beside the learner's ranks: a replica a
+transformers has all threads in one process. The engine runs as it does beside the learner's ranks: one replica per
 process, with its share of the threads and of the prompts; a figure ends when the last replica does.
 
 *equal*: every completion has the full length, one completion a prompt. *group*: 8 completions a prompt. *long tail*:
 lengths are geometric with a mean of a quarter of the limit, where finished sequences must leave the batch; tokens
-behind a stop are not counted. Figures are tokens/s, the fastest of the repeats after one warm-up, the two engines
+after a stop are not counted. Figures are tokens/s, the fastest of the repeats after one warm-up, the two engines
 taking turns so that both see the same machine.
 """
 
@@ -145,7 +145,7 @@ def measure(
 def transformers_run(
     model: Qwen3MoeForCausalLM, prompts: torch.Tensor, new_tokens: int, stops: tuple[int, ...]
 ) -> Callable[[int], float]:
-    """``generate`` on the prompts [B, L]: seed -> completion tokens per second, none counted behind a stop."""
+    """``generate`` on the prompts [B, L]: seed -> completion tokens per second, none counted after a stop."""
 
     def run(seed: int) -> float:
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A step's rollouts as tensors: CPU seconds of `to_samples`, beside a walk over tuples of Python numbers.
+"""Measure CPU seconds of `to_samples` on a step's rollouts, beside a walk over tuples of Python numbers.
 
     python -m bench.samples [--sequences 4096] [--positions 4700000]
 
@@ -29,7 +29,7 @@ Tuples = Sequence[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]]
 
 
 def rollouts(sequences: int, positions: int) -> list[RolloutGroup]:
-    """Groups whose sequences have ``positions`` positions together, up to rounding."""
+    """Groups whose sequences have ``positions`` positions in total, up to rounding."""
     rng = np.random.default_rng(0)
     drawn = rng.lognormal(0.0, 0.85, sequences)
     mean = positions / sequences - PROMPT + 1

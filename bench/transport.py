@@ -1,4 +1,4 @@
-"""Weight sync: each transport, with and without digests, against gathering and broadcasting over the same processes.
+"""Time a weight sync by each transport, with and without digests, against gather-and-broadcast in the same processes.
 
 Run from the repository root: ``python -m bench.transport [--json FILE]``. Four learner ranks (TP2, EP2) fill two engine
 ranks (TP2), six processes in all. Prints what one core and one connection can do, then a Markdown table: medians of
@@ -84,7 +84,7 @@ class GatherAndBroadcast:
         return out
 
     def move(self) -> None:
-        """Once through the model."""
+        """Move the whole model once."""
         for kind, names, elements in self._buckets:
             mine, whole = self._mine[:elements], self._whole[: elements if kind == "none" else 2 * elements]
             if self._rank < LEARNERS:
@@ -108,7 +108,7 @@ def timed(call: Callable[[], object]) -> tuple[float, float]:
 
 
 def floors(rank: int) -> None:
-    """Print what any transport pays here: copies by one core, XXH3 of cached pieces, one stream over loopback."""
+    """Print any transport's minimum cost here: copies by one core, XXH3 of cached pieces, one stream over loopback."""
     piece, total = torch.ones(PIECE_BYTES, dtype=torch.uint8), 512 * 2**20
     if rank == 0:
         memory = torch.ones(total // PIECE_BYTES, PIECE_BYTES, dtype=torch.uint8)
@@ -142,7 +142,7 @@ def floors(rank: int) -> None:
 
 
 def change(src: Mapping[str, Tensor]) -> None:
-    """Three elements of a hundred."""
+    """Change three elements in a hundred."""
     for tensor in src.values():
         tensor.view(-1)[::33] += 1
 
@@ -195,7 +195,7 @@ def measure(rank: int, name: str, model: ModelShape) -> list[dict[str, object]]:
 
 
 def process(rank: int, port: int, args: argparse.Namespace) -> None:
-    """One of the six."""
+    """Run one of the six processes."""
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=LEARNERS + ENGINES)

@@ -2,10 +2,11 @@
 
     python bench/trl_gspo.py SPEC.json     (bench.end_to_end writes it)
 
-Set for speed on CPU, where TRL's defaults are for GPUs: float32 without autocast, no gradient checkpointing, no router
-loss, nothing logged or saved; and what was the fastest of these here: experts by grouped_mm (eager is a fifth slower,
-batched_mm runs out of memory), attention by sdpa (or eager), whole minibatches in one forward (or in 2 or 4), AdamW
-fused (or not). A step is one rollout batch: from the end of one's last optimizer step to the end of the next one's.
+It is set for speed on CPUs, since TRL's defaults are for GPUs: float32 without autocast, no gradient checkpointing, no
+router loss, nothing logged or saved; and the fastest of these choices here: experts by grouped_mm (eager is a fifth
+slower, batched_mm runs out of memory), attention by sdpa (or eager), whole minibatches in one forward (or in 2 or 4),
+AdamW fused (or not). A step is one rollout batch: from the end of one's last optimizer step to the end of the next
+one's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def text_hash(texts: Sequence[str]) -> list[float]:
 
 
 def run(spec: dict[str, Any]) -> list[dict[str, float]]:
-    """Train; of every rollout batch the completion tokens, the seconds, and those of them spent in `generate`."""
+    """Train; return each rollout batch's completion tokens, seconds, and seconds spent in `generate`."""
     import torch
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -113,7 +114,7 @@ def config(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the spec and write its rows where it says."""
+    """Run the spec and write its rows to the file that it names."""
     spec = json.loads(Path(sys.argv[1]).read_text())
     Path(spec["out"]).write_text(json.dumps(run(spec)))
 

@@ -1,10 +1,10 @@
-"""The way of a sample, or of a weight box, through the files: a real run of one step, watched from outside.
+"""Trace the way of a sample, or of a weight box, through the files in a real run of one step.
 
     python -m bench.walk [--of sample|box] [--tree FOLDER] [--json FILE] [key=value ...]
 
-Starts ``train`` of the code in ``--tree`` (default: here; any revision's worktree will do) for one step of one prompt:
-the embedded engine, a megatron learner over gloo; a box has two ranks to go between. In every process a hook
-(`bench.walk_hook`) notes, in order, each file of rl_megatron/ and launcher/ with a function that takes or returns the
+Starts ``train`` of the code in ``--tree`` (default: here; any revision's worktree works) for one step of one prompt:
+the embedded engine, a megatron learner over gloo, and two ranks if a box is traced. In every process a hook
+(`bench.walk_hook`) records, in order, each file of rl_megatron/ and launcher/ with a function that takes or returns the
 sample: a prompt, request, completion, turn, row, trajectory, group, batch, samples, packed micro-batch, or a loss's
 inputs, also inside tuples, lists and mappings. Bare tensors (activations, log-probs) are not followed, and a view that
 an object of data has of itself is no stop. Of a box: tensors, and objects of classes of rl_megatron/weights, from the
@@ -44,7 +44,7 @@ VOCABULARY = ("rl_megatron/types.py",)  # what crosses rooms: no stop
 
 
 class Stop(NamedTuple):
-    """A file that had it in hand, by a function of it."""
+    """A file that held the sample or box, and which of its functions did."""
 
     time: int
     process: int
@@ -75,7 +75,7 @@ def watched(tree: Path, of: str, keys: Sequence[str]) -> list[Stop]:
 
 
 def of_the_step(stops: Sequence[Stop]) -> list[Stop]:
-    """From the prompt's being taken to the end of the step, without evaluations."""
+    """The stops from taking the prompt to the end of the step, without evaluations."""
     asked = next(i for i, stop in enumerate(stops) if any(r.startswith("step 1") for r in stop.requests))
     first = max(i for i in range(asked) if stops[i].file == "rl_megatron/data/prompts.py")
     ends = (i for i in range(asked, len(stops)) if any(r.startswith("evaluation") for r in stops[i].requests))
@@ -86,7 +86,7 @@ def of_the_step(stops: Sequence[Stop]) -> list[Stop]:
 
 
 def of_the_push(stops: Sequence[Stop]) -> list[Stop]:
-    """From behind rank 0's reading of the model, which plans as well, to the end of the first push."""
+    """The stops after rank 0 has read the model (which plans as well) up to the end of the first push."""
     mine = [stop for stop in stops if stop.rank in (None, 0)]
     connected = next(i for i, stop in enumerate(mine) if stop.file.endswith("/connect.py"))
     read = max(i for i in range(connected) if mine[i].file.endswith("/safetensors_io.py"))
@@ -95,12 +95,12 @@ def of_the_push(stops: Sequence[Stop]) -> list[Stop]:
 
 
 def collapsed(names: Sequence[str]) -> list[str]:
-    """Neighbours that are equal, once."""
+    """Replace each run of equal neighbours by one."""
     return [name for name, _ in groupby(names)]
 
 
 def shown(stops: Sequence[str]) -> str:
-    """A line of at most 110 characters each."""
+    """Wrap into lines of at most 110 characters."""
     lines = [""]
     for stop in stops:
         word = f"{stop} → "

@@ -1,8 +1,8 @@
-"""Notes, in every Python process of a run, which files have a sample or a weight box in hand; bench.walk reads it.
+"""Record, in every Python process of a run, which files hold a sample or a weight box, for bench.walk.
 
-Copied as ``sitecustomize.py`` to the front of PYTHONPATH, so that it knows trees in which no bench exists, and imports
-the standard library alone. Each line written is a JSON list: time in ns (of the machine, for all processes), process,
-rank or null, file, function, call or return, and the ids of generation requests in hand.
+It is copied as ``sitecustomize.py`` to the front of PYTHONPATH, so it works for trees without bench, and it imports
+only the standard library. Each line written is a JSON list: time in ns (of the machine, for all processes), process,
+rank or null, file, function, call or return, and the ids of the generation requests held.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Convert a checkpoint with a progress display: what the conversion tools and ``rl-megatron convert`` share."""
+"""Convert a checkpoint with a progress display, for the conversion tools and ``rl-megatron convert``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(
     config: Path | None = None,
     family: str | None = None,
 ) -> None:
-    """Convert to the other kind; which one ``source`` is, it shows by itself. Raises RLMegatronError."""
+    """Convert to the other kind; ``source``'s own kind is detected. Raises RLMegatronError."""
     must_be_there(source)
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is unknown; one of: {', '.join(DTYPES)}")
@@ -54,7 +54,7 @@ def run(
 
 
 def _tell(source: Path, out: Path, check: str, model: str) -> None:
-    """What was made, and what to do with it."""
+    """Print what was written and what to do with it."""
     made = contents(out)
     tensors, parameters = sum(part.tensors for part in made.parts), sum(part.parameters for part in made.parts)
     print(f"{out}: {made.kind}, {tensors:,} tensors, {parameters:,} parameters, {total_bytes(out):,} bytes")
@@ -66,7 +66,7 @@ def _tell(source: Path, out: Path, check: str, model: str) -> None:
 
 
 def must_be_there(folder: Path) -> None:
-    """Raises ConfigError for a folder that is not."""
+    """Raises ConfigError if the folder does not exist."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give a Hugging Face or a megatron torch_dist checkpoint")
 
@@ -82,7 +82,7 @@ def display(folder: Path) -> Iterator[Callable[[int], None]]:
 
 
 def say(work: Callable[[], None]) -> None:
-    """Run a tool's work; an error that is the user's to read goes to stderr, exit status 1."""
+    """Run a tool's work; print an error meant for the user to stderr and exit with status 1."""
     try:
         work()
     except RLMegatronError as error:

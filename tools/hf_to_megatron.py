@@ -1,8 +1,8 @@
-"""Hugging Face safetensors to a megatron ``torch_dist`` checkpoint that loads at any TP, PP, EP and ETP.
+"""Convert Hugging Face safetensors to a megatron ``torch_dist`` checkpoint that loads at any TP, PP, EP and ETP.
 
     python tools/hf_to_megatron.py HF_DIR MEGATRON_DIR [--dtype bfloat16] [--shard-gb 1]
 
-Streams: no GPU, no process group, no model in memory. Killed and started again, it goes on.
+The conversion streams: no GPU, no process group, no model in memory. If killed and restarted, it continues.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Who holds what: the parameters of every rank of a layout, as text and as a picture.
+"""Show which rank of a layout holds which parameters, as text and as a picture.
 
     python tools/inspect_layout.py MODEL megatron,tp=2,pp=2,ep=2,dp=2 [--rank 3] [--svg layout.svg]
 
-MODEL is a folder with a config.json, or a name as qwen3-235b-a22b; no weights are read.
+MODEL is a folder with a config.json, or a name such as qwen3-235b-a22b; no weights are read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(
 def run(
     model: str, layout: str, *, rank: int | None = None, svg: Path | None = None, family: str | None = None
 ) -> None:
-    """Print it, and write the picture where ``svg`` says. Raises RLMegatronError."""
+    """Print the layout, and write the picture to ``svg``. Raises RLMegatronError."""
     made = parse_layout("layout", layout, model_shape(model, family))
     if rank is not None and rank >= made.dims.world_size:
         raise ConfigError(f"--rank {rank}: the layout {layout} has {made.dims.world_size} ranks, from 0 on")
@@ -54,7 +54,7 @@ def run(
 
 
 def ranks(layout: Layout, title: str) -> Table:
-    """A line a rank: its place, layers, experts and how much it holds."""
+    """One line per rank: its place, layers, experts and how much it holds."""
     table = Table("rank", "tp", "pp", "ep", "etp", "layers", "experts", "parameters", "of all", title=title)
     whole = sum(prod(s) for s in Layout(table=layout.table, shape=layout.shape).local_shapes(0).values())
     for rank in range(layout.dims.world_size):
@@ -75,7 +75,7 @@ def parameters(layout: Layout, rank: int) -> Table:
 
 
 def picture(layout: Layout, title: str) -> str:
-    """An SVG: a column a rank, a line a row of the table; the colour is the stage, the text the share that is held."""
+    """An SVG with a column per rank and a line per row of the table; colour is the stage, text the share held."""
     rows, world = layout.rows(), layout.dims.world_size
     width, height = _LEFT + world * _CELL + 12, _TOP + len(rows) * _HEIGHT + 12
     parts = [
@@ -106,7 +106,7 @@ def picture(layout: Layout, title: str) -> str:
 
 
 def _share(layout: Layout, spec: ParamSpec, rank: int) -> str | None:
-    """What a rank holds of a row: which part of each tensor, of which experts; None where nothing."""
+    """What a rank holds of a row: which part of each tensor, of which experts; None if nothing."""
     at, d = coordinates(layout.dims, rank), layout.dims
     if all(at.pp not in stages for stages in layout.layer_stages(spec).values()):
         return None

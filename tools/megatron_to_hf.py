@@ -1,9 +1,9 @@
-"""A megatron ``torch_dist`` checkpoint, saved in whatever layout, to Hugging Face safetensors.
+"""Convert a megatron ``torch_dist`` checkpoint, saved in any layout, to Hugging Face safetensors.
 
     python tools/megatron_to_hf.py MEGATRON_DIR HF_DIR [--config HF_DIR] [--dtype bfloat16] [--shard-gb 2]
 
 Reads what tools/hf_to_megatron.py wrote and the learner/ folder of a run's checkpoint (give ``--config`` then: a folder
-with the model's config.json and tokenizer). Streams, and goes on after a kill.
+with the model's config.json and tokenizer). Streams, and continues after a kill.
 """
 
 from __future__ import annotations

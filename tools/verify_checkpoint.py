@@ -1,8 +1,8 @@
-"""Say what is wrong with a Hugging Face or megatron ``torch_dist`` checkpoint; exit status 1 where something is.
+"""Say what is wrong with a Hugging Face or megatron ``torch_dist`` checkpoint; exit status 1 if anything is wrong.
 
     python tools/verify_checkpoint.py FOLDER [--against OTHER] [--config HF_DIR]
 
-Checks that every tensor of the model is there, with its shape, in files that are whole (checksums, where the format has
+Checks that every tensor of the model is there, with its shape, in complete files (checksums, if the format has
 them), and that every value is a number; with ``--against``, that another checkpoint of either kind is equal to the bit.
 """
 
@@ -37,7 +37,7 @@ def main(
 
 
 def run(folder: Path, *, against: Path | None = None, config: Path | None = None, family: str | None = None) -> bool:
-    """Whether nothing is wrong; prints what is. Raises RLMegatronError where it cannot be read to its end."""
+    """Print what is wrong; return whether nothing is. Raises RLMegatronError if it cannot be read to its end."""
     conversion.must_be_there(folder)
     if against is not None:
         conversion.must_be_there(against)
