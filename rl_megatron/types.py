@@ -1,6 +1,6 @@
-"""Every type that crosses a room. Data only: no behaviour beyond trivial views, no torch import at run time.
+"""Every type that one room hands to another. Data only: no behaviour beyond trivial views, no torch import at run time.
 
-What engines answer is numpy columns, read-only; what is trained on is tensors.
+Engines answer in read-only numpy columns; training reads tensors.
 
 Letters: P prompts, G group size, S sequences, N tokens of a ragged batch (all sequences concatenated),
 D data-parallel ranks, M micro-batches. Log-probs are nats, float32, of the sampling distribution.
@@ -25,7 +25,7 @@ FinishReason = Literal["stop", "length", "abort"]
 class ParallelDims:
     """Degrees of each mesh axis; rank order is megatron-core's ``tp-cp-ep-dp-pp`` (tp fastest).
 
-    ``ep * etp`` divides ``tp * cp * dp``: experts are spread inside one pipeline stage.
+    ``ep * etp`` divides ``tp * cp * dp``, because experts are spread inside one pipeline stage.
     """
 
     tp: int = 1
@@ -82,7 +82,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routes:
-    """The experts that each router of a model chose for each position of a sequence; arrays by `data.routes`."""
+    """The experts that each router of a model chose for each position of a sequence; `data.routes` makes arrays."""
 
     data: bytes  # uint8, or little-endian int16 where there are more than 256 experts; row-major
     shape: tuple[int, int, int]  # positions, MoE layers, experts a token
@@ -91,7 +91,7 @@ class Routes:
 
 
 class Span(NamedTuple):
-    """Tokens from ``start`` on, up to those of the next span, were sampled by weights ``version``."""
+    """The tokens from ``start`` up to the next span were sampled with weights ``version``."""
 
     start: int
     version: int
@@ -99,7 +99,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """What an engine sampled. The stop token, where one ended it, is the last of ``token_ids``."""
+    """The tokens that an engine sampled. If a stop token ended them, it is the last of ``token_ids``."""
 
     token_ids: TokenIds  # [L] int32
     logprobs: LogProbs  # [L] float32, nats
@@ -113,7 +113,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
-    """What the model sampled in one go: a completion at its place in a row. All of it is trained on."""
+    """What the model sampled in one request: a completion at its place in a row. The learner trains on all of it."""
 
     start: int  # its first token in the row; at least 1
     logprobs: LogProbs  # one for each of its tokens
@@ -126,7 +126,7 @@ class Turn:
 
     @property
     def stop(self) -> int:
-        """Behind its last token in the row."""
+        """The position in the row after its last token."""
         return self.start + len(self.logprobs)
 
 
@@ -144,25 +144,25 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory:
-    """What one reward is of: a row, or several where what stands before a turn is not what stood there."""
+    """What one reward scores: a row, or several rows if a turn's context does not extend the row before it."""
 
     chains: tuple[Chain, ...]
     reward: float
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Those of all rows."""
+        """The turns of all rows."""
         return tuple(turn for chain in self.chains for turn in chain.turns)
 
     @property
     def num_sampled(self) -> int:
-        """Its sampled tokens."""
+        """Number of sampled tokens."""
         return sum(len(turn.logprobs) for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """What a reward says of one completion. Its ``total`` is finite unless there is an ``error``."""
+    """A reward's result for one completion. ``total`` is finite unless there is an ``error``."""
 
     total: float  # the reward; of a weighted sum, the sum
     parts: Mapping[str, float] = field(default_factory=dict)  # of a weighted sum, by name, before their weights
@@ -179,16 +179,16 @@ class RolloutGroup:
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Of each."""
+        """The total reward of each trajectory."""
         return tuple(trajectory.reward for trajectory in self.trajectories)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """A ragged batch of S sequences, concatenated: what packing cuts and a micro-batch holds. CPU tensors.
+    """A ragged batch of S sequences, concatenated: packing cuts it, and a micro-batch holds one. CPU tensors.
 
-    ``old_logprobs`` is of the policy at the start of the update, ``rollout_logprobs`` what the engine reported. What is
-    None is not needed by the run's losses.
+    ``old_logprobs`` are the policy's at the start of the update, ``rollout_logprobs`` the engine's. A field that the
+    run's losses do not need is None.
     """
 
     input_ids: Tensor  # [N] int64
@@ -207,24 +207,24 @@ class Samples:
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """The number of sequences, S."""
         return len(self.cu_seqlens) - 1
 
     @property
     def columns(self) -> dict[str, Tensor]:
-        """Every [N, ...] field that is there, by name."""
+        """Every [N, ...] field that is not None, by name."""
         every = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "cu_seqlens")
         return {name: column for name, column in every if column is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """One micro-batch on one rank, as a loss sees it. T positions, S sequences (some only in part, under CP).
+    """The input of a loss: one micro-batch on one rank. T positions, S sequences (some only in part, under CP).
 
-    A policy's loss has a gradient through ``logprobs`` and ``entropy``; a critic's through ``values`` alone, and its
-    ``logprobs`` and ``entropy`` are zeros. ``segment_sum`` maps a detached [T] tensor to [S]: sums over each sequence,
-    over all ranks that share it. ``num_tokens`` and ``num_sequences`` are the **global** denominators of the whole
-    (mini)batch.
+    A policy's loss has a gradient through ``logprobs`` and ``entropy``; a critic's only through ``values``, and its
+    ``logprobs`` and ``entropy`` are zeros. ``segment_sum`` maps a detached [T] tensor to [S], the sums over each
+    sequence and over all ranks that share it. ``num_tokens`` and ``num_sequences`` are the **global** denominators of
+    the whole (mini)batch.
     """
 
     logprobs: Tensor  # [T] float32
@@ -253,10 +253,10 @@ V_co = TypeVar("V_co", covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric(Generic[V_co]):
-    """A number, or a histogram's counts, and how several under one name become one.
+    """A number, or a histogram's counts, and how to reduce several of one name to one.
 
-    Parts of a batch (micro-batches, DP and CP ranks) have shares of a sum, mean or histogram: shares add up. Of minima
-    and maxima the extreme counts. Optimizer steps are reduced likewise, but means are averaged by ``weight``.
+    Parts of a batch (micro-batches, DP and CP ranks) hold shares of a sum, mean or histogram, which add up; of minima
+    and maxima the extreme wins. Metrics of optimizer steps reduce in the same way, but means average by ``weight``.
     """
 
     value: V_co
@@ -266,14 +266,14 @@ class Metric(Generic[V_co]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """A rank's share of the global loss. Adding shares over micro-batches, DP and CP gives the loss itself."""
+    """A rank's share of the global loss; the sum of shares over micro-batches, DP and CP ranks is the loss itself."""
 
     loss: Tensor  # [] float32, already over the global denominator
     metrics: Mapping[str, Metric[Tensor]]  # [] each, [bins] of a histogram; alike in all parts of a batch
 
 
 class Loss(Protocol):
-    """A pure, picklable function of one micro-batch; sees no process group and no config."""
+    """A pure, picklable function of one micro-batch, which uses no process group and no configuration."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """This rank's share of the loss. Every rank that shares a sequence calls it."""
@@ -282,7 +282,7 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one optimizer step trains on. M is the same on every data-parallel rank (pipelines and EP need it)."""
+    """The micro-batches of one optimizer step. M is equal on all data-parallel ranks, as pipelines and EP need."""
 
     micro_batches: tuple[tuple[Samples, ...], ...]  # [D][M]
     sequences: tuple[tuple[Tensor, ...], ...]  # [D][M], int64 each: which sequences of the packed samples they hold
@@ -297,13 +297,13 @@ Want = Literal["logprobs", "values", "routes", "logits"]
 that the pass took, [N, MoE layers, top_k]; ``logits`` at temperature 1 of the m masked-in positions, [m, V] float32.
 """
 Scores = Sequence[Sequence["Tensor"]]
-"""[D][M]: what was wanted, for each of a batch's micro-batches."""
+"""[D][M]: the requested quantity for each of a batch's micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One optimizer step. ``metrics`` are what the observers on the ranks saw since the last, under names of
-    docs/metrics.md."""
+    """The result of one optimizer step. ``metrics`` are what the ranks' observers measured since the step before, under
+    the names of docs/metrics.md."""
 
     grad_norm: float  # before clipping
     metrics: Mapping[str, Metric[float]] = field(default_factory=dict)
@@ -311,7 +311,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:
-    """A micro-batch that by itself gives a gradient with NaN or infinity, as a rank that computed it found."""
+    """A micro-batch that alone gives a gradient with NaN or infinity, as found by a rank that computed it."""
 
     data_rank: int
     micro_batch: int  # in ``Batch.micro_batches[data_rank]``; over all ``backward`` of the step
@@ -321,9 +321,10 @@ class Culprit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedStep:
-    """An optimizer step that was not made, as its gradient is not finite: no bit of weights and moments changed.
+    """An optimizer step that the learner skipped because its gradient was not finite: no bit of weights and moments
+    changed.
 
-    Without ``culprits`` no micro-batch by itself gives such a gradient again.
+    If ``culprits`` is empty, no micro-batch alone reproduced such a gradient.
     """
 
     grad_norm: float
@@ -332,10 +333,10 @@ class SkippedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """One finished weight push, or one process's part in it: ``num_bytes`` came to it from other processes.
+    """One finished weight push, or one process's part in it, which received ``num_bytes`` from other processes.
 
-    ``verify_seconds`` is the part of ``seconds`` in which it computed digests. ``quantization_error`` is the largest
-    of a quantised tensor, over the tensor, both as Frobenius norms.
+    ``verify_seconds`` is the part of ``seconds`` that digests took. ``quantization_error`` is the largest relative
+    error of a quantised tensor, by Frobenius norms.
     """
 
     version: int

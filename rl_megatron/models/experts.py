@@ -26,7 +26,7 @@ ROW_MULTIPLE = 4
 
 
 class PackedExperts:
-    """One layer's expert matrices in the order in which oneDNN reads them: a copy of the weights as they are now.
+    """A copy of one layer's expert matrices in the order in which oneDNN reads them.
 
     A 1x1 convolution in E groups is a product of E matrices. It is the only such product of oneDNN's that torch
     offers, and takes a third of the time of MKL's where that keeps to AVX2.
@@ -64,7 +64,7 @@ class PackedExperts:
 def choose_experts(router_logits: Tensor, *, experts_per_token: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """Numbers [N, k] of the experts with the largest ``router_logits`` [N, E], and their probabilities [N, k] float32.
 
-    ``normalize`` makes a token's sum to one.
+    With ``normalize`` the probabilities of a token add up to 1.
     """
     if normalize:  # softmax over the chosen equals the chosen of the softmax, renormalised
         top, chosen = router_logits.topk(experts_per_token, dim=-1)
@@ -76,9 +76,9 @@ def choose_experts(router_logits: Tensor, *, experts_per_token: int, normalize: 
 def mix_experts(
     residual: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, packed: PackedExperts | None
 ) -> Tensor:
-    """``residual`` [N, H] plus the ``chosen`` experts' outputs on ``x`` [N, H], weighted; both [N, k].
+    """``residual`` [N, H] plus the outputs of the ``chosen`` experts on ``x`` [N, H], times ``weights``; both [N, k].
 
-    ``w13`` [E, 2I, H] (gate, then up); ``w2`` [E, H, I]; ``packed`` the same two, where they are.
+    ``w13`` [E, 2I, H] (gate, then up); ``w2`` [E, H, I]; ``packed``: a packed copy of both, if there is one.
     """
     wasted_flops = 2 * len(x) * (w13.shape[0] - chosen.shape[1]) * (w13[0].numel() + w2[0].numel())
     weights = weights.to(x.dtype)
@@ -88,7 +88,7 @@ def mix_experts(
 
 
 def all_experts(residual: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """Two dense products over all E experts, the unchosen weighted by zero. For few tokens: least overhead.
+    """Computes all E experts in two dense products, and weights the others by 0: the least overhead for few tokens.
 
     ``chosen`` and ``weights`` [N, k].
     """
@@ -102,7 +102,7 @@ def all_experts(residual: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, w1
 def grouped_experts(
     residual: Tensor, x: Tensor, chosen: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, packed: PackedExperts | None
 ) -> Tensor:
-    """Tokens gathered by expert: C rows each (the short ones padded) in a product of E matrices, the rest by a loop."""
+    """Gathers tokens by expert: a product of E matrices computes C padded rows of each, and a loop the rows beyond."""
     (num, k), experts = chosen.shape, w13.shape[0]
     place = chosen.new_zeros(num, experts).scatter_(1, chosen, 1).cumsum(0)  # from 1, among the tokens of an expert
     counts = place[-1].tolist()
@@ -152,7 +152,7 @@ def _grouped_products(x: Tensor, w13: Tensor, w2: Tensor, packed: PackedExperts 
 
 
 def _looped_products(rows: Iterable[Tensor], w13: Tensor, w2: Tensor) -> list[Tensor]:
-    """Expert e's output on ``rows[e]`` [.., H], where there are any."""
+    """Expert e's output on ``rows[e]`` [.., H]; experts without rows are skipped."""
     return [linear(_gated(linear(x, up)), down) for x, up, down in zip(rows, w13, w2, strict=True) if len(x)]
 
 

@@ -1,4 +1,4 @@
-"""The JSON files of a model's folder: bounded, of known types, and what is wrong with one said by key. No torch."""
+"""Reads the JSON files of a model's folder, bounded in size, and names each key of a wrong type. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_LINES = 10
 
 
 class JsonFields(BaseModel):
-    """Base of what a file may hold: the types of keys that are read; others are let through."""
+    """Base class for the types of a file's keys. Other keys are allowed and not read."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
@@ -25,7 +25,7 @@ F = TypeVar("F", bound=BaseModel)
 
 
 def read_json(path: Path, kind: type[F], error: type[RLMegatronError] = ConfigError) -> F:
-    """What the file holds. Raises ``error`` where it is not there, torn, or of other types."""
+    """The file's content. Raises ``error`` if the file is missing, truncated or of other types."""
     data = _bytes_of(path, error)
     if not data:
         raise error(f"{path} is empty; fetch it again")
@@ -36,7 +36,7 @@ def read_json(path: Path, kind: type[F], error: type[RLMegatronError] = ConfigEr
 
 
 class Fields(dict[str, Any]):
-    """Values of a file by key; one that is asked for by ``[]`` must be there. Raises ConfigError."""
+    """Values of a file by key; ``[]`` raises ConfigError for a missing key."""
 
     def __init__(self, values: Mapping[str, Any], path: Path, above: str = "") -> None:
         super().__init__(values)
@@ -58,7 +58,7 @@ def _bytes_of(path: Path, error: type[RLMegatronError]) -> bytes:
     except OSError as failed:
         raise error(f"{path} cannot be read: {failed.strerror or failed}") from failed
     if len(data) > MAX_BYTES:
-        raise error(f"{path} has more than {MAX_BYTES} bytes; no such file of a model has")
+        raise error(f"{path} has more than {MAX_BYTES} bytes, which no such file of a model has; fetch it again")
     return data
 
 

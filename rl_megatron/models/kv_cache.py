@@ -51,7 +51,7 @@ class KVCache:
         self._value_rows = self._value_starts = self._key_starts[:0]
 
     def open_column(self, clock: int, *, active: int, oldest: int) -> None:
-        """Begin step ``clock`` for the first ``active`` rows, whose oldest token was written at step ``oldest``."""
+        """Begin step ``clock`` for the first ``active`` rows, whose oldest token is of step ``oldest``."""
         self._active, self._column = active, clock % self.columns
         first = oldest % self.columns
         wraps = first > self._column
@@ -62,7 +62,7 @@ class KVCache:
         self._value_starts = self._counted(0, heads * window, window)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write the open column and attend to each row's own: an `Attend` of one token per active row."""
+        """Write the open column, and attend from one token per active row to its own columns (an `Attend`)."""
         num = self._active
         block, inside = divmod(self._column, self._block)
         self._keys[layer, block, :num, ..., inside] = key
@@ -74,7 +74,7 @@ class KVCache:
         return _weighted_sums(values, self._value_rows, self._value_starts, weights.view(-1)).view(num, -1)
 
     def insert(self, start: int, clock: int, prefix: Tensor, lengths: Tensor) -> None:
-        """Give rows ``start``... their prefixes, as if just decoded in the steps before ``clock``.
+        """Write the prefixes of the rows from ``start`` on, as if they were decoded in the steps before ``clock``.
 
         ``prefix`` [2 * layers, rows, longest, K, D], all keys, then all values, holds each row's ``lengths`` [rows]
         tokens at its end.
@@ -92,7 +92,7 @@ class KVCache:
             self._values[:, start:stop, :, column : column + count] = values[..., here, :]
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy rows ``source`` over rows ``target`` (indices, no row in both)."""
+        """Copy rows ``source`` over rows ``target`` (indices; no row is in both)."""
         self._bias[target] = self._bias[source]
         keys, values = self._keys[:, self._live_blocks], self._values[..., self._first : self._last, :]
         keys[:, :, target] = keys[:, :, source]

@@ -1,4 +1,4 @@
-"""Shapes of public models by name, for plans without their files. Sources: each model's config.json."""
+"""Shapes of public models by name, for plans that need no files of the model. Sources: each model's config.json."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ NAMED: Mapping[str, ModelShape] = {
         draft_layers=0,
     ),
 }
-"""Without the multi-token-prediction module that DeepSeek-V3's checkpoint has behind its decoder."""
+"""Shapes by name; DeepSeek-V3's leaves out the multi-token-prediction module behind the decoder."""
 
 _SIZES = (
     "num_layers",
@@ -85,7 +85,7 @@ _SIZES = (
 
 
 def expect(name: str | None, shape: ModelShape) -> None:
-    """Raises ConfigError where ``shape`` has not the sizes of the public model ``name``; None expects nothing."""
+    """Raises ConfigError if ``shape`` does not have the sizes of the public model ``name``; None accepts any."""
     if name is None:
         return
     if name not in NAMED:

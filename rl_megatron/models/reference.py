@@ -1,7 +1,7 @@
 """A plain-torch Qwen3-MoE decoder for inference: the in-process rollout engine's model and a numerical oracle.
 
 The storage is fused for speed; `ReferenceModel.tensors` names every Hugging Face tensor as a view of it. No
-autograd, no process group. What attends to what is the caller's: `hidden` runs the layers on a flat list of tokens
+autograd, no process group. The caller chooses the attention: `hidden` runs the layers on a flat list of tokens
 and hands queries, keys and values to an `Attend` (`CausalAttention` for whole sequences, `kv_cache.KVCache` for
 one new token a sequence). Architecture: transformers/models/qwen3_moe/modeling_qwen3_moe.py.
 
@@ -25,7 +25,7 @@ from rl_megatron.models.shape import ModelShape
 
 
 class Attend(Protocol):
-    """Attention of one layer over the tokens at hand and whatever the caller remembers."""
+    """Attention of one layer over the given tokens and whatever the caller has cached."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """``query`` [N, Q, D], ``key`` and ``value`` [N, K, D], all rotated -> [N, Q * D]."""
@@ -47,7 +47,7 @@ class LayerWeights:
 
 
 class ReferenceModel:
-    """Weights and forward pass of one decoder. Starts with zero weights: fill ``tensors`` in place, then run.
+    """Weights and forward pass of one decoder. The weights start as zeros: fill ``tensors`` in place before a run.
 
     ``tensors`` has the names, shapes and values of transformers' `save_pretrained`; ``down_proj`` views are strided,
     the others contiguous. With tied embeddings there is no ``lm_head.weight``, as in such a checkpoint.
@@ -72,7 +72,7 @@ class ReferenceModel:
 
     @contextmanager
     def packed(self) -> Iterator[None]:
-        """Inside, products with experts are faster (where the CPU allows it), and no weight may be written."""
+        """Makes experts' products faster inside the block, if the CPU supports it; no weight may be written there."""
         if PackedExperts.usable(self.embedding):
             # One at a time over those of the last call, so that each is given the memory of the one before.
             for index, layer in enumerate(self.layers):
@@ -86,7 +86,7 @@ class ReferenceModel:
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, routes: Tensor | None = None) -> Tensor:
         """Final-normed states [N, H] of ``tokens`` [N] int64 at ``positions`` [N] int64 in their own sequences.
 
-        The experts of each layer are written into ``routes`` [N, layers, k], where it is given.
+        If ``routes`` [N, layers, k] is given, it receives the experts that each layer chose.
         """
         x = self.embedding.index_select(0, tokens)
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
@@ -176,9 +176,9 @@ class ReferenceModel:
 class CausalAttention:
     """Causal attention inside each of P whole sequences, given as one flat list of N tokens without padding.
 
-    ``positions`` [N] counts from 0 in each sequence. With ``keep`` (a dtype), every layer's rotated keys and values
-    go to ``kept`` [2 * layers, P, longest, K, D]: all keys, then all values; each sequence at the END of its row, zeros
-    before it.
+    ``positions`` [N] counts from 0 in each sequence. With ``keep`` (a dtype), it stores every layer's rotated keys and
+    values in ``kept`` [2 * layers, P, longest, K, D]: all keys, then all values; each sequence at the END of its row,
+    with zeros before it.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class CausalAttention:
         self.kept = torch.zeros(size, dtype=keep, device=device)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """An `Attend` of the N tokens among themselves."""
+        """Attend among the N tokens (an `Attend`)."""
         if len(self.kept):
             self.kept[layer].flatten(0, 1).index_copy_(0, self._from_end, key)
             self.kept[layer + len(self.kept) // 2].flatten(0, 1).index_copy_(0, self._from_end, value)

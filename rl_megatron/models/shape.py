@@ -14,8 +14,8 @@ _MOST_EXPERTS = 1_000_000  # in all layers; those of a trillion parameters are 2
 class LatentAttention:
     """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434); the last three are a head's.
 
-    ``query_rank`` is None where queries have no latent (DeepSeek-V2-Lite). The latents' norms have ``norm_eps``;
-    transformers gives them no other, whatever rms_norm_eps is.
+    ``query_rank`` is None if queries have no latent (DeepSeek-V2-Lite). The latents' norms use ``norm_eps``, as in
+    transformers, which ignores rms_norm_eps there.
     """
 
     norm_eps: ClassVar[float] = 1e-6
@@ -28,11 +28,11 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """How rotary angles differ from plain ones of `ModelShape.rope_theta`; the default is not at all.
+    """How rotary angles differ from plain ones of `ModelShape.rope_theta`; with the defaults they do not.
 
-    The first ``dim`` of a head turn, 0 meaning all. ``linear`` uses ``factor`` alone; ``llama3`` (transformers
-    ``modeling_rope_utils.py``) the two frequencies as well; ``yarn`` (arXiv:2309.00071) the two betas. Cosine and sine
-    are multiplied by ``attention_factor``; the two mscales are DeepSeek's, 0 where a config has none.
+    The first ``dim`` dimensions of a head are rotated; 0 means all. ``linear`` uses only ``factor``; ``llama3``
+    (transformers ``modeling_rope_utils.py``) also the two frequencies; ``yarn`` (arXiv:2309.00071) the two betas.
+    ``attention_factor`` multiplies cosine and sine; the two mscales are DeepSeek's, 0 if the config has none.
     """
 
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
@@ -50,22 +50,22 @@ class Rope:
 
     @property
     def paired_mscale(self) -> float:
-        """``mscale``, which transformers takes only with the other; else 1."""
+        """``mscale``, which transformers uses only together with ``mscale_all_dim``; else 1."""
         return self.mscale if self.mscale and self.mscale_all_dim else 1.0
 
     def grown(self, mscale: float) -> float:
-        """YaRN's factor; 1 where the context is not stretched or ``mscale`` is 0."""
+        """YaRN's factor on the magnitude; 1 if the context is not extended or ``mscale`` is 0."""
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """How tokens choose experts; `ModelShape` has how many, and whether the chosen weights are made to add up to 1.
+    """How tokens choose experts; `ModelShape` has their number, and whether the chosen weights are normalised to 1.
 
-    ``selection_bias`` is a buffer that is added to the scores for the choice alone (DeepSeek-V3's
-    ``e_score_correction_bias``), ``logit_bias`` a parameter of the router's linear (gpt-oss). Of ``groups`` equal
-    groups of experts only the best ``top_groups`` are chosen from, by ``group_score``: the sum of their two best scores
-    or the best alone.
+    ``selection_bias`` is a buffer that is added to the scores only for the choice (DeepSeek-V3's
+    ``e_score_correction_bias``), ``logit_bias`` a parameter of the router's linear (gpt-oss). Tokens choose only from
+    the best ``top_groups`` of ``groups`` equal groups of experts; ``group_score`` of a group is the sum of its two best
+    scores, or its best score.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -81,15 +81,15 @@ class Router:
 class ModelShape:
     """Sizes of one decoder, global (not per rank), in Hugging Face's meaning.
 
-    Without the fields that have a default it is Qwen3-MoE. ``num_experts`` is 0 for a dense model; else the first
-    ``dense_layers`` have one MLP of ``dense_width``, as all layers of a dense model have, and the others experts beside
-    shared experts of ``shared_width`` in all. ``qk_norm`` is over each head, over all heads at once, or not there.
-    ``windows`` has for each layer how many positions a query sees, itself among them, 0 meaning all; empty is all 0.
-    ``expert_bias`` and ``clamped_swiglu`` (the limit, 0 for plain SwiGLU) are gpt-oss's. ``draft_layers`` behind the
-    decoder, for multi-token prediction, are in some checkpoints; nothing here reads or writes them.
+    With the defaults it is Qwen3-MoE. ``num_experts`` is 0 for a dense model, all of whose layers have one MLP of
+    ``dense_width``; else the first ``dense_layers`` do, and the others have experts, and shared experts of
+    ``shared_width`` in total. ``qk_norm`` is over each head, over all heads at once, or absent. ``windows`` has for
+    each layer how many positions a query attends to, its own included; 0 means all, and empty means 0 for every layer.
+    ``expert_bias`` and ``clamped_swiglu`` (the limit, 0 for plain SwiGLU) are gpt-oss's. Some checkpoints have
+    ``draft_layers`` behind the decoder, for multi-token prediction; nothing here reads or writes them.
 
-    ``family`` is the ``model_type`` of config.json. ``family_at`` says where a family of the user's own is defined, as
-    ``package.module:name``, so that every process that gets the shape finds its rows.
+    ``family`` is the ``model_type`` of config.json. ``family_at`` names the definition of a family of the user's own,
+    as ``package.module:name``, so that every process that gets the shape can import it.
     """
 
     num_layers: int
@@ -125,7 +125,7 @@ class ModelShape:
 
     @property
     def rotary_dim(self) -> int:
-        """How many of a head's dimensions turn."""
+        """How many of a head's dimensions are rotated."""
         return self.rope.dim or (self.latent.rope_dim if self.latent else self.head_dim)
 
     @property
@@ -135,19 +135,19 @@ class ModelShape:
 
     @property
     def uniform(self) -> bool:
-        """All layers have the same parts."""
+        """Whether all layers have the same parts."""
         return not (self.num_experts and self.dense_layers)
 
     @property
     def active_parameters(self) -> int:
-        """Weights that a token is multiplied with: its experts only, the output layer included."""
+        """Number of weights that one token is multiplied by: of experts only its own, and the output layer."""
         sparse, width = len(self.moe_layers), self.experts_per_token * self.expert_width + self.shared_width
         experts = sparse * (3 * width + self.num_experts) + (self.num_layers - sparse) * 3 * self.dense_width
         return self.hidden_size * (self.num_layers * self._attention_columns + experts + self.vocab_size)
 
     @property
     def _attention_columns(self) -> int:
-        """Parameters of one layer's attention over the hidden size (a latent's up projections counted by theirs)."""
+        """Number of one layer's attention parameters, divided by the hidden size."""
         if self.latent is None:
             return (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         m, heads = self.latent, self.num_heads
@@ -157,11 +157,11 @@ class ModelShape:
 
 
 def shape_problems(m: ModelShape) -> Iterator[str]:
-    """What no model can be, whatever its family."""
+    """Contradictions that no model of any family can have."""
     if m.num_heads % m.num_kv_heads:
         yield f"{m.num_kv_heads} key and value heads do not divide {m.num_heads} attention heads"
     if not 0 < m.rotary_dim <= m.head_dim or m.rotary_dim % 2:
-        yield f"{m.rotary_dim} of a head's {m.head_dim} dimensions turn; an even number of them must"
+        yield f"{m.rotary_dim} of a head's {m.head_dim} dimensions are rotated; the number must be even"
     if m.norm_eps <= 0 or m.rope_theta <= 0:
         yield f"rms_norm_eps={m.norm_eps:g} and rope_theta={m.rope_theta:g} must be above 0"
     if m.rope.kind == "llama3" and not m.rope.low_frequency < m.rope.high_frequency:

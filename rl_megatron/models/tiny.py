@@ -30,13 +30,13 @@ FORMAT = 3  # raise it when the same sizes and seed come to make another folder
 
 
 def make_tiny_model(spec: TinyModelSection, folder: Path, seed: int, *, vocab_size: int = TOKENIZER_SIZE) -> Path:
-    """The model's folder inside the cache ``folder``, made if it is not there yet; float32 weights.
+    """Make the model, with float32 weights, unless the cache ``folder`` has it, and return its folder there.
 
-    Its name is a hash of the sizes and the seed. It appears whole (written aside, synced, renamed), so processes that
-    make it at once all return the same complete folder. A ``vocab_size`` above the tokenizer's has unused ids.
+    Its name is a hash of the sizes and the seed. It is written aside, synced and renamed, so processes that make it at
+    the same time all return the same complete folder. A ``vocab_size`` above the tokenizer's leaves ids unused.
     """
     if vocab_size < TOKENIZER_SIZE:
-        raise ConfigError(f"vocab_size={vocab_size} is less than the tokenizer's {TOKENIZER_SIZE} tokens")
+        raise ConfigError(f"vocab_size={vocab_size} is less than the tokenizer's {TOKENIZER_SIZE} tokens; raise it")
     spec = spec.model_copy(update={"head_dim": spec.head_dim or HEAD_DIM})
     recipe = {**spec.model_dump(), "vocab_size": vocab_size, "seed": seed, "format": FORMAT}
     name = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
@@ -55,7 +55,7 @@ def make_tiny_model(spec: TinyModelSection, folder: Path, seed: int, *, vocab_si
 
 
 def tiny_shape(spec: TinyModelSection) -> ModelShape:
-    """The sizes of what `make_tiny_model` makes of ``spec``, without making it."""
+    """The shape of the model that `make_tiny_model` would make of ``spec``."""
     return ModelShape(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -75,7 +75,7 @@ def tiny_shape(spec: TinyModelSection) -> ModelShape:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte of UTF-8 (id = byte), then the special tokens. Text that spells a special token stays text."""
+    """One token per byte of UTF-8 (id = byte), then the special tokens. Text that spells a special token stays text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -139,7 +139,7 @@ def _save_model(spec: TinyModelSection, folder: Path, seed: int, vocab_size: int
 
 
 def _publish(work: Path, target: Path) -> None:
-    """Rename ``work`` to ``target``; where another process was first, its folder stands."""
+    """Rename ``work`` to ``target``; if another process was first, its folder stays."""
     work.chmod(0o755)
     try:
         publish_folder(work, target)
