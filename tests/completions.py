@@ -18,7 +18,7 @@ def completion(
     spans: Sequence[tuple[int, int]] = ((0, 0),),
     routes: Routes | None = None,
 ) -> Completion:
-    """Without ``logprobs`` each is -0.5."""
+    """Build a completion; without ``logprobs`` each log-prob is -0.5."""
     return Completion(
         token_ids=np.array(tokens, np.int32),
         logprobs=np.array([-0.5] * len(tokens) if logprobs is None else logprobs, np.float32),
@@ -29,7 +29,7 @@ def completion(
 
 
 def plain(one: Completion) -> tuple[object, ...]:
-    """All that it holds, to be compared."""
+    """All fields of the completion, for comparison."""
     return one.token_ids.tolist(), one.logprobs.tolist(), one.finish_reason, one.spans, one.routes
 
 

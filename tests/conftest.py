@@ -15,6 +15,6 @@ settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before torch is imported; child processes inherit it."""
+    """Runs before torch is imported; child processes inherit the setting."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

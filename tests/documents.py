@@ -10,14 +10,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Block:
-    """What stands between two fences."""
+    """The text between two fences."""
 
     language: str
     text: str
 
 
 def blocks(path: Path, *languages: str) -> Iterator[Block]:
-    """Those of these languages, in order."""
+    """The blocks in these languages, in order."""
     for indent, language, text in re.findall(r"^( *)```(\w*)\n(.*?)^ *```$", path.read_text(), re.M | re.S):
         if language in languages:
             yield Block(language, re.sub(rf"^{indent}", "", text, flags=re.M))

@@ -39,12 +39,12 @@ _LISTEN = "0A"  # in /proc/net/tcp
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and all that it started."""
+    """The process and all its descendants."""
     return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
 def check_sockets(processes: Iterable[psutil.Process], *, loopback: bool = True) -> Counter[str]:
-    """How many sockets listen, by whose they are.
+    """Count listening sockets by owner.
 
     Each is bound to one address, on one machine (``loopback``) to that; and those that are not `NAMED` speak HTTP, and
     ask for a token at every path.
@@ -82,7 +82,7 @@ def check_secrets(processes: Iterable[psutil.Process], *folders: Path, secrets: 
 
 
 def check_ray(port: int, host: str = "127.0.0.1") -> None:
-    """Ray's servers ask for the cluster's token, whatever service they have."""
+    """Check that Ray's servers require the cluster's token for every service."""
     import grpc
 
     said = set()
@@ -98,7 +98,7 @@ def check_ray(port: int, host: str = "127.0.0.1") -> None:
 
 
 def ports_of(process: psutil.Process) -> list[int]:
-    """Those at which it listens."""
+    """The addresses at which the process listens."""
     return [port for _, _, _, port in _listening([process])]
 
 

@@ -114,11 +114,11 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
     ),
 }
-"""Name -> (model_type, what differs from BASE)."""
+"""Name -> (model_type, the settings that differ from BASE)."""
 
 
 def save_model(name: str, folder: Path) -> Any:
-    """The model, saved in ``folder``; weights are spread so wide that a wrong rope, bias or route shows."""
+    """Save the model in ``folder``; its weights are large enough that a wrong rope, bias or route shows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, differing = MODELS[name]

@@ -1,4 +1,4 @@
-"""A whole optimizer step of a learner on this rank."""
+"""Run a whole optimizer step of a learner on this rank."""
 
 from __future__ import annotations
 

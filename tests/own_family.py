@@ -1,4 +1,4 @@
-"""A model family of somebody else's: a package of two files, its layers beside it, and a tiny model under its names."""
+"""A third party's model family: a package of two files, a module of layers, and a tiny model with its names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loss says beside its value, and the oracle of how shares of it become one."""
+"""The metrics of a loss, and the oracle for reducing their shares to one value."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def looked_up(weights: Tensor, samples: Samples) -> Tensor:
 
 @dataclass
 class Toy:
-    """One of the three models; ``heard`` is everything that it was asked, in order."""
+    """One of the three models; ``heard`` records every call, in order."""
 
     weights: Tensor  # [V, V] logits of a policy, or [V] values of a critic
     heard: list[object] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Toy:
         return [[self._of(m, self.weights) for m in row] for row in batch.micro_batches]
 
     async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
-        """Its routers would take expert 1 for odd tokens."""
+        """Its routers choose expert 1 for odd tokens."""
         mine: Want = "values" if self.is_critic else "logprobs"
         if "routes" not in want:
             return {mine: self._scores(batch, "score")}

@@ -19,7 +19,7 @@ FOLDER = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where the cluster is made, by the test process that wants it first."""
+    """The cluster's folder; the first test process that needs the cluster starts it there."""
     given = _given(config)
     config.stash[FOLDER] = Path(given or tempfile.mkdtemp(prefix="rl_megatron-"))
     if given is None:  # tests that are ended by a time limit still stop the cluster
@@ -33,7 +33,7 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """The process that chose the folder stops the cluster, whoever started it."""
+    """The process that chose the folder stops the cluster, even if another started it."""
     if _given(config) is None:
         _cluster(config).stop()
         shutil.rmtree(config.stash[FOLDER])
@@ -50,7 +50,7 @@ def cluster(pytestconfig: pytest.Config) -> Cluster:
 
 
 def _given(config: pytest.Config) -> str | None:
-    """The folder that the process chose which started this one, with pytest-xdist."""
+    """The folder chosen by this process's parent, under pytest-xdist."""
     folder: str | None = getattr(config, "workerinput", {}).get("cluster")
     return folder
 

@@ -59,7 +59,7 @@ def even(prompt, completions, texts):
     return [float(sum(c.token_ids) % 2 == 0) for c in completions]
 
 def made():
-    """The last step that is recorded."""
+    """The last recorded step."""
     rows = read_jsonl(RUN / "metrics.jsonl") if (RUN / "metrics.jsonl").exists() else []
     return max((row["step"] for row in rows if row["phase"] == "rl"), default=-1)
 
@@ -78,7 +78,7 @@ class Cluster:
     work: Path
 
     def start(self, *, nodes: int) -> None:
-        """Unless another test process did."""
+        """Start the daemons unless another test process has."""
         with self._alone("start"):
             if not self.folder.exists():
                 (self.work / "my_rewards.py").write_text(REWARDS)
@@ -91,7 +91,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def _alone(self, what: str) -> Iterator[None]:
-        """One test process at a time."""
+        """Let one test process in at a time."""
         self.work.mkdir(exist_ok=True)
         with (self.work / f"{what}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -107,23 +107,23 @@ class Cluster:
         subprocess.run(["ip", "link", "set", f"{tag}-{node.removeprefix('node')}", how], check=True)
 
     def call(self, *command: str, check: bool = True) -> str:
-        """A command as a user of the cluster gives it; what it printed."""
+        """Run a command as a user of the cluster; return its output."""
         environment = self.environment()
         done = subprocess.run(command, capture_output=True, text=True, cwd=self.work, env=environment, timeout=LIMIT)
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
     def environment(self) -> dict[str, str]:
-        """What a user's commands have."""
+        """The environment of a user's commands."""
         own = {"SLURM_CONF": f"{self.folder}/etc/slurm.conf", "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
         return {**os.environ, **own}
 
     def program(self, *arguments: str, check: bool = True) -> str:
-        """rl-megatron."""
+        """Run rl-megatron."""
         return self.call(sys.executable, "-m", "launcher", *arguments, check=check)
 
     def local(self) -> Record:
-        """What the run gives on this machine, without Slurm; made once."""
+        """The records of the same run on this machine, without Slurm; made once."""
         with self._alone("local"):
             run = self.work / "runs" / "local"
             if not run.exists():
@@ -131,7 +131,7 @@ class Cluster:
             return read_record(run)
 
     def submit(self, name: str, *keys: str, hold: str = "") -> Job:
-        """Send a run; keys overrule. It waits in the step after each of ``hold`` until the test lets it go on."""
+        """Submit a run with these keys. It waits in the step after each of ``hold`` until the test lets it go on."""
         held = [f"slurm.environment.HOLD={hold}"] if hold else []
         given = [*TINY, "slurm.memory_per_node=3000", "slurm.time=30", f"run.name={name}", *held, *keys]
         text = self.program("submit", "tiny_cpu", *given)
@@ -140,7 +140,7 @@ class Cluster:
         return Job(cluster=self, id=found[1], run=self.work / "runs" / name)
 
     def plain(self, *keys: str, partition: str) -> Job:
-        """Send slurm/train.sbatch, its lines edited for one task a node."""
+        """Submit slurm/train.sbatch, its lines edited for one task a node."""
         for link, to in (("slurm", REPO / "slurm"), (".venv", Path(sys.prefix))):
             (self.work / link).symlink_to(to)
         text = (REPO / "slurm" / "train.sbatch").read_text()
@@ -161,7 +161,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job that was sent."""
+    """A submitted job."""
 
     cluster: Cluster
     id: str
@@ -175,7 +175,7 @@ class Job:
         return self.shown()["JobState"]
 
     def until(self, true: Callable[[], object], what: str, limit: float = LIMIT) -> None:
-        """Look again and again until it is true."""
+        """Poll until the condition is true."""
         end = time.monotonic() + limit
         while not true():
             over = time.monotonic() > end or self.state() in ENDED
@@ -186,7 +186,7 @@ class Job:
         self.until(lambda: any(row["step"] >= step for row in self.record() if row["phase"] == "rl"), f"step {step}")
 
     def go_on(self, step: int) -> None:
-        """It was held after this step."""
+        """Let it continue after this step, where it was held."""
         (self.run / f"go_on_{step}").touch()
 
     def end(self) -> str:
@@ -219,7 +219,7 @@ class Job:
         return found
 
     def log(self) -> str:
-        """What the job's script said."""
+        """The output of the job's script."""
         path = self.run / "jobs" / f"{self.id}.txt"
         return path.read_text() if path.exists() else ""
 

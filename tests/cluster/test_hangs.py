@@ -1,4 +1,4 @@
-"""Ranks that stand still on a real Slurm: the job ends with the reason, and all stacks are in the run's folder."""
+"""Ranks that hang on a real Slurm: the job ends with the reason, and all stacks are in the run's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cluster does to a job, on a real Slurm: whatever it is, no step is lost or made twice, to the bit."""
+"""Faults of a cluster on a real Slurm: whatever happens to a job, no step is lost or repeated, to the bit."""
 
 from __future__ import annotations
 

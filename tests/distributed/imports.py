@@ -1,4 +1,4 @@
-"""What ranks of tests import before they are forked (see ranks.py)."""
+"""The modules that test ranks import before they are forked (see ranks.py)."""
 
 from __future__ import annotations
 

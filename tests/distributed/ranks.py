@@ -1,4 +1,4 @@
-"""Learner ranks in processes of their own, forked from one that has made their imports.
+"""Learner ranks in separate processes, forked from one that has done their imports.
 
 `FORKS` is what every test here starts processes from: its server, one for each pytest process, imports torch, megatron
 and our learner once, 2 s of CPU time, and a fork of it takes milliseconds. It has one thread, so that forks are sound:
@@ -17,7 +17,7 @@ FORKS.set_forkserver_preload(["tests.distributed.imports"])
 
 
 def run_ranks(main: Callable[..., None], world_size: int, *arguments: Any) -> None:
-    """Fork ``main(rank, *arguments)`` for each rank and wait for all of them; fails where one does."""
+    """Fork ``main(rank, *arguments)`` for each rank and wait for all of them; fails if one does."""
     ranks = [FORKS.Process(target=main, args=(rank, *arguments)) for rank in range(world_size)]
     for process in ranks:
         process.start()

@@ -75,7 +75,7 @@ def engine_tensors(hf: Mapping[str, Tensor], dims: ParallelDims, rank: int) -> d
 
 
 class Wire:
-    """Adds up what a process group is given to send."""
+    """Adds up the bytes that a process group is given to send."""
 
     num_bytes = 0
 
@@ -87,13 +87,13 @@ class CountingTransport(ProcessGroupTransport):
 
 
 def _digest_bytes(transport: ProcessGroupTransport) -> int:
-    """Of all parcels that a rank sends: what is not payload."""
+    """The bytes other than payload in all parcels that a rank sends."""
     return sum(len(s.send.buffer) - s.send.bucket.num_bytes for s in transport.steps if s.send is not None)
 
 
 @dataclass
 class Engine:
-    """Knows what it serves."""
+    """An engine that knows which version it serves."""
 
     version: int | None = None
 
@@ -198,7 +198,7 @@ class Process:
         self.transport.ends.unpack = unpack
 
     def die(self, at: int, end: str) -> None:
-        """Be killed at the ``at``-th parcel that is packed or unpacked here."""
+        """Kill this process at the ``at``-th parcel that is packed or unpacked here."""
         seen, do = 0, {"pack": self._pack, "unpack": self._unpack}[end]
 
         def call(parcel: Parcel, version: int) -> None:
@@ -221,7 +221,7 @@ def _main(connection: Connection, rank: int) -> None:
 
 
 class Ranks:
-    """All processes, from the test's side."""
+    """The test's handle on all processes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._joined = folder, 0
@@ -248,7 +248,7 @@ class Ranks:
         self.each("connect", str(self._folder / f"rendezvous{self._joined}"), kind, learner, engine)
 
     def ask(self, ranks: range | list[int], name: str, *arguments: Any) -> dict[int, Any]:
-        """Answers by rank; "killed" of one that was."""
+        """Answers by rank; "killed" for a killed rank."""
         for rank in ranks:
             self.connections[rank].send((name, arguments))
         out: dict[int, Any] = {}
@@ -265,7 +265,7 @@ class Ranks:
         return list(self.ask(range(WORLD), name, *arguments).values())
 
     def push(self, version: int) -> list[tuple[str, str]]:
-        """Both phases: committed everywhere where staged everywhere."""
+        """Run both phases: commit everywhere if staged everywhere."""
         answers = self.each("stage", version)
         if all(how == "staged" for how, _ in answers):
             self.each("commit", version)

@@ -1,4 +1,4 @@
-"""Converted checkpoints in megatron's own hands: loaded and saved by learners in several layouts."""
+"""Megatron itself loads and saves converted checkpoints, with learners in several layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learner shards straight into engine ranks of another process group; engines are cut by torch itself."""
+"""Learner shards sent straight into engine ranks of another process group; torch itself cuts the engines' weights."""
 
 from __future__ import annotations
 

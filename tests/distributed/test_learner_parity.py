@@ -1,4 +1,4 @@
-"""One process against many: the same weights and batch must give the same loss and gradient norm in every layout."""
+"""One process compared with many: the same weights and batch give the same loss and gradient norm in every layout."""
 
 from __future__ import annotations
 

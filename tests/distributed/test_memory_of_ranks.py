@@ -1,4 +1,4 @@
-"""What a rank holds does not grow with the steps that it makes."""
+"""A rank's memory does not grow with its steps."""
 
 from __future__ import annotations
 

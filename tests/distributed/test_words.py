@@ -1,4 +1,4 @@
-"""What processes of a group tell each other, over gloo."""
+"""Messages between the processes of a group, over gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A place to run the command line in, one for each test file; models are shared."""
+"""A folder per test file in which to run the command line; models are shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real runs of the command line in processes of their own, which tests watch, kill and continue."""
+"""Real runs of the command line in separate processes, which tests watch, kill and continue."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def even(prompt, completions, texts):
     return [float(sum(c.token_ids) % 2 == 0) for c in completions]
 
 def raising(prompt, completions, texts):
-    """Not where it is asked before the run."""
+    """Raise, except in the call before the run."""
     if prompt.id != "made-up":
         raise KeyError("price list")
     return [0.0 for _ in completions]
@@ -58,7 +58,7 @@ PORTABLE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_
 
 
 def eventually(true: Callable[[], object], what: str, limit: float = LIMIT) -> None:
-    """Look again and again until it is true. Fails, and says for what it waited, after ``limit`` seconds."""
+    """Poll until the condition is true. After ``limit`` seconds fail and say what was awaited."""
     end = time.monotonic() + limit
     while not true():
         assert time.monotonic() < end, f"waited {limit} s for {what}"
@@ -98,7 +98,7 @@ class Run:
         return sorted(found, key=lambda p: p.pid)
 
     def until(self, true: Callable[[], object], what: str) -> None:
-        """Wait for something that the run does; fails where it ends before."""
+        """Wait for something that the run does; fail if the run ends first."""
 
         def now() -> object:
             return true() or self.process.poll() is not None
@@ -162,7 +162,7 @@ class Place:
         return self._start(name, ["train", *keys, *(["--resume"] if resume else [])])
 
     def call(self, *arguments: str) -> Run:
-        """The command line as given, to its end."""
+        """Run the given command line to its end."""
         run = self._start("none", list(arguments))
         run.end()
         return run

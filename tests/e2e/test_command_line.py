@@ -1,4 +1,4 @@
-"""What the command line refuses: all at once, soon, with near misses, and without a traceback."""
+"""The command line refuses errors all at once, quickly, with the nearest known names, and without a traceback."""
 
 from __future__ import annotations
 

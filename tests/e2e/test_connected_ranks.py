@@ -1,4 +1,4 @@
-"""Ranks that another program starts and that connect back, as under Slurm; tests/cluster has a real one."""
+"""Ranks that another program starts, and that connect back, as under Slurm; tests/cluster has a real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that cannot go on: they end soon, say why and which rank, and leave nothing running."""
+"""Runs that cannot continue end quickly, say why and at which rank, and leave nothing running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that stand still: they end at a limit, name who is behind and where, and leave everybody's stacks."""
+"""Runs that hang end at a limit, name the rank that is behind and where, and leave the stacks of all processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as Ray actors on this machine: the same run to the bit, and the same words when one dies."""
+"""Ranks as Ray actors on this machine: the same run to the bit, and the same error when one dies."""
 
 from __future__ import annotations
 

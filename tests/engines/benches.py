@@ -101,7 +101,7 @@ def request(
 
 
 class Bench(Protocol):
-    """An engine and a way to give it a folder's weights."""
+    """An engine, and a way to load a folder's weights into it."""
 
     name: str
     renormalises_top_p: bool
@@ -111,7 +111,7 @@ class Bench(Protocol):
         ...
 
     def generate(self, *requests: GenerationRequest) -> list[Sequence[Completion]]:
-        """Answers to requests made at once."""
+        """Answers to concurrent requests."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""SGLang's weight loader of ours with a fault for some versions, as a test's server loads it."""
+"""Our weight loader for SGLang with a fault at some versions, loaded by a test's server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Broken:
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """The loader of ours, broken where the version says so."""
+    """Our loader, broken at the versions that say so."""
     order = json.loads(named_tensors[0][0])
     fault = FAULTS.get(order["version"])
     if fault is None:

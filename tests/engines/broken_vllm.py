@@ -1,4 +1,4 @@
-"""vLLM's worker extension with faults that a test chooses, as a test's server loads it."""
+"""Our worker extension for vLLM with faults that a test chooses, loaded by a test's server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WorkerExtension(vllm_worker.WorkerExtension):
     """The trainer's extension, and a call that chooses the fault."""
 
     def break_(self, fault: str) -> None:
-        """From now on, until another is chosen."""
+        """Choose the fault, until another is chosen."""
         global _fault
         _fault = fault
 

@@ -1,4 +1,4 @@
-"""Tiny models of sizes that engines' CPU kernels have, and real learner ranks that push each to who asks."""
+"""Tiny models of sizes that engines' CPU kernels have, and real learner ranks that push each on request."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def mirror_of(root: Path, name: str, layout: str) -> Path:
 
 
 def folder_of(root: Path, name: str, seed: int) -> Path:
-    """Where a family's model of a seed lies."""
+    """The folder of a family's model for a seed."""
     return root / name / f"model-{seed}"
 
 
@@ -137,7 +137,7 @@ class Ranks:
             self._processes.append(process)
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
-        """What each rank answers; fails where one ends."""
+        """Each rank's answer; fails if a rank ends."""
         for end in self._ends:
             end.send((name, arguments))
         answers = []
@@ -147,11 +147,11 @@ class Ranks:
         return answers
 
     async def each(self, name: str, *arguments: Any) -> list[Any]:
-        """What each rank answers, as a WorkerGroup gives it."""
+        """Each rank's answer, as a WorkerGroup gives it."""
         return await asyncio.to_thread(self.call, name, *arguments)
 
     def close(self) -> None:
-        """End the ranks that there are."""
+        """End all ranks that are running."""
         self.call("close")
         for end in self._ends:
             end.close()

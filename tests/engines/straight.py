@@ -1,4 +1,4 @@
-"""A learner that sends shards straight into engine ranks, without a learner."""
+"""A stand-in for a learner that sends shards straight into engine ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class FolderSender:
 def direct(
     server: ServedBench, sender: FolderSender, transport: str = "process_group", *, turns: bool = False
 ) -> Iterator[None]:
-    """Pushes of the bench go straight; the mirror only tells names and shapes."""
+    """The bench pushes straight into engine ranks; the mirror only gives names and shapes."""
     before = server.weights._delivery
     server.weights._delivery = DirectDelivery(
         file=server.file(server.engine),

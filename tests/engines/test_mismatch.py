@@ -1,4 +1,4 @@
-"""The doctor on real servers: nothing is wrong, then what a server was started with, then what it loaded."""
+"""The doctor on real servers: first nothing is wrong, then a server's options, then the weights that it loaded."""
 
 from __future__ import annotations
 

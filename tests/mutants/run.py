@@ -61,7 +61,7 @@ TESTS = {
 
 
 def tests_of(path: str) -> tuple[list[str], list[str]]:
-    """Those to run first for a file, and those to run then."""
+    """The tests to run first for a file, and those to run after them."""
     return TESTS[max((prefix for prefix in TESTS if path.startswith(prefix)), key=len)]
 
 
@@ -105,7 +105,7 @@ def run_tests(tree: Path, tests: list[str]) -> None:
 
 
 def outcome(tree: Path, tests: list[str], limit: float) -> int | None:
-    """pytest's exit status; None where it took longer than ``limit`` seconds."""
+    """pytest's exit status; None if it took longer than ``limit`` seconds."""
     child = os.fork()
     if child == 0:
         run_tests(tree, tests)
@@ -121,7 +121,7 @@ def outcome(tree: Path, tests: list[str], limit: float) -> int | None:
 
 
 def seconds_without_a_mutant(tree: Path) -> float:
-    """How long all tests take. Raises RuntimeError where one fails, or where they take longer than FIRST_LIMIT."""
+    """How long all tests take. Raises RuntimeError if one fails, or if they take longer than FIRST_LIMIT."""
     start = time.monotonic()
     status = outcome(tree, sorted({test for both in TESTS.values() for tests in both for test in tests}), FIRST_LIMIT)
     if status != 0:
@@ -131,7 +131,7 @@ def seconds_without_a_mutant(tree: Path) -> float:
 
 
 def killer(tree: Path, mutant: Mutant, limit: float) -> str | None:
-    """The test that fails with the mutant in ``tree``, which is as before afterwards; None where all pass."""
+    """The test that fails with the mutant in ``tree``, which is restored afterwards; None if all pass."""
     status: int | None = 0
     file = tree / mutant.path
     file.write_text(mutant.mutated, encoding="utf-8")
@@ -190,7 +190,7 @@ def main() -> int:
 
 
 def report(mutants: list[Mutant], trees: list[Path], equivalents: list[dict[str, str]], limit: float) -> int:
-    """Prints each result as it comes, and the sum."""
+    """Print each result as it comes, and the totals."""
     free, start, equal, survivors = list(trees), time.monotonic(), 0, 0
 
     def tried(mutant: Mutant) -> str | None:

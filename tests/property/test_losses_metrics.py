@@ -1,4 +1,4 @@
-"""What PolicyLoss reports, against direct formulas; and float32 at extreme ratios, low precision and long sequences."""
+"""PolicyLoss's metrics against direct formulas; and float32 at extreme ratios, low precision and long sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What packing promises for any lengths, degrees and limits."""
+"""The guarantees of packing, for any lengths, degrees and limits."""
 
 from __future__ import annotations
 

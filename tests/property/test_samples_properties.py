@@ -1,4 +1,4 @@
-"""A ragged batch of any trajectories is what a loop over their tokens makes of them, to the bit."""
+"""A ragged batch of any trajectories equals the result of a loop over their tokens, to the bit."""
 
 from __future__ import annotations
 

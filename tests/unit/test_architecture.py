@@ -1,4 +1,4 @@
-"""The laws of the house that no linter checks; import-linter holds the layers (pyproject.toml)."""
+"""The project's rules that no linter checks; import-linter holds the layers (pyproject.toml)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever stands in a configuration: a RunConfig, or a ConfigError of bounded length in good English; soon."""
+"""Any configuration quickly gives a RunConfig, or a ConfigError of bounded length in good English."""
 
 from __future__ import annotations
 

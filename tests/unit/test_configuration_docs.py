@@ -1,4 +1,4 @@
-"""docs/configuration.md is the schema's, key by key."""
+"""docs/configuration.md matches the schema, key by key."""
 
 from __future__ import annotations
 

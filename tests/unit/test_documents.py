@@ -1,4 +1,4 @@
-"""What documents name is there."""
+"""The paths and tests that documents name exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole or not at all: files replaced, folders published and removed, and what a kill in between leaves."""
+"""Files are replaced, and folders published and removed, completely or not at all, even if a kill interrupts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the arithmetic hands on is a value: nobody changes it, or misspells a field of it."""
+"""The values that the arithmetic returns cannot be changed, and a misspelt field is refused."""
 
 from __future__ import annotations
 

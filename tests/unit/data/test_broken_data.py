@@ -1,4 +1,4 @@
-"""Torn, flipped and odd data files: each says what is wrong, in few words, or is read."""
+"""Torn, flipped and odd data files: each is read, or gives a short error that says what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes of completions: compact, checked, one after the other as a column, and whole again behind a checkpoint."""
+"""Routes of completions: compact, checked, concatenated as a column, and restored from a checkpoint."""
 
 from __future__ import annotations
 

@@ -267,12 +267,12 @@ def guilty(found: dict[str, Finding]) -> list[str]:
 
 
 def told(found: dict[str, Finding]) -> str:
-    """What an assertion shows."""
+    """The text that a failed assertion shows."""
     return "\n".join(f"{f.cause}: {f.verdict}: {f.evidence}" for f in found.values())
 
 
 def requests_with(**changes: Any) -> Callable[[GenerationRequest], GenerationRequest]:
-    """Ask with other sampling parameters than the run says; greedy requests stay greedy."""
+    """Send requests with other sampling parameters than the run's; greedy requests stay greedy."""
 
     def change(request: GenerationRequest) -> GenerationRequest:
         if request.params.temperature == 0:

@@ -1,4 +1,4 @@
-"""Each cause planted for real: it alone is named, and nothing is where nothing was planted."""
+"""Each cause is planted for real: the doctor names it alone, and names none if none was planted."""
 
 from __future__ import annotations
 

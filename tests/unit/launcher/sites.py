@@ -1,4 +1,4 @@
-"""What a preflight looks at, made of a few bytes: a model's folder, data, an engine's environment."""
+"""Small inputs for a preflight: a model's folder, data, an engine's environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def environment(folder: Path, module: str) -> Path:
 
 
 def data_file(path: Path, *rows: object) -> Path:
-    """JSON lines; one good row where none are given."""
+    """JSON lines; one good row if none are given."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows or (ROW,)))
     return path

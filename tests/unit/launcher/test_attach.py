@@ -1,4 +1,4 @@
-"""What ``attach`` shows of a job, whose states a stand-in for Slurm's scontrol tells."""
+"""What ``attach`` shows of a job; a stand-in for Slurm's scontrol gives the job's states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams are opened only between two that have the token; before that, nothing is unpickled."""
+"""Streams open only between two ends that have the token; before that, nothing is unpickled."""
 
 from __future__ import annotations
 

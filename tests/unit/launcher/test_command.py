@@ -1,4 +1,4 @@
-"""What the system refuses, and Ctrl-C before anything runs: a line, no traceback."""
+"""Refusals of the system, and Ctrl-C before anything runs, give one line and no traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer leaves to others, as it may be killed: its servers end with it, and its folders go."""
+"""When a trainer is killed, guard processes end its servers and remove its folders."""
 
 from __future__ import annotations
 

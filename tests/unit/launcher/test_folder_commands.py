@@ -1,4 +1,4 @@
-"""What commands say of folders: inspect, verify, convert, status; and the command line itself."""
+"""What commands report about folders: inspect, verify, convert, status; and the command line itself."""
 
 from __future__ import annotations
 

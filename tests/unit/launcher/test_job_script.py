@@ -1,4 +1,4 @@
-"""What the job's script does behind an attempt, with stand-ins for Slurm's commands and for the run."""
+"""What the job's script does after an attempt, with stand-ins for Slurm's commands and for the run."""
 
 from __future__ import annotations
 

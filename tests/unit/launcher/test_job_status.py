@@ -1,4 +1,4 @@
-"""What is read out of Slurm's words, recorded of Slurm 24.11.5 and, where it says so, of 22.05.8."""
+"""Parsing of Slurm's output, recorded from Slurm 24.11.5 and, where noted, from 22.05.8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process printed before it died is in the error about its death."""
+"""The error about a process's death includes what it printed before it died."""
 
 from __future__ import annotations
 

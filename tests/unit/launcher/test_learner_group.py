@@ -1,4 +1,4 @@
-"""What each rank is sent of a batch."""
+"""Which part of a batch each rank is sent."""
 
 from __future__ import annotations
 

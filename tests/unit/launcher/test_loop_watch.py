@@ -1,4 +1,4 @@
-"""A controller whose event loop stands still ends, and says where it stood."""
+"""A controller whose event loop is blocked ends and says where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages over a stream: tensors of every kind arrive as they were, in memory of their own; breaks raise."""
+"""Messages over a stream: tensors of every kind arrive unchanged, in separate memory; a broken stream raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread of one's own: calls in order, errors to their caller, and no end of the process held up."""
+"""A dedicated thread runs calls in order, returns errors to their caller, and never delays the process's end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each thing that a preflight finds, on a configuration that it finds nothing in but for that."""
+"""Each fault that a preflight finds, alone in a configuration that is otherwise correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What servers are started with where weights are quantised."""
+"""The options and files with which servers start if weights are quantised."""
 
 from __future__ import annotations
 

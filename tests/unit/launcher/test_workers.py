@@ -1,4 +1,4 @@
-"""Both ends of a rank's stream: what counts as silence, and that the controller gets what ends a rank."""
+"""Both ends of a rank's stream: what counts as silence, and that the controller gets the error that ends a rank."""
 
 from __future__ import annotations
 

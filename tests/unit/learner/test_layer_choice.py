@@ -1,4 +1,4 @@
-"""Whose layers a learner takes."""
+"""Which layers a learner uses."""
 
 from __future__ import annotations
 

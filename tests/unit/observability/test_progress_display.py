@@ -1,4 +1,4 @@
-"""What a user sees: plain lines that can be grepped, and a live panel on a terminal."""
+"""The progress display: plain lines that can be grepped, and a live panel on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An option that another package brings: one file and its entry point, and nothing changed here."""
+"""An option from another package: one file and its entry point, without any change here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward functions that give something else than numbers, raise what ends a loop, or never come back."""
+"""Reward functions that return something other than numbers, raise exceptions that end a loop, or never return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A completion that updates ended before its end: where it is whole, and what its parts are together."""
+"""A completion that updates interrupted: when it is complete, and how its parts are joined."""
 
 from __future__ import annotations
 

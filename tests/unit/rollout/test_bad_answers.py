@@ -1,4 +1,4 @@
-"""Answers of engines that nobody may train on: each is named with its server and its prompt, after other attempts."""
+"""Answers of engines that are unfit for training: after retries, the error names the server and the prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that nobody awaits any more, with real HTTP."""
+"""Cancelled requests, with real HTTP."""
 
 from __future__ import annotations
 

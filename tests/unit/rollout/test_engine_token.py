@@ -1,4 +1,4 @@
-"""What a server asks of every request: the app behind it is reached with the token alone, by whatever way one comes."""
+"""A server requires the token from every request: no path or method reaches the app without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every transition of a replica's health, and the pairs that are none."""
+"""Every transition of a replica's health, and the pairs that are not transitions."""
 
 from __future__ import annotations
 

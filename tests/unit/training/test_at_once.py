@@ -1,4 +1,4 @@
-"""Models that are asked at once: all have begun before the first is waited for, and one that fails ends the others."""
+"""Concurrent calls to models: all start before the first is awaited, and one that fails ends the others."""
 
 from __future__ import annotations
 

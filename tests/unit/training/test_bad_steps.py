@@ -1,4 +1,4 @@
-"""Optimizer steps whose gradient is not finite: who is named as the cause, and when a run ends."""
+"""Optimizer steps whose gradient is not finite: what is named as the cause, and when a run ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps with fewer groups than asked for, without any, or without a token in the loss; and a stop before any."""
+"""Steps with fewer groups than requested, without any, or without a token in the loss; and a stop before any."""
 
 from __future__ import annotations
 

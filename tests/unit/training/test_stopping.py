@@ -1,4 +1,4 @@
-"""A stop that is asked before the first step."""
+"""A stop requested before the first step."""
 
 from __future__ import annotations
 

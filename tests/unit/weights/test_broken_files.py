@@ -1,4 +1,4 @@
-"""Torn, flipped and wrongly typed files of models: each reader says what is wrong, soon, in few words, or reads on."""
+"""Torn, flipped and wrongly typed files of models: each reader gives a short error quickly, or reads on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a push directly into engines fails, the end that waits is cancelled, and the error of the other is raised."""
+"""If a push directly into engines fails, the waiting end is cancelled, and the other end's error is raised."""
 
 from __future__ import annotations
 

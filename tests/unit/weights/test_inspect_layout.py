@@ -1,4 +1,4 @@
-"""The inspection tool's text and picture say what the layout says."""
+"""The inspection tool's text and picture match the layout."""
 
 from __future__ import annotations
 

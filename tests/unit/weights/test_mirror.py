@@ -1,4 +1,4 @@
-"""The file between learner and engine servers: safetensors that others read, and what is wrong with it is named."""
+"""The file between learner and engine servers: safetensors that others can read; errors name its faults."""
 
 from __future__ import annotations
 
