@@ -291,7 +291,7 @@ class Batch:
 
 
 Want = Literal["logprobs", "values", "routes", "logits"]
-"""What a model can say of a batch's positions.
+"""What a model can compute for a batch's positions.
 
 ``logprobs`` of the targets (nats) and a critic's ``values``, [N] float32 for each micro-batch; ``routes``, the experts
 that the pass took, [N, MoE layers, top_k]; ``logits`` at temperature 1 of the m masked-in positions, [m, V] float32.

@@ -12,8 +12,8 @@ from tools.options import OwnFamily
 
 def convert(
     source: Annotated[Path, typer.Argument(help="Hugging Face or megatron torch_dist folder", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="folder to make, of the other kind", show_default=False)],
-    config: Annotated[Path | None, typer.Option(help="folder with config.json, where source has none")] = None,
+    out: Annotated[Path, typer.Argument(help="new folder for the checkpoint of the other kind", show_default=False)],
+    config: Annotated[Path | None, typer.Option(help="folder with config.json, if SOURCE has none")] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16, float16, or to HF float8_e4m3fn in blocks; as stored when not given"),
@@ -21,7 +21,7 @@ def convert(
     shard_gb: Annotated[float | None, typer.Option(help="size of a file [default: 1 to megatron, 2 to HF]")] = None,
     family: OwnFamily = None,
 ) -> None:
-    """Convert a checkpoint to the other kind, streaming; killed and given again, it goes on."""
+    """Convert a checkpoint to the other kind, streaming. If it was killed, the same command continues it."""
     from tools import conversion
 
     conversion.run(source, out, dtype=dtype, shard_gb=shard_gb, config=config, family=family)

@@ -44,12 +44,12 @@ def doctor(context: typer.Context) -> None:
 def mismatch(
     target: Annotated[str, typer.Argument(help="a run's folder, a name under conf/, or a YAML file")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="prompts that are sampled from")] = 16,
-    completions: Annotated[int, typer.Option(min=1, help="completions of each")] = 4,
+    prompts: Annotated[int, typer.Option(min=1, help="number of prompts to sample from")] = 16,
+    completions: Annotated[int, typer.Option(min=1, help="completions of each prompt")] = 4,
 ) -> None:
-    """Start learner and engine as a run does, and say why their log-probs differ. Status 1 where more than rounding is.
+    """Start learner and engine as a run does, and say why their log-probs differ. Status 1 if more than rounding does.
 
-    Of a run's folder its configuration and its newest checkpoint are taken; nothing is trained.
+    For a run's folder it uses the run's configuration and newest checkpoint. It trains nothing.
     """
     from launcher.programs.mismatch import diagnose, target_of
 
@@ -59,7 +59,7 @@ def mismatch(
 
 
 def show() -> None:
-    """Print what was found."""
+    """Print packages, devices, and whether a learner can start."""
     import torch
 
     table = Table("package", "version", "what for", title="rl-megatron doctor")
@@ -79,7 +79,7 @@ def show() -> None:
 
 
 def _learner() -> str:
-    """Whether a learner's process can import what it needs: megatron imports what else is installed, half or whole."""
+    """Whether a learner's process can import megatron, which also imports optional packages, even broken ones."""
     child = subprocess.run(
         [sys.executable, "-c", "import rl_megatron.learner.megatron"], capture_output=True, text=True, timeout=300
     )

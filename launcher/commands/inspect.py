@@ -16,19 +16,21 @@ def inspect(
         str,
         typer.Argument(help="a checkpoint of either kind, a run's folder, or with LAYOUT a model", show_default=False),
     ],
-    layout: Annotated[str | None, typer.Argument(help="as megatron,tp=2,pp=2,ep=2: who would hold what")] = None,
+    layout: Annotated[
+        str | None, typer.Argument(help="as megatron,tp=2,pp=2,ep=2: show what each rank would hold")
+    ] = None,
     rank: Annotated[int | None, typer.Option(min=0, help="with LAYOUT: list this rank's parameters")] = None,
     svg: Annotated[Path | None, typer.Option(help="with LAYOUT: write a picture here")] = None,
     family: OwnFamily = None,
 ) -> None:
-    """Say what a folder holds: kind, model, tensors, dtypes, sizes, step; or who holds what of a model in a layout."""
+    """Show what a folder holds: kind, model, tensors, dtypes, sizes, step; or what each rank of a layout would hold."""
     if layout is not None:
         from tools import inspect_layout
 
         inspect_layout.run(target, layout, rank=rank, svg=svg, family=family)
         return
     if rank is not None or svg is not None or family is not None:
-        raise ConfigError("--rank, --svg and --family are of a layout; give one, as in megatron,tp=2,pp=2,ep=2")
+        raise ConfigError("--rank, --svg and --family need a layout; give one, as in megatron,tp=2,pp=2,ep=2")
     from launcher.programs import contents
     from tools import conversion
 

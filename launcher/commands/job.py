@@ -16,14 +16,14 @@ RunFolder = Annotated[Path, typer.Argument(help="the run's folder", show_default
 
 
 def status(run: RunFolder) -> None:
-    """Say what a run, or the job of one, does: its state and its last step."""
+    """Show the state of a run, or of its job, and its last step."""
     print(jobs.describe(run))
 
 
 def logs(
     run: RunFolder,
     which: Annotated[str, typer.Argument(help="job, controller, step, or rank-<number>")] = "controller",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="show what is added, until Ctrl-C")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="keep showing new lines, until Ctrl-C")] = False,
 ) -> None:
     """Show what a part of the run's job printed since its last restart."""
     sys.stdout.flush()
@@ -31,7 +31,7 @@ def logs(
 
 
 def attach(run: RunFolder) -> None:
-    """Follow a running job, over its restarts, until its end; Ctrl-C leaves it running. Status 1 where it failed."""
+    """Follow a running job, over its restarts, until its end; Ctrl-C leaves it running. Status 1 if it failed."""
     try:
         if not follow(run, lambda line: print(line, flush=True)):
             raise typer.Exit(1)
@@ -40,5 +40,5 @@ def attach(run: RunFolder) -> None:
 
 
 def cancel(run: RunFolder) -> None:
-    """End the job of a run for good; its last checkpoint stands."""
+    """End the job of a run for good; its last checkpoint stays."""
     print(f"job {jobs.cancel(run)} cancelled")

@@ -36,20 +36,23 @@ def plan(
         ),
     ] = None,
     config: Annotated[
-        str | None, typer.Option(help="a name under conf/, or a YAML file: print what each GPU must hold instead")
+        str | None,
+        typer.Option(help="a name under conf/, or a YAML file: print the memory that each GPU needs instead"),
     ] = None,
     nic: Annotated[float, typer.Option(min=0.001, help="a GPU's share of the network, GB/s each way")] = 50.0,
     nvlink: Annotated[float, typer.Option(min=0.001, help="a GPU's bandwidth inside its node, GB/s each way")] = 450.0,
-    per_node: Annotated[int, typer.Option(min=1, help="GPUs a node")] = 8,
-    element_bytes: Annotated[int, typer.Option(min=1, help="bytes an element; 2 is bfloat16")] = 2,
-    gpu_memory_gb: Annotated[float, typer.Option(min=0.001, help="of a GPU; a rank that needs more is named")] = 80.0,
+    per_node: Annotated[int, typer.Option(min=1, help="GPUs per node")] = 8,
+    element_bytes: Annotated[int, typer.Option(min=1, help="bytes per element; 2 is bfloat16")] = 2,
+    gpu_memory_gb: Annotated[
+        float, typer.Option(min=0.001, help="memory of a GPU, 1e9 bytes; warn about ranks that need more")
+    ] = 80.0,
     colocated: Annotated[bool, typer.Option("--colocated", help="rank r of dst lives in process r of src")] = False,
     family: OwnFamily = None,
 ) -> None:
-    """Print what moving a model's weights between two layouts costs, beside gather-and-broadcast."""
+    """Print the cost of moving a model's weights between two layouts, compared with gather-and-broadcast."""
     if config is not None:
         if family is not None:
-            raise ConfigError("--family is of a model and two layouts; with --config set learner.model instead")
+            raise ConfigError("--family goes with a model and two layouts; with --config set learner.model instead")
         show_memory(config, arguments or [])
         return
     if not arguments:

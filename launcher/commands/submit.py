@@ -14,9 +14,11 @@ from rl_megatron.config.io import load_config
 def submit(
     config: Annotated[str, typer.Argument(help="a name under conf/, or a YAML file", show_default=False)],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="write the script and check it, but send nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="write and check the script, but do not submit it")
+    ] = False,
 ) -> None:
-    """Train on a Slurm cluster: check all that can be seen here, write the job's script to runs/<name>/ and send it."""
+    """Train on a Slurm cluster: check the configuration, write the job's script to runs/<name>/ and submit it."""
     from launcher.programs import submit as program
 
     loaded = load_config(config, overrides or [])

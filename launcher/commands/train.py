@@ -18,10 +18,10 @@ def train(
     config: Annotated[str, typer.Option(help="a name under conf/, or a YAML file")] = "tiny_cpu",
     resume: Annotated[bool, typer.Option("--resume", help="continue the run from its last checkpoint")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="say what is wrong with the configuration here, and start nothing")
+        bool, typer.Option("--check", help="check the configuration on this machine, and start nothing")
     ] = False,
 ) -> None:
-    """Train a policy by reinforcement; everything goes to runs/<name>/.
+    """Train a policy by reinforcement learning; everything goes to runs/<name>/.
 
     Ctrl-C (or SIGTERM) finishes the current step, saves and exits with status 0; a second Ctrl-C exits at once, 130.
     """

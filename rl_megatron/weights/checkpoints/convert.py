@@ -1,9 +1,9 @@
 """Hugging Face folders to megatron ``torch_dist`` checkpoints and back: a gather of byte ranges, file by file.
 
-No model, process group or GPU, and no torch, whose import takes as long as a copy of gigabytes, unless numbers change
-on the way. Input is memory-mapped, output leaves in blocks of a MiB, so memory does not grow with the model. Files are
-written under a temporary name, synced and renamed; a conversion that was killed goes on with the files that are
-missing, and the result gets its own name only when it is whole.
+It needs no model, process group or GPU, and torch, whose import takes as long as a copy of gigabytes, only if numbers
+change. It maps its input and writes its output in blocks of a MiB, so its memory does not grow with the model. It
+writes files under a temporary name, syncs and renames them; after a kill it continues with the missing files, and the
+result gets its own name only when it is complete.
 """
 
 from __future__ import annotations
@@ -58,14 +58,13 @@ def hf_to_megatron(
 ) -> None:
     """Write the Hugging Face folder as a ``torch_dist`` checkpoint that loads at any TP, PP, EP and ETP.
 
-    config.json, tokenizer and chat template go along, so that the way back needs nothing else. Raises CheckpointError,
-    WeightError or ConfigError naming what is missing, torn, unknown, misshapen or no number; ``out`` is whole or not
-    there.
-    Block-scaled float8 is dequantised: to ``dtype``, or to that of config.json. ``family`` is one of the user's own,
-    as `read_shape` takes it.
+    Copies config.json, tokenizer and chat template, so that the conversion back needs nothing else. Dequantises
+    block-scaled float8 to ``dtype``, or to config.json's dtype. ``family`` is one of the user's own, as `read_shape`
+    takes it. Raises CheckpointError, WeightError or ConfigError naming what is missing, truncated, unknown, misshapen
+    or not a number; ``out`` is then complete or absent.
     """
     if dtype is DType.F8_E4M3:
-        raise ConfigError("dtype=float8_e4m3fn: a megatron checkpoint holds no block scales; give it for Hugging Face")
+        raise ConfigError("dtype=float8_e4m3fn: a megatron checkpoint cannot hold block scales; set another dtype")
     shape = read_shape(source, family)
     hf, megatron = hf_layout(shape), megatron_layout(shape)  # the order of rows on one rank is that of any file
     stored, files = hf_copies(source, shape, dtype)
@@ -103,10 +102,10 @@ def megatron_to_hf(
     shard_bytes: int = 2 * 10**9,
     on_bytes: OnBytes = lambda n: None,
 ) -> None:
-    """Write a ``torch_dist`` checkpoint, saved in whatever layout, as a Hugging Face folder.
+    """Write a ``torch_dist`` checkpoint, saved in any layout, as a Hugging Face folder.
 
-    ``config`` is a folder with config.json and tokenizer where the checkpoint holds none. With float8_e4m3fn linear
-    layers become block-scaled float8, the others stay as they are stored. Raises as `hf_to_megatron`.
+    ``config`` is a folder with config.json and tokenizer if the checkpoint has none. float8_e4m3fn quantises linear
+    layers to block-scaled float8, and keeps other tensors as they are stored. Raises as `hf_to_megatron`.
     """
     companion = config or source
     shape = read_shape(companion, family)
@@ -134,9 +133,9 @@ def megatron_to_hf(
 
 
 def left_out(source: Path, config: Path | None = None, family: str | None = None) -> str | None:
-    """What of the model in ``source`` is never converted, as a line to show; None where it has no such tensors.
+    """A line to show about tensors in ``source`` that are never converted; None if there are none.
 
-    ``config`` is a folder with config.json where ``source`` has none. A megatron checkpoint of ours never has any.
+    ``config`` is a folder with config.json if ``source`` has none. Our megatron checkpoints have no such tensors.
     """
     if is_megatron(source):
         return None
@@ -153,21 +152,21 @@ def left_out(source: Path, config: Path | None = None, family: str | None = None
 
 
 def hf_tensors(folder: Path, config: Path | None = None, family: str | None = None) -> tuple[list[Copy], Files]:
-    """The Hugging Face tensors that a checkpoint of either kind holds, ready to be read block by block.
+    """The Hugging Face tensors of a checkpoint of either kind, to read block by block.
 
-    ``config`` is a folder with config.json where ``folder`` has none. Raises as `hf_to_megatron`.
+    ``config`` is a folder with config.json if ``folder`` has none. Raises as `hf_to_megatron`.
     """
     shape = read_shape(config or folder, family)
     return megatron_copies(folder, shape) if is_megatron(folder) else hf_copies(folder, shape, None)
 
 
 def _keeping_dtype(layout: Layout) -> set[str]:
-    """Names of what is not cast with the weights."""
+    """Names of tensors that a conversion of dtypes leaves alone."""
     return set(replace(layout, table=[row for row in layout.table if row.keeps_dtype]).local_shapes(0))
 
 
 def _in_dtype(tensors: Sequence[Copy], dtype: DType | None, layout: Layout) -> list[Copy]:
-    """In ``dtype``, but for those whose row of ``layout`` keeps its own."""
+    """The tensors in ``dtype``, except those whose row of ``layout`` keeps its dtype."""
     exact = _keeping_dtype(layout)
     return [tensor if tensor.name in exact else _cast(tensor, dtype) for tensor in tensors]
 

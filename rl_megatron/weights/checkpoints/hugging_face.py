@@ -28,9 +28,9 @@ from rl_megatron.weights.layouts.families import hf_layout
 
 
 def hf_copies(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[list[Copy], Files]:
-    """Every tensor of a folder as it is stored; block scales are applied, in ``dtype`` or that of config.json.
+    """Every tensor of a folder in its stored dtype; block-scaled ones dequantised to ``dtype`` or config.json's.
 
-    Raises CheckpointError, WeightError or ConfigError naming what is missing, torn, unknown or misshapen.
+    Raises CheckpointError, WeightError or ConfigError naming what is missing, truncated, unknown or misshapen.
     """
     headers = read_headers(source)
     files = Files([source / name for name in dict.fromkeys(name for name, _ in headers.entries.values())])
@@ -73,7 +73,7 @@ def _scaled(
 
 
 def write_safetensors(file: IO[bytes], tensors: Sequence[Streamed], on_bytes: OnBytes) -> list[dict[str, object]]:
-    """Write one file, of which there is nothing to note."""
+    """Write one file. Its notes are empty, because its header says where each tensor lies."""
     file.write(header_bytes([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]))
     for tensor in tensors:
         for block in numbers(tensor, on_bytes):

@@ -13,9 +13,9 @@ def total_bytes(folder: Path) -> int:
 
 
 def is_megatron(folder: Path) -> bool:
-    """Whether the folder is a ``torch_dist`` checkpoint. Raises ConfigError where it is none of the two kinds."""
+    """Whether the folder is a ``torch_dist`` checkpoint. Raises ConfigError if it is of neither kind."""
     if (folder / ".metadata").is_file():
         return True
     if (folder / "config.json").is_file():
         return False
-    raise ConfigError(f"{folder}: neither .metadata (megatron torch_dist) nor config.json (Hugging Face) there")
+    raise ConfigError(f"{folder}: it has neither .metadata (megatron torch_dist) nor config.json (Hugging Face)")

@@ -27,9 +27,9 @@ from rl_megatron.weights.plans.plan import plan
 
 
 def megatron_copies(source: Path, shape: ModelShape) -> tuple[list[Copy], Files]:
-    """Every Hugging Face tensor out of the chunks that hold a piece of it, as it is stored.
+    """Every Hugging Face tensor in its stored dtype, assembled from the chunks that hold pieces of it.
 
-    Raises CheckpointError or WeightError naming what is missing, torn or another model's.
+    Raises CheckpointError or WeightError naming what is missing, truncated or of another model.
     """
     sizes, chunks = read_index(source)
     files = _opened(source, sorted({c.file for c in chunks}))
@@ -97,14 +97,14 @@ def _fragment(cut: Box, chunk: Chunk, index: Shape, box: Box, hf_box: Box, view:
 
 
 def _box(chunk: Chunk, depth: int) -> Box:
-    """Where a chunk lies in each parameter of its stack, whose first ``depth`` dims number them."""
+    """The chunk's box in each parameter of its stack; the stack's first ``depth`` dims number the parameters."""
     return tuple((o, o + s) for o, s in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True))
 
 
 def write_chunks(
     file: IO[bytes], tensors: Sequence[Streamed], on_bytes: OnBytes, *, stacked: bool
 ) -> list[dict[str, object]]:
-    """Write one file; its notes say where in it each tensor lies."""
+    """Write one file, and return notes of where each tensor lies in it."""
     notes: list[dict[str, object]] = []
     for tensor in tensors:
         start = file.tell()
@@ -117,7 +117,7 @@ def write_chunks(
 def index_files(
     folder: Path, sinks: Sequence[Sink], notes: Mapping[str, list[dict[str, object]]], *, stacked: bool
 ) -> None:
-    """Write the index of the files of ``sinks``, from what `write_chunks` noted of each."""
+    """Write the index of the files of ``sinks``, from the notes of `write_chunks`."""
     chunks = [
         _noted_chunk(sink.name, tensor, place_of(tensor.name, stacked=stacked), note)
         for sink in sinks

@@ -64,7 +64,7 @@ def plan_cost(moves: Plan, element_bytes: int, links: Links) -> Cost:
 def broadcast_cost(src: Layout, receivers: Iterable[int], element_bytes: int, links: Links) -> Cost:
     """Cost of the usual push: each learner rank gathers the whole model, then rank 0 broadcasts it to all receivers.
 
-    A learner rank reads from its own node what that holds. The broadcast enters each node once and is forwarded inside.
+    A learner rank gathers from its own node what that holds. The broadcast enters each node once; the node forwards it.
     Bound: gather and broadcast overlap fully; expected: one after the other.
     """
     own, nodes, total = _held(src, links.per_node)

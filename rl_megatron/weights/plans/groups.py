@@ -1,4 +1,4 @@
-"""Who holds and who wants each box of two layouts, and which layers and experts are alike in both."""
+"""Finds which ranks of two layouts hold and need each box, and groups layers and experts that move alike."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _Stages = tuple[tuple[int, ...], ...]  # of each source row of one HF tensor: th
 
 
 def stretches_between(src: Layout, dst: Layout, where: Mapping[int, int]) -> list[Stretch]:
-    """What every process in ``where`` wants and who holds it, in ``dst``'s table order; nobody was chosen to send it.
+    """What every process in ``where`` needs, and which ranks hold it, in ``dst``'s table order, without senders.
 
-    Rank r of ``dst`` is process ``where[r]``. Raises WeightError naming the tensor where ``src`` lacks elements or
-    holds rows in two ways.
+    Rank r of ``dst`` is process ``where[r]``. Raises WeightError naming the tensor if ``src`` lacks elements or holds
+    overlapping boxes.
     """
     source, target = _Source(src), _Target(dst, where)
     return [stretch for spec in dst.rows() for stretch in _stretches(source, target, spec)]
 
 
 class _Source:
-    """Who holds which box of which HF tensor."""
+    """The ranks that hold each box of each HF tensor."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -68,7 +68,7 @@ class _Source:
 
 
 class _Target:
-    """Which processes want a chunk of a row."""
+    """The processes that need each chunk of each row."""
 
     def __init__(self, layout: Layout, where: Mapping[int, int]) -> None:
         self.layout = layout
@@ -85,7 +85,7 @@ class _Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """Layers and experts of one chunk that have the same holders and are wanted by the same processes."""
+    """Layers and experts of one chunk that the same ranks hold and the same processes need."""
 
     layers: tuple[int, ...]
     experts: tuple[int, ...]

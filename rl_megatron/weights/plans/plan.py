@@ -1,7 +1,7 @@
-"""Which box goes from which rank to which: integer arithmetic over two layouts, no torch, the same on every process.
+"""Plans which rank sends each box to which: integer arithmetic over two layouts, no torch, equal on every process.
 
-A plan is symbolic. A row of the table moves alike in all its layers and experts, so one `Stretch` stands for all of
-them that have the same holders and the same destinations; a process writes out only what it sends and receives itself.
+A plan is symbolic. One `Stretch` stands for all layers and experts of a table's row that have the same holders and the
+same destinations; a process expands only what it sends and receives itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SMALLEST_CUT = 256  # or this many elements: cutting smaller boxes costs more t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """In round k the i-th sender sends to the (i + k)-th receiver, counted round: all are busy from the first on."""
+    """In round k the i-th sender sends to receiver i + k modulo their number: all are busy from round 0 on."""
 
     senders: tuple[int, ...]
     receivers: tuple[int, ...]
@@ -36,7 +36,7 @@ class Rounds:
         return (bisect_left(self.receivers, receiver) - bisect_left(self.senders, sender)) % len(self)
 
     def of_process(self, process: int) -> Iterator[tuple[int | None, int | None]]:
-        """(where to, where from) of each round; a process may meet itself."""
+        """(receiver, sender) for ``process`` in each round; a process may be its own partner."""
         sender, receiver = index_of(self.senders, process), index_of(self.receivers, process)
         for k in range(len(self)):
             to = (sender + k) % len(self) if sender is not None else len(self)
@@ -54,17 +54,17 @@ class Plan:
     stretches: tuple[Stretch, ...]
 
     def receives(self, process: int) -> Iterator[Transfer]:
-        """What ``process`` writes, each element once; copies within it have ``src_rank == dst_rank``."""
+        """The transfers that ``process`` writes, each element once; local copies have ``src_rank == dst_rank``."""
         for stretch in self.stretches:
             yield from stretch.into(process)
 
     def sends(self, process: int) -> Iterator[Transfer]:
-        """What ``process`` sends to others; a pair's transfers come in the order in which the other receives them."""
+        """The transfers that ``process`` sends to others, for each receiver in the order in which it receives them."""
         for stretch in self.stretches:
             yield from stretch.out_of(process)
 
     def traffic(self) -> dict[tuple[int, int], int]:
-        """Elements between every pair (sender, receiver) of different processes that have any."""
+        """Number of elements for every pair (sender, receiver) of different processes that have transfers."""
         out: Counter[tuple[int, int]] = Counter()
         for stretch in self.stretches:
             for sender, receiver, elements in stretch.flows():
@@ -73,7 +73,7 @@ class Plan:
         return dict(out)
 
     def rounds(self) -> Rounds:
-        """An order for all pairs in which nobody sends to two at once, nor receives from two."""
+        """Rounds of all pairs, in which each process sends to and receives from at most one other at a time."""
         moved = [stretch for stretch in self.stretches if stretch.remote]
         sending = {
             holder
@@ -85,17 +85,17 @@ class Plan:
         return Rounds(senders=tuple(sorted(sending)), receivers=tuple(sorted(receiving)))
 
     def num_transfers(self) -> int:
-        """Transfers of all processes, copies within a process counted."""
+        """Number of transfers of all processes, including local copies."""
         return sum(stretch.count * (len(stretch.local) + len(stretch.remote)) for stretch in self.stretches)
 
 
 def plan(src: Layout, dst: Layout, *, placement: Mapping[int, int] | None = None) -> Plan:
-    """The fewest elements between processes that write every element of ``dst`` exactly once.
+    """The plan with the fewest elements between processes that writes every element of ``dst`` exactly once.
 
-    Rank r of ``src`` is process r; rank r of ``dst`` lives in process ``placement[r]`` (None: in process r), and ranks
-    left out are not planned. R engines with full HF weights are an HF layout with ``dp=R``. A box is taken from its
-    own process where that holds it, else from the replica with the fewest elements to send so far; one too large to be
-    dealt evenly is cut. Raises WeightError naming the tensor where ``src`` lacks elements or holds rows in two ways.
+    Rank r of ``src`` is process r; rank r of ``dst`` lives in process ``placement[r]`` (None: in process r); ranks
+    left out receive nothing. R engines with full HF weights are an HF layout with ``dp=R``. A process copies a box that
+    it holds itself; else the replica with the fewest elements to send so far sends it; boxes too large to balance are
+    cut. Raises WeightError naming the tensor if ``src`` lacks elements or holds overlapping boxes.
     """
     where = placement if placement is not None else {rank: rank for rank in range(dst.dims.world_size)}
     if len(set(where.values())) != len(where):
@@ -107,7 +107,7 @@ def plan(src: Layout, dst: Layout, *, placement: Mapping[int, int] | None = None
 
 
 def _striped(stretch: Stretch, limit: int) -> Iterator[Stretch]:
-    """The stretch cut along dim 0 into boxes of at most ``limit`` elements, where somebody has a choice."""
+    """The stretch cut along dim 0 into boxes of at most ``limit`` elements, if it has several possible senders."""
     start, stop = stretch.box[0]
     parts = min(stop - start, -(-stretch.size // limit))
     if parts <= 1 or len(stretch.holders) == 1 or not stretch.remote:
@@ -119,7 +119,7 @@ def _striped(stretch: Stretch, limit: int) -> Iterator[Stretch]:
 
 
 def _dealt(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """Senders chosen. Those with the fewest holders, then the largest boxes, choose first: the rest can even out."""
+    """The stretches with senders: those with the fewest holders, then the largest, first, so that the rest balance."""
     out = list(stretches)
     load: Counter[int] = Counter()
     for i in sorted(range(len(out)), key=lambda i: (len(out[i].holders), -out[i].size, i)):
@@ -135,7 +135,7 @@ def _dealt(stretches: Sequence[Stretch]) -> list[Stretch]:
 
 
 def _level(loads: Sequence[int], size: int, count: int) -> list[int]:
-    """How many of ``count`` transfers each holder sends: as if each went in turn to the least loaded, lowest rank."""
+    """How many of ``count`` transfers each holder sends, if the least loaded (at a tie the lowest) sends the next."""
     order = sorted(range(len(loads)), key=lambda i: loads[i])
     total = sum(loads) + count * size
     while loads[order[-1]] * len(order) > total:  # too loaded to take any

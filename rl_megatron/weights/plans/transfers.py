@@ -29,11 +29,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """``box`` of each layer and expert listed, from one of ``holders`` into every one of the destinations.
+    """``box`` of each listed layer and expert, from one of ``holders`` into each of the destinations.
 
-    ``local`` destinations hold it themselves. The transfers into the others make a line, layer after layer, in each
-    expert after expert, in each destination after destination; holder i sends what lies between ``bounds[i]`` and
-    ``bounds[i + 1]``, so all its destinations get about the same from it.
+    ``local`` destinations hold it themselves. The transfers into the others are in order of layer, expert and
+    destination; holder i sends those from ``bounds[i]`` up to ``bounds[i + 1]``, so that each destination gets about
+    the same number from it.
     """
 
     box: Box
@@ -48,16 +48,16 @@ class Stretch:
 
     @property
     def count(self) -> int:
-        """Transfers into one destination."""
+        """Number of transfers into one destination."""
         return len(self.layers) * len(self.experts)
 
     @property
     def size(self) -> int:
-        """Elements of one transfer."""
+        """Number of elements of one transfer."""
         return volume(self.box)
 
     def into(self, process: int) -> Iterator[Transfer]:
-        """The transfers that ``process`` receives, from itself too."""
+        """The transfers that ``process`` receives, including those from itself."""
         if process in self.local:
             yield from self._write(bisect_left(self.holders, process), process, range(self.count))
         at = index_of(self.remote, process)
@@ -80,7 +80,7 @@ class Stretch:
                     yield sender, receiver, len(self._span(i, at)) * self.size
 
     def _span(self, i: int, at: int) -> range:
-        """Which of the transfers into the ``at``-th destination holder i sends."""
+        """The transfers into the ``at``-th destination that holder i sends."""
         width = len(self.remote)
         return range(-((at - self.bounds[i]) // width), -((at - self.bounds[i + 1]) // width))
 
@@ -104,6 +104,6 @@ class Stretch:
 
 
 def index_of(ascending: Sequence[int], process: int) -> int | None:
-    """Where a process stands among others; None where it is none of them."""
+    """The index of a process among others; None if it is not among them."""
     i = bisect_left(ascending, process)
     return i if i < len(ascending) and ascending[i] == process else None

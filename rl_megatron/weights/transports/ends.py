@@ -1,9 +1,9 @@
-"""One process's ends of a plan: what leaves it and what arrives, as parcels that are packed, unpacked and verified.
+"""Packs, unpacks and verifies the parcels that one process sends and receives in a plan.
 
-A parcel is a bucket's bytes and, where digests are on, a trailer: the version, then a 64-bit digest of each part as it
-was packed. The receiver computes the digest of each part again from the tensor that holds it after unpacking, strided
-or not, so what is compared is what will be served. On a CPU every part is small enough that its digest is computed from
-the cache that has just copied it.
+A parcel is a bucket's bytes and, if digests are on, a trailer: the version, then a 64-bit digest of each part as
+packed. After unpacking, the receiver computes each part's digest again from the tensor that holds it, strided or not,
+so it compares what will be served. On a CPU every part is small enough to be still in the cache when its digest is
+computed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_TOLD = 10  # problems of a process that an error lists
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtypes:
-    """A process's destination dtypes: one, and the few tensors that have another."""
+    """A process's destination dtypes: a common one, and the few tensors with another."""
 
     common: torch.dtype
     others: Mapping[str, torch.dtype]
@@ -64,7 +64,7 @@ class Dtypes:
 
 
 Handshake = tuple[list[str], Dtypes]
-"""What a process tells the others before the first move: what does not fit, and its destination dtypes."""
+"""What a process sends the others before the first version: its misfits with the plan, and its destination dtypes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +82,12 @@ class Parcel:
 
 
 class PlanEnds:
-    """What a process sends, receives and copies within itself, over ``src`` and ``dst``, its tensors by local name.
+    """What a process sends, receives and copies within itself; ``src`` and ``dst`` are its tensors by local name.
 
-    ``exchange`` gives every process's handshake for this one's. Raises WeightError, naming tensor and rank, on every
-    process where one has a missing, unknown or misshapen tensor. Elements are cast to the destination's dtype before
-    they are sent. Tensors are held by storage: change them in place. Parcels are on the accelerator where any tensor
-    is; the others may be in host memory.
+    ``exchange`` sends this process's handshake and returns those of all. If any process has a missing, unknown or
+    misshapen tensor, all raise WeightError, which names tensor and rank. The sender casts elements to the destination's
+    dtype. It refers to the tensors' storage: change them in place. If any tensor is on the accelerator, parcels are
+    too; other tensors may be in host memory.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class PlanEnds:
         self.bytes_sent: Counter[int] = Counter()  # in a move, by receiver
 
     def buckets(self, bucket_bytes: int, part_bytes: int | None = None) -> dict[tuple[int, int], list[Bucket]]:
-        """Those of every (sender, receiver) that this process is one of; both cut the same.
+        """The buckets of every pair (sender, receiver) with this process; both sides cut them alike.
 
         ``part_bytes`` None: parts that fit a CPU's cache, or whole buckets on a GPU.
         """
@@ -139,15 +139,15 @@ class PlanEnds:
         }
 
     def dtype_of_last(self, name: str) -> torch.dtype:
-        """In which the last process of the group holds a destination tensor."""
+        """The dtype in which the last process of the group holds a destination tensor."""
         return self._dtypes[-1].of(name)
 
     def wire_bytes(self, bucket: Bucket) -> int:
-        """Of a parcel: payload, padding to a word, trailer."""
+        """Bytes of the bucket's parcel: payload, padding to a word, trailer."""
         return _padded(bucket.num_bytes) + _WORD * (1 + len(bucket.parts)) if self.verify else bucket.num_bytes
 
     def bind(self, peer: int, bucket: Bucket, buffer: Tensor, *, leaving: bool) -> Parcel:
-        """``buffer`` may be longer than the parcel, which starts where it starts: at a word."""
+        """The parcel of ``bucket`` at the start of ``buffer``, which is aligned to a word and may be longer."""
         self.bytes_sent[peer] += bucket.num_bytes if leaving else 0
         payload = buffer[: bucket.num_bytes]
         tensors = [
@@ -172,7 +172,7 @@ class PlanEnds:
         )
 
     def begin(self) -> None:
-        """Forget what the last move found, and copy what stays in this process."""
+        """Forget the failures of the last version, and do the local copies."""
         self._failures, self._verify_seconds = [], 0.0
         if not self.verify:
             if self._local:
@@ -199,7 +199,7 @@ class PlanEnds:
             parcel.trailer[1:] = tensor_digests(parcel.views)
 
     def unpack(self, parcel: Parcel, version: int) -> None:
-        """Write the parcel's tensors; what is not as it was sent is remembered for `finish`."""
+        """Write the parcel's tensors, and record those that differ from what was sent, for `finish`."""
         self._unpack(parcel, version)
         self.arrived(parcel.bucket)
 
@@ -224,7 +224,7 @@ class PlanEnds:
         self._failures += (self._difference(parts[i], parcel.peer) for i in wrong)
 
     def settle(self) -> None:
-        """Wait until what was packed or unpacked is so: on a GPU it was only asked for."""
+        """Wait until packing and unpacking are done, which on a GPU are asynchronous."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -236,7 +236,7 @@ class PlanEnds:
             self._failures.append(self._difference(part, sender))
 
     def finish(self, version: int) -> float:
-        """Seconds spent on digests. Raises CorruptionError for what `begin` and `unpack` found."""
+        """Seconds spent on digests. Raises CorruptionError with the failures that `begin` and `unpack` recorded."""
         if self._failures:
             told = self._failures[:_MOST_TOLD]
             more = len(self._failures) - len(told)
@@ -247,7 +247,7 @@ class PlanEnds:
         return self._verify_seconds
 
     def _copy(self, to: list[Tensor], frm: list[Tensor], written: list[memoryview | None]) -> list[int]:
-        """Digests of CPU tensors, each computed while the cache still has what was copied into it."""
+        """Copy CPU tensors, and return the digest of each, computed while it is still in the cache."""
         out, spent, clock = [], 0.0, time.perf_counter
         for target, source, data in zip(to, frm, written, strict=True):
             target.copy_(source)
@@ -265,7 +265,7 @@ class PlanEnds:
 
 
 def handshakes_of(group: dist.ProcessGroup | None) -> Callable[[Handshake], list[Handshake]]:
-    """What `PlanEnds` exchanges handshakes with, over the ranks of a group."""
+    """The ``exchange`` of `PlanEnds` over the ranks of a group."""
 
     def exchange(mine: Handshake) -> list[Handshake]:
         problems, dtypes = mine
@@ -293,7 +293,7 @@ def _words(trailer: Tensor) -> NDArray[np.uint64]:
 def _misfits(
     leaving: Sequence[Transfer], arriving: Sequence[Transfer], src: Mapping[str, Tensor], dst: Mapping[str, Tensor]
 ) -> Iterator[str]:
-    """Why this process's tensors cannot serve the plan, a line each."""
+    """Lines that say why this process's tensors do not fit the plan."""
     wanted_src = {t.src_param: t.src_shape for t in leaving}
     wanted_dst = {t.dst_param: t.dst_shape for t in arriving}
     for side, wanted, tensors in (("source", wanted_src, src), ("destination", wanted_dst, dst)):

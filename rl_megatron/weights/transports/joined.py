@@ -1,8 +1,8 @@
 """A process group of learner and engine ranks, and their rendezvous before each version; the controller can cancel it.
 
 The controller keeps the store of the rendezvous. Before the group is made, and before each version moves, every rank
-says there that it is ready; where one cannot take part, the controller cancels the meeting for all. So a server that
-refuses leaves no sender in a send.
+reports there that it is ready; if one cannot take part, the controller cancels the rendezvous for all. So no rank
+blocks in a send to a server that refuses.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _LOOK_SECONDS = 0.002
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where ``size`` ranks meet. ``name`` is new for every group, ``seconds`` the limit of every wait.
+    """The address at which ``size`` ranks make a group. ``name`` is unique; ``seconds`` limits every wait.
 
-    They send by ``transport``, a name that `engine_ends` knows; ``backend`` is that of their group. ``turns``: learner
-    and engines take turns on the same accelerators, so engines keep no memory for sending between versions.
+    ``transport`` is a name that `engine_ends` knows; ``backend`` is the group's. ``turns``: learner and engines take
+    turns on the same accelerators, so engines keep no transfer buffers between versions.
     """
 
     host: str
@@ -42,7 +42,7 @@ class Rendezvous:
 
 
 class Keeper:
-    """The controller's side, at ``host`` alone. Raises ConfigError where that is no address of this machine."""
+    """The controller's side; it listens only at ``host``. Raises ConfigError if that is no address of this machine."""
 
     def __init__(self, host: str, seconds: float) -> None:
         self.host, self._seconds = host, seconds
@@ -64,7 +64,7 @@ class Keeper:
         )
 
     def rendezvous(self, size: int, *, transport: str, backend: str, turns: bool = False) -> Rendezvous:
-        """The rendezvous of a new group."""
+        """Make the rendezvous of a new group, under a unique name."""
         return Rendezvous(
             host=self.host,
             port=self._store.port,
@@ -81,12 +81,12 @@ class Keeper:
         self._store.set(f"{rendezvous.name}/{what}/cancelled", reason)
 
     def absent(self, rendezvous: Rendezvous, what: str) -> list[int]:
-        """Ranks that have not come to ``what``."""
+        """Ranks that have not reported ready for ``what``."""
         return [rank for rank in range(rendezvous.size) if not self._store.check([f"{rendezvous.name}/{what}/{rank}"])]
 
 
 class Member:
-    """Rank ``rank`` of the group. Collective; raises SyncError where not all come in time."""
+    """Rank ``rank`` of the group. Collective; raises SyncError if not all ranks join in time."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         self.rendezvous, self.rank = rendezvous, rank
@@ -113,7 +113,7 @@ class Member:
         distributed_c10d._world.pg_group_ranks[group] = {number: number for number in range(rendezvous.size)}
 
     def meet(self, what: str) -> None:
-        """Return when every rank is here. Raises SyncError where it was cancelled, or some do not come in time."""
+        """Wait until every rank is ready for ``what``. Raises SyncError if it is cancelled, or some are not in time."""
         at, limit = f"{self.rendezvous.name}/{what}", time.monotonic() + self.rendezvous.seconds
         self._store.set(f"{at}/{self.rank}", "")
         keys = [f"{at}/{rank}" for rank in range(self.rendezvous.size)]
