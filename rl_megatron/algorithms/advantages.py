@@ -1,8 +1,8 @@
 """Computes advantages [n] from rewards [n] of completions: a baseline and a scale, over a group or the whole batch.
 
 GRPO is mean group, std group; Dr. GRPO mean group, std none; RLOO mean group, leave-one-out, std none; LitePPO mean
-group, std batch; REINFORCE mean none or batch, std none. Groups may be ragged and in any order. What needs rewards or
-values a token is in returns.py.
+group, std batch; REINFORCE mean none or batch, std none. Groups may be ragged and in any order. Advantages from rewards
+or values of tokens are in returns.py.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ def group_advantages(
     """Advantages [n] float32 = (reward - mean) / (std + ``EPS``), computed in float64, the variance over n - 1.
 
     ``group_ids`` [n] int64 are any integers, equal within a group. ``leave_one_out`` takes the mean of the *others*.
-    Where the mean or the std is over rewards that are all equal (a group
-    of one among them) the advantage is exactly 0, never NaN. Raises ValueError for a reward that is not finite, or
-    leave-one-out without a mean.
+    If the rewards under the mean or the std are all equal, as in a group of one, the advantage is exactly 0, never NaN.
+    Raises ValueError for a reward that is not finite, or leave-one-out without a mean.
     """
     mean_of, std_of = LEVELS[mean], LEVELS[std]
     if leave_one_out and mean_of is None:

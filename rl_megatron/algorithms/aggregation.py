@@ -1,7 +1,7 @@
 """Aggregates per-token losses [T] to one number: each choice gives the weights [T] of the tokens in the global sum.
 
-The weights of a whole (mini)batch already hold the global denominators, so shares of micro-batches, data-parallel and
-context-parallel ranks add up to the loss, however the batch was cut. ``lengths`` [S] count each sequence's tokens;
+The weights already contain the global denominators of the whole (mini)batch, so the shares of micro-batches,
+data-parallel and context-parallel ranks add up to the loss for any cut. ``lengths`` [S] count each sequence's tokens;
 ``max_length`` is the fixed length that one of the choices divides by.
 """
 

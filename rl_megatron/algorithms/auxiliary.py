@@ -1,4 +1,4 @@
-"""Losses beside the policy gradient: a critic's value loss, and DPO on pairs. T positions, S sequences."""
+"""Losses other than the policy gradient: a critic's value loss, and DPO on pairs. T positions, S sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_megatron.types import LossInputs, LossOutput, Metric
 class ValueLoss:
     """½·max((V - R)², (V_clip - R)²), mean over tokens; V_clip is V within ``clip`` of V_old (None: no clipping).
 
-    Means over tokens: ``critic/value_mean`` and ``critic/clip_fraction``, where the clipped one is larger.
+    Means over tokens: ``critic/value_mean``, and ``critic/clip_fraction``, the share whose clipped term is larger.
     """
 
     clip: float | None = None
@@ -44,8 +44,8 @@ class ValueLoss:
 class PreferenceLoss:
     """DPO: mean over pairs of -log σ(beta·(Δlog pi - Δlog ref)) (arXiv:2305.18290).
 
-    Sequences 2i and 2i + 1 of a micro-batch are the chosen and the rejected one of a pair; an odd one, or one without a
-    trained token, is padding. Log-probs are summed over the trained tokens. Means over pairs:
+    Sequences 2i and 2i + 1 of a micro-batch are the chosen and the rejected one of a pair; a last one without a
+    partner, or one without a trained token, is padding. Log-probs are sums over the trained tokens. Means over pairs:
     ``preference/accuracy`` (margin above 0) and ``preference/margin``, in nats times beta; over tokens ``entropy``.
     """
 

@@ -1,4 +1,4 @@
-"""Corrections for the gap between the engine that sampled and the learner that trains: weights pi_old / pi_rollout.
+"""Corrects the gap between the engine that samples and the learner that trains, by weights pi_old / pi_rollout.
 
 TIS is truncate at 2; IcePop is mask to 0.5 .. 5; the geometric band is band at sequence level, 0.999 .. 1.002;
 decoupled PPO is the clip objective with truncate at 5. Denominators stay those of the whole batch: a token left out
@@ -74,10 +74,10 @@ def correction_weights(section: CorrectionSection, inputs: LossInputs, lengths: 
 
 
 def second_moment_mask(log_ratios: Tensor, mask: Tensor, *, threshold: float = 0.04) -> Tensor:
-    """Which tokens of the **global** batch M2PO trains on, [N] bool (arXiv:2510.01161).
+    """The tokens of the **global** batch that M2PO trains on, [N] bool (arXiv:2510.01161).
 
-    Leaves out the tokens of largest squared log-ratio until the mean square of the rest is at most ``threshold``. A
-    choice made on a micro-batch would depend on how the batch was cut, so this runs once, before packing.
+    Masks the tokens of largest squared log-ratio until the mean square of the rest is at most ``threshold``. On a
+    micro-batch the mask would depend on how the batch was cut, so this runs once, before packing.
     """
     squares, order = log_ratios[mask].double().square().sort()
     means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
@@ -89,7 +89,7 @@ def second_moment_mask(log_ratios: Tensor, mask: Tensor, *, threshold: float = 0
 
 
 def proximal_share(rollout_version: Tensor, *, proximal_version: int, version: int) -> Tensor:
-    """How far, in weight versions, the old policy is from the one that sampled to the one in training, [N] in 0 .. 1.
+    """The old policy's place, in weight versions, between the policy that sampled and the current one, [N] in 0 .. 1.
 
     ``rollout_version`` [N] is the version that sampled each token, at most ``proximal_version`` <= ``version``.
     """
@@ -98,9 +98,9 @@ def proximal_share(rollout_version: Tensor, *, proximal_version: int, version: i
 
 
 def with_proximal(inputs: LossInputs, share: Tensor) -> LossInputs:
-    """Old log-probs ``share`` [T] of the way from the rollout's to the current ones.
+    """The inputs with old log-probs interpolated: ``share`` [T] of the way from the rollout's to the current ones.
 
-    This stands for a pass of the old policy over stale samples (arXiv:2505.24298's decoupled objective).
+    They replace a pass of the old policy over stale samples (arXiv:2505.24298's decoupled objective).
     """
     current, rollout = inputs.logprobs.detach(), inputs.rollout_logprobs
     return replace(inputs, old_logprobs=rollout + share * (current - rollout))

@@ -1,6 +1,6 @@
 """KL to a reference policy: adds it to rewards or to the loss, and controls its coefficient.
 
-Letters: N positions, S sequences, T positions of a micro-batch. The estimators a token are in divergence.py.
+Letters: N positions, S sequences, T positions of a micro-batch. The per-token estimators are in divergence.py.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ _OF_THE_GRADIENT = ("k2",)  # estimators whose mean gradient, not whose value, i
 
 
 def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: str) -> Tensor:
-    """Estimate of KL(pi‖ref) at each position, [N]; 0 outside the mask, whatever it holds there."""
+    """Estimate of KL(pi‖ref) at each position, [N]; 0 outside the mask, even if inputs there are not finite."""
     return ESTIMATORS[estimator](logprobs.where(mask, 0.0), ref_logprobs.where(mask, 0.0))
 
 
 def kl_in_token_rewards(token_rewards: Tensor, kl: Tensor, *, beta: float) -> Tensor:
-    """Rewards [N] less beta·kl [N], before GAE or discounted returns."""
+    """Rewards [N] minus beta·kl [N], before GAE or discounted returns."""
     return token_rewards - beta * kl.detach()
 
 
 def kl_in_sequence_rewards(rewards: Tensor, kl: Tensor, cu_seqlens: Tensor, *, beta: float) -> Tensor:
-    """Rewards [S] less beta times each sequence's summed kl [N]."""
+    """Rewards [S] minus beta times each sequence's sum of kl [N]."""
     return rewards - beta * segment_sum(kl.detach(), sequence_ids(cu_seqlens), len(rewards))
 
 
 def kl_term(inputs: LossInputs, section: KLSection) -> Tensor:
-    """Estimate of KL(pi‖ref) at each position, [T], of inputs already ``masked``; aggregated, a term of the loss.
+    """Estimate of KL(pi‖ref) at each position, [T], of inputs already ``masked``, to aggregate into the loss.
 
-    ``importance_weighted`` multiplies each token by pi / pi_rollout: whatever policy sampled it, and however far the
-    engine is from the learner, the mean over its tokens then has the gradient of KL(pi‖ref). k1 and k3 estimate the
-    value, so the weight's own gradient is part of it (DeepSeek-V3.2); k2 estimates the gradient, and its weight has
-    none.
+    ``importance_weighted`` multiplies each token by pi / pi_rollout, so that for any policy that sampled, and any gap
+    between engine and learner, the mean over tokens has the gradient of KL(pi‖ref). k1 and k3 estimate the value, so
+    their weight has a gradient (DeepSeek-V3.2); k2 estimates the gradient, so its weight is detached.
     """
     per_token = ESTIMATORS[section.estimator](inputs.logprobs, required(inputs.ref_logprobs, "ref_logprobs"))
     if not section.importance_weighted:

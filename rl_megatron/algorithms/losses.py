@@ -26,7 +26,7 @@ _RATIO_MEANS = {"token": token_mean, "sequence": seq_mean_token_mean, "sequence_
 
 
 def loss_of(row: AlgorithmSection, *, kl_coefficient: float, max_new_tokens: int) -> Loss:
-    """The policy's loss: DPO's where the row has its beta, else a policy gradient."""
+    """The policy's loss: DPO if the row has ``preference_beta``, else a policy gradient."""
     if row.preference_beta is not None:
         return PreferenceLoss(beta=row.preference_beta)
     return PolicyLoss(row=row, kl_coefficient=kl_coefficient, max_new_tokens=max_new_tokens)
@@ -34,13 +34,12 @@ def loss_of(row: AlgorithmSection, *, kl_coefficient: float, max_new_tokens: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """A policy-gradient loss: what ``row`` says, read from it when the loss is called.
+    """The policy-gradient loss of the choices in ``row``.
 
-    Beside the objective, under the same aggregation: ``kl_coefficient`` (the row's, as its controller has it at this
-    step) times KL(pi‖ref) where that is placed in the loss, which no correction weighs, and less
-    ``entropy_coefficient`` times the entropy; and the samples' ``nll_weights`` times -log pi. Where the samples hold a
-    ``proximal_share``, the old log-probs lie so far from the rollout's to the current ones. ``max_new_tokens`` is the
-    fixed length of a row that has no ``max_length``.
+    The loss adds to the objective, under the same aggregation: ``kl_coefficient`` (the controlled one of this step)
+    times KL(pi‖ref), if the row places it in the loss, without corrections; minus ``entropy_coefficient`` times the
+    entropy; and the samples' ``nll_weights`` times -log pi. If the samples have a ``proximal_share``, the old log-probs
+    are interpolated by it. ``max_new_tokens`` is the fixed length for a row without ``max_length``.
 
     Means: ``entropy``, ``kl/old_policy`` (k3 of KL(old‖current), from tokens the old policy sampled), ``kl/rollout``
     (k3 of KL(rollout‖old)) and ``mismatch/logprob_abs_mean`` (|old - rollout|) over tokens; ``ratio/mean``,
@@ -77,7 +76,7 @@ class PolicyLoss:
         return replace(output, loss=(per_token * weights).sum() + sum(parts.values()), metrics=metrics)
 
     def _extra_terms(self, inputs: LossInputs, weights: Tensor) -> dict[str, Tensor]:
-        """Terms of the loss, [] each, that stand beside the objective."""
+        """The terms of the loss, [] each, that it adds to the objective."""
         out = {}
         if self.kl_coefficient and self.row.kl.placement == "loss":
             out["kl"] = self.kl_coefficient * (kl_term(inputs, self.row.kl) * weights).sum()
@@ -137,6 +136,6 @@ class CrossEntropy:
 
 
 def _masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """Greatest value inside the mask, [] ; -inf where the mask is empty (also with T = 0)."""
+    """Greatest value inside the mask, []; -inf if the mask is empty (also with T = 0)."""
     lowest = values.new_full((1,), -torch.inf)
     return torch.cat([torch.where(mask, values, lowest), lowest]).amax()

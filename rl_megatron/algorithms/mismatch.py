@@ -1,6 +1,6 @@
 """Measures the gap between learner's and engine's log-probs of sampled tokens: overall, by position, by expert.
 
-Everything is taken over a whole rollout batch before it trains anything. d = log pi_learner - log pi_engine, in nats.
+All metrics are over a whole rollout batch, before any step trains on it. d = log pi_learner - log pi_engine, in nats.
 Letters: N positions, n of them sampled, L layers with experts, k experts a token.
 """
 
@@ -21,9 +21,9 @@ _LEAST_TOKENS = 32  # of an expert whose mean counts
 
 
 def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> dict[str, float]:
-    """k1 of KL(engine || learner), quantiles of |d| and its mean by place in the completion; [N] each, [S + 1].
+    """k1 of KL(engine || learner), quantiles of |d|, and its mean by place in the completion; [N] each, [S + 1].
 
-    Nothing where nothing was sampled; a bucket of places that no completion reaches is left out.
+    Empty if the engine sampled nothing; leaves out a bucket of places that no completion reaches.
     """
     d = (logprobs - rollout_logprobs)[mask].double()
     if not len(d):
@@ -41,17 +41,17 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, c
 
 
 def _places(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Of each sampled token the number of those before it in its sequence, [n]."""
+    """For each sampled token the number of sampled tokens before it in its sequence, [n]."""
     before = mask.long().cumsum(0) - 1
     firsts = torch.cat([before.new_zeros(1), before + 1])[cu_seqlens[:-1]]
     return (before - firsts[sequence_ids(cu_seqlens)])[mask]
 
 
 def expert_means(absolute: Tensor, routes: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean of ``absolute`` [n] over the tokens that each expert had a part in, and how many, [L, E] each.
+    """Mean of ``absolute`` [n] over the tokens that chose each expert, and their number, [L, E] each.
 
-    ``routes`` [n, L, k] integers, E - 1 the greatest of them. The mean is NaN where there was none. Of more than 65,536
-    tokens, evenly many are taken.
+    ``routes`` [n, L, k] integers; E - 1 is the greatest. The mean is NaN for an expert without tokens. Of more than
+    65,536 tokens it uses an evenly spaced part.
     """
     num_experts = int(routes.max()) + 1 if routes.numel() else 1
     stride = -(-len(absolute) // _MOST_ROUTED) if len(absolute) else 1
@@ -65,9 +65,9 @@ def expert_means(absolute: Tensor, routes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def expert_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, routes: Tensor) -> dict[str, float]:
-    """The expert whose tokens differ most: mean |d| over them, over that of all tokens; its layer and number.
+    """The expert whose tokens differ most: their mean |d|, divided by that of all tokens; its layer and number.
 
-    Layers are counted among those with experts. Nothing where no expert had 32 tokens.
+    The layer's number counts only layers with experts. Empty if no expert had 32 tokens.
     """
     absolute = (logprobs - rollout_logprobs)[mask].abs()
     means, counts = expert_means(absolute, routes[mask])

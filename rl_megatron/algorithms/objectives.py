@@ -1,7 +1,7 @@
 """Per-token policy objectives: the loss of one token before aggregation.
 
-Each takes the clamped log-ratio [T], the log-probs [T], the advantages [T] and the row, whose limits it reads. It gives
-the loss of each token [T] and which tokens the limits changed [T] bool (``clip_fraction``).
+Each takes the clamped log-ratio [T], the log-probs [T], the advantages [T] and the row with its limits. It returns each
+token's loss [T], and whether a limit changed it, [T] bool (``clip_fraction``).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def _untouched(values: Tensor) -> Tensor:
 
 
 def reinforce(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: AlgorithmSection) -> TokenLosses:
-    """-A log pi: no ratio, so right only for samples of the current policy."""
+    """-A log pi: without a ratio it is right only for samples of the current policy."""
     return -advantages * logprobs, _untouched(logprobs)
 
 
 def importance(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: AlgorithmSection) -> TokenLosses:
-    """-rho A, no limit: M2PO, whose mask over the batch (corrections.second_moment_mask) stands for the clip."""
+    """-rho A, without a limit: M2PO, whose mask over the batch (corrections.second_moment_mask) replaces the clip."""
     return -log_ratio.exp() * advantages, _untouched(logprobs)
 
 
@@ -51,7 +51,7 @@ def cispo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: Algorith
 
 
 def topr(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: AlgorithmSection) -> TokenLosses:
-    """-A log pi where A > 0; where A < 0, cispo's capped ratio besides (arXiv:2503.14286)."""
+    """-A log pi, times cispo's capped ratio if A < 0 (arXiv:2503.14286)."""
     ratio = log_ratio.detach().exp()
     capped = ratio.clamp(row.cap_low, row.cap_high)
     bad = advantages < 0

@@ -1,4 +1,4 @@
-"""Quantiles over micro-batches and ranks, from counts in fixed bins, which add up.
+"""Computes quantiles over micro-batches and ranks from counts in fixed bins, which add up.
 
 The bins are of log-ratios: 1e-6 nats wide around 0, then 24 a decade in both directions, up to 20 nats. A quantile is
 the middle of its bin, so it is off by at most 5 % of the log-ratio.
@@ -25,14 +25,14 @@ _MIDDLES = [
 
 
 def histogram(log_ratios: Tensor, mask: Tensor) -> Tensor:
-    """Counts [bins] float32 of the masked-in ones of ``log_ratios`` [T]."""
+    """Counts [bins] float32 of the masked-in values of ``log_ratios`` [T]."""
     edges = torch.tensor(_EDGES, dtype=log_ratios.dtype, device=log_ratios.device)
     bins = torch.bucketize(log_ratios, edges)
     return torch.zeros(len(_MIDDLES), device=log_ratios.device).index_add_(0, bins, mask.float())
 
 
 def ratio_quantiles(counts: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """The ratios (not their logs) below which each of ``shares`` of the counted lies; NaN where nothing was counted."""
+    """The quantiles of the ratios (not of their logs) at ``shares``; NaN if the counts are all 0."""
     total = torch.tensor(counts, dtype=torch.float64).cumsum(0)
     if not total[-1]:
         return [math.nan] * len(shares)

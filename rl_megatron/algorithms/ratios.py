@@ -1,6 +1,6 @@
-"""Log of the importance ratio pi / pi_old of each token, at token or at sequence level.
+"""Computes the log of the importance ratio pi / pi_old of each token, at token or at sequence level.
 
-Letters: T positions, S sequences. ``inputs`` come from ``masked``, so nothing here can meet garbage.
+Letters: T positions, S sequences. ``inputs`` come from ``masked``, so they are finite outside the mask.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _VALUES = (
 def masked(inputs: LossInputs) -> LossInputs:
     """The same micro-batch with zeros at every position outside the mask, so that inf or NaN there change nothing.
 
-    ``torch.where`` selects before any arithmetic: a product with 0 would keep NaN, in value and in gradient. What comes
-    in less than float32 is float32 from here on, because sums over many tokens follow.
+    ``torch.where`` selects before any arithmetic: a product with 0 would keep NaN, in value and in gradient. Converts
+    lower precision to float32, because sums over many tokens follow.
     """
     given = {name: x for name in _VALUES if (x := getattr(inputs, name)) is not None}
     wide = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in given.items()}
@@ -49,7 +49,7 @@ def masked(inputs: LossInputs) -> LossInputs:
 
 
 def required(column: Tensor | None, name: str) -> Tensor:
-    """The column. Raises ValueError where the batch was made without it."""
+    """The column. Raises ValueError if the batch has none."""
     if column is None:
         raise ValueError(f"this loss needs the samples' {name}, and the batch was made without them")
     return column

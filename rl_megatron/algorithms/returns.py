@@ -1,7 +1,7 @@
 """Computes per-token advantages and returns from per-token rewards: GAE, discounted returns, whitening. Float64 inside.
 
-Letters: N positions of S sequences, concatenated; ``cu_seqlens`` [S + 1]. Positions outside ``mask`` (prompts, tool
-outputs) are skipped as if they were not there, whatever they hold, and get 0.
+Letters: N positions of S sequences, concatenated; ``cu_seqlens`` [S + 1]. All functions skip positions outside ``mask``
+(prompts, tool outputs), whatever their values, and give them 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rl_megatron.algorithms.segments import discounted_sum, segment_sum, sequenc
 
 
 def last_token_rewards(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Rewards [S] put on the last masked-in position of each sequence, [N]; a sequence without one loses its reward."""
+    """Rewards [S] at the last masked-in position of each sequence, [N]; a sequence without one loses its reward."""
 
     def at_the_end(part: _Part) -> Tensor:
         out, some = rewards.new_zeros(part.num_kept), part.lengths > 0
@@ -49,8 +49,8 @@ def gae(
 ) -> Tensor:
     """Generalised advantages [N] float32 (arXiv:1506.02438); add ``values`` for the critic's targets.
 
-    ``next_values`` [S] is the value after a sequence's last position: used where ``truncated`` [S] bool, 0 where the
-    sequence ended by itself. ``lam`` is one number, or [S] (VAPO's length-adaptive one).
+    ``next_values`` [S] is the value after a sequence's last position, used if ``truncated`` [S] bool; a sequence that
+    ended by itself has 0 there. ``lam`` is one number, or [S] (VAPO's length-adaptive one).
     """
     after_last = torch.where(truncated, next_values.double(), 0.0)
     discount = gamma * torch.as_tensor(lam, dtype=torch.float64, device=values.device).reshape(-1)
@@ -74,7 +74,7 @@ def length_adaptive_lambda(mask: Tensor, cu_seqlens: Tensor, *, alpha: float = 0
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Values [N] less the masked-in ones' mean, over their std + 1e-8, float32; 0 outside, or where all are equal.
+    """Values [N] minus the masked-in mean, divided by the masked-in std + 1e-8, float32; 0 outside, or if all equal.
 
     ``values`` are those of the whole global batch.
     """
@@ -86,7 +86,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some of the sequences: all their positions where what is masked out comes first, else those masked in."""
+    """A part of the sequences: all their positions if masked-out ones come first in each, else the masked-in ones."""
 
     sequences: slice
     positions: slice
@@ -105,7 +105,7 @@ class _Part:
         return self.lengths.cumsum(0) - 1
 
     def kept(self, column: Tensor, row: int) -> Tensor:
-        """Of [N], in float64, in that row of ``room``; 0 where it is masked out."""
+        """This part of ``column`` [N], as float64 in that row of ``room``; 0 where it is masked out."""
         here = column[self.positions]
         if self.places is not None:
             here = here.index_select(0, self.places)

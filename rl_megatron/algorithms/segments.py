@@ -27,7 +27,7 @@ def sequence_ids(cu_seqlens: Tensor) -> Tensor:
 
 
 def segment_sum(values: Tensor, ids: Tensor, num_segments: int | None = None) -> Tensor:
-    """Sum of each segment, [K]. Without ``num_segments`` every segment has a value."""
+    """Sum of each segment, [K]. Without ``num_segments`` every segment must have a value."""
     num = num_segments if num_segments is not None else (int(ids.max()) + 1 if len(ids) else 0)
     return values.new_zeros(num).index_add_(0, ids, values)
 
@@ -38,13 +38,13 @@ def segment_mean(values: Tensor, ids: Tensor) -> Tensor:
 
 
 def segment_variance(values: Tensor, ids: Tensor) -> Tensor:
-    """Variance of each segment over one less than its values, [K]; NaN for that of a single value."""
+    """Unbiased variance of each segment, [K]; NaN for a single value."""
     count = segment_sum(torch.ones_like(values), ids)
     return segment_sum((values - segment_mean(values, ids)[ids]).square(), ids) / (count - 1)
 
 
 def differ(values: Tensor, ids: Tensor) -> Tensor:
-    """Whether a segment has two different values, [K]; exact, where a variance would leave rounding noise."""
+    """Whether a segment has two different values, [K]; exact, unlike a variance with its rounding noise."""
     segments = segment_sum(torch.zeros_like(values), ids)
     low = segments.scatter_reduce(0, ids, values, "amin", include_self=False)
     high = segments.scatter_reduce(0, ids, values, "amax", include_self=False)

@@ -12,7 +12,7 @@ from rl_megatron.algorithms.segments import sequence_ids
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int = 4096, factor: float = 1.0) -> Tensor:
-    """Penalty [n] float32, 0 or below: -factor·excess/buffer over the last ``buffer`` tokens before ``max_length``.
+    """Penalty [n] float32, at most 0: -factor·excess/buffer over the last ``buffer`` tokens before ``max_length``.
 
     DAPO (arXiv:2503.14476), soft overlong punishment; ``lengths`` [n] are of completions.
     """
@@ -26,13 +26,13 @@ def drop_truncated(mask: Tensor, truncated: Tensor, cu_seqlens: Tensor) -> Tenso
 
 
 def score_finished(rewards: Tensor, finished: Tensor, *, unfinished_reward: float = 0.0) -> Tensor:
-    """Rewards [n] where the completion ended by itself, ``unfinished_reward`` where it did not."""
+    """Rewards [n] of completions that ended by themselves; the others get ``unfinished_reward``."""
     return torch.where(finished, rewards, unfinished_reward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningMoments:
-    """Mean and variance of all rewards seen, merged batch by batch (Chan et al. 1979). Part of a checkpoint."""
+    """Mean and variance of all rewards so far, merged batch by batch (Chan et al. 1979). Checkpoints contain it."""
 
     count: int = 0
     mean: float = 0.0
