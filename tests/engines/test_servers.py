@@ -304,7 +304,7 @@ def test_running_servers_are_attached_to_and_left_running(
     server.push(models[0], 1)
     assert len(server.generate(request())[0]) == 1
     with (
-        pytest.raises(ConfigError, match=r"computes in float32, learner\.dtype=bfloat16; make them equal"),
+        pytest.raises(ConfigError, match=r"computes in float32, but learner\.dtype=bfloat16; make them equal"),
         served(server.name, models[0], tmp_path, dtype="bfloat16", **attach),
     ):
         pass
