@@ -1,7 +1,10 @@
 # make train [ARGS="algorithm=cispo seed=1"]   the default run, or one changed by key=value
 # make test                                    linters, then every test
 # make test-engines                            the tests that want vLLM and SGLang, which it installs under .engines/
-# make test-cluster                            jobs on a real Slurm of seventeen nodes on this machine (root, Debian)
+# make test-dry-run [ARGS="-k 30b"]            the recipes of large models at their real size, without their memory
+# make try-newest-engines                      a part of them with the newest vLLM and SGLang, beside the tested ones
+# make test-cluster                            jobs on a real Slurm of twenty-two nodes on this machine (root, Debian)
+# make test-pretended-gpu                      the learner's tests again, on pretended GPUs: half an hour on two cores
 # make mutants [ARGS="--sample 40 --seed 1"]   are 400 faults put into the arithmetic seen by a test? up to an hour
 # make lint                                    linters alone (what pre-commit runs)
 # make clean                                   remove the environment and caches; runs/ stays
@@ -11,7 +14,7 @@ BIN := .venv/bin
 ENVIRONMENT := .venv/.installed
 ARGS ?=
 
-.PHONY: train test test-engines test-cluster mutants lint clean
+.PHONY: train test test-dry-run test-engines try-newest-engines test-cluster test-pretended-gpu mutants lint clean
 .DELETE_ON_ERROR:
 
 train: $(ENVIRONMENT)
@@ -20,12 +23,25 @@ train: $(ENVIRONMENT)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
+test-dry-run: $(ENVIRONMENT)
+	$(BIN)/pytest -q tests/recipes $(ARGS)
+
 test-cluster: $(ENVIRONMENT)
 	tests/cluster/install.sh
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs -n 4 --dist worksteal tests/cluster
 
 test-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/engines
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+		$(addprefix tests/engines/test_, models.py restarts.py faults.py nodes.py) tests/engines
+
+test-pretended-gpu: $(ENVIRONMENT)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/pretended_gpu
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile -p tests.distributed.pretended.plugin \
+		$(addprefix tests/distributed/test_, learner_gradient.py learner_parity.py losses_in_layouts.py families.py \
+		routing_replay.py)
+
+try-newest-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
+	$(BIN)/python -m tests.engines.newest $(ARGS)
 
 mutants: .venv/.mutants-installed
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.mutants.run $(ARGS)

@@ -174,7 +174,8 @@ async def serving(name: str, model: Path, folder: Path, concurrency: int) -> Asy
     servers = ServedEngines(config, SERVERS[name](shape), model, folder, shape)
     async with servers.running(path) as engine:
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-        mirror = Mirror(path, shapes, torch.float32, model / "config.json")
+        Mirror.make(path, shapes, torch.float32, model / "config.json")
+        mirror = Mirror(path, shapes, torch.float32)
         for key, tensor in tensors.items():
             mirror.tensors[key].copy_(tensor)
         mirror.serve(1)

@@ -22,28 +22,29 @@ from typing import Any
 from bench.results import parse, write
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.pipeline import layer_counts
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layouts.layout import Layout, split_layers
+from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables import deepseek_v3, qwen3_moe
 from rl_megatron.weights.plans.plan import plan
 
 QWEN3 = (qwen3_moe.HF_QWEN3_MOE, qwen3_moe.MEGATRON_QWEN3_MOE, qwen3_moe.ENGINE_QWEN3_MOE)
 DEEPSEEK = (deepseek_v3.HF_DEEPSEEK_V3, deepseek_v3.MEGATRON_DEEPSEEK_V3, deepseek_v3.ENGINE_DEEPSEEK_V3)
-Numbers = Mapping[str, int]
+Numbers = Mapping[str, Any]
 
 SECONDS_BAR, PEAK_BAR = 5.0, 2048
 FULL, TP8, EP64 = {"dp": 256}, {"tp": 8, "etp": 8, "dp": 32}, {"dp": 256, "ep": 64}
 LEARNERS: Mapping[str, Numbers] = {  # 512 ranks each
-    "qwen3-235b-a22b": {"tp": 4, "pp": 8, "ep": 16, "dp": 16, "first": 11, "last": 11},
-    "deepseek-v3": {"tp": 4, "pp": 8, "ep": 32, "dp": 16, "first": 7, "last": 6},
-    "kimi-k2": {"tp": 2, "pp": 16, "ep": 16, "dp": 16, "first": 3, "last": 2},
+    "qwen3-235b-a22b": {"tp": 4, "pp": 8, "ep": 16, "dp": 16, "stages": "11+12*6+11"},
+    "deepseek-v3": {"tp": 4, "pp": 8, "ep": 32, "dp": 16, "stages": "7+8*6+6"},
+    "kimi-k2": {"tp": 2, "pp": 16, "ep": 16, "dp": 16, "stages": "3+4*14+2"},
 }
 RANKS: tuple[Numbers, ...] = (
     {"tp": 2, "dp": 8, "ep": 16},
     {"tp": 2, "dp": 64, "ep": 128},
-    {"tp": 2, "pp": 4, "dp": 128, "ep": 128, "first": 16},
-    {"tp": 2, "pp": 16, "dp": 256, "ep": 128, "first": 3, "last": 2},
-    {"tp": 2, "pp": 16, "dp": 512, "ep": 128, "first": 3, "last": 2},
+    {"tp": 2, "pp": 4, "dp": 128, "ep": 128, "stages": "16+15*3"},
+    {"tp": 2, "pp": 16, "dp": 256, "ep": 128, "stages": "3+4*14+2"},
+    {"tp": 2, "pp": 16, "dp": 512, "ep": 128, "stages": "3+4*14+2"},
 )
 SIZES: tuple[Numbers, ...] = (
     {"num_layers": 8, "num_experts": 16, "hidden_size": 1024},
@@ -78,10 +79,9 @@ LARGE = shape(8, 1024, (16, 4, 64), (32, 512), 32000)
 
 
 def layout(table: int, model: ModelShape, numbers: Numbers) -> Layout:
-    """``numbers`` are degrees and megatron-core's first and last stage."""
-    ends = {key: numbers[key] for key in ("first", "last") if key in numbers}
-    dims = ParallelDims(**{key: value for key, value in numbers.items() if key not in ends})
-    stages = split_layers(model.num_layers, dims.pp, **ends) if ends else None
+    """``numbers`` are degrees, and the layers of each stage."""
+    dims = ParallelDims(**{key: value for key, value in numbers.items() if key != "stages"})
+    stages = layer_counts(numbers["stages"]) if "stages" in numbers else None
     return Layout(table=(DEEPSEEK if model.latent else QWEN3)[table], shape=model, dims=dims, stages=stages)
 
 
@@ -157,7 +157,7 @@ def planning() -> list[dict[str, object]]:
         show(numbers(learner), "kimi-k2", {}, learner, {"tp": 8, "etp": 8, "dp": ranks // 16})
     print(f"\n| kimi-k2's shape, smaller; 512 ranks into engines of tp8 | {columns}\n|{' --- |' * 10}")
     for sizes in SIZES:
-        learner = {"tp": 2, "pp": 4, "ep": 16, "dp": 64} | ({"first": 16} if sizes["num_layers"] == 61 else {})
+        learner = {"tp": 2, "pp": 4, "ep": 16, "dp": 64} | ({"stages": "16+15*3"} if sizes["num_layers"] == 61 else {})
         show(numbers(sizes), "kimi-k2", sizes, learner, TP8)
     return rows
 

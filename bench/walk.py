@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bench.results import parse, write
 
@@ -40,6 +40,7 @@ KEYS = (
 )
 RANKS = {"sample": "learner.ep=1", "box": "learner.ep=2"}
 FILES_BAR, ENTRIES_BAR = 12, 1
+SECONDS = 900.0  # the limit for a run
 VOCABULARY = ("rl_megatron/types.py",)  # what crosses rooms: no stop
 
 
@@ -65,9 +66,8 @@ def watched(tree: Path, of: str, keys: Sequence[str]) -> list[Stop]:
         told = {"WALK_TREE": str(tree), "WALK_OUT": str(out), "WALK_OF": of, "PYTHONPATH": f"{hook}:{tree}"}
         command = [sys.executable, "-m", "launcher", "train", *KEYS, RANKS[of], *keys]
         environment = {**os.environ, **told, "PYTHONDONTWRITEBYTECODE": "1"}
-        ended = subprocess.run(
-            command, cwd=run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
+        piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ended = subprocess.run(command, cwd=run, env=environment, check=False, timeout=SECONDS, **piped)
         if ended.returncode:
             raise SystemExit(f"{tree}: status {ended.returncode}\n{ended.stdout[-4000:]}")
         found = [Stop(*json.loads(line)) for path in out.iterdir() for line in path.read_text().splitlines()]

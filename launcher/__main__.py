@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from launcher.commands import convert, doctor, inspect, job, plan, report, submit, train, verify
+from launcher.commands import convert, doctor, inspect, job, plan, rehearse, report, submit, train, verify
 from launcher.processes import limits
 from rl_megatron.errors import RLMegatronError
 
 _NAMES = {"help_option_names": ["-h", "--help"]}
 _COMMANDS = (
-    *(train.train, submit.submit, job.status, job.logs, job.attach, job.cancel),
+    *(train.train, rehearse.rehearse, submit.submit, job.status, job.logs, job.attach, job.cancel),
     *(report.report, convert.convert, verify.verify, inspect.inspect, plan.plan),
 )
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_NAMES)

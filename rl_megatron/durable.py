@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -75,9 +76,10 @@ def sync_tree(folder: Path) -> None:
 def write_atomically(path: Path, data: bytes, *, private: bool = False) -> None:
     """Replace the file ``path``: a reader, or a resume after a kill, sees the old content or the new, never a part.
 
-    Other users can read it as the umask says; a ``private`` one they cannot.
+    Processes of several hosts may write it at once. Other users can read it as the umask says; a ``private`` one they
+    cannot.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     mode = 0o600 if private else 0o666
     with naming(path), open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data)

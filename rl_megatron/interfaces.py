@@ -86,6 +86,10 @@ class FrozenModel(Scorer, Protocol):
         """Take a Hugging Face folder's weights (a critic: all but the value layer)."""
         ...
 
+    async def release(self) -> None:
+        """Leave the GPU memory that is kept for the next computation to other processes; that one takes it again."""
+        ...
+
 
 class Learner(FrozenModel, Protocol):
     """A model that is trained, a policy or a critic, and its optimizer, over however many ranks.
@@ -129,6 +133,8 @@ class Roles:
     weights: WeightSync
     engine_metrics: Callable[[], Mapping[str, int]] = dict
     """What a row of metrics says of the engine's servers."""
+    rank_metrics: Callable[[], Mapping[str, float]] = dict
+    """What a row of metrics says of the ranks' speed since the last call; every step calls it once, at its end."""
 
     @property
     def policy(self) -> Learner:

@@ -33,7 +33,7 @@ class Section(BaseModel):
     """Base of every section: unknown keys are errors, values cannot change after loading."""
 
     instead: ClassVar[str] = ""
-    """Of one of several sections for the same place: what to say to who gives a key of another of them."""
+    """The advice to a user who sets, in one of several alternative sections, a key of another of them."""
     moved: ClassVar[Mapping[str, str]] = {}
-    """Keys that this section had once, and the whole names that they have elsewhere."""
+    """Former keys of this section, each with the full name of the key that replaced it."""
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

@@ -332,6 +332,17 @@ class SkippedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """Seconds that a rank spent in forward and backward passes, and in ``probes`` equal probes of its speed; bytes that
+    it has held at most since its start: of its GPU as torch's allocator has them, or of a CPU's resident memory."""
+
+    passes: float
+    probing: float
+    probes: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
     """One finished weight push, or one process's part in it, which received ``num_bytes`` from other processes.
 
@@ -344,3 +355,16 @@ class WeightUpdate:
     seconds: float
     verify_seconds: float = 0.0
     quantization_error: float | None = None  # None where nothing was quantised
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """What a learner's rank holds, in bytes, and what it sends in one step, counted without its memory."""
+
+    rank: int
+    stage: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    passes: int  # most bytes beside these three during the forward and backward passes and the step
+    collectives: Mapping[str, tuple[int, int]]  # calls and bytes of each kind

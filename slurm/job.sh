@@ -1,5 +1,5 @@
 # One attempt of a run: train from the last checkpoint, then see whether the run comes back. Read by bash, in the job.
-# Before it stand PYTHON, RUN (the run's folder), TRAIN (what `train` is given), REQUEUES, RESTARTS, EXCLUDE.
+# Before it stand PYTHON, RUN (the run's folder), TRAIN (what `train` is given), REQUEUES, RESTARTS, SLOW, EXCLUDE.
 restart=${SLURM_RESTART_COUNT:-0}
 attempt=$RUN/jobs/$SLURM_JOB_ID-$restart
 mkdir -p -m 700 "$attempt"
@@ -26,8 +26,31 @@ trap '' USR1
 could_run() { # with these options, as far as Slurm says here
     sbatch --test-only "$@" "$0" >/dev/null 2>&1
 }
-requeue() {
+list_slow() { # in jobs/slow_nodes at most $SLOW of the nodes that the run named slow, the slowest first; says how many
+    local list=$RUN/jobs/slow_nodes
+    cat "$list" "$attempt/slow_nodes" 2>/dev/null | awk '!seen[$0]++' | head -n "${SLOW:-0}" >"$list.new"
+    mv "$list.new" "$list"
+    wc -l <"$list"
+}
+come_back() { # $1 is why; requeue without the nodes that failed and, as far as enough are left, $2 to $3 of the slow ones
+    local nodes few= slow
+    for ((slow = $3; slow >= $2; slow--)); do
+        nodes=$({ cat "$RUN/jobs/failed_nodes"; head -n "$slow" "$RUN/jobs/slow_nodes"; } 2>/dev/null | sort -u | paste -sd, -)
+        if [ -z "$nodes" ]; then
+            break
+        elif could_run && ! could_run --exclude="$nodes${EXCLUDE:+,$EXCLUDE}"; then # it would wait for ever
+            few="; without $nodes there are too few nodes"
+        else
+            say "$1$few; comes back without $nodes"
+            trap '' TERM # until the list of nodes is changed, which a job that runs does not allow
+            scontrol requeue "$SLURM_JOB_ID" || exit 1
+            scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$nodes${EXCLUDE:+,$EXCLUDE}" || say "it was not excluded"
+            exec sleep 600 # Slurm ends this script
+        fi
+    done
+    say "$1; comes back$few"
     scontrol requeue "$SLURM_JOB_ID" || exit 1
+    exec sleep 600
 }
 if [ -e "$attempt/requeue" ] && [ "$restart" -lt "$REQUEUES" ]; then
     if [ "$(newest)" != "$before" ]; then
@@ -39,30 +62,18 @@ if [ -e "$attempt/requeue" ] && [ "$restart" -lt "$REQUEUES" ]; then
     else
         touch "$RUN/jobs/stalled"
     fi
-    say "saved; comes back"
-    requeue
-    exec sleep 600 # Slurm ends this script
+    come_back saved 1 "$(list_slow)"
 fi
 if scontrol show job "$SLURM_JOB_ID" | grep -qE '(^|[[:space:]])PreemptTime=[0-9]'; then
     say "preempted; Slurm brings it back"
     exec sleep 3600 # a script that ends by itself is not brought back
 fi
 reason=$(grep -a '^error:' "$attempt/controller.txt" | tail -n 1)
+command -v "$PYTHON" >/dev/null || reason="$PYTHON, in which the controller runs, is not on this node; set slurm.python"
 if [ -e "$attempt/failed_node" ]; then
     cat "$attempt/failed_node" >>"$RUN/jobs/failed_nodes"
     if [ "$(wc -l <"$RUN/jobs/failed_nodes")" -le "$RESTARTS" ]; then
-        nodes=$(sort -u "$RUN/jobs/failed_nodes" | paste -sd, -)
-        say "failed: $reason"
-        if could_run && ! could_run --exclude="$nodes${EXCLUDE:+,$EXCLUDE}"; then # it would wait for ever
-            say "comes back; without $nodes there are too few nodes"
-            requeue
-        else
-            say "comes back without $nodes"
-            trap '' TERM # until the list of nodes is changed, which a job that runs does not allow
-            requeue
-            scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$nodes${EXCLUDE:+,$EXCLUDE}" || say "the node was not excluded"
-        fi
-        exec sleep 600
+        come_back "failed: $reason" 0 "$(list_slow)"
     fi
 fi
 if [ "$status" -eq 0 ]; then say "done"; else say "failed with status $status: ${reason:-see controller.txt}"; fi

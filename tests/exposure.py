@@ -11,7 +11,7 @@ import struct
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import psutil
 
 NAMED = {
     r"launcher train|rl-megatron train|pytest": "The controller",
-    r"launcher\.worker\.(nursery|remote)\b|ray::RankActor": "A learner rank",
+    r"launcher\.worker\.(nursery|process|node|remote)\b|ray::RankActor": "A learner rank",
     r"sglang::scheduler|VLLM::": "A rank of an engine server",
     r"/ray/core/|/ray/_private/|/ray/dashboard/|/ray/autoscaler/|ray::|ray\.scripts|ray[./]util[./]client": "Ray",
 }
@@ -43,14 +43,18 @@ def family(pid: int) -> list[psutil.Process]:
     return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
-def check_sockets(processes: Iterable[psutil.Process], *, loopback: bool = True) -> Counter[str]:
-    """Count listening sockets by owner.
+def check_sockets(
+    processes: Iterable[psutil.Process], *, loopback: bool = True, everywhere: Collection[int] = ()
+) -> Counter[str]:
+    """Count listening sockets by owner, but for those that listen at all addresses at the ports ``everywhere``.
 
     Each is bound to one address, on one machine (``loopback``) to that; and those that are not `NAMED` speak HTTP, and
     ask for a token at every path.
     """
     counts: Counter[str] = Counter()
     for pid, line, host, port in _listening(processes):
+        if port in everywhere:
+            continue
         who = next((who for pattern, who in NAMED.items() if re.search(pattern, line)), _SERVER)
         counts[who] += 1
         where = f"pid {pid} ({line[:200]}) listens at {host}, port {port}"

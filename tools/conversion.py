@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,11 @@ from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.contents import contents
-from rl_megatron.weights.checkpoints.kind import is_megatron, total_bytes
+from rl_megatron.weights.checkpoints.kind import is_megatron, must_have_config, newest_in, total_bytes
+from rl_megatron.weights.checkpoints.writing import Share
 from rl_megatron.weights.formats.hf_folder import has_tokenizer
 
+_PART = re.compile(r"(\d{1,6})/(\d{1,6})")
 DTYPES = (DType.F32, DType.BF16, DType.F16, DType.F8_E4M3)
 
 
@@ -28,29 +31,58 @@ def run(
     shard_gb: float | None = None,
     config: Path | None = None,
     family: str | None = None,
+    part: str | None = None,
 ) -> None:
-    """Convert to the other kind; ``source``'s own kind is detected. Raises RLMegatronError."""
-    must_be_there(source)
+    """Convert to the other kind; ``source``'s own kind is detected. Raises RLMegatronError.
+
+    ``part`` is as `read_share` takes it.
+    """
+    share = read_share(part)
+    source = found(source)
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is unknown; one of: {', '.join(DTYPES)}")
     if shard_gb is not None and not shard_gb > 0:
         raise ConfigError(f"shard size {shard_gb} GB must be above 0")
     options = {} if shard_gb is None else {"shard_bytes": int(shard_gb * 1e9)}
     kind = None if dtype is None else DType(dtype)
-    if out.exists():
+    if out.exists() and share.count == 1:
         raise CheckpointError(f"{out} exists; remove it or give another name")
     backwards = is_megatron(source)
+    if backwards and config is None:
+        must_have_config(source)
     note = convert.left_out(source, config, family)
     if note is not None:
         print(f"note: {note}", file=sys.stderr)
-    with display(source) as progress:
+    with display(source, 1 / share.count) as progress:
         if backwards:
-            convert.megatron_to_hf(source, out, config=config, family=family, dtype=kind, on_bytes=progress, **options)
+            missing = convert.megatron_to_hf(
+                source, out, config=config, family=family, dtype=kind, on_bytes=progress, share=share, **options
+            )
         else:
-            convert.hf_to_megatron(source, out, family=family, dtype=kind, on_bytes=progress, **options)
+            missing = convert.hf_to_megatron(
+                source, out, family=family, dtype=kind, on_bytes=progress, share=share, **options
+            )
+    if missing:
+        others = ", ".join(str(index + 1) for index in missing)
+        print(
+            f"part {share.index + 1} of {share.count} is written; not yet: {others}. The part that ends last completes "
+            f"{out}. If one fails, run it again"
+        )
+        return
     same = "" if dtype else f" --against {source}"
     read = (f" --config {config}" if config else "") + (f" --family {family}" if family else "")
     _tell(source, out, f"rl-megatron verify {out}{same}{read}", f" learner.model={family}" if family else "")
+
+
+def read_share(part: str | None) -> Share:
+    """The share of files that ``part``, as ``K/N``, is; all without it. Raises ConfigError if it is something else."""
+    if part is None:
+        return Share()
+    numbers = _PART.fullmatch(part)
+    index, count = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if not 1 <= index <= count:
+        raise ConfigError(f"part {part!r} must be K/N with 1 <= K <= N, as 2/8")
+    return Share(index=index - 1, count=count)
 
 
 def _tell(source: Path, out: Path, check: str, model: str) -> None:
@@ -65,18 +97,22 @@ def _tell(source: Path, out: Path, check: str, model: str) -> None:
         print(f"note: {source} has no tokenizer, so {out} has none; copy one there before model.path={out}")
 
 
-def must_be_there(folder: Path) -> None:
-    """Raises ConfigError if the folder does not exist."""
+def found(folder: Path) -> Path:
+    """The checkpoint at ``folder``: the folder, or the newest of those that Megatron-LM or Megatron-Bridge saved there.
+
+    Raises ConfigError if there is no folder; as `newest_in`.
+    """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give a Hugging Face or a megatron torch_dist checkpoint")
+    return newest_in(folder)
 
 
 @contextmanager
-def display(folder: Path) -> Iterator[Callable[[int], None]]:
-    """A bar over the bytes of a checkpoint, with rate and time left, on stderr."""
+def display(folder: Path, share: float = 1.0) -> Iterator[Callable[[int], None]]:
+    """A bar over a share of the bytes of a checkpoint, with rate and time left, on stderr."""
     columns = (TextColumn(folder.name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total_bytes(folder))
+        task = bar.add_task("", total=round(total_bytes(folder) * share))
         yield lambda count: bar.advance(task, count)
         bar.update(task, completed=bar.tasks[0].total)
 

@@ -15,7 +15,7 @@ import typer
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from tools import conversion
-from tools.options import OwnFamily
+from tools.options import OnePart, OwnFamily
 
 
 def main(
@@ -24,13 +24,14 @@ def main(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as stored when not given")] = None,
     shard_gb: Annotated[float, typer.Option(help="size of a file")] = 1.0,
     family: OwnFamily = None,
+    part: OnePart = None,
 ) -> None:
     """Convert Hugging Face safetensors to a megatron torch_dist checkpoint."""
 
     def work() -> None:
-        if hf_dir.is_dir() and is_megatron(hf_dir):
+        if hf_dir.is_dir() and is_megatron(conversion.found(hf_dir)):
             raise ConfigError(f"{hf_dir} is a megatron checkpoint already; tools/megatron_to_hf.py goes the other way")
-        conversion.run(hf_dir, megatron_dir, dtype=dtype, shard_gb=shard_gb, family=family)
+        conversion.run(hf_dir, megatron_dir, dtype=dtype, shard_gb=shard_gb, family=family, part=part)
 
     conversion.say(work)
 

@@ -16,7 +16,7 @@ import typer
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from tools import conversion
-from tools.options import OwnFamily
+from tools.options import OnePart, OwnFamily
 
 
 def main(
@@ -29,13 +29,14 @@ def main(
     ] = None,
     shard_gb: Annotated[float, typer.Option(help="size of a file; each is one thread's work")] = 2.0,
     family: OwnFamily = None,
+    part: OnePart = None,
 ) -> None:
     """Convert a megatron torch_dist checkpoint to Hugging Face safetensors."""
 
     def work() -> None:
-        if megatron_dir.is_dir() and not is_megatron(megatron_dir):
+        if megatron_dir.is_dir() and not is_megatron(conversion.found(megatron_dir)):
             raise ConfigError(f"{megatron_dir} is a Hugging Face folder; tools/hf_to_megatron.py goes the other way")
-        conversion.run(megatron_dir, hf_dir, dtype=dtype, shard_gb=shard_gb, config=config, family=family)
+        conversion.run(megatron_dir, hf_dir, dtype=dtype, shard_gb=shard_gb, config=config, family=family, part=part)
 
     conversion.say(work)
 

@@ -10,3 +10,11 @@ OwnFamily = Annotated[
     str | None,
     typer.Option("--family", help="a Family of your own, package.module:name, as learner.model; its code is run"),
 ]
+
+OnePart = Annotated[
+    str | None,
+    typer.Option(
+        "--part",
+        help="K/N: write only this share of the files; under srun, rl-megatron takes its task's",
+    ),
+]

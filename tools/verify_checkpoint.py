@@ -38,9 +38,8 @@ def main(
 
 def run(folder: Path, *, against: Path | None = None, config: Path | None = None, family: str | None = None) -> bool:
     """Print what is wrong; return whether nothing is. Raises RLMegatronError if it cannot be read to its end."""
-    conversion.must_be_there(folder)
-    if against is not None:
-        conversion.must_be_there(against)
+    folder = conversion.found(folder)
+    against = None if against is None else conversion.found(against)
     with conversion.display(folder) as progress:
         problems = list(verify(folder, against=against, config=config, family=family, on_bytes=progress))
     for line in problems[:MAX_LINES]:

@@ -15,6 +15,7 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.scaling.routes import route_of
 from rl_megatron.training.checkpoints import CheckpointStore
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.group_job import GroupJob
@@ -54,6 +55,7 @@ def loops_of(
         "update": update,
         "start_folder": parts.folder / "hf_start",
         "recorder": recorder,
+        "route": route_of(config).name,
     }
     job = _on_groups(common, sampler, data)
     store = CheckpointStore(parts.folder / "checkpoints", keep=config.checkpoint.keep, config=fixed(config))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tools.options import OwnFamily
+from tools.options import OnePart, OwnFamily
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Hugging Face or megatron torch_dist folder", show_default=False)],
+    source: Annotated[
+        Path,
+        typer.Argument(help="Hugging Face folder, megatron torch_dist, or where Megatron-LM saved", show_default=False),
+    ],
     out: Annotated[Path, typer.Argument(help="new folder for the checkpoint of the other kind", show_default=False)],
     config: Annotated[Path | None, typer.Option(help="folder with config.json, if SOURCE has none")] = None,
     dtype: Annotated[
@@ -20,8 +25,20 @@ def convert(
     ] = None,
     shard_gb: Annotated[float | None, typer.Option(help="size of a file [default: 1 to megatron, 2 to HF]")] = None,
     family: OwnFamily = None,
+    part: OnePart = None,
 ) -> None:
-    """Convert a checkpoint to the other kind, streaming. If it was killed, the same command continues it."""
+    """Convert a checkpoint to the other kind, streaming. If it was killed, the same command continues it.
+
+    Started by srun as several tasks, on one node or many, each writes its share of the files.
+    """
     from tools import conversion
 
-    conversion.run(source, out, dtype=dtype, shard_gb=shard_gb, config=config, family=family)
+    conversion.run(
+        source, out, dtype=dtype, shard_gb=shard_gb, config=config, family=family, part=part or part_of_step(os.environ)
+    )
+
+
+def part_of_step(environment: Mapping[str, str]) -> str | None:
+    """This task's part of the work, as ``K/N``, if srun started several; a batch script itself is one process."""
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    return None if tasks == "1" else f"{int(environment['SLURM_PROCID']) + 1}/{tasks}"

@@ -9,6 +9,8 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.processes import limits
+from launcher.servers.versions import describe_environments
 
 _PACKAGES = (
     ("torch", "torch", "required"),
@@ -34,10 +37,16 @@ app = typer.Typer()
 
 
 @app.callback(invoke_without_command=True)
-def doctor(context: typer.Context) -> None:
+def doctor(
+    context: typer.Context,
+    python: Annotated[
+        list[Path] | None,
+        typer.Option(help="an engine's interpreter, to compare its torch and NCCL with the learner's; may be repeated"),
+    ] = None,
+) -> None:
     """Say what this machine and this installation can run; or find the cause of a mismatch."""
     if context.invoked_subcommand is None:
-        show()
+        show(python or ())
 
 
 @app.command()
@@ -58,8 +67,8 @@ def mismatch(
         raise typer.Exit(1)
 
 
-def show() -> None:
-    """Print packages, devices, and whether a learner can start."""
+def show(engines: Sequence[Path] = ()) -> None:
+    """Print packages, devices, whether a learner can start, and the libraries of its and the engines' interpreters."""
     import torch
 
     table = Table("package", "version", "what for", title="rl-megatron doctor")
@@ -71,6 +80,7 @@ def show() -> None:
     console.print(f"machine: {platform.platform()}, Python {platform.python_version()}, {cores} cores")
     console.print(limits.describe_open_files())
     console.print(_learner())
+    print(describe_environments(Path(sys.executable), engines), flush=True)
     if not torch.cuda.is_available():
         console.print("CUDA: none; learner.device=cpu over gloo")
         return

@@ -34,5 +34,4 @@ def inspect(
     from launcher.programs import contents
     from tools import conversion
 
-    conversion.must_be_there(Path(target))
-    contents.show(Path(target))
+    contents.show(conversion.found(Path(target)))

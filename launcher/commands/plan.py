@@ -11,13 +11,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from launcher.programs.dry_run import dry_runs
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.speeds import SpeedsSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.scaling.memory import GB, Footprint, check_memory, footprints, server_weights
+from rl_megatron.scaling.estimates import estimate
+from rl_megatron.scaling.memory import GB, Footprint, check_memory, footprints
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
@@ -37,28 +40,45 @@ def plan(
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(help="a name under conf/, or a YAML file: print the memory that each GPU needs instead"),
+        typer.Option(
+            help="a name under conf/, or a YAML file: print the memory that each GPU needs instead, "
+            "the route, bytes and seconds of a push, and those of a checkpoint"
+        ),
     ] = None,
-    nic: Annotated[float, typer.Option(min=0.001, help="a GPU's share of the network, GB/s each way")] = 50.0,
-    nvlink: Annotated[float, typer.Option(min=0.001, help="a GPU's bandwidth inside its node, GB/s each way")] = 450.0,
+    nic: Annotated[
+        float | None, typer.Option(min=0.001, help="a GPU's share of the network, GB/s each way; 50 if not given")
+    ] = None,
+    nvlink: Annotated[
+        float | None, typer.Option(min=0.001, help="a GPU's bandwidth inside its node, GB/s each way; 450 if not given")
+    ] = None,
     per_node: Annotated[int, typer.Option(min=1, help="GPUs per node")] = 8,
     element_bytes: Annotated[int, typer.Option(min=1, help="bytes per element; 2 is bfloat16")] = 2,
     gpu_memory_gb: Annotated[
         float, typer.Option(min=0.001, help="memory of a GPU, 1e9 bytes; warn about ranks that need more")
     ] = 80.0,
     colocated: Annotated[bool, typer.Option("--colocated", help="rank r of dst lives in process r of src")] = False,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="with --config: also build the first, a middle and the last pipeline stage at their real size without "
+            "their memory, make a step, and print the bytes beside the plan's; takes minutes and torch",
+        ),
+    ] = False,
     family: OwnFamily = None,
 ) -> None:
     """Print the cost of moving a model's weights between two layouts, compared with gather-and-broadcast."""
     if config is not None:
-        if family is not None:
-            raise ConfigError("--family goes with a model and two layouts; with --config set learner.model instead")
-        show_memory(config, arguments or [])
+        _refuse_with_config(family, {"--nic": nic, "--nvlink": nvlink})
+        show_config(config, arguments or [], exact=exact)
         return
+    if exact:
+        raise ConfigError("--exact makes a dry run of a configuration's learner; give --config NAME")
     if not arguments:
         raise ConfigError("give a model and two layouts, as in kimi-k2 src=megatron,ep=8,dp=8 dst=hf, or --config NAME")
     model, *layouts = arguments
-    links = Links(nic=nic * 1e9, nvlink=nvlink * 1e9, per_node=per_node)
+    usual = SpeedsSection()
+    links = Links(nic=(nic or usual.nic) * GB, nvlink=(nvlink or usual.nvlink) * GB, per_node=per_node)
     show_plan(
         model,
         layouts,
@@ -68,6 +88,16 @@ def plan(
         colocated=colocated,
         gpu_memory_gb=gpu_memory_gb,
     )
+
+
+def _refuse_with_config(family: str | None, links: Mapping[str, float | None]) -> None:
+    """Raises ConfigError for an option that describes two layouts."""
+    if family is not None:
+        raise ConfigError("--family goes with a model and two layouts; with --config set learner.model instead")
+    for option in (name for name, value in links.items() if value is not None):
+        raise ConfigError(
+            f"{option} goes with a model and two layouts; with --config set slurm.speeds.{option[2:]} instead"
+        )
 
 
 def show_plan(
@@ -125,18 +155,72 @@ def _unlike(dims: ParallelDims) -> range:
     return range(0, dims.world_size, dims.world_size // dims.pp)
 
 
-def show_memory(config_name: str, overrides: Sequence[str]) -> None:
-    """Print the memory that a configuration needs on the fullest GPU of each pipeline stage. Raises ConfigError.
+def show_config(config_name: str, overrides: Sequence[str], *, exact: bool = False) -> None:
+    """Print what a configuration needs and costs as a job: memory, a push, a checkpoint, with ``exact`` a dry run too.
 
-    A configuration with model.name needs no folder of the model.
+    A configuration with model.name needs no folder of the model. Raises ConfigError, also for what does not fit, and
+    RLMegatronError if a dry run fails.
     """
     named = [] if any(item.startswith("model.path=") for item in overrides) else ["model.path=."]
-    config = load_config(config_name, [*overrides, *named])
+    job = [] if any(item.startswith("run.launcher=") for item in overrides) else ["run.launcher=slurm"]
+    config = load_config(config_name, [*overrides, *named, *job])
     if config.model.name is None and named:
         raise ConfigError(f"{config_name}: the model's sizes are not known; set model.path or model.name")
-    shape = model_shape(str(config.model.name if named else config.model.path), config.learner.model)
+    model = str(config.model.name if named else config.model.path)
+    shape = model_shape(model, config.learner.model)
     expect(config.model.name, shape)
-    config = _elsewhere(config, shape)
+    show_memory(config_name, config, shape)
+    if exact:
+        show_dry_runs(config, shape, model)
+    if check_memory(config, shape) is not None:
+        print(f"It fits in slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}.")
+    found = estimate(config, shape)
+    for line in (*found.lines(), *(f"note: {warning}" for warning in found.warnings())):
+        print(line)
+
+
+def show_dry_runs(config: RunConfig, shape: ModelShape, model: str) -> None:
+    """Print what ranks of the first, a middle and the last stage hold and send in a step, beside the plan's bytes.
+
+    Both are of torch's layers. Raises ConfigError for options that a dry run cannot show, and RLMegatronError if a
+    stage cannot be built or make a step.
+    """
+    learner = config.learner
+    unseen = [f"recompute.{part}" for part in ("layernorm", "mla_up_proj") if getattr(learner.recompute, part)]
+    for key in (*unseen, *(["offload.optimizer"] if learner.offload.optimizer else [])):
+        raise ConfigError(
+            f"learner.{key}: --exact makes a step of torch's layers on a CPU, which does not show what that frees; "
+            "leave it out beside --exact"
+        )
+    config = config.model_copy(update={"learner": learner.model_copy(update={"layers": "torch"})})
+    stages = sorted({0, config.learner.pp // 2, config.learner.pp - 1})
+    console = Console()
+    console.print(
+        f"Dry run of pipeline stages {', '.join(map(str, stages))}: builds their layers and makes a step of "
+        f"{config.learner.pp} micro-batches without memory; minutes …",
+        soft_wrap=True,
+    )
+    planned = {found.stage: found.terms for found in reversed(footprints(config, shape)) if found.role == LEARNER}
+    table = Table("stage", "", "planned", "counted", title="GB of the policy's learner on a rank, torch's layers")
+    runs = dry_runs(config, model, [stage * (config.learner.dims.world_size // config.learner.pp) for stage in stages])
+    for run in runs:
+        terms = planned[run.stage]
+        for said, of_plan, counted in (
+            ("parameters", terms["parameters"], run.parameters),
+            ("gradients", terms["gradients"], run.gradients),
+            ("optimizer", terms["optimizer"], run.optimizer),
+            ("activations, logits", terms["activations"] + terms["logits"], run.passes),
+        ):
+            table.add_row(str(run.stage), said, f"{of_plan / GB:.2f}", f"{counted / GB:.2f}")
+        table.add_section()
+    console.print(table)
+    for run in runs:
+        sent = ", ".join(f"{calls} × {kind} {size / GB:.2f} GB" for kind, (calls, size) in run.collectives.items())
+        console.print(f"stage {run.stage}, collectives of a rank in the step: {sent}", soft_wrap=True)
+
+
+def show_memory(config_name: str, config: RunConfig, shape: ModelShape) -> None:
+    """Print the memory on the fullest GPU of each pipeline stage."""
     stages: dict[str, Footprint] = {}
     for found in footprints(config, shape):
         stage = str(found.stage) if found.role == LEARNER else f"{found.role} {found.stage}"
@@ -156,21 +240,6 @@ def show_memory(config_name: str, overrides: Sequence[str]) -> None:
     gpus = config.learner.dims.world_size * (1 + len(config.roles.separate))
     console.print(f"{config_name}: GB on the fullest GPU of each pipeline stage, {gpus} GPUs in all", soft_wrap=True)
     console.print(table)
-    if config.slurm.gpu_memory_gb is not None:
-        check_memory(config, shape)
-        console.print(f"It fits in slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}.", soft_wrap=True)
-
-
-def _elsewhere(config: RunConfig, shape: ModelShape) -> RunConfig:
-    """The configuration with servers at addresses, if a server of its own could not hold the model on its GPUs."""
-    rollout, room = config.rollout, config.slurm.gpu_memory_gb
-    if not rollout.served or rollout.server.addresses is not None or room is None:
-        return config
-    if server_weights(config, shape) <= room * GB:
-        return config
-    server = rollout.server.model_copy(update={"addresses": "http://elsewhere"})
-    print("assuming rollout.server.addresses, servers on other GPUs: a server here could not hold the model")
-    return config.model_copy(update={"rollout": rollout.model_copy(update={"server": server})})
 
 
 def _texts(layouts: Sequence[str]) -> dict[str, str]:

@@ -7,8 +7,11 @@ from typing import Annotated
 
 import typer
 
+from launcher.commands.rehearse import HideHosts
+from launcher.rehearsal.settings import SUFFIX, rehearsal_of
 from launcher.runs.name import choose
 from rl_megatron.config.io import load_config
+from rl_megatron.errors import ConfigError
 
 
 def submit(
@@ -17,13 +20,22 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="write and check the script, but do not submit it")
     ] = False,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="submit a rehearsal of 20 minutes on the run's own nodes instead")
+    ] = False,
+    hide_hosts: HideHosts = False,
 ) -> None:
     """Train on a Slurm cluster: check the configuration, write the job's script to runs/<name>/ and submit it."""
     from launcher.programs import submit as program
 
-    loaded = load_config(config, overrides or [])
-    named = choose(loaded, Path(config).stem, resume=False, taken=program.taken)
-    prepared = program.prepare(named)
+    if hide_hosts and not rehearse:
+        raise ConfigError("--hide-hosts goes with --rehearse: a run writes no file that is meant for others")
+    loaded, stem = load_config(config, overrides or []), Path(config).stem
+    if rehearse:
+        loaded, stem = rehearsal_of(loaded), f"{stem}{SUFFIX}"
+    named = choose(loaded, stem, resume=False, taken=program.taken)
+    options = ("--hide-hosts",) if hide_hosts else ()
+    prepared = program.prepare(named, command=("rehearse", *options) if rehearse else ("train",))
     print(prepared.checked.describe(), prepared.findings.describe(), sep="\n", flush=True)
     program.verify_script(prepared, cluster=not dry_run)
     sends = f"nothing was sent; this sends it: sbatch {prepared.script}"

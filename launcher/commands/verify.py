@@ -31,12 +31,10 @@ def verify(
         from launcher.programs.logprobs import compare_logprobs
         from tools import conversion
 
-        for path in filter(None, (folder, against)):
-            conversion.must_be_there(path)
         cores = len(os.sched_getaffinity(0))
         right = compare_logprobs(
-            folder,
-            against=against,
+            conversion.found(folder),
+            against=None if against is None else conversion.found(against),
             config=config,
             family=family,
             layers=layers,

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -23,6 +23,7 @@ from launcher.controller.failure import Failure
 from launcher.controller.group import serving
 from launcher.controller.rank_process import Ending, RankProcess
 from launcher.controller.roles import roles_of
+from launcher.controller.speeds import Speeds
 from launcher.processes.last_words import end_of
 from launcher.wire import channel
 from launcher.wire.greetings import Hello
@@ -43,7 +44,7 @@ class ConnectedRank(RankProcess):
 
     def __init__(self, connection: Connection, hello: Hello) -> None:
         self.connection, self.role, self.rank, self.hello = connection, hello.role, hello.rank, hello
-        self.where = f"pid {hello.pid} on {hello.node}"
+        self.node, self.pid, self.where = hello.node, hello.pid, f"pid {hello.pid} on {hello.node}"
         self._stream = socket.socket(fileno=os.dup(connection.fileno()))
         self._gone = threading.Event()
         self.folder: Path | None = None  # of its output file
@@ -87,6 +88,7 @@ class Awaited:
     folder: Path  # of the ranks' output files
     files: str  # the names of these files, for messages
     blame: Callable[[str], None]  # called with the only node whose ranks did not connect
+    name_slow: Callable[[Sequence[str]], None]  # called with the nodes that are slow, the slowest first
     separate: Sequence[Placement] = ()  # of other roles with their own ranks
 
     @property
@@ -136,7 +138,7 @@ async def learner(
         taken.update(dict.fromkeys(placement.nodes, placement.ranks_per_node))
     try:
         async with serving(teams, failure, on_signal, tell) as groups:
-            yield roles_of(groups, config)
+            yield roles_of(groups, config, Speeds(groups, config, run_folder, awaited.name_slow))
     except WorkerDied:
         if failure.rank is not None:
             awaited.blame(awaited.where()[failure.role, failure.rank])
@@ -153,21 +155,51 @@ async def arrivals(listener: socket.socket, awaited: Awaited) -> list[ConnectedR
         await asyncio.wait({waiting, ended}, timeout=awaited.seconds, return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
             waiting.result()
-            return [arrived[who] for who in where]
+            ranks = [arrived[who] for who in where]
+            _tell_of_plain_starts(ranks)
+            return ranks
         missing = [who for who in where if who not in arrived]
         nodes = sorted({where[who] for who in missing})
         if len(nodes) == 1:  # excluding one node does not help if several have the problem
             awaited.blame(nodes[0])
-        why = ended.result() if ended.done() else f"{awaited.seconds:g} s passed"
-        lists = {role: ", ".join(str(rank) for of, rank in missing if of == role) for role, _ in missing}
-        ranks = f"{' and '.join(called(role, text) for role, text in lists.items())} on {', '.join(nodes)}"
-        raise WorkerDied(f"{why} before {ranks} connected; {awaited.files} in {awaited.folder} have their output")
+        why = ended.result() if ended.done() else f"learner.timeout_seconds={awaited.seconds:g} passed"
+        raise WorkerDied(
+            f"{why} before {_named(missing, where)} connected; {awaited.files} in {awaited.folder} have their output"
+        )
     finally:
         for task in (waiting, ended):
             task.cancel()
         if not waiting.done() or waiting.cancelled() or waiting.exception():
             for rank in arrived.values():
                 rank.kill()
+
+
+def _tell_of_plain_starts(ranks: Sequence[ConnectedRank]) -> None:
+    nodes: dict[str, dict[str, None]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank.hello.hindered, {})[rank.hello.node] = None
+    for why, where in nodes.items():
+        if why:
+            logger.warning("ranks on %s start slower, each with imports of its own: %s", ", ".join(where), why)
+
+
+def _named(missing: Sequence[tuple[str, int]], where: Mapping[tuple[str, int], str]) -> str:
+    """Ranks of roles, in order, by node: "rank 3, 4 on node1, critic rank 0-7 on node9"."""
+    lists: dict[tuple[str, str], list[int]] = {}
+    for role, rank in missing:
+        lists.setdefault((role, where[role, rank]), []).append(rank)
+    return ", ".join(f"{called(role, _ranges(ranks))} on {node}" for (role, node), ranks in lists.items())
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Rising numbers, three or more in a row as a range."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 async def _welcome(listener: socket.socket, awaited: Awaited, arrived: dict[tuple[str, int], ConnectedRank]) -> None:

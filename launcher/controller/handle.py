@@ -17,6 +17,7 @@ from launcher.wire.messages import STACKS
 from launcher.wire.setup import Setup
 from rl_megatron.errors import WorkerDied
 from rl_megatron.placement.names import called
+from rl_megatron.types import Spent
 
 STOP_SECONDS = 30.0
 
@@ -31,6 +32,7 @@ class WorkerHandle:
         self.ready = False  # whether it serves calls
         self.quiet = self.still = 0  # seconds since its last message, since its last progress
         self.doing, self.beats = "its start", 0
+        self.spent: list[Spent] = []  # what its answers said that it spent; `speeds` empties it
         self._calls: list[str] = []  # the calls of _waiting
         self._closing = self._raised = False
         self._loop = asyncio.get_running_loop()
@@ -89,8 +91,10 @@ class WorkerHandle:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _answer(self, status: str, value: Any) -> None:
+    def _answer(self, status: str, value: Any, spent: Spent | None) -> None:
         self.quiet = 0
+        if spent is not None:
+            self.spent.append(spent)
         if status == "alive":
             self.doing, beats = value
             self.still = self.still if beats == self.beats else 0

@@ -47,6 +47,10 @@ class LearnerGroup(Learner):
         await self._group.each("start_from", self._role, folder.resolve())
 
     @override
+    async def release(self) -> None:
+        await self._group.each("release")
+
+    @override
     async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
         """Sends each data-parallel rank its micro-batches."""
         shares = {rank: (self._role, m, want) for rank, m in (await self._shares(batch)).items()}

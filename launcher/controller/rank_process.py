@@ -13,6 +13,8 @@ class RankProcess(Protocol):
 
     role: str
     rank: int
+    node: str
+    pid: int
     where: str  # its name in messages: "pid 12", "pid 12 on node2"
     connection: Connection
 

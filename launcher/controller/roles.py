@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from launcher.controller.engine import EngineGroup
 from launcher.controller.group import WorkerGroup
 from launcher.controller.learner import LearnerGroup
+from launcher.controller.speeds import Speeds
 from launcher.controller.weights import WeightGroup
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Roles
 from rl_megatron.placement.names import LEARNER
 
 
-def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:
+def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig, speeds: Speeds) -> Roles:
     """The trainer's view of ready ranks: roles without their own ranks are on the learner's."""
     dims, group = config.learner.dims, groups[LEARNER]
     trained = {"policy": True, "critic": config.algorithm.needs_critic}
@@ -22,4 +23,10 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig) -> Roles:
         {role: LearnerGroup(groups.get(role, group), dims, role) for role, needed in roles.items() if needed}
         for roles in (trained, frozen)
     )
-    return Roles(learners=learners, frozen=others, engine=EngineGroup(group), weights=WeightGroup(group))
+    return Roles(
+        learners=learners,
+        frozen=others,
+        engine=EngineGroup(group),
+        weights=WeightGroup(group),
+        rank_metrics=speeds.row,
+    )

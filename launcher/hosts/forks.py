@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -21,12 +22,14 @@ from typing_extensions import override
 
 from launcher.controller.rank_process import Ending, RankProcess
 from launcher.processes.last_words import LastWords
+from launcher.wire.greetings import this_node
 from launcher.worker import nursery
+from launcher.worker.forking import HELD_BACK
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import WorkerDied
 from rl_megatron.placement.names import called
 
-LEARNERS_IMPORTS = ("rl_megatron.learner.megatron", "torch._dynamo")  # an optimizer's first step imports the second
+logger = logging.getLogger(__name__)
 
 
 class ForkedRank(RankProcess):
@@ -36,8 +39,8 @@ class ForkedRank(RankProcess):
         self, role: str, rank: int, connection: Connection, last_words: LastWords, pid: int, code: Future[int]
     ) -> None:
         self.role, self.rank, self.connection = role, rank, connection
-        self.where = f"pid {pid}"
-        self._last_words, self._pid, self._code = last_words, pid, code
+        self.node, self.pid, self.where = this_node(), pid, f"pid {pid}"
+        self._last_words, self._code = last_words, code
 
     @override
     def ending(self, hung_up: threading.Event) -> Ending:
@@ -59,7 +62,7 @@ class ForkedRank(RankProcess):
     def _signal(self, number: signal.Signals) -> None:
         if not self._code.done():
             with contextlib.suppress(ProcessLookupError):  # it has just ended
-                os.kill(self._pid, number)
+                os.kill(self.pid, number)
 
     @override
     def join(self, seconds: float) -> bool:
@@ -92,7 +95,7 @@ class Nursery:
         asked: Future[tuple[int, Future[int]]] = Future()
         self._asked.append(asked)
         with theirs:
-            message = json.dumps([called(role, rank), rank]).encode()
+            message = json.dumps([role, rank]).encode()
             try:
                 socket.send_fds(self._socket, [message], [theirs.fileno(), last_words.theirs.fileno()])
             except OSError as error:
@@ -105,9 +108,13 @@ class Nursery:
     def _hear(self) -> None:
         """Read pids, in the order of forks, and exit codes. When the nursery ends, its ranks have ended too."""
         living: dict[int, Future[int]] = {}
+        plain = ""
         with contextlib.suppress(OSError):
             while message := self._socket.recv(nursery.MESSAGE_BYTES):
-                pid, code = json.loads(message)
+                pid, code, hindered = json.loads(message)
+                if hindered and not plain:
+                    plain = hindered
+                    logger.warning("ranks start slower, each with imports of its own: %s", plain)
                 if code is None:
                     living[pid] = Future()
                     answer = self._asked.popleft()
@@ -130,7 +137,7 @@ class Nursery:
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
     """Processes started within ignore SIGINT and SIGTERM, which a terminal or Slurm sends to every process of a run."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
         yield
     finally:

@@ -13,11 +13,13 @@ from typing_extensions import override
 from launcher.controller.failure import Failure
 from launcher.controller.group import serving
 from launcher.controller.roles import roles_of
-from launcher.hosts.forks import LEARNERS_IMPORTS, Nursery, fork_all
+from launcher.controller.speeds import Speeds
+from launcher.hosts.forks import Nursery, fork_all
 from launcher.hosts.threads import threads_per_worker
 from launcher.processes.environment import inherited
 from launcher.processes.scratch import scratch
 from launcher.wire.setup import Setup
+from launcher.worker.forking import modules_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Launcher, Roles, unheard
 from rl_megatron.placement.names import LEARNER
@@ -48,9 +50,8 @@ class LocalLauncher(Launcher):
                 )
                 for number, role in enumerate((LEARNER, *config.roles.separate))
             ]
-            imports = LEARNERS_IMPORTS if config.learner.device == "cpu" else ()  # no fork may follow a look at a GPU
-            with Nursery(imports) as forks:
+            with Nursery(modules_of(config.learner.device)) as forks:
                 processes = await fork_all(forks, config, [(s.role, rank) for s in setups for rank in range(count)])
                 teams = [(setup, [p for p in processes if p.role == setup.role]) for setup in setups]
                 async with serving(teams, failure, tell=tell) as groups:
-                    yield roles_of(groups, config)
+                    yield roles_of(groups, config, Speeds(groups, config, self._run_folder))

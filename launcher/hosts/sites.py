@@ -4,44 +4,56 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 
 from launcher.hosts.slurm.allocation import Allocation
-from launcher.servers.site import HERE, Site, StartAt
+from launcher.servers.site import HERE, Site, Sites, StartAt
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import EngineError
 from rl_megatron.placement.seats import Seat, seats_here, seats_of
 
 
-def sites_of(config: RunConfig, allocation: Allocation | None, start_at: StartAt | None = None) -> list[Site]:
-    """A site for each server to start, by ``start_at`` or else by this process with srun.
+def sites_of(config: RunConfig, allocation: Allocation | None, start_at: StartAt | None = None) -> list[Sites]:
+    """The sites of each server to start, by ``start_at`` with a seat's number or else by this process with srun.
 
     Raises ConfigError if the servers do not fit.
     """
     if allocation is None:
         names = visible_gpus() if config.learner.device != "cpu" else []
-        here = [Site(environment=_environment(seat, names)) for seat in seats_here(config, len(names))]
-        return here if start_at is None else [replace(p, start=partial(start_at, i)) for i, p in enumerate(here)]
-    seats = seats_of(config, allocation.nodes, allocation.engine_nodes)
-    each = -(-len(seats) // len(allocation.engine_nodes or allocation.nodes))
-    if start_at is None:
-        found = [_site(seat, config, allocation, each) for seat in seats]
+        seats = seats_here(config, len(names))
+        found = [Site(environment=_environment(seat, names)) for seat in seats]
     else:
+        seats = seats_of(config, allocation.nodes, allocation.engine_nodes)
+        each, parts = _each(seats, allocation), Counter(seat.server for seat in seats)
         found = [
-            Site(host=_host(seat, allocation), environment=_environment(seat), start=partial(start_at, number))
-            for number, seat in enumerate(seats)
+            Site(host=_host(seat, allocation, alone=parts[seat.server] == 1), environment=_environment(seat))
+            for seat in seats
         ]
-    return [replace(site, number=number, count=len(found)) for number, site in enumerate(found)]
+        if start_at is None:
+            found = [_by_srun(site, seat, config, allocation, each) for site, seat in zip(found, seats, strict=True)]
+    if start_at is not None:
+        found = [replace(site, start=partial(start_at, number)) for number, site in enumerate(found)]
+    count = config.rollout.server.replicas
+    found = [replace(site, number=seat.server, count=count) for seat, site in zip(seats, found, strict=True)]
+    together = groupby(zip(seats, found, strict=True), lambda pair: pair[0].server)
+    return [[site for _, site in pairs] for _, pairs in together]
 
 
-def _site(seat: Seat, config: RunConfig, allocation: Allocation, each: int) -> Site:
-    host, environment = _host(seat, allocation), _environment(seat)
-    if host == HERE:
-        return Site(environment=environment)
-    inside = ["env", *(f"{name}={value}" for name, value in environment.items())]  # after srun, which sets it
-    return Site(host=host, before=(*allocation.server_command([seat.node], _cpus(config, allocation, each)), *inside))
+def _by_srun(site: Site, seat: Seat, config: RunConfig, allocation: Allocation, each: int) -> Site:
+    """The site with the srun command that starts its guard, unless that is a child of this process."""
+    slurm, image = config.slurm, config.slurm.engines.container
+    if _here(seat, allocation) and image is None:
+        return site
+    inside = ["env", *(f"{name}={value}" for name, value in site.environment.items())]  # after srun, which sets it
+    command = allocation.server_command([seat.node], _cpus(config, allocation, each))
+    contained = [*slurm.container_options(image), *slurm.container_prefix(image)]
+    python = sys.executable if image is None else str(config.rollout.python)
+    return replace(site, environment={}, before=(*command, *contained, *inside), python=python)
 
 
 def visible_gpus() -> list[str]:
@@ -60,9 +72,12 @@ def _environment(seat: Seat, names: Sequence[str] | None = None) -> Mapping[str,
     return {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
 
 
-def _host(seat: Seat, allocation: Allocation) -> str:
-    """The server's address. Raises EngineError."""
-    if seat.node == allocation.here and not allocation.heterogeneous:  # this process is outside of other components
+def _host(seat: Seat, allocation: Allocation, *, alone: bool) -> str:
+    """The address of a server's node; loopback if it is this one, and the server is on it ``alone``.
+
+    Raises EngineError.
+    """
+    if alone and _here(seat, allocation):
         return HERE
     try:
         return socket.gethostbyname(seat.node)
@@ -70,10 +85,20 @@ def _host(seat: Seat, allocation: Allocation) -> str:
         raise EngineError(f"node {seat.node} of job {allocation.id} has no address here: {error}") from error
 
 
-def cpus_of_engine_node(config: RunConfig, allocation: Allocation) -> int:
+def _here(seat: Seat, allocation: Allocation) -> bool:
+    """Whether this process is on the seat's node; of other components it is outside."""
+    return seat.node == allocation.here and not allocation.heterogeneous
+
+
+def cpus_of_engine_node(config: RunConfig, allocation: Allocation, seats: Sequence[Seat]) -> int:
     """CPU cores for all servers of a node without ranks."""
-    each = -(-config.rollout.server.replicas // len(allocation.engine_nodes))
+    each = _each(seats, allocation)
     return _cpus(config, allocation, each) * each
+
+
+def _each(seats: Sequence[Seat], allocation: Allocation) -> int:
+    """The most servers on a node."""
+    return -(-len(seats) // len(allocation.engine_nodes or allocation.nodes))
 
 
 def _cpus(config: RunConfig, allocation: Allocation, each: int) -> int:

@@ -15,8 +15,10 @@ from launcher.preflight import (
     model_files,
     nodes,
     problems_of_data,
+    pushes,
     reward,
     sizes,
+    versions,
 )
 from launcher.preflight.subject import Check, Found, Subject, problem
 from rl_megatron.config.run import RunConfig
@@ -31,7 +33,9 @@ CHECKS: Mapping[str, Check] = {
     "devices": devices.check,
     "nodes": nodes.check,
     "memory": job_memory.check,
+    "pushes": pushes.check,
     "engine": engine.check,
+    "versions": versions.check,
     "reward": reward.check,
 }
 """The checks by their names in messages."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,8 @@ def check(subject: Subject) -> Iterator[Found]:
             f"{given} with {ranks} learner ranks (tp*cp*dp*pp), but {count} GPUs are visible here "
             f"(CUDA_VISIBLE_DEVICES {said}): NCCL takes one rank a GPU; lower learner.tp, cp, dp, pp or ep"
         )
+    elif said_of_servers := _servers_on(subject):
+        yield problem(said_of_servers)
 
 
 def _processes(config: RunConfig) -> Iterator[Found]:
@@ -62,6 +65,23 @@ def _processes(config: RunConfig) -> Iterator[Found]:
             f"{ranks} learner ranks (tp*cp*dp*pp) are {ranks} processes on this machine of {memory / 2**30:.0f} GiB, "
             f"each {_RANK_BYTES >> 20} MiB at the very least; lower learner.tp, cp, dp, pp or ep"
         )
+
+
+def _servers_on(subject: Subject) -> str:
+    """Why the servers cannot serve quantised weights on this machine's GPUs; empty if they can."""
+    rollout = subject.config.rollout
+    if not rollout.served or rollout.server.addresses or rollout.server.quantization == "none":
+        return ""
+    asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=_SECONDS).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""  # the first push would be refused
+    from launcher.servers.engines import adapter_of  # imports torch
+
+    capability = max(map(float, re.findall(r"^\d+\.\d+", told, re.M)), default=0.0)
+    adapter = adapter_of(rollout.engine, subject.shape)
+    return adapter.gpu_problem(rollout.server.quantization, shlex.split(rollout.server.options or ""), capability)
 
 
 def torch_is_for_cpus() -> bool:

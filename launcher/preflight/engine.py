@@ -21,8 +21,8 @@ def check(subject: Subject) -> Iterator[Found]:
         yield unchecked(f"the servers at {rollout.server.addresses}")
         return
     given, other = rollout.python, subject.other_python
-    if subject.for_job and subject.config.slurm.container is not None:
-        yield unchecked(f"whether {rollout.engine} is installed in slurm.container")
+    if subject.for_job and subject.config.slurm.engines.container is not None:
+        yield unchecked(f"whether {rollout.engine} is installed in slurm.engines.container")
         return
     if given is None and other is not None:
         yield unchecked(f"whether {rollout.engine} is installed in {other}")
@@ -36,7 +36,7 @@ def check(subject: Subject) -> Iterator[Found]:
     except ConfigError as error:
         yield problem(str(error))
         return
-    there = installed(module, given) if given else importlib.util.find_spec(module) is not None
+    there = has_module(module, given) if given else importlib.util.find_spec(module) is not None
     if there is None:
         yield unchecked(f"whether {module} is installed in {key}, whose packages are not beside it")
     elif not there:
@@ -56,7 +56,7 @@ def module_of(engine: str) -> str:
     return str(adapter.module)
 
 
-def installed(module: str, python: Path) -> bool | None:
+def has_module(module: str, python: Path) -> bool | None:
     """Whether an environment's own packages have the module; None if it has none of its own, or also uses others."""
     environment = python.absolute().parent.parent  # not resolved: in an environment the interpreter is a link
     packages = [*environment.glob("lib/python3*/site-packages"), *environment.glob("lib64/python3*/site-packages")]

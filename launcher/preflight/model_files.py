@@ -28,6 +28,8 @@ def check(subject: Subject) -> Iterator[Found]:
         yield problem(
             f"data.chat_template=true, but the tokenizer of model.path={folder} has no chat template; set it to false"
         )
+    if subject.config.model.random_weights:
+        return
     if is_megatron(folder):
         yield unchecked("the weights, a megatron checkpoint: rl-megatron verify reads them all")
         return

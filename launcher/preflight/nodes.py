@@ -1,11 +1,14 @@
-"""Compares a job's ranks and servers with its nodes and their GPUs."""
+"""Compares a job's ranks and servers with its nodes and their GPUs, and looks at its controller's interpreter."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from launcher.preflight.subject import Found, Subject, note, problem
+from launcher.preflight.engine import has_module
+from launcher.preflight.subject import Found, Subject, note, problem, unchecked
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import made_up_nodes
@@ -18,6 +21,7 @@ def check(subject: Subject) -> Iterator[Found]:
     if not subject.for_job:
         return
     config, slurm = subject.config, subject.config.slurm
+    yield from _controller(slurm)
     on_gpus, nodes = config.learner.device != "cpu", made_up_nodes(config)
     if on_gpus and not slurm.gpus_per_node:
         yield problem(
@@ -33,6 +37,24 @@ def check(subject: Subject) -> Iterator[Found]:
     yield from _idle(config)
 
 
+def _controller(slurm: SlurmSection) -> Iterator[Found]:
+    """Yields a problem if the controller's interpreter lacks torch: ranks and servers may be in containers, it is not.
+
+    This process has all that the controller needs, so its own interpreter is not asked.
+    """
+    if slurm.python is None:
+        return
+    there = has_module("torch", Path(slurm.python))
+    key = f"slurm.python={slurm.python}"
+    if there is None:
+        yield unchecked(f"torch in {key}, in which the controller runs, outside of containers")
+    elif not there:
+        yield problem(
+            f"{key}: torch is not installed there, and the controller runs in it, outside of containers; install this "
+            "package and torch there (slurm/README.md)"
+        )
+
+
 def _idle(config: RunConfig) -> Iterator[Found]:
     """Yields a note on GPUs that are idle while servers sample."""
     nodes, server = made_up_nodes(config), config.rollout.server
@@ -42,8 +64,9 @@ def _idle(config: RunConfig) -> Iterator[Found]:
     used, there = len({(s.node, gpu) for s in seats for gpu in s.gpus}), len(engines or nodes[LEARNER]) * each
     if 0 < used < there:
         whose = "of the servers' own nodes" if engines else "of the learner's nodes, which it shares"
-        fit = len(engines or nodes[LEARNER]) * (each // server.tp)
+        span = server.span(each)
+        fit = len(engines or nodes[LEARNER]) // span * (each // (server.ranks // span))
         yield note(
             f"servers sample on {used} of the {there} GPUs {whose}, and the others are idle meanwhile; "
-            f"rollout.server.replicas={fit} uses {fit * server.tp}"
+            f"rollout.server.replicas={fit} uses {fit * server.ranks}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launcher.preflight.subject import Found, Subject, problem
+from launcher.servers.degrees import degree_problems
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.refusals import refuse
@@ -22,6 +23,7 @@ def check(subject: Subject) -> Iterator[Found]:
 def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
     """A problem for each size of the model that the configuration does not fit."""
     yield from _engine(config, shape)
+    yield from map(problem, degree_problems(config, shape))
     try:
         expect(config.model.name, shape)
         learner_layout(config, shape)

@@ -13,12 +13,15 @@ _KEPT_KERNELS = "128"
 
 def variables(*, threads: int, device: str) -> Mapping[str, str]:
     """Variables for a rank of ``learner.device`` with so many CPU threads. A CPU rank sees no GPU, and caches few
-    kernels unless the user sets a number."""
+    kernels unless the user sets a number; for other ranks torch counts GPUs without initialising CUDA, so that the
+    process that has imported torch may fork."""
     out = {"OMP_NUM_THREADS": str(threads)}
     if device == "cpu":
         out["CUDA_VISIBLE_DEVICES"] = ""
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             out[name] = os.environ.get(name, _KEPT_KERNELS)
+    else:
+        out["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     return out
 
 

@@ -28,6 +28,7 @@ class Order:
     """A server to start. Paths are absolute and the same on every node."""
 
     before: Sequence[str] = ()  # a command that starts the guard on its node
+    python: str = sys.executable  # the guard's
     host: str  # the node's address at which the server listens
     command: Sequence[str]  # the server's own
     environment: Mapping[str, str]  # complete
@@ -76,7 +77,7 @@ async def start_guard(order: Order) -> GuardProcess:
     with append_private(order.log) as file:
         process = await asyncio.create_subprocess_exec(
             *order.before,
-            sys.executable,
+            order.python,
             str(engine_guard.__file__),
             order.host,
             *order.command,

@@ -18,7 +18,7 @@ _DRAIN_SECONDS = 1.0  # its own children may hold the pipe open
 
 
 class LastWords:
-    """The controller's end. The child gets ``theirs``, and makes it its stderr by `speak_into`."""
+    """The controller's end. The child gets ``theirs``, and makes it its stderr."""
 
     def __init__(self, who: str) -> None:
         self._ours, self.theirs = multiprocessing.Pipe(duplex=False)
@@ -42,12 +42,6 @@ class LastWords:
         """The last lines of an ended child; empty if it wrote none."""
         self._hearing.join(_DRAIN_SECONDS)
         return _indented(tuple(self._lines))
-
-
-def speak_into(pipe: int) -> None:
-    """Make the controller's pipe this process's stderr, also for its libraries."""
-    os.dup2(pipe, 2)
-    os.close(pipe)
 
 
 def end_of(log: Path) -> str:

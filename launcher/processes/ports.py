@@ -15,18 +15,22 @@ _LOW, _HIGH = 20_000, 32_000
 _ATTEMPTS = 100
 
 
+BLOCK = 16
+"""Neighbouring ports that a server gets: for requests, its ranks' store, and what its engine adds."""
+
+
 def any_port(number: int = 0, count: int = 1) -> int:
-    """The first of two neighbouring ports that are rarely in use, for another node.
+    """The first of a block of ports that are rarely in use, for another node.
 
     ``count`` callers with different ``number``s below that get different ports.
     """
-    pairs = (_HIGH - _LOW) // 2
-    return _LOW + 2 * (secrets.randbelow(pairs // count) * count + number)
+    blocks = (_HIGH - _LOW) // BLOCK
+    return _LOW + BLOCK * (secrets.randbelow(blocks // count) * count + number)
 
 
 @contextlib.contextmanager
 def held_ports(host: str) -> Iterator[int]:
-    """Hold two neighbouring ports of ``host``, an address of this machine, and yield the first.
+    """Hold a block of ports of ``host``, an address of this machine, and yield the first.
 
     A server can still bind one of them if it sets SO_REUSEADDR, as servers do: Linux then lets two sockets share a
     port while at most one of them listens. Raises OSError if all tried ports are taken.
@@ -35,7 +39,7 @@ def held_ports(host: str) -> Iterator[int]:
         port = any_port()
         with contextlib.ExitStack() as stack:
             try:
-                for number in (port, port + 1):
+                for number in range(port, port + BLOCK):
                     _take(stack.enter_context(socket.socket()), host, number)
             except OSError:
                 if attempt == _ATTEMPTS - 1:

@@ -21,11 +21,18 @@ _STOP_SECONDS = 20.0
 def scratch(*others: Path, within: Path | None = None) -> Iterator[Path]:
     """A new folder, by default in the machine's temporary one. It is removed at the end, together with ``others``."""
     folder = Path(tempfile.mkdtemp(prefix="rl_megatron-", dir=within))
-    command = [sys.executable, "-I", "-S", __file__, str(folder), *map(str, others)]
+    with removed(folder, *others):
+        yield folder
+
+
+@contextlib.contextmanager
+def removed(*folders: Path) -> Iterator[None]:
+    """Remove the folders at the end, which is at latest that of this process."""
+    command = [sys.executable, "-I", "-S", __file__, *map(str, folders)]
     remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert remover.stdin is not None
     try:
-        yield folder
+        yield
     finally:
         remover.stdin.close()
         remover.wait(_STOP_SECONDS)

@@ -127,6 +127,7 @@ class _Examination:
             configured=Parameters(temperature=rollout.temperature, top_p=rollout.top_p),
             served=rollout.served,
             replays=self.config.algorithm.routing_replay == "r3",
+            head_dtype=self.config.learner.head_dtype,
         )
         outcomes = await run_experiments(self._bench(), prompts, completions=num_completions, worth=setting.noise)
         weights, tokenizer = await self._weights(), await self._tokenizer(prompts)

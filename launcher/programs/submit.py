@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def taken(folder: Path) -> bool:
     return folder.exists() and not only_prepared
 
 
-def prepare(config: RunConfig) -> Prepared:
+def prepare(config: RunConfig, *, command: Sequence[str] = ("train",)) -> Prepared:
     """Make the run's folder with config.yaml, job.sbatch and placement.txt. Raises ConfigError before it writes any."""
     if config.run.launcher == "local":
         config = config.model_copy(update={"run": config.run.model_copy(update={"launcher": "slurm"})})
@@ -96,7 +97,7 @@ def prepare(config: RunConfig) -> Prepared:
     findings.raise_problems()
     found = checked(config)
     folder = Path.cwd() / config.run.dir / str(config.run.name)
-    script = job_script(config, folder=Path.cwd(), python=sys.executable, package=PACKAGE)
+    script = job_script(config, folder=Path.cwd(), python=sys.executable, package=PACKAGE, command=command)
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
     save_resolved(config, folder / "config.yaml")
     write_atomically(folder / "job.sbatch", script.encode(), private=bool(config.slurm.environment))

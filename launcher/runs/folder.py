@@ -6,12 +6,10 @@ import hashlib
 from pathlib import Path
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.placement.nodes import engines_elsewhere
+from rl_megatron.placement.files import weights_folder
 
 
 def mirror_path(config: RunConfig, run_folder: Path) -> Path:
-    """The mirror file of this run's weights for servers; on a shared disk if a server is on another node."""
+    """The mirror file of this run's weights for servers, the same path on each node that has one."""
     digest = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
-    usual = run_folder.resolve() if engines_elsewhere(config) else Path("/dev/shm")
-    folder = config.weights.folder or usual
-    return folder / f"rl_megatron-{digest}" / "model.safetensors"
+    return (weights_folder(config) or run_folder.resolve()) / f"rl_megatron-{digest}" / "model.safetensors"

@@ -1,26 +1,44 @@
 """Learner and engine servers take turns on the same accelerators: before a model trains or scores, the servers release
-their memory. The next push of weights allocates it again (`ReplicaWeights.load`).
+their memory. The next push of weights allocates it again (`ReplicaWeights.load`), for which the models release theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl_megatron.digests import Digest
-from rl_megatron.interfaces import FrozenModel, Learner, Roles
+from rl_megatron.interfaces import FrozenModel, Learner, Roles, WeightSync
 from rl_megatron.rollout.servers.weights import ReplicaWeights
-from rl_megatron.types import Batch, Counts, Loss, Metric, Scores, SkippedStep, StepResult, Want
+from rl_megatron.types import Batch, Counts, Loss, Metric, Scores, SkippedStep, StepResult, Want, WeightUpdate
 
 
 def colocated(roles: Roles, servers: ReplicaWeights) -> Roles:
-    """The roles, with models that make ``servers`` release their memory before they compute."""
+    """The roles, with models that make ``servers`` release their memory before they compute, and a push of weights
+    that makes the models release theirs."""
     return replace(
         roles,
+        weights=_Weights(inner=roles.weights, models=(*roles.learners.values(), *roles.frozen.values())),
         learners={role: _Learner(inner=one, learner=one, servers=servers) for role, one in roles.learners.items()},
         frozen={role: _Frozen(inner=one, servers=servers) for role, one in roles.frozen.items()},
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """Has the ``models`` release their memory before a push, in which servers take theirs."""
+
+    inner: WeightSync
+    models: Sequence[FrozenModel]
+
+    async def push(self, version: int) -> WeightUpdate:
+        for model in self.models:
+            await model.release()
+        return await self.inner.push(version)
+
+    async def export(self, folder: Path) -> None:
+        await self.inner.export(folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +54,9 @@ class _Frozen:
 
     async def start_from(self, folder: Path) -> None:
         await self.inner.start_from(folder)
+
+    async def release(self) -> None:
+        await self.inner.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from launcher.runs.folder import mirror_path
 from launcher.servers.colocated import colocated
 from launcher.servers.engines import adapter_of, longest_sequence
 from launcher.servers.pool import ServedEngines
-from launcher.servers.site import HERE, Site
+from launcher.servers.site import HERE, Sites
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Launcher, Roles, WeightSync, unheard
 from rl_megatron.models.shape import ModelShape
@@ -47,7 +47,7 @@ class ServedLauncher(Launcher):
         model_folder: Path,
         run_folder: Path,
         shape: ModelShape,
-        sites: Sequence[Site] | None = None,
+        sites: Sequence[Sites] | None = None,
         host: str = HERE,
     ) -> None:
         """``host``: this machine's address for the servers at all ``sites``."""
@@ -86,12 +86,12 @@ class ServedLauncher(Launcher):
                 probe=probe,
                 probes=config.rollout.server.probes,
             )
-            delivery = _delivery(config, roles.weights, engine.weights, path, self._host)
+            nodes = len(self._sites[0]) if self._sites else 1
+            delivery = _delivery(config, roles.weights, engine.weights, path, self._host, nodes)
             weights = ServedWeights(learner=roles.weights, delivery=delivery, trust=trust, servers=engine.weights)
             servers.refit = weights.refit
-            if config.rollout.server.colocated:
-                roles = colocated(roles, engine.weights)
-            yield replace(roles, engine=engine, weights=weights, engine_metrics=engine.metrics)
+            roles = replace(roles, engine=engine, weights=weights, engine_metrics=engine.metrics)
+            yield colocated(roles, engine.weights) if config.rollout.server.colocated else roles
 
 
 def _tolerance(config: RunConfig) -> float:
@@ -100,11 +100,13 @@ def _tolerance(config: RunConfig) -> float:
     return section.probe_tolerance or (rounding if FORMATS[section.quantization] is None else _QUANTISED_TOLERANCE)
 
 
-def _delivery(config: RunConfig, weights: WeightSync, servers: ReplicaWeights, path: Path, host: str) -> Delivery:
-    """Through the mirror file, or directly where ``weights.transport`` is such."""
+def _delivery(
+    config: RunConfig, weights: WeightSync, servers: ReplicaWeights, path: Path, host: str, nodes: int
+) -> Delivery:
+    """Through mirror files, or directly where ``weights.transport`` is such. A server is on ``nodes`` of them."""
     section, kind = config.rollout.server, config.transport
     assert isinstance(weights, LearnerWeights)
-    file = FileDelivery(learner=weights, path=path, servers=servers)
+    file = FileDelivery(learner=weights, path=path, servers=servers, nodes=nodes)
     if not kind.direct:
         return file
     assert isinstance(weights, LearnerRanks)
@@ -116,5 +118,5 @@ def _delivery(config: RunConfig, weights: WeightSync, servers: ReplicaWeights, p
         learner_ranks=config.learner.dims.world_size,
         transport=kind.name,
         backend=kind.backend(config.learner.device),
-        turns=section.colocated,
+        alike=kind.compared(config.learner.device),
     )

@@ -11,15 +11,18 @@ import shlex
 import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from launcher.processes.guards import Order
 from launcher.processes.scratch import scratch
 from launcher.servers.checks import ServerChecks
+from launcher.servers.degrees import degree_problems
 from launcher.servers.engines import longest_sequence
 from launcher.servers.interpreter import check_interpreter, python_path
-from launcher.servers.site import Site, elsewhere
+from launcher.servers.site import Site, Sites, elsewhere
 from launcher.servers.supervisor import Attached, Standing, Started, Supervisor
+from launcher.servers.versions import compare_environments, container_of, shared_settings
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.shape import ModelShape
@@ -48,17 +51,19 @@ class ServedEngines:
         model_folder: Path,
         run_folder: Path,
         shape: ModelShape,
-        sites: Sequence[Site] | None = None,
+        sites: Sequence[Sites] | None = None,
     ) -> None:
         self._config, self._section, self._adapter = config, config.rollout.server, adapter
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
         self._max_length = longest_sequence(config, shape)
+        if problems := degree_problems(config, shape):
+            raise ConfigError("\n".join(problems))
         self._checks = ServerChecks(
             config=config, adapter=adapter, model_folder=self._model_folder, max_length=self._max_length
         )
         self._kind, self._shapes = FORMATS[self._section.quantization], hf_layout(shape).local_shapes(0)
         stored(self._shapes, DType(config.learner.dtype), self._kind)  # first refuses models without such a format
-        self._sites = sites or [Site()] * self._section.replicas
+        self._sites = sites or [[Site()]] * self._section.replicas
         self.refit: Callable[[str], Awaitable[None]] | None = None  # set before anything is served
 
     @contextlib.asynccontextmanager
@@ -138,9 +143,30 @@ class ServedEngines:
 
     async def _prepare(self, packages: Path) -> None:
         """Prepare a start. The engine's interpreter sees this package alone, never the packages beside it."""
-        await check_interpreter(self._python, self._adapter)
+        if self._config.slurm.engines.container is None:
+            await check_interpreter(self._python, self._adapter)
+            await self._compare()
         (packages / "rl_megatron").symlink_to(Path(__file__).resolve().parents[2] / "rl_megatron")
         self._write_models(packages)
+
+    async def _compare(self) -> None:
+        """Raises ConfigError if ranks of learner and engine cannot be one group."""
+        if container_of(self._config) is not None:  # ranks compare themselves when they meet
+            return
+        compare = partial(
+            compare_environments,
+            learner=Path(sys.executable),
+            engine=self._python,
+            seconds=self._section.start_seconds,
+        )
+        try:
+            compared = await asyncio.to_thread(compare, self._config, os.environ)
+        except EngineError as error:
+            logger.warning("%s; ranks compare themselves when they meet", error)
+            return
+        logger.info("libraries of both environments:\n%s", compared.table)
+        if compared.problem:
+            raise ConfigError(compared.problem)
 
     def _write_models(self, packages: Path) -> None:
         """Write the folders that servers start from: config.json alone, and with the tokenizer.
@@ -165,42 +191,59 @@ class ServedEngines:
         return started
 
     async def _start_one(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
-        section, site, token = self._section, self._sites[number], secrets.token_hex(24)
-        own = {"PYTHONPATH": python_path(packages), engine_token.VARIABLE: token}
-        port = stack.enter_context(site.ports())
-        command = self._adapter.command(
-            StartOptions(
-                python=self._python,
-                model_folder=packages / "model",
-                bare_folder=packages / "bare",
-                host=site.host,
-                port=port,
-                device=self._config.learner.device,
-                dtype=self._config.learner.dtype,
-                quantization=section.quantization,
-                max_length=self._max_length,
-                slots=self._config.rollout.slots,
-                tp=section.tp,
-                memory_fraction=section.memory_fraction,
-                colocated=section.colocated,
-                routes=self._config.algorithm.routing_replay == "r3",
-                extra=tuple(shlex.split(section.options or "")),
-            )
-        )
-        log = self._run_folder.resolve() / f"{self._adapter.name.lower()}_{number}.log"
-        guard = await site.start(
-            Order(
+        sites, token = self._sites[number], secrets.token_hex(24)
+        port = stack.enter_context(sites[0].ports())
+        server = self._server(f"http://{sites[0].host}:{port}", token)
+        started = Started(guards=[], server=server, logs=[])
+        stack.push_async_callback(started.end)
+        for node, site in enumerate(sites):
+            command = self._adapter.command(self._options(sites, node, port, packages))
+            own = {"PYTHONPATH": python_path(packages), engine_token.VARIABLE: token}
+            name = f"{self._adapter.name.lower()}_{number}" + (f"_node_{node}" if node else "")
+            order = Order(
                 before=site.before,
+                python=site.python,
                 host=site.host,
                 command=command.arguments,
-                environment={**os.environ, **own, **site.environment, **command.environment},
+                environment={
+                    **os.environ,
+                    **shared_settings(self._config, os.environ),
+                    **own,
+                    **site.environment,
+                    **command.environment,
+                },
                 folder=Path.cwd(),
-                log=log,
+                log=self._run_folder.resolve() / f"{name}.log",
             )
-        )
-        started = Started(guard=guard, server=self._server(f"http://{site.host}:{port}", token), log=log)
-        stack.push_async_callback(started.end)
+            started.guards.append(await site.start(order))
+            started.logs.append(order.log)
         return started
+
+    def _options(self, sites: Sites, node: int, port: int, packages: Path) -> StartOptions:
+        config, section = self._config, self._section
+        return StartOptions(
+            python=self._python,
+            model_folder=packages / "model",
+            bare_folder=packages / "bare",
+            host=sites[node].host,
+            port=port,
+            nodes=len(sites),
+            node=node,
+            head=sites[0].host,
+            device=config.learner.device,
+            dtype=config.learner.dtype,
+            quantization=section.quantization,
+            max_length=self._max_length,
+            slots=config.rollout.slots,
+            tp=section.tp,
+            pp=section.pp,
+            dp=section.dp,
+            ep=section.ep,
+            memory_fraction=section.memory_fraction,
+            colocated=section.colocated,
+            routes=config.algorithm.routing_replay == "r3",
+            extra=tuple(shlex.split(section.options or "")),
+        )
 
     @property
     def _python(self) -> Path:
@@ -218,7 +261,7 @@ class ServedEngines:
         return self._server(server.url, server.token)
 
     async def _ready(self, one: Started) -> None:
-        limit, ended = self._section.start_seconds, asyncio.ensure_future(one.guard.wait())
+        limit, ended = self._section.start_seconds, asyncio.ensure_future(one.ended())
         try:
             async with asyncio.timeout(limit):
                 while not ended.done():
@@ -228,9 +271,10 @@ class ServedEngines:
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError as error:
             raise EngineError(
-                f"{one.server.url} is not ready after rollout.server.start_seconds={limit:g}; see {one.log}, and "
+                f"{one.server.url} is not ready after rollout.server.start_seconds={limit:g}; see {one.logs[0]}, and "
                 "raise the limit if loading takes longer"
             ) from error
         finally:
-            ended.cancel()
-        raise EngineError(await one.ended())
+            if not ended.done():
+                ended.cancel()
+        raise EngineError(ended.result())

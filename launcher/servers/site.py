@@ -1,8 +1,9 @@
-"""A server's site: the node where it runs, and what starts it there."""
+"""The sites of servers: the nodes where each runs, and what starts it there."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,13 +18,14 @@ HERE = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """The site of one server, and what starts it there; ``before`` precedes its guard's command."""
+    """A node of one server, and what starts it there; ``before`` precedes its guard's command."""
 
     host: str = HERE
     before: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    python: str = sys.executable  # the guard's; of its container, if it runs in one
     start: Callable[[Order], Awaitable[Guard]] = start_guard
-    number: int = 0  # of the ``count`` servers of the run
+    number: int = 0  # the server's, of the ``count`` servers of the run
     count: int = 1
 
     @property
@@ -33,7 +35,7 @@ class Site:
 
     @contextlib.contextmanager
     def ports(self) -> Iterator[int]:
-        """The first of a server's two ports: held if it is here, else ports that are rarely in use."""
+        """The first of a server's ports: held if it is here, else ports that are rarely in use."""
         if self.away:
             yield any_port(self.number, self.count)
             return
@@ -41,6 +43,10 @@ class Site:
             yield port
 
 
-def elsewhere(found: Sequence[Site]) -> bool:
+Sites = Sequence[Site]
+"""The nodes of one server, the first of which answers requests."""
+
+
+def elsewhere(found: Sequence[Sites]) -> bool:
     """Whether any server is on another node, without access to this node's memory."""
-    return any(site.away for site in found)
+    return any(site.away for sites in found for site in sites)

@@ -43,23 +43,32 @@ class Standing(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Started(Standing):
-    """A server that this run started: its guard, its address and its log."""
+    """A server that this run started: its address, and for each of its nodes a guard and a log."""
 
-    guard: Guard
+    guards: list[Guard]
     server: Server
-    log: Path
+    logs: list[Path]
     fatal: tuple[type[Exception], ...] = (NoAnswer, ForeignWeights)
 
     @override
     async def ended(self) -> str:
-        """Say how the guard ended, with the last lines of the server's log."""
-        how = await self.guard.wait()
-        tail = self.log.read_text(errors="replace").splitlines()[-_TAIL:]
-        return "\n".join([f"{self.server.url} {how}; {self.log} ends with:", *tail])
+        """Say how the first guard ended, with the last lines of its node's log."""
+        waiting = [asyncio.ensure_future(guard.wait()) for guard in self.guards]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            node = next(number for number, one in enumerate(waiting) if one.done())
+            how, log = waiting[node].result(), self.logs[node]
+        finally:
+            for one in waiting:
+                one.cancel()
+        where = f" (node {node} of {len(self.guards)})" if len(self.guards) > 1 else ""
+        tail = log.read_text(errors="replace").splitlines()[-_TAIL:]
+        return "\n".join([f"{self.server.url}{where} {how}; {log} ends with:", *tail])
 
     @override
     async def end(self) -> None:
-        await self.guard.end()
+        """End it on all of its nodes at once: a node that stayed would hold GPUs and ports."""
+        await asyncio.gather(*(guard.end() for guard in self.guards))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,12 +168,23 @@ class Supervisor:
             )
             paused = self.engine.weights.updating or replica.health is not Health.HEALTHY
             well = status is not None and (status < 300 or paused)
+            if well and moves is None and not paused:
+                well = await self._all_answer(replica)
             missed = 0 if well or moves else missed + 1
             await asyncio.sleep(max(0.0, began + self._period - loop.time()))
         return (
             f"{replica.server.url} failed {_CHECKS} health checks in "
             f"rollout.server.health_seconds={self.section.health_seconds:g}: it hangs or was stopped"
         )
+
+    async def _all_answer(self, replica: Replica) -> bool:
+        """Whether every rank of an idle server answers, also those on its other nodes."""
+        try:
+            async with asyncio.timeout(self._period):
+                await self.engine.adapter.ping(replica.server)
+        except (TimeoutError, AttemptFailed, EngineError):
+            return self.engine.weights.updating  # a push began meanwhile
+        return True
 
     async def _stands_still(self, replica: Replica) -> str:
         """Wait until it makes no token for its requests in several checks in a row, whatever its health check says."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import socket
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 from rl_megatron.placement.names import LEARNER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """The controller's message to all ranks of a role, one line of JSON."""
+    """The controller's message to a rank, one line of JSON."""
 
     host: str
     port: int
@@ -20,10 +21,43 @@ class Call:
     threads: int
     device: str  # learner.device
     role: str = LEARNER
+    cpus: Sequence[int] = ()  # that it runs on; empty: on all that its parent may
+    hindered: str = ""  # why it is no fork of the process that imported for its node
 
     def line(self) -> bytes:
         """As it is sent."""
         return json.dumps(asdict(self)).encode() + b"\n"
+
+    def to_rank(self, hindered: str, cpus: Sequence[int]) -> Call:
+        """What the parent of a node's ranks tells one of them."""
+        return replace(self, hindered=hindered, cpus=cpus)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Muster:
+    """The controller's message to all nodes of a role's step, one line of JSON: which ranks each starts."""
+
+    call: Call
+    nodes: Sequence[str]  # in the order of their ranks
+    ranks_per_node: int
+    folder: str  # of the ranks' output files
+
+    def line(self) -> bytes:
+        """As it is sent."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def read(cls, line: str) -> Muster:
+        """The message that was sent."""
+        fields = json.loads(line)
+        return cls(**{**fields, "call": Call(**fields["call"])})
+
+    def ranks_of(self, node: str) -> range:
+        """The ranks of a node. Raises ValueError if it is none of them."""
+        if node not in self.nodes:
+            raise ValueError(f"this node, {node}, is none of the step's: {', '.join(self.nodes)}")
+        first = self.nodes.index(node) * self.ranks_per_node
+        return range(first, first + self.ranks_per_node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +70,7 @@ class Hello:
     store: str
     step: str  # Slurm's "<job>.<step>"; without Slurm the parts are empty
     role: str = LEARNER
+    hindered: str = ""  # see Call
 
     def line(self) -> bytes:
         """As it is sent."""

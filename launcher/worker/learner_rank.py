@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.processes.scratch import removed
 from launcher.wire.setup import Setup
 from launcher.worker.models import RankModels
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.errors import CorruptionError, SyncError
+from rl_megatron.placement.files import writers_of_files
 from rl_megatron.types import Completion, GenerationRequest, WeightUpdate
 
 if TYPE_CHECKING:
@@ -39,32 +43,58 @@ class Worker(RankModels):
         super().__init__(setup, rank, store)
         config = setup.config
         self._dtype = torch_dtype(config.learner.dtype)
+        self._quantization = config.rollout.server.quantization
         self._sender: Sender | None = None  # into engine ranks in other processes
+        self._ends = ExitStack()
+        self._writers = writers_of_files(config)
         self._holder = self._make_holder(config, setup.run_folder)
         self.start_from("policy", setup.model_folder)
         self._connect(config, setup.run_folder / "weights")
 
     def _make_holder(self, config: RunConfig, run_folder: Path) -> LocalEngine | Mirror | None:
-        """The target of pushes: this rank's engine or, if servers sample, the mirror file, on rank 0 alone."""
-        from launcher.runs.folder import mirror_path
+        """The target of pushes: this rank's engine or, if servers sample, its node's mirror file."""
         from rl_megatron.rollout.local.engine import LocalEngine
-        from rl_megatron.weights.formats.served import FORMATS
-        from rl_megatron.weights.servers.mirror import Mirror
 
         section = config.rollout
-        if not section.served:
-            longest = section.max_prompt_tokens + section.max_new_tokens
-            return LocalEngine(
-                self._shape, slots=section.slots, dtype=self._dtype, device=self._device, max_length=longest
-            )
-        if self._rank:
-            return None
+        if section.served:
+            return self._make_mirror(config, run_folder)
+        longest = section.max_prompt_tokens + section.max_new_tokens
+        return LocalEngine(self._shape, slots=section.slots, dtype=self._dtype, device=self._device, max_length=longest)
+
+    def _make_mirror(self, config: RunConfig, run_folder: Path) -> Mirror | None:
+        """The file that this rank writes with others of its node, of which the first makes it; None if it writes none.
+
+        The controller removes the file on its node, the first writer's end that on another; the next run on a node
+        what a run that was killed left there.
+        """
+        from launcher.runs.folder import mirror_path
+        from rl_megatron.weights.formats.served import FORMATS
+        from rl_megatron.weights.servers.leftovers import in_use, remove_abandoned
+        from rl_megatron.weights.servers.mirror import Mirror
+        from rl_megatron.weights.transports.words import gather
+
         path, shapes = mirror_path(config, run_folder), self._hf.local_shapes(0)
-        kind = FORMATS[section.server.quantization]
-        return Mirror(path, shapes, self._dtype, self._model_folder / "config.json", kind)
+        kind, group = FORMATS[config.rollout.server.quantization], self._fellow_writers
+        if group and self._rank == group[0]:
+            if self._rank:
+                self._ends.enter_context(removed(path.parent))
+            known = self._model_folder / "config.json"
+            Mirror.make(path, shapes, self._dtype, known, kind, writers=len(group))
+            if path.is_relative_to(NODE_MEMORY):
+                self._ends.enter_context(in_use(path.parent))
+                remove_abandoned(path.parent)
+        gather("made", None)
+        if not group:
+            return None
+        return Mirror(path, shapes, self._dtype, kind, writer=group.index(self._rank), writers=len(group))
+
+    @property
+    def _fellow_writers(self) -> Sequence[int]:
+        """The ranks that write one mirror file with this one; empty if it writes none."""
+        return next((group for group in self._writers if self._rank in group), ())
 
     def _connect(self, config: RunConfig, folder: Path) -> None:
-        """Plan the moves from every learner rank to every in-process engine replica, or to rank 0's mirror.
+        """Plan the moves from every learner rank to every in-process engine replica, or to the mirror files.
 
         Readers of a mirror compare it with checksums of the learner's own tensors, so digests on the way are not
         needed. A quantised one, or one cut inside a word, is compared with the checksums of the mirror itself.
@@ -72,14 +102,19 @@ class Worker(RankModels):
         from rl_megatron.types import ParallelDims
         from rl_megatron.weights.checks.sources import add_up, sources_of
         from rl_megatron.weights.formats.served import FORMATS
+        from rl_megatron.weights.plans.copies import plan_into_copies
         from rl_megatron.weights.plans.plan import plan
         from rl_megatron.weights.transports.commit import Staging
         from rl_megatron.weights.transports.connect import Ends, make_transport
 
-        holders = 1 if config.rollout.served else self._layout.dims.world_size
-        replicas = replace(self._hf, dims=ParallelDims(dp=holders))
-        transfers = plan(self._layout, replicas)
-        tensors = dict(self._learners["policy"].tensors)
+        held = self._held
+        if config.rollout.served:
+            transfers = plan_into_copies(self._layout, self._hf, self._writers)
+            mine = {transfer.dst_param for transfer in transfers.receives(self._rank)}
+            held = {name: tensor for name, tensor in held.items() if name in mine}
+        else:
+            replicas = replace(self._hf, dims=ParallelDims(dp=self._layout.dims.world_size))
+            transfers = plan(self._layout, replicas)
         sources = sources_of(self._layout, self._hf)
         quantised = FORMATS[config.rollout.server.quantization] is not None
         self._sources = sources[self._rank]
@@ -90,12 +125,17 @@ class Worker(RankModels):
         ends = Ends(
             section=section.model_copy(update={"verify": section.verify and not self._sealed}),
             moves=transfers,
-            src=tensors,
-            dst=self._held,
+            src=self._tensors,
+            dst=held,
             folder=folder,
             timeout_seconds=config.learner.timeout_seconds,
         )
         self._staging = Staging(make_transport(ends), self._holder)
+
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        """The learner's parameters by their names in layouts."""
+        return dict(self._learners["policy"].tensors)
 
     @property
     def _held(self) -> dict[str, Tensor]:
@@ -130,26 +170,28 @@ class Worker(RankModels):
         from rl_megatron.weights.servers.mirror import Mirror
 
         if self._sealed:
-            return sent_checksums(self._sources, self._learners["policy"].tensors, lambda _: self._dtype)
+            return sent_checksums(self._sources, self._tensors, lambda _, box: box.to(self._dtype))
         return self._holder.sums() if isinstance(self._holder, Mirror) else Report(rows=(), seconds=0.0)
 
     def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> SyncError | None:
         """Plan the moves from every learner rank into engine ranks, which hold ``ranks``; collective with them.
 
-        Returns a SyncError if these do not join. Raises WeightError if there is no plan for them.
+        Returns a SyncError if these do not join. Raises as `Sender`.
         """
+        from rl_megatron.weights.checks.sources import sources_of
+        from rl_megatron.weights.formats.at_sender import at_sender
+        from rl_megatron.weights.formats.served import FORMATS
         from rl_megatron.weights.layouts.recorded import recorded_layout
-        from rl_megatron.weights.plans.plan import plan
         from rl_megatron.weights.transports.engine_ends import Sender
 
-        first = self._layout.dims.world_size
-        placement = {rank: first + rank for rank in range(len(ranks))}
-        moves = plan(self._layout, recorded_layout(self._hf, ranks), placement=placement)
+        form = FORMATS[self._quantization]
+        quantiser, learner, hf = at_sender(form, self._layout, self._hf, self._rank, self._tensors)
         if self._sender is not None:
             self._sender.close()
-        tensors = dict(self._learners["policy"].tensors)
+        sources = self._sources if quantiser is None else sources_of(learner, hf)[self._rank]
+        layouts = learner, recorded_layout(hf, ranks)
         try:
-            self._sender = Sender(rendezvous, self._rank, moves, tensors, self._sources)
+            self._sender = Sender(rendezvous, self._rank, layouts, self._tensors, sources, quantiser)
         except SyncError as error:
             self._sender = None
             return error
@@ -178,4 +220,5 @@ class Worker(RankModels):
     def close(self) -> None:
         """Wait for every rank, then leave the process groups."""
         self._staging.close()
+        self._ends.close()
         super().close()

@@ -32,18 +32,20 @@ class RankModels:
     """The models of a rank of ``setup.role``, and the world of its ranks."""
 
     CALLS: tuple[str, ...] = (
-        *("start_from", "score", "routed_layers", "backward", "step"),
+        *("start_from", "release", "score", "routed_layers", "backward", "step"),
         *("save", "verify", "load", "close"),
     )
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
         """``store``: see ``world.join``."""
         from rl_megatron.learner import world
+        from rl_megatron.observability import speed
         from rl_megatron.weights.layouts.families import hf_layout, read_shape
         from rl_megatron.weights.layouts.learner import learner_layout
 
         config = setup.config
         self._rank, self._model_folder, self._leave = rank, setup.model_folder, world.leave
+        self._made_up = config.seed if config.model.random_weights else None
         self._shape = read_shape(setup.model_folder, config.learner.model)
         self._device = world.join(
             config.learner,
@@ -54,6 +56,8 @@ class RankModels:
             first_device=setup.first_device,
         )
         self._learners = self._make_learners(config, setup.role)
+        if config.run.slow_factor is not None and config.learner.dims.world_size > 1:
+            speed.begin(self._device)
         self._scorers: dict[str, MegatronScorer] = {**self._learners, **self._make_frozen(config, setup.role)}
         self._reference: dict[str, Tensor] = {}  # weights that replace the policy's when it scores as the reference
         self._hf = hf_layout(self._shape)
@@ -89,9 +93,11 @@ class RankModels:
         import torch
 
         from rl_megatron.weights.checkpoints.kind import is_megatron
-        from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
+        from rl_megatron.weights.checkpoints.made_up import MadeUp
+        from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, TensorSource, read_boxes
 
-        if role in self._learners and is_megatron(folder):
+        random = self._made_up is not None and folder == self._model_folder
+        if not random and role in self._learners and is_megatron(folder):
             self._learner(role).load_weights(folder)
             return
         tensors = dict(self._scorer(role).tensors)
@@ -100,8 +106,17 @@ class RankModels:
         like = next(iter(tensors.values()))
         shapes = self._layout.local_shapes(self._rank).items()  # a critic has no output layer: these values are dropped
         unused = {name: like.new_empty(shape) for name, shape in shapes if name not in tensors}
-        read_boxes(HFFolder(folder), self._hf, self._layout, self._rank, tensors | unused)
+        source: TensorSource = (
+            MadeUp(folder, self._hf.local_shapes(0), self._made_up or 0) if random else HFFolder(folder)
+        )
+        read_boxes(source, self._hf, self._layout, self._rank, tensors | unused)
         self._scorer(role).adopt()
+
+    def release(self) -> None:
+        """Return to the device what torch's allocator keeps of its memory; weights and optimizer stay."""
+        import torch
+
+        torch.cuda.empty_cache()
 
     def _scorer(self, role: str) -> MegatronScorer:
         """The model that scores for a role; for a reference on the policy's ranks it is the policy.

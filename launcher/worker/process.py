@@ -1,46 +1,51 @@
 """The process of one rank, which serves calls over a stream: learner shard, engine replica and weight transport,
 or the shard of a critic or a reference alone.
 
-A worker serves one call at a time, in the order sent.
+A worker serves one call at a time, in the order sent. `main` is the program of a local run's rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import sys
 import threading
 import time
 import traceback
-import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
 from launcher.processes import stacks
+from launcher.processes.parent import die_with
 from launcher.wire import messages
 from launcher.wire.messages import STACKS
 from launcher.wire.setup import Setup
+from launcher.worker.forking import quieten
 from launcher.worker.learner_rank import Worker
 from launcher.worker.models import RankModels
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.observability import activity
-from rl_megatron.placement.names import LEARNER, file_stem
+from rl_megatron.placement.names import LEARNER, called, file_stem
+from rl_megatron.types import Spent
 
 _SENDING = threading.Lock()  # one message at a time into the pipe
 
 
-def serve_forked(connection: Connection, rank: int) -> None:
-    """Entry of a forked worker: wait for its `Setup`, then serve calls."""
+def main(arguments: Sequence[str]) -> None:
+    """Run as the rank of a role, under a parent: ``arguments`` are role, rank and pid. Standard input is its stream."""
+    role, rank, parent = arguments[0], int(arguments[1]), int(arguments[2])
+    die_with(parent)
+    connection = Connection(os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    multiprocessing.current_process().name = called(role, rank)
     with telling(connection):
         threading.Thread(target=say_alive, args=(connection,), name="alive", daemon=True).start()
         run_worker(connection, rank)
-
-
-def quieten() -> None:
-    """Silence megatron's warnings about missing packages, which `doctor` reports."""
-    warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")
 
 
 def run_worker(connection: Connection, rank: int, store: int | None = None) -> None:
@@ -105,6 +110,8 @@ def _hear(connection: Connection, calls: SimpleQueue[messages.Message | None]) -
 
 
 def _serve(connection: Connection, worker: RankModels, calls: SimpleQueue[messages.Message | None]) -> None:
+    from rl_megatron.observability import speed
+
     counts = Counter[str]()
     while (message := calls.get()) is not None:
         name, arguments = messages.unpack(message)
@@ -114,14 +121,14 @@ def _serve(connection: Connection, worker: RankModels, calls: SimpleQueue[messag
             raise RLMegatronError(f"worker has no call {name!r}; it has {', '.join(worker.CALLS)}")
         answer = getattr(worker, name)(*arguments)
         activity.begin("nothing: it waits for a call")
-        say(connection, "ok", answer)
+        say(connection, "ok", answer, speed.taken())
         if name == "close":
             return
 
 
-def say(connection: Connection, status: str, value: Any) -> None:
-    """Send one message to the controller, from any thread."""
-    message = messages.pack((status, value))
+def say(connection: Connection, status: str, value: Any, spent: Spent | None = None) -> None:
+    """Send one message to the controller, from any thread; ``spent`` goes with an answer."""
+    message = messages.pack((status, value, spent))
     with _SENDING:
         messages.send(connection, message)
 
@@ -133,3 +140,7 @@ def say_alive(connection: Connection) -> None:
             say(connection, "alive", activity.now())
             stacks.living()
             time.sleep(1.0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,8 +1,4 @@
-"""One rank that connects back to the controller: ``python -m launcher.worker.remote`` by srun, `serve` in a Ray actor.
-
-The controller's address and the job's token arrive on standard input, which srun gives to every task, so that the token
-is in no command line, no environment and no file.
-"""
+"""One rank that connects back to the controller: `main` is the program that node.py starts, `serve` a Ray actor's."""
 
 from __future__ import annotations
 
@@ -11,28 +7,38 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from launcher.processes import limits
 from launcher.processes.engine_guard import interface_of
 from launcher.processes.environment import variables
+from launcher.processes.parent import die_with
 from launcher.wire import channel
 from launcher.wire.greetings import Call, Hello, this_node
+from launcher.worker.forking import HELD_BACK
 from launcher.worker.process import run_worker, say, say_alive, telling
 
-_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
+def main(arguments: Sequence[str]) -> None:
+    """Run as a rank, under a parent: ``arguments`` are its number and the parent's pid. Standard input is its `Call`.
 
-def main() -> None:
-    """Connect to the controller and serve it; ends within seconds of the controller."""
-    call = Call(**json.loads(sys.stdin.readline()))
-    serve(call, int(os.environ["SLURM_PROCID"]))
+    It ends within seconds of the controller.
+    """
+    rank, parent = map(int, arguments)
+    die_with(parent)
+    with os.fdopen(os.dup(0)) as line, open(os.devnull, "rb") as nothing:
+        call = Call(**json.loads(line.readline()))
+        os.dup2(nothing.fileno(), 0)
+    if call.cpus:
+        os.sched_setaffinity(0, call.cpus)
+    serve(call, rank)
 
 
 def serve(call: Call, rank: int) -> None:
     """Run as ``rank`` until the controller requests the end or is gone. Called in a main thread."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # one thread waits for them and passes them on
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # one thread waits for them and passes them on
     limits.raise_open_files()
     connection, address = channel.connect(call.host, call.port, bytes.fromhex(call.token))
     os.environ.update(variables(threads=call.threads, device=call.device))
@@ -48,6 +54,7 @@ def serve(call: Call, rank: int) -> None:
         store=f"{address}:{store.getsockname()[1]}" if store else "",
         step=".".join(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")),
         role=call.role,
+        hindered=call.hindered,
     )
     connection.send_bytes(hello.line())
     with telling(connection):
@@ -65,8 +72,8 @@ def _live(connection: Connection) -> NoReturn:
 def _pass_on(connection: Connection) -> None:
     """Forward signals to the controller, which decides: Slurm sends SIGTERM to all ranks before preemption."""
     while True:
-        say(connection, "signal", signal.Signals(signal.sigwait(_SIGNALS)).name)
+        say(connection, "signal", signal.Signals(signal.sigwait(HELD_BACK)).name)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.reads import problems_of_unread_keys
 from rl_megatron.config.sections.rollout import RolloutSection
-from rl_megatron.config.sections.weights import TRANSPORT_KINDS
+from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS
 from rl_megatron.options.table import problems as option_problems
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ def _model_problems(c: RunConfig) -> list[str]:
             f"model.path is not given, but the configuration is for model.name={c.model.name}; set model.path to a "
             "folder with its config.json, tokenizer and safetensors, seen by all nodes"
         )
+    if c.model.random_weights:
+        out.append(
+            "model.random_weights=true takes the sizes of model.path, which is not given; set it, or leave "
+            "random_weights out: the tiny model's weights are random"
+        )
     if c.learner.model is not None:
         out.append(
             f"learner.model={c.learner.model} reads the config.json of model.path, which is not given; set model.path, "
@@ -52,7 +58,12 @@ def _transport_problems(c: RunConfig) -> list[str]:
     """A transport that cannot reach the engine: in another process, on another machine, or another device's memory."""
     kind, served, out = c.transport, c.rollout.served, []
     given = f"weights.transport={kind.name}"
-    if not kind.reaches(served=served):
+    if not kind.reaches(served=served) and not served:
+        out.append(
+            f"{given} hands weights on to servers, but rollout.engine={c.rollout.engine} samples in the learner's "
+            "processes; set weights.transport=auto"
+        )
+    elif not kind.reaches(served=served):
         others = " or ".join(other.name for other in TRANSPORT_KINDS.values() if other.reaches(served=served))
         out.append(
             f"{given} copies within one process, but rollout.engine={c.rollout.engine} samples in servers, which are "
@@ -62,6 +73,13 @@ def _transport_problems(c: RunConfig) -> list[str]:
         out.append(
             f"{given} copies within one process, but the learner has {c.learner.dims.world_size}; "
             "set weights.transport=shared_memory or process_group"
+        )
+    if served and kind.group == "learner":
+        out += _carried_problems(c, given)
+    if served and c.slurm.engines.nodes and c.weights.folder and c.weights.folder.is_relative_to(NODE_MEMORY):
+        out.append(
+            f"weights.folder={c.weights.folder} is in each node's own memory, and the learner's ranks cannot write it "
+            f"on slurm.engines.nodes={c.slurm.engines.nodes}; give a folder that all nodes see, or leave it out"
         )
     if kind.maps is None:
         return out
@@ -73,8 +91,33 @@ def _transport_problems(c: RunConfig) -> list[str]:
             f"{given} moves memory of {kind.maps}, but learner.device={c.learner.device}; set weights.transport=auto"
         )
     if away and c.run.launcher != "local":
-        out.append(f"{given} stays on one machine, but {' and '.join(away)}; set weights.transport=auto")
+        out.append(f"{given} stays on one machine, but {' and '.join(away)}; {_between_machines(c)}")
     return out
+
+
+def _between_machines(c: RunConfig) -> str:
+    """What to set instead of a transport of one machine."""
+    if not c.rollout.served or c.slurm.engines.nodes:
+        return "set weights.transport=process_group"
+    return (
+        "give servers nodes of their own (slurm.engines.nodes) and set weights.transport=process_group, or set "
+        "weights.transport=carried, or auto, a file in each node's memory"
+    )
+
+
+def _carried_problems(c: RunConfig, given: str) -> Iterator[str]:
+    """Why no learner rank would be beside each of the servers' ranks, or not for it alone."""
+    server, world = c.rollout.server, c.learner.dims.world_size
+    if c.slurm.engines.nodes:
+        yield (
+            f"{given} needs servers on the learner's own nodes, but slurm.engines.nodes={c.slurm.engines.nodes} are "
+            "for servers alone; set weights.transport=process_group"
+        )
+    elif c.learner.device != "cpu" and server.addresses is None and server.replicas * server.ranks > world:
+        yield (
+            f"{given} needs a GPU of the learner's {world} for each of the servers' ranks, and they are "
+            f"{server.replicas * server.ranks}; lower rollout.server.replicas={server.replicas} or a degree"
+        )
 
 
 def _batch_problems(c: RunConfig) -> list[str]:
@@ -145,10 +188,36 @@ def _server_problems(r: RolloutSection) -> list[str]:
             f"rollout.server.addresses={r.server.addresses} are running servers, which have their memory already; "
             "rollout.server.memory_fraction is for starting some: set it to null"
         )
+    out += _degree_problems(r)
     if r.server.token_file and not r.server.addresses:
         out.append(
             "rollout.server.token_file is for rollout.server.addresses, and the run makes a token for servers that it "
             "starts; leave it out"
+        )
+    return out
+
+
+def _degree_problems(r: RolloutSection) -> list[str]:
+    server, out = r.server, []
+    given = {
+        key: getattr(server, key) for key in ("tp", "pp", "dp", "ep", "nodes") if getattr(server, key) not in {1, None}
+    }
+    if given and server.addresses:
+        named = ", ".join(f"rollout.server.{key}={value}" for key, value in given.items())
+        out.append(
+            f"rollout.server.addresses={server.addresses} are running servers, which have their degrees already; leave "
+            f"out {named}"
+        )
+    whole = server.tp * server.dp
+    if server.ep not in {1, whole}:
+        out.append(
+            f"rollout.server.ep={server.ep}: engines spread experts over all of a stage's GPUs or over none; set "
+            f"rollout.server.ep=tp*dp={whole}, or 1"
+        )
+    if (server.nodes or 1) > 1 and server.ranks % (server.nodes or 1):
+        out.append(
+            f"rollout.server.nodes={server.nodes} does not divide its tp*pp*dp = {server.tp}*{server.pp}*{server.dp} = "
+            f"{server.ranks} GPUs; change one of them"
         )
     return out
 
@@ -169,11 +238,6 @@ def _quantization_problems(c: RunConfig) -> list[str]:
         out.append(
             f"{given}: the engines' kernels give bfloat16, but learner.dtype={c.learner.dtype}; set "
             "learner.dtype=bfloat16"
-        )
-    if c.rollout.served and c.transport.direct:
-        out.append(
-            f"{given} quantises the weights in the file that servers read, but weights.transport={c.transport.name} "
-            "sends the learner's own shards; set weights.transport=file"
         )
     if server.addresses:
         out.append(
@@ -208,6 +272,26 @@ def _role_problems(c: RunConfig) -> list[str]:
         )
     if c.slurm.heterogeneous and c.slurm.array:
         out.append(f"slurm.array={c.slurm.array}: Slurm has no arrays of heterogeneous jobs; leave one of them out")
+    if c.slurm.exclude_slow and c.run.slow_factor is None:
+        out.append(
+            f"slurm.exclude_slow={c.slurm.exclude_slow}, but run.slow_factor=null names no slow node; set "
+            "run.slow_factor=1.5, or slurm.exclude_slow=0"
+        )
+    if c.slurm.exclude_slow and not (c.slurm.requeues or c.slurm.restarts):
+        out.append(
+            f"slurm.exclude_slow={c.slurm.exclude_slow} leaves nodes out at a restart, but slurm.requeues=0 and "
+            "slurm.restarts=0; raise one of them, or set slurm.exclude_slow=0"
+        )
+    if engines.container and not c.rollout.python:
+        out.append(
+            f"slurm.engines.container={engines.container}, but rollout.python is not given; set it to the interpreter "
+            "inside the image that has the engine"
+        )
+    if engines.container and c.run.launcher == "ray":
+        out.append(
+            f"slurm.engines.container={engines.container} with run.launcher=ray: Ray starts servers outside of "
+            "containers; set run.launcher=slurm, or leave it out"
+        )
     if c.slurm.container and c.run.launcher == "ray":
         out.append(
             "slurm.container with run.launcher=ray: the controller, outside the container, would not reach Ray inside; "
@@ -246,15 +330,20 @@ def _colocation_problems(c: RunConfig) -> list[str]:
             f"{turns}, but with train.max_staleness={c.train.max_staleness} servers sample while the learner trains; "
             "set one of them to its default"
         )
+    if c.learner.device != "cpu" and c.rollout.server.addresses is None and c.rollout.server.memory_fraction is None:
+        out.append(
+            f"{turns}, but an engine takes nearly a whole GPU, where the learner's weights and optimizer stay; set "
+            "rollout.server.memory_fraction to a share that they leave"
+        )
     if c.slurm.engines.nodes:
         out.append(
             f"{turns} on the same nodes, but slurm.engines.nodes={c.slurm.engines.nodes} are for servers alone; leave "
             "one of them out"
         )
-    if c.transport.direct and c.transport.over_group:
-        mapped = " or ".join(kind.name for kind in TRANSPORT_KINDS.values() if kind.maps == c.learner.device)
+    if c.transport.direct and c.transport.group == "all":
+        kinds = [kind for kind in TRANSPORT_KINDS.values() if kind.maps == c.learner.device or kind.group == "learner"]
         out.append(
             f"{turns}, but weights.transport={c.transport.name} needs an accelerator for each rank; set "
-            f"weights.transport=file or {mapped}"
+            f"weights.transport=file or {' or '.join(kind.name for kind in kinds)}"
         )
     return out

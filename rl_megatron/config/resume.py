@@ -27,7 +27,8 @@ FREE: Mapping[str, bool] = {
     "learner": True,
     "learner.model": False,
     "learner.dtype": False,
-    "learner.ep": False,  # megatron-core 0.16.1 cannot reshard the optimizer's state over another degree
+    "learner.head_dtype": False,
+    "learner.router.frozen": False,  # a frozen router has no state in the optimizer
     "learner.optimizer.distributed": False,  # its state has another form
     **{f"learner.{key}": False for key in installed_keys()},  # whether they change numbers, nobody here knows
     "roles": True,

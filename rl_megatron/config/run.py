@@ -37,6 +37,11 @@ class RunSection(Section):
     learner.timeout_seconds."""
     watchdog_disk_seconds: PositiveFloat = 3600.0
     """Time limit without progress while a learner process reads or writes a model or a checkpoint."""
+    slow_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 1.5
+    """How many times as long as the median rank of its role a rank takes for a fixed computation, in most of
+    ``slow_steps`` steps, to be named slow with its node (docs/running.md). null: speeds are not measured."""
+    slow_steps: Positive = 20
+    """Steps after which the ranks' speeds are compared."""
 
 
 class TinyModelSection(Section):
@@ -64,6 +69,8 @@ class ModelSection(Section):
     name: str | None = None
     """Public model whose sizes ``path`` must have, because the configuration is made for it, as in qwen3-30b-a3b; null:
     any."""
+    random_weights: bool = False
+    """Whether the run starts from random weights in the sizes of ``path``, whose weights are not read: a rehearsal."""
     tiny: TinyModelSection = TinyModelSection()
     cache_dir: Path = Path("runs/.cache")
     """Folder that caches the tiny model between runs."""
@@ -170,8 +177,9 @@ class RunConfig(Section):
 
     @property
     def transport(self) -> TransportKind:
-        """The kind of ``weights.transport``; auto depends on whether servers sample."""
-        return self.weights.kind(served=self.rollout.served)
+        """The kind of ``weights.transport``; auto depends on whether servers sample, and where."""
+        apart = self.run.launcher != "local" and self.slurm.engines.nodes > 0
+        return self.weights.kind(served=self.rollout.served, apart=apart)
 
     @property
     def watchdog_seconds(self) -> float:

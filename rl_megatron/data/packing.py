@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.samples import members_of, rows_of, select, split_minibatches
 from rl_megatron.errors import DataError
 from rl_megatron.types import Batch, ParallelDims, Samples
@@ -84,8 +85,35 @@ class Packer:
                 yield self.pack(part)
 
     def metrics(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Compute `packing_metrics`."""
-        return packing_metrics(batches, dims=self.dims, attention_cost=self.attention_cost)
+        """Positions trained on, the share of padding among computed positions, and the imbalance of the ranks' work.
+
+        Imbalance is the work of the slowest rank at each micro-batch (ranks wait for each other there), summed, over
+        the mean rank's work; 1 is even.
+        """
+        slowest = mean = 0.0
+        real = computed = 0
+        for batch in batches:
+            work = np.zeros((len(batch.micro_batches), len(batch.micro_batches[0])))
+            for d, row in enumerate(batch.micro_batches):
+                for m, samples in enumerate(row):
+                    lengths = samples.cu_seqlens.diff().numpy()
+                    work[d, m] = sequence_work(lengths, self.attention_cost).sum()
+                    real += len(samples.input_ids)
+                    padded = int(padded_lengths(lengths, self.dims).sum())
+                    computed += _round_up(padded, _sequence_multiple(self.dims) * self.dims.tp)
+            slowest += float(work.max(0).sum())
+            mean += float(work.mean(0).sum())
+        return {
+            "tokens/train": real,
+            "packing/imbalance": slowest / mean,
+            "packing/padding_fraction": 1 - real / computed,
+        }
+
+
+def packer_of(learner: LearnerSection, *, attention_cost: float, unit: int = 1) -> Packer:
+    """The packer for the learner's layout and its most tokens per micro-batch."""
+    most = learner.max_tokens_per_micro_batch
+    return Packer(dims=learner.dims, max_tokens=most, attention_cost=attention_cost, unit=unit)
 
 
 def plan_packing(
@@ -216,28 +244,3 @@ def unpack(batch: Batch, scores: Sequence[Sequence[Tensor]], samples: Samples) -
             rows, _ = rows_of(samples.cu_seqlens, sequences)
             out[rows] = values[: len(rows)]  # a placeholder has a value and no rows
     return out
-
-
-def packing_metrics(batches: Sequence[Batch], *, dims: ParallelDims, attention_cost: float) -> dict[str, float]:
-    """Positions trained on, the share of padding among computed positions, and the imbalance of the ranks' work.
-
-    Imbalance is the work of the slowest rank at each micro-batch (ranks wait for each other there), summed, over the
-    mean rank's work; 1 is even.
-    """
-    slowest = mean = 0.0
-    real = computed = 0
-    for batch in batches:
-        work = np.zeros((len(batch.micro_batches), len(batch.micro_batches[0])))
-        for d, row in enumerate(batch.micro_batches):
-            for m, samples in enumerate(row):
-                lengths = samples.cu_seqlens.diff().numpy()
-                work[d, m] = sequence_work(lengths, attention_cost).sum()
-                real += len(samples.input_ids)
-                computed += _round_up(int(padded_lengths(lengths, dims).sum()), _sequence_multiple(dims) * dims.tp)
-        slowest += float(work.max(0).sum())
-        mean += float(work.mean(0).sum())
-    return {
-        "tokens/train": real,
-        "packing/imbalance": slowest / mean,
-        "packing/padding_fraction": 1 - real / computed,
-    }

@@ -52,6 +52,7 @@ class Setting:
     configured: Parameters  # what the run asks the engine for
     served: bool
     replays: bool = False  # whether the learner trains on the engine's routes
+    head_dtype: str | None = None  # of the learner's output layer, if it has one of its own
 
     @property
     def noise(self) -> float:

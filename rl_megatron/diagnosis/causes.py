@@ -25,6 +25,11 @@ CAUSES = (
     "dtype or kernels",
 )
 _NAMED = 8  # tensors that are named
+_PRECISION = (
+    "the parts whose precision counts most are the output layer (learner.head_dtype=float32 with the engine's option "
+    "for it, docs/engines.md), routers (the learner's are float32) and their selection biases (not to be rounded to "
+    "the engine's dtype)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +114,7 @@ def _routing(case: Case) -> Finding:
             cause=cause,
             verdict="guilty",
             evidence=found.shown,
-            fix="set algorithm.routing_replay=r3, or compute routers in float32 on both sides",
+            fix="set algorithm.routing_replay=r3, or compute routers in float32 on both sides, selection biases too",
         )
     consequence = " (a consequence)" if case.differs and found.share else ""
     return Finding(cause=cause, verdict="not guilty", evidence=f"{found.shown}{consequence}")
@@ -241,6 +246,7 @@ def _noise(case: Case) -> Finding:
     cause, s, gaps = "dtype or kernels", case.setting, case.outcomes.observation.gaps
     mean = float(gaps.mean())
     kinds = s.learner_dtype if s.learner_dtype == s.engine_dtype else f"{s.learner_dtype} and {s.engine_dtype}"
+    kinds += f", the learner's output layer in {s.head_dtype}" if s.head_dtype else ""
     figures = f"{shown(gaps)}; mean d {mean:+.1g}; up to {s.noise:.2g} on average is rounding in {kinds}"
     if case.culprit == cause:
         return Finding(
@@ -248,12 +254,13 @@ def _noise(case: Case) -> Finding:
             verdict="guilty",
             evidence=f"{figures}; every tensor is the learner's, and no other cause explains it",
             fix="compare the engine's kernels with its plain ones (SGLang: --attention-backend torch_native), and "
-            "config.json's rms_norm_eps, hidden_act and norm_topk_prob",
+            f"config.json's rms_norm_eps, hidden_act and norm_topk_prob; {_PRECISION}",
         )
     if case.differs:
         return Finding(cause=cause, verdict="not guilty", evidence=f"{figures}; the gap is larger")
     if s.learner_dtype == s.engine_dtype:
-        return Finding(cause=cause, verdict="noise", evidence=figures)
+        half = s.learner_dtype != "float32"
+        return Finding(cause=cause, verdict="noise", evidence=figures, fix=_PRECISION if half else "")
     return Finding(
         cause=cause,
         verdict="noise",

@@ -27,10 +27,11 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 
 from rl_megatron.digests import Digest, digests
 from rl_megatron.errors import CheckpointError, WeightError
-from rl_megatron.learner.optimizer import create_state
+from rl_megatron.learner.optimizer import copy_to_host, create_state, inner_optimizers
 from rl_megatron.weights.bytes.bits import all_numbers
 
-# The default sharding of DistributedOptimizer is broken in 0.16.1; this one reshards over TP, PP and EP of equal kind.
+# The default sharding of DistributedOptimizer is broken in 0.16.1; this one saves each parameter's state under its
+# global name and box, so that any layout can load it.
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
@@ -167,10 +168,11 @@ def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, wit
 
     Raises CheckpointError, or WeightError for NaN and infinite values.
     """
-    for i, chunk in enumerate(chunks):
-        state = _read({"model": _weights(chunk, without)}, folder, f"chunk {i}")
-        with torch.no_grad():
-            _fill(chunk, state["model"], f"{folder}, chunk {i}", without)
+    wanted = {_key(i, len(chunks)): _weights(chunk, without) for i, chunk in enumerate(chunks)}
+    state = _read(wanted, folder, "this layout")  # at once: all layers must be asked for, and each chunk has some
+    with torch.no_grad():
+        for i, chunk in enumerate(chunks):
+            _fill(chunk, state[_key(i, len(chunks))], f"{folder}, chunk {i}", without)
             for name, parameter in _inner(chunk).named_parameters():
                 if not _left_out(name, without) and not all_numbers(parameter):
                     raise WeightError(f"{folder}: {name} holds NaN or infinite values; fetch or convert it again")
@@ -182,7 +184,32 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Meg
     with torch.no_grad():
         for i, chunk in enumerate(chunks):
             _fill(chunk, state[_key(i, len(chunks))], f"{folder}, chunk {i}")
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(_in_links(state["optimizer"], optimizer, folder))
+    copy_to_host(optimizer)
+
+
+def _in_links(saved: dict[Any, Any], optimizer: MegatronOptimizer, folder: Path) -> dict[Any, Any]:
+    """``saved`` with a state for each of the chained optimizers.
+
+    Older versions' checkpoints of ``learner.ep=1`` have one for all parameters: its settings and count of steps are
+    those of each. The tensors have been read by their global names, into the states of ``optimizer``'s own chain.
+    """
+    links = range(len(inner_optimizers(optimizer)))
+    if len(links) == 1 or saved.keys() == set(links):
+        return saved
+    if "param_state" not in saved[0]:
+        raise CheckpointError(
+            f"{folder} was written with learner.ep=1 and learner.optimizer.distributed=false by an older version of "
+            "rl_megatron, in another form; resume with that version"
+        )
+    one = {key: value for key, value in saved.items() if key not in links}
+    groups = [
+        {**group, "is_expert_parallel": experts}
+        for group in one["optimizer"]["param_groups"]
+        for experts in (False, True)
+    ]
+    one["optimizer"] = {**one["optimizer"], "param_groups": groups}
+    return {link: {**one, **saved[link]} for link in links}
 
 
 def _read(wanted: dict[str, Any], folder: Path, into: str) -> dict[str, Any]:

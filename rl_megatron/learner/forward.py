@@ -8,7 +8,7 @@ result does not depend on how the batch was split.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from rl_megatron.learner.heads import Head
 from rl_megatron.learner.packed import PackedMicroBatch
-from rl_megatron.observability import activity
+from rl_megatron.observability import activity, speed
 from rl_megatron.types import Loss, LossInputs, LossOutput, Want
 
 LossClosure = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
 AroundForward = Callable[[Any, PackedMicroBatch], AbstractContextManager[None]]
-"""Makes a context manager around a chunk's forward pass of a micro-batch with routes (`routing_replay.Routing`)."""
+"""Makes a context manager around a chunk's forward pass of a micro-batch (`learner.routers`)."""
 
 
 def run_scores(
@@ -95,9 +95,10 @@ def _schedule(
 
     def forward_step(iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, LossClosure]:
         micro_batch = next(iterator)
+        speed.probe()
         activity.part(f"{places[id(micro_batch)]}, forward")
         half = {"fp32_output": False} if chunks[0].config.bf16 else {}  # else all logits are copied to float32
-        with nullcontext() if micro_batch.routes is None else around(model, micro_batch):
+        with around(model, micro_batch):
             output = model(
                 micro_batch.input_ids[None],
                 micro_batch.attention.positions[None],
@@ -108,15 +109,16 @@ def _schedule(
         return output, partial(behind, micro_batch)
 
     iterators = [iter(micro_batches) for _ in chunks]
-    results = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=list(chunks) if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(micro_batches),
-        seq_length=len(micro_batches[0].input_ids),
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    with speed.timed():
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=len(micro_batches[0].input_ids),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
     return list(results)
 
 

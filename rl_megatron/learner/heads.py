@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from typing_extensions import override
 
-from rl_megatron.learner.logprobs import token_logprobs
+from rl_megatron.learner.logprobs import float32_logits, head_logprobs, token_logprobs
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.types import Want
 
@@ -42,17 +43,26 @@ class VocabHead(Head):
 
     @override
     def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
-        tp = parallel_state.get_tensor_model_parallel_group()
-        logprobs, entropy = token_logprobs(
-            output.squeeze(0),
-            micro_batch.targets,
-            temperature=self.temperature,
-            vocab_size=self.vocab_size,
-            vocab_start=output.shape[-1] * parallel_state.get_tensor_model_parallel_rank(),
-            group=tp if tp.size() > 1 else None,
-            chunk=self.chunk,
-        )
+        logprobs, entropy = self._logprobs(output.squeeze(0), micro_batch.targets)
         return {"logprobs": logprobs, "entropy": entropy}
+
+    def _logprobs(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(logits, targets, **self._cut(logits.shape[-1]))
+
+    def _logits(self, output: Tensor) -> Tensor:
+        """Output rows -> float32 logits of this TP rank's rows of the vocabulary."""
+        return output.float()
+
+    def _cut(self, rows: int) -> dict[str, Any]:
+        """The keywords of log-probs over a vocabulary of which each TP rank has ``rows`` rows."""
+        tp = parallel_state.get_tensor_model_parallel_group()
+        return {
+            "temperature": self.temperature,
+            "vocab_size": self.vocab_size,
+            "vocab_start": rows * parallel_state.get_tensor_model_parallel_rank(),
+            "group": tp if tp.size() > 1 else None,
+            "chunk": self.chunk,
+        }
 
     @override
     def scores(self, output: Tensor, micro_batch: PackedMicroBatch, want: frozenset[Want]) -> dict[Want, Tensor]:
@@ -65,13 +75,37 @@ class VocabHead(Head):
 
     def _masked_in(self, output: Tensor, micro_batch: PackedMicroBatch) -> Tensor:
         """Logits before the temperature, over the whole vocabulary, so only of the masked-in positions."""
-        mine = output.squeeze(0)[micro_batch.columns["mask"]].float()
+        mine = self._logits(output.squeeze(0)[micro_batch.columns["mask"]])
         tp = parallel_state.get_tensor_model_parallel_group()
         if tp.size() > 1:
             shards = [torch.empty_like(mine) for _ in range(tp.size())]
             dist.all_gather(shards, mine.contiguous(), group=tp)
             mine = torch.cat(shards, 1)
         return mine[:, : self.vocab_size]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float32Head(VocabHead):
+    """A policy whose model stops before its output layer (`model.hidden`): the output [1, t, h] are hidden states, and
+    logits are float32 products of them and of the output layer's weight, a chunk at a time."""
+
+    model: GPTModel
+
+    @property
+    def _weight(self) -> Tensor:
+        """[V / tp, h]; the embedding's if that is tied."""
+        tied = self.model.share_embeddings_and_output_weights
+        weight: Tensor = self.model.shared_embedding_or_output_weight() if tied else self.model.output_layer.weight
+        return weight
+
+    @override
+    def _logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        weight = self._weight
+        return head_logprobs(hidden, weight, targets, **self._cut(len(weight)))
+
+    @override
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return float32_logits(hidden, self._weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

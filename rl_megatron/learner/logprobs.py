@@ -1,18 +1,24 @@
-"""Computes log-probs and entropy from vocabulary-parallel logits chunk by chunk, without a float32 copy of all logits.
+"""Computes log-probs and entropy over a vocabulary-parallel output layer, chunk by chunk.
 
-Letters: T positions, V vocabulary rows of this TP rank, c positions of a chunk. Extra memory is O(c*V) float32 in both
-directions (and the gradient of the logits, in their own dtype). Two all-reduces over TP in the forward, none in the
-backward. Cross-entropy over vocabulary shards follows Megatron-LM (arXiv:1909.08053).
+From logits (`token_logprobs`), without a float32 copy of all of them, or from hidden states (`head_logprobs`), where
+logits exist only a chunk at a time, of a float32 product.
+
+Letters: T positions, H hidden size, V vocabulary rows of this TP rank, c positions of a chunk. Extra memory is O(c*V)
+float32 in both directions (and the gradient of logits or hidden states, in their own dtype). Two all-reduces over TP in
+the forward, none in the backward. Cross-entropy over vocabulary shards follows Megatron-LM (arXiv:1909.08053).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from rl_megatron.options.head import WEIGHT_ROWS
 
 CPU_CHUNK_BYTES = 4 << 20  # of float32 values: fits the processor's cache
 
@@ -42,6 +48,64 @@ def token_logprobs(
     return logprobs, entropy
 
 
+def head_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    vocab_size: int,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+    chunk: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """As `token_logprobs`, of the logits ``hidden`` [T, H] times ``weight`` [V, H], multiplied in float32.
+
+    The backward pass computes the logits again. If ``weight`` has a ``main_grad`` (megatron's
+    DistributedDataParallel), its gradient is added to that and is nowhere else; gradients of other uses of ``weight``
+    reach it as ever. The gradient of ``hidden`` is this TP rank's share.
+    """
+    valid = min(max(vocab_size - vocab_start, 0), weight.shape[0])
+    logprobs, entropy = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, 1.0 / temperature, valid, vocab_start, group, chunk
+    )
+    return logprobs, entropy
+
+
+def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[c, H] times [V, H] -> logits [c, V], multiplied and summed in float32."""
+    hidden = hidden.float()
+    if weight.dtype == torch.float32:
+        return hidden @ weight.T
+    out = hidden.new_empty(len(hidden), len(weight))
+    for rows in _blocks(len(weight)):
+        out[:, rows] = hidden @ weight[rows].float().T
+    return out
+
+
+def _blocks(count: int) -> Iterator[slice]:
+    return (slice(a, min(a + WEIGHT_ROWS, count)) for a in range(0, count, WEIGHT_ROWS))
+
+
+def _sums(x: Tensor, local: Tensor, here: Tensor) -> Tensor:
+    """[3, c]: sum of e^x, sum of x e^x, and x of the target if it is ``here``; overwrites ``x`` [c, V]."""
+    target = x.gather(1, local[:, None].clamp(0, x.shape[1] - 1)).squeeze(1) * here
+    weight = x.exp()
+    return torch.stack([weight.sum(1), weight.mul_(x).sum(1), target])
+
+
+def _logits_gradient(
+    x: Tensor, local: Tensor, here: Tensor, grad: Tensor, entropy: Tensor, entropy_grad: Tensor | None
+) -> Tensor:
+    """[c, V] from the log-probs ``x`` [c, V], which it overwrites."""
+    if entropy_grad is None:
+        x.exp_().mul_(-grad[:, None])
+    else:  # dH/dx = -p (log p + H)
+        factor = (x + entropy[:, None]).mul_(entropy_grad[:, None]).add_(grad[:, None])
+        x.exp_().mul_(factor.neg_())
+    return x.scatter_add_(1, local[:, None].clamp(0, x.shape[1] - 1), (grad * here)[:, None])
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -64,11 +128,7 @@ class _TokenLogprobs(torch.autograd.Function):
         sums = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.device)  # sum e^x, sum x e^x, x[target]
         for a in range(0, len(logits) if valid else 0, chunk):
             x = real[a : a + chunk].to(torch.float32, copy=True).mul_(scale).sub_(peak[a : a + chunk, None])
-            index = local[a : a + chunk, None].clamp(0, valid - 1)
-            sums[2, a : a + chunk] = x.gather(1, index).squeeze(1) * here[a : a + chunk]
-            weight = x.exp()
-            sums[0, a : a + chunk] = weight.sum(1)
-            sums[1, a : a + chunk] = weight.mul_(x).sum(1)
+            sums[:, a : a + chunk] = _sums(x, local[a : a + chunk], here[a : a + chunk])
         if group is not None:
             dist.all_reduce(sums, group=group)
         log_z = sums[0].log()
@@ -89,12 +149,79 @@ class _TokenLogprobs(torch.autograd.Function):
         out[:, valid:] = 0
         for a in range(0, len(logits) if valid else 0, chunk):
             cut = slice(a, a + chunk)
-            p = logits[cut, :valid].to(torch.float32, copy=True).mul_(ctx.scale).sub_(log_norm[cut, None])
-            if entropy_grad is None:
-                p.exp_().mul_(-grad[cut, None])
-            else:  # dH/dx = -p (log p + H)
-                factor = (p + entropy[cut, None]).mul_(entropy_grad[cut, None]).add_(grad[cut, None])
-                p.exp_().mul_(factor.neg_())
-            p.scatter_add_(1, local[cut, None].clamp(0, valid - 1), (grad[cut] * here[cut])[:, None])
-            out[cut, :valid] = p.mul_(ctx.scale)
+            x = logits[cut, :valid].to(torch.float32, copy=True).mul_(ctx.scale).sub_(log_norm[cut, None])
+            of_entropy = None if entropy_grad is None else entropy_grad[cut]
+            x = _logits_gradient(x, local[cut], here[cut], grad[cut], entropy[cut], of_entropy)
+            out[cut, :valid] = x.mul_(ctx.scale)
         return out, None, None, None, None, None, None
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: float,
+        valid: int,
+        vocab_start: int,
+        group: dist.ProcessGroup | None,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        local = targets - vocab_start
+        here = (local >= 0) & (local < valid)
+        own = torch.full((len(hidden),), -torch.inf, device=hidden.device)  # the greatest logit of this rank's rows
+        sums = torch.zeros(3, len(hidden), device=hidden.device)  # sum e^x, sum x e^x, x[target], of x = logit - own
+        for a in range(0, len(hidden) if valid else 0, chunk):
+            cut = slice(a, a + chunk)
+            x = float32_logits(hidden[cut], weight[:valid]).mul_(scale)
+            own[cut] = x.amax(1)
+            sums[:, cut] = _sums(x.sub_(own[cut, None]), local[cut], here[cut])
+            del x  # before the next chunk's
+        peak = own
+        if group is not None:
+            dist.all_reduce(peak := own.clone(), dist.ReduceOp.MAX, group=group)
+            if valid:
+                further = own - peak
+                sums[1] += further * sums[0]
+                sums[:2] *= further.exp()
+                sums[2] += further * here
+            dist.all_reduce(sums, group=group)
+        log_z = sums[0].log()
+        logprobs, entropy = sums[2] - log_z, log_z - sums[1] / sums[0]
+        ctx.save_for_backward(hidden, local, here, peak + log_z, entropy)
+        ctx.weight, ctx.scale, ctx.valid, ctx.chunk = weight, scale, valid, chunk
+        ctx.set_materialize_grads(False)  # most losses do not use the entropy
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, local, here, log_norm, entropy = ctx.saved_tensors
+        whole: Tensor = ctx.weight
+        weight = whole.detach()[: ctx.valid]
+        if grad is None:
+            grad = torch.zeros_like(log_norm)
+        main_grad: Tensor | None = getattr(whole, "main_grad", None)
+        direct = main_grad is not None and main_grad.dtype == torch.float32
+        of_weight: Tensor | None = None
+        if ctx.needs_input_grad[1]:
+            of_weight = main_grad if direct else torch.zeros_like(whole, dtype=torch.float32)
+        of_hidden = torch.zeros_like(hidden)
+        for a in range(0, len(hidden) if ctx.valid else 0, ctx.chunk):
+            cut = slice(a, a + ctx.chunk)
+            x = float32_logits(hidden[cut], weight).mul_(ctx.scale).sub_(log_norm[cut, None])
+            of_entropy = None if entropy_grad is None else entropy_grad[cut]
+            x = _logits_gradient(x, local[cut], here[cut], grad[cut], entropy[cut], of_entropy).mul_(ctx.scale)
+            of_hidden[cut] = sum(x[:, rows] @ weight[rows].float() for rows in _blocks(ctx.valid))
+            if of_weight is not None:
+                of_weight[: ctx.valid].addmm_(x.T, hidden[cut].float())
+            del x  # before the next chunk's
+        if of_weight is not None and main_grad is not None:
+            if not direct:
+                main_grad.add_(of_weight)
+            of_weight = None
+        if of_weight is not None:
+            of_weight = of_weight.to(whole.dtype)
+        return of_hidden, of_weight, None, None, None, None, None, None

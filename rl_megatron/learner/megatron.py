@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -12,20 +14,33 @@ from rl_megatron.models.shape import ModelShape
 
 cpu.install()  # before the modules below bind megatron's functions
 
-from rl_megatron.learner.heads import ValueHead, VocabHead  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+
+from rl_megatron.learner.heads import Float32Head, ValueHead, VocabHead  # noqa: E402
 from rl_megatron.learner.model.build import build_chunks, make_config  # noqa: E402
+from rl_megatron.learner.model.hidden import stop_before_output_layer  # noqa: E402
 from rl_megatron.learner.model.value import put_value_layer  # noqa: E402
 from rl_megatron.learner.scorer import MegatronScorer, modules  # noqa: E402
 from rl_megatron.learner.trained import MegatronLearner  # noqa: E402
+
+L = TypeVar("L", bound=MegatronLearner)
 
 
 def make_policy(
     shape: ModelShape, learner: LearnerSection, device: torch.device, *, temperature: float
 ) -> MegatronLearner:
     """This rank's part of a policy's learner, after `world.join`. Every rank calls it."""
+    return make_policy_as(MegatronLearner, shape, learner, device, temperature=temperature)
+
+
+def make_policy_as(
+    kind: type[L], shape: ModelShape, learner: LearnerSection, device: torch.device, *, temperature: float
+) -> L:
+    """As `make_policy`, a learner of another class."""
     config = make_config(shape, learner)
-    head = _vocab_head(shape, learner, temperature)
-    return MegatronLearner(shape, learner, device, config, build_chunks(shape, learner, config), head)
+    models = build_chunks(shape, learner, config)
+    head = _vocab_head(shape, learner, models, temperature)
+    return kind(shape, learner, device, config, models, head)
 
 
 def make_frozen(
@@ -34,8 +49,9 @@ def make_frozen(
     """As `make_policy`, without gradients or optimizer."""
     config = make_config(shape, learner)
     models = build_chunks(shape, learner, config)
+    head = _vocab_head(shape, learner, models, temperature)
     chunks = [module.to(device).requires_grad_(False) for module in modules(config, models)]
-    return MegatronScorer(shape, learner, device, models, _vocab_head(shape, learner, temperature), chunks)
+    return MegatronScorer(shape, learner, device, models, head, chunks)
 
 
 def make_critic(shape: ModelShape, learner: LearnerSection, device: torch.device) -> MegatronLearner:
@@ -47,5 +63,11 @@ def make_critic(shape: ModelShape, learner: LearnerSection, device: torch.device
     return MegatronLearner(untied, learner, device, config, chunks, ValueHead())
 
 
-def _vocab_head(shape: ModelShape, learner: LearnerSection, temperature: float) -> VocabHead:
-    return VocabHead(temperature=temperature, vocab_size=shape.vocab_size, chunk=learner.logprob_chunk_tokens)
+def _vocab_head(
+    shape: ModelShape, learner: LearnerSection, models: Sequence[GPTModel], temperature: float
+) -> VocabHead:
+    vocab_size, chunk = shape.vocab_size, learner.logprob_chunk_tokens
+    if learner.head_dtype is None:
+        return VocabHead(temperature=temperature, vocab_size=vocab_size, chunk=chunk)
+    stop_before_output_layer(models)
+    return Float32Head(temperature=temperature, vocab_size=vocab_size, chunk=chunk, model=models[-1])

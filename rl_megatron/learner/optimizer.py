@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,20 +12,30 @@ import megatron.core.optimizer.optimizer as megatron_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from rl_megatron.learner.model.build import with_dtypes
 from rl_megatron.options.option import Keywords
+
+_HYBRID_KEYS = inspect.signature(HybridDeviceOptimizer).parameters.keys() - {"params"}
+_NO_PARAMETER = "no parameter"  # the key of a state that has a step alone
 
 
 def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -> MegatronOptimizer:
     """The optimizer of this rank's chunks. Every rank calls it. The learning rate is set before each step."""
     _fix_torch_adam()
+    HybridDeviceOptimizer._move_new_state_to_right_device = _move_state
     config = OptimizerConfig(**with_dtypes(given.optimizer))
     optimizer = get_megatron_optimizer(config, list(chunks))
     for part in inner_optimizers(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):  # neither apex nor TransformerEngine
             for group in part.optimizer.param_groups:
                 group["fused"] = True  # one kernel for all parameters
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            part.optimizer.param_update_in_fp32 = False  # its weights are float32: it would look for copies at a load
+            for group in part.optimizer.param_groups:
+                for key in _HYBRID_KEYS & group.keys():  # classes among them, which checkpoints must not hold
+                    del group[key]
     return optimizer
 
 
@@ -49,23 +60,77 @@ def step(optimizer: MegatronOptimizer, learning_rate: float) -> float:
     for part in inner_optimizers(optimizer):
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
-            megatron_optimizer.clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            megatron_optimizer.clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm, decoupled)
     optimizer.step_with_ready_grads()
     return norm
+
+
+def adopt(optimizer: MegatronOptimizer) -> None:
+    """Copy the model's parameters into the optimizer's float32 weights, on whichever device they are stepped."""
+    optimizer.reload_model_params()
+    for part in inner_optimizers(optimizer):
+        hybrid = part.optimizer
+        if isinstance(hybrid, HybridDeviceOptimizer):  # of which megatron copies only weights that it made itself
+            part.optimizer = None
+            try:
+                part._copy_model_params_to_main_params()
+            finally:
+                part.optimizer = hybrid
+    copy_to_host(optimizer)
+
+
+def copy_to_host(optimizer: MegatronOptimizer) -> None:
+    """Copy the float32 weights into those that are stepped on the CPU, after they were written."""
+    for part in inner_optimizers(optimizer):
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            with torch.no_grad():
+                for weight, on_host in part.optimizer.gpu_params_map_cpu_copy.items():
+                    on_host.copy_(weight)
 
 
 def create_state(optimizer: MegatronOptimizer) -> None:
     """Give a fresh AdamW its (zero) state: a sharded load needs the tensors to exist.
 
     torch's AdamW counts steps per parameter; apex's and TransformerEngine's count per group and get no ``step`` here.
+    A pipeline stage without experts has an expert optimizer without parameters. Megatron reads a step from its state
+    all the same, and rank 0's is the one that a checkpoint holds.
     """
-    for part in inner_optimizers(optimizer):
+    steps = torch.tensor(0.0)
+    for part in inner_optimizers(optimizer):  # that of the dense parameters, which every rank has, comes first
         adam = part.optimizer
+        if isinstance(adam, HybridDeviceOptimizer):
+            for inside in adam.sub_optimizers:
+                _fill_state(inside)
+            adam._sync_sub_optimizers_state_to_hdo()
+            continue
         counts = isinstance(adam, torch.optim.AdamW)
-        for parameter in (p for group in adam.param_groups for p in group["params"]):
-            if not adam.state[parameter]:
-                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                adam.state[parameter] = {**({"step": torch.tensor(0.0)} if counts else {}), **zeros}
+        parameters = [p for group in adam.param_groups for p in group["params"]]
+        _fill_state(adam)
+        adam.state.pop(_NO_PARAMETER, None)  # of a stage without experts that was loaded into one that has them
+        if counts and parameters:
+            steps = adam.state[parameters[0]]["step"]
+        elif counts:
+            adam.state[_NO_PARAMETER] = {"step": steps.clone()}
+
+
+def _fill_state(adam: torch.optim.Optimizer) -> None:
+    counts = isinstance(adam, torch.optim.AdamW)
+    for parameter in (p for group in adam.param_groups for p in group["params"]):
+        if not adam.state[parameter]:
+            zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            step = {"step": torch.zeros((), device=parameter.device)} if counts else {}
+            adam.state[parameter] = {**step, **zeros}
+
+
+def _move_state(hybrid: HybridDeviceOptimizer) -> None:
+    """Move loaded state to its weight's device. Megatron tells devices by the optimizers' classes, which are one class
+    without apex and TransformerEngine."""
+    for part in hybrid.sub_optimizers:
+        for weight, state in part.state.items():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.to(weight.device)
 
 
 def _fix_torch_adam() -> None:

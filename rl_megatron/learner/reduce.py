@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,12 @@ def reduce_outputs(outputs: Sequence[LossOutput]) -> dict[str, Metric[float | Co
     shares = [torch.cat([o.loss.detach()[None], *(_flat(o, name) for name in adding)]).double() for o in outputs]
     total = torch.stack(shares).sum(0)
     dist.all_reduce(total, group=group)
-    loss, *sums = total.split([1, *(kinds[name].value.numel() for name in adding)])
+    read = iter(total.tolist())  # one wait for the GPU
+    loss = next(read)
     values: dict[str, float | Counts] = {}
-    for name, found in zip(adding, sums, strict=True):
-        values[name] = tuple(found.tolist()) if kinds[name].over == "histogram" else found.item()
+    for name in adding:
+        counts = tuple(islice(read, kinds[name].value.numel()))
+        values[name] = counts if kinds[name].over == "histogram" else counts[0]
     extremes = {name: _SIGNS[metric.over] for name, metric in kinds.items() if metric.over in _SIGNS}
     if extremes:
         signs = total.new_tensor(list(extremes.values()))
@@ -34,7 +37,7 @@ def reduce_outputs(outputs: Sequence[LossOutput]) -> dict[str, Metric[float | Co
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         values.update(zip(extremes, (most * signs).tolist(), strict=True))
     found = {name: Metric(value=values[name], over=metric.over, weight=metric.weight) for name, metric in kinds.items()}
-    return {"loss": Metric(value=loss.item()), **found}
+    return {"loss": Metric(value=loss), **found}
 
 
 def _flat(output: LossOutput, name: str) -> Tensor:

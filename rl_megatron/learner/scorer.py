@@ -26,7 +26,7 @@ from rl_megatron.learner.model.value import ValueParameter
 from rl_megatron.learner.naming import global_parameters
 from rl_megatron.learner.observers.table import Observers
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
-from rl_megatron.learner.routing_replay import Routing, gather_recorded
+from rl_megatron.learner.routers.replay import Routing, gather_recorded
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Samples, Want
 
@@ -50,7 +50,7 @@ class MegatronScorer:
         self._chunks = chunks
         keep_selection_biases_float32(models)
         self._observers = Observers(models, shape, device)
-        self._routing = Routing(chunks, models, shape, device, recomputes=learner.recompute_layers)
+        self._routing = Routing(chunks, models, shape, device)
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

@@ -5,11 +5,13 @@ Every method is collective: every rank calls it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +31,10 @@ from rl_megatron.learner.forward import run_loss
 from rl_megatron.learner.heads import Head, ValueHead
 from rl_megatron.learner.model.build import with_dtypes
 from rl_megatron.learner.model.decoder_config import DecoderConfig
-from rl_megatron.learner.optimizer import make_optimizer, step
+from rl_megatron.learner.optimizer import adopt, make_optimizer, step
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.learner.reduce import reduce_outputs
+from rl_megatron.learner.routers.balance import Balance, freeze_routers
 from rl_megatron.learner.scorer import MegatronScorer, modules
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability import activity
@@ -55,6 +58,8 @@ class MegatronLearner(MegatronScorer):
         head: Head,
     ) -> None:
         given = keywords(learner, shape)
+        if learner.router.frozen:
+            freeze_routers(models)
         ddp = DistributedDataParallelConfig(**with_dtypes(given.ddp))
         self._trained = [
             DistributedDataParallel(config, ddp, m.to(device), disable_bucketing=i > 0)
@@ -65,10 +70,11 @@ class MegatronLearner(MegatronScorer):
         self._added: list[Added] = []  # since the last step
         config.grad_scale_func = self._optimizer.scale_loss
         super().__init__(shape, learner, device, models, head, self._trained)
+        self._balance = Balance(self._trained, models, shape, learner.router, device)
 
     def adopt(self) -> None:
         """Use the parameters that were written into ``tensors``: copies them into the optimizer's float32 weights."""
-        self._optimizer.reload_model_params()
+        adopt(self._optimizer)
 
     def load_weights(self, folder: Path) -> None:
         """Load the model of a ``torch_dist`` checkpoint, except a critic's value layer. Raises CheckpointError."""
@@ -106,15 +112,17 @@ class MegatronLearner(MegatronScorer):
         grad_norm = step(self._optimizer, learning_rate)
         activity.part("after the optimizer")
         replayed = any(m.routes is not None for micro_batches, _ in added for m in micro_batches)
-        observed = self._observers.read() | (self._routing.read() if replayed else {})
+        observed = self._observers.read() | self._balance.read() | (self._routing.read() if replayed else {})
         if not math.isfinite(grad_norm):
             return SkippedStep(grad_norm=grad_norm, culprits=self._culprits(added))
+        self._balance.move_biases()
         return StepResult(grad_norm=grad_norm, metrics=observed)
 
     def _clear(self) -> None:
         for chunk in self._trained:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+        self._balance.clear()
 
     def _add(
         self, packed: Sequence[PackedMicroBatch], *, loss: Loss, num_tokens: int, num_sequences: int
@@ -124,17 +132,23 @@ class MegatronLearner(MegatronScorer):
             packed,
             self._head,
             loss,
-            self._routing.replaying,
+            partial(self._routed, num_tokens=num_tokens),
             num_tokens=num_tokens,
             num_sequences=num_sequences,
         )
         self._routing.finish()
+        self._balance.finish()
         return outputs
+
+    @contextlib.contextmanager
+    def _routed(self, chunk: Any, micro_batch: PackedMicroBatch, *, num_tokens: int) -> Iterator[None]:
+        with self._routing.replaying(chunk, micro_batch), self._balance.adding(chunk, micro_batch, num_tokens):
+            yield
 
     def _culprits(self, added: Sequence[Added]) -> tuple[Culprit, ...]:
         """This rank's micro-batches whose own gradient, before the all-reduce, is not finite.
 
-        Leaves out experts' gradients, which also come from tokens of other ranks.
+        Leaves out the gradients of experts that also get tokens of other data ranks.
         """
         found = []
         each = [(micro_batch, add) for micro_batches, add in added for micro_batch in micro_batches]
@@ -143,8 +157,10 @@ class MegatronLearner(MegatronScorer):
             self._clear()
             with self._observers.unseen(), self._routing.unseen():
                 add(self._pack([micro_batch]))
-            buffers = [buffer.grad_data for chunk in self._trained for buffer in chunk.buffers]
-            if not all(bool(buffer.isfinite().all()) for buffer in buffers):
+            buffers = [buffer for chunk in self._trained for buffer in chunk.buffers]
+            if self._dims.ep == 1:
+                buffers += [buffer for chunk in self._trained for buffer in chunk.expert_parallel_buffers]
+            if not all(bool(buffer.grad_data.isfinite().all()) for buffer in buffers):
                 found.append(number)
         data_rank, rank, node = parallel_state.get_data_parallel_rank(), dist.get_rank(), socket.gethostname()
         return tuple(Culprit(data_rank=data_rank, micro_batch=m, rank=rank, node=node) for m in found)

@@ -49,6 +49,17 @@ def join(
         dist.init_process_group(backend, store=server, rank=rank, world_size=d.world_size, timeout=limit)
     else:
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=d.world_size, timeout=limit)
+    dist.all_reduce(torch.zeros((), device=device))  # NCCL wants every rank in a group's first call; a push has not all
+    make_groups(learner, seed=seed)
+    return device
+
+
+def make_groups(learner: LearnerSection, *, seed: int, gloo: bool = True) -> None:
+    """Make megatron's groups in the world that this process has joined, with ``gloo`` for tensors of the host too.
+
+    Every rank calls it.
+    """
+    d = learner.dims
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=d.tp,
         pipeline_model_parallel_size=d.pp,
@@ -56,11 +67,10 @@ def join(
         context_parallel_size=d.cp,
         expert_model_parallel_size=d.ep,
         expert_tensor_parallel_size=d.etp,
-        distributed_timeout_minutes=math.ceil(limit / timedelta(minutes=1)),
-        create_gloo_process_groups=True,
+        distributed_timeout_minutes=math.ceil(learner.timeout_seconds / 60),
+        create_gloo_process_groups=gloo,
     )
     model_parallel_cuda_manual_seed(seed)
-    return device
 
 
 def leave() -> None:

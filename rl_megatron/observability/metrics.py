@@ -33,8 +33,8 @@ class Documented:
 
     @property
     def is_timing(self) -> bool:
-        """Whether it depends on the clock, so that it differs between equal runs."""
-        return self.unit in ("s", "tokens/s")
+        """Whether it depends on the clock or on when the run saved, so that it differs between equal runs."""
+        return self.unit in ("s", "tokens/s", "rank", "s/s") or self.name.startswith(("checkpoint/", "memory/"))
 
 
 def _rows(*rows: tuple[str, str, str]) -> dict[str, Documented]:
@@ -137,15 +137,34 @@ METRICS: Mapping[str, Documented] = _rows(
     ),
     ("groups/zero_advantage_fraction", "", "share of groups whose rewards are all equal, so they give no gradient"),
     ("moe/load_imbalance", "", "tokens of the busiest expert over the mean expert, in the worst layer; 1 is balanced"),
+    ("moe/dead_experts", "", "share of experts without a token in an optimizer step, mean over layers"),
+    (
+        "moe/routing_entropy",
+        "",
+        "mean entropy of a router's distribution over experts, over that of the uniform one; near 0 it has collapsed",
+    ),
     (
         "moe/rerouted_fraction",
         "",
         "share of (token, layer) whose router would choose other experts than the replayed ones",
     ),
+    (
+        "moe/aux_loss",
+        "",
+        "load-balancing loss of a micro-batch, without its coefficient, mean over layers; 1 is balanced",
+    ),
+    ("moe/seq_aux_loss", "", "the same of a sequence; these four only with a coefficient in learner.router"),
+    ("moe/global_aux_loss", "", "the same with the load of all ranks and of the optimizer step's micro-batches so far"),
+    ("moe/z_loss", "", "mean squared logsumexp of routers' logits, mean over layers"),
     ("observer/<name>", "", "a metric of an installed package's observer, by the reduction that it names"),
     ("packing/imbalance", "", "work of the slowest rank at each micro-batch over the mean rank's; 1 is even"),
     ("packing/padding_fraction", "", "share of the packed positions that are padding"),
     ("weights/bytes", "bytes", "weight bytes that crossed a process boundary to the rollout engine"),
+    (
+        "weights/route",
+        "",
+        "how they got there, as text: weights.transport, or `shared_file` through a file system that nodes share",
+    ),
     (
         "weights/quantization_error",
         "",
@@ -173,7 +192,18 @@ METRICS: Mapping[str, Documented] = _rows(
         "s",
         "part of seconds/weights: digests of the tensors sent and of those received, on the slowest rank",
     ),
+    ("seconds/passes_median", "s", "forward and backward passes of the median learner rank, its waits included"),
+    ("seconds/passes_max", "s", "the same on the learner rank that took longest"),
+    (
+        "memory/peak",
+        "bytes",
+        "the most that a learner rank has held since its start: of its GPU as torch's allocator has it, of a CPU's "
+        "resident memory; with two ranks or more",
+    ),
+    ("ranks/slowest", "rank", "the learner rank that took longest for a fixed computation; with two ranks or more"),
+    ("ranks/slowness", "s/s", "its seconds for that over those of the median rank (run.slow_factor)"),
     ("seconds/eval", "s", "held-out evaluation; only in rows that evaluated"),
+    ("checkpoint/bytes", "bytes", "what ranks wrote into the previous step's checkpoint; only in rows after one"),
     ("seconds/checkpoint", "s", "writing the previous step's checkpoint; only in rows after one"),
     (
         "seconds/step",
@@ -212,7 +242,8 @@ def render_docs() -> str:
 `runs/<name>/metrics.jsonl` holds one JSON object per line: one for each recorded supervised step of the warm start,
 then one for each RL step. Names are stable. A value that was NaN or infinite is `null`. TensorBoard tags and W&B keys
 are the same names, prefixed by `warm_start/` in rows of the warm start. Log-probs, entropies and KLs are in nats.
-Metrics in s and tokens/s depend on the clock; all others are equal to the bit in equal runs.
+Metrics in s, s/s, tokens/s and rank depend on the clock, those of a checkpoint on when the run saved; all others are
+equal to the bit in equal runs.
 
 | name | unit | meaning |
 |---|---|---|

@@ -88,6 +88,7 @@ class Stopwatch:
         self._began = time.perf_counter()
         self._seconds: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
+        self._bytes: dict[str, int] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -102,6 +103,10 @@ class Stopwatch:
         """Record how many tokens ``phase`` processed, for ``tokens_per_second/<phase>``."""
         self._tokens[phase] = tokens
 
+    def weigh(self, phase: str, num_bytes: int) -> None:
+        """Record how many bytes ``phase`` wrote, for ``<phase>/bytes``."""
+        self._bytes[phase] = num_bytes
+
     def row(self) -> dict[str, float]:
         """Metrics of all phases so far, and ``seconds/step`` since the stopwatch started."""
         rates = {
@@ -110,4 +115,5 @@ class Stopwatch:
             if self._seconds.get(phase)
         }
         seconds = {f"seconds/{phase}": value for phase, value in self._seconds.items()}
-        return {**seconds, **rates, "seconds/step": time.perf_counter() - self._began}
+        sizes = {f"{phase}/bytes": value for phase, value in self._bytes.items()}
+        return {**seconds, **rates, **sizes, "seconds/step": time.perf_counter() - self._began}

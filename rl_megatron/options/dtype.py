@@ -1,4 +1,4 @@
-"""``learner.dtype``: the precision of parameters, gradients and activations."""
+"""``learner.dtype``: the precision of parameters and activations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DtypeKeys(Section):
 
 
 class Precision(Option):
-    """Keeps parameters and activations in ``learner.dtype``; accumulates gradients and chooses experts in float32."""
+    """Keeps parameters and activations in ``learner.dtype``; chooses experts in float32."""
 
     keys = DtypeKeys
 
@@ -30,12 +30,9 @@ class Precision(Option):
         router = {"moe_router_dtype": "fp32"} if shape.num_experts else {}
         return Keywords(
             model={"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": half, **router},
-            ddp={"grad_reduce_in_fp32": True},
             optimizer={"params_dtype": dtype, "bf16": half},
         )
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """Bytes of parameters, of float32 gradients, and of the activations of one micro-batch."""
-        size, count = BYTES[learner.dtype], rank.parameters.both
-        new = {"parameters": count * size, "gradients": count * 4, "activations": sum(rank.kept) * size}
-        return {**terms, **{name: float(held) for name, held in new.items()}}
+        """Bytes of parameters."""
+        return {**terms, "parameters": float(rank.parameters.both * BYTES[learner.dtype])}

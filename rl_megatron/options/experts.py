@@ -28,7 +28,7 @@ class ExpertParallel(Option):
     keys = ExpertKeys
 
     def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-        """Degrees that megatron-core 0.16.1 refuses late or computes silently wrong."""
+        """Degrees that megatron-core 0.16.1 refuses late."""
         d = learner.dims
         inner = d.tp * d.cp * d.dp
         if inner % (d.ep * d.etp):
@@ -37,15 +37,10 @@ class ExpertParallel(Option):
                 f"tp*cp*dp = {d.tp}*{d.cp}*{d.dp} = {inner}; "
                 f"leave learner.dp out, or set it so that {d.ep * d.etp} divides the product"
             )
-        if d.ep == 1 and d.etp != d.tp:
-            yield (
-                f"learner.etp={d.etp} with learner.tp={d.tp} and learner.ep=1 would let replicas of experts silently "
-                f"diverge; set learner.etp={d.tp} (or leave it out), or learner.ep > 1"
-            )
         if shape is not None and shape.expert_bias and d.etp > 1:
             yield (
                 f"learner.etp={d.etp}: experts with biases cannot be sharded, only spread by learner.ep; set "
-                "learner.etp=1 and learner.ep=learner.tp"
+                "learner.etp=1"
             )
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:

@@ -1,8 +1,8 @@
-"""``learner.vocab_multiple``, ``logprob_chunk_tokens``: from hidden states to log-probs."""
+"""``learner.head_dtype``, ``vocab_multiple``, ``logprob_chunk_tokens``: from hidden states to log-probs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rl_megatron.options.option import BYTES, Keywords, Option, Rank, Terms
 from rl_megatron.section import Positive, Section
@@ -12,9 +12,16 @@ if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
 
 
+WEIGHT_ROWS = 8192
+"""Rows of an output layer in half precision of which the learner holds float32 copies at once."""
+
+
 class HeadKeys(Section):
     """The keys of `OutputHead`."""
 
+    head_dtype: Literal["float32"] | None = None
+    """float32: the policy's logits are float32 products of hidden states and the output layer's weight, which exist a
+    chunk at a time, and are computed again in the backward pass. null: logits in ``learner.dtype``, all at once."""
     vocab_multiple: Positive = 8
     """The learner pads the vocabulary's rows to a multiple of this times tp."""
     logprob_chunk_tokens: Positive = 1024
@@ -22,7 +29,7 @@ class HeadKeys(Section):
 
 
 class OutputHead(Option):
-    """Computes logits in ``learner.dtype``, and log-probs in float32, chunk by chunk (`learner.logprobs`)."""
+    """Computes log-probs in float32, chunk by chunk, from logits or from hidden states (`learner.logprobs`)."""
 
     keys = HeadKeys
 
@@ -31,8 +38,18 @@ class OutputHead(Option):
         return Keywords(model={"cross_entropy_loss_fusion": False})
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """Bytes on the last stage: the logits, their gradient, and two float32 copies of a chunk."""
-        chunk = min(rank.tokens, learner.logprob_chunk_tokens)
-        each = 2 * rank.tokens * BYTES[learner.dtype] + 2 * chunk * 4
-        last = rank.stage == learner.pp - 1
-        return {**terms, "logits": shape.vocab_size / learner.tp * each if last else 0.0}
+        """Bytes on the last stage beside two float32 copies of a chunk.
+
+        Hidden states, logits, the gradients of both and of the weight; or, with a float32 head, hidden states, their
+        gradient, a float32 block of the weight, and its gradient in float32, unless all are added up in that."""
+        if rank.stage < learner.pp - 1:
+            return {**terms, "logits": 0.0}
+        rows, size = shape.vocab_size / learner.tp, BYTES[learner.dtype]
+        chunk = rows * min(rank.tokens, learner.logprob_chunk_tokens) * 4
+        hidden = 2 * shape.hidden_size * rank.tokens * size
+        if learner.head_dtype is None:
+            logits = 2 * rows * rank.tokens * size + rows * shape.hidden_size * size
+            return {**terms, "logits": hidden + logits + 2 * chunk}
+        block = min(rows, WEIGHT_ROWS) * shape.hidden_size * 4 if size < 4 else 0.0
+        of_weight = 0.0 if learner.gradient_dtype == "float32" else rows * shape.hidden_size * 4
+        return {**terms, "logits": hidden + of_weight + chunk + max(chunk, block)}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from rl_megatron.errors import ConfigError
+from rl_megatron.options.implementation import half_attention_alone, torch_only, uses_transformer_engine
 from rl_megatron.options.option import Keywords, Option
 from rl_megatron.section import OwnCode, Section
 
@@ -40,7 +38,7 @@ class Layers(Option):
         """Reasons why TransformerEngine cannot run the layers, if it is requested."""
         if learner.layers != "transformer_engine":
             return
-        if _half_attention_alone(learner):
+        if half_attention_alone(learner):
             yield (
                 f"learner.layers=transformer_engine with learner.cp={learner.cp} and learner.dtype=float32: under "
                 "context parallelism TransformerEngine has attention kernels for half precision only; set "
@@ -60,48 +58,3 @@ class Layers(Option):
         names += ["moe_permute_fusion"] if shape.num_experts else []
         names += [] if latent else ["apply_rope_fusion"]
         return Keywords(model={"gradient_accumulation_fusion": False, **dict.fromkeys(names, fused)})
-
-
-def uses_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool:
-    """Whether to use TransformerEngine's layers. Raises ConfigError if they are requested, but missing."""
-    there = importlib.util.find_spec("transformer_engine") is not None
-    if learner.layers == "transformer_engine" and not (there and learner.device == "cuda"):
-        raise ConfigError(
-            f"learner.layers=transformer_engine with learner.device={learner.device}: TransformerEngine is "
-            f"{'installed' if there else 'not installed'} and needs CUDA; set learner.layers=auto or torch"
-        )
-    wanted = (
-        learner.layers in ("auto", "transformer_engine")
-        and torch_only(shape) is None
-        and not _half_attention_alone(learner)
-    )
-    return wanted and there and learner.device == "cuda"
-
-
-def torch_only(shape: ModelShape) -> str | None:
-    """The part that only our torch layers support, on GPUs too; None if TransformerEngine supports all."""
-    parts = {
-        "sliding windows": any(shape.windows),
-        "attention sinks": shape.sinks,
-        "norms over all heads": shape.qk_norm == "all",
-        "fused experts with biases": shape.expert_bias,
-        "a factor on rotary embeddings": shape.latent is None and shape.rope.attention_factor != 1,
-        "latent attention with these norms or rotary embeddings": not _has_latent(shape),
-    }
-    return next((part for part, there in parts.items() if there), None)
-
-
-def _has_latent(shape: ModelShape) -> bool:
-    """Whether megatron-core's own latent attention over TransformerEngine supports ``shape``."""
-    rope, latent = shape.rope, shape.latent
-    if latent is None:
-        return True
-    known = rope.kind == "default" or (rope.kind == "yarn" and rope.truncate)
-    factor = rope.grown(rope.paired_mscale) / rope.grown(rope.mscale_all_dim)
-    return known and math.isclose(rope.attention_factor, factor) and shape.norm_eps == latent.norm_eps
-
-
-def _half_attention_alone(learner: LearnerSection) -> bool:
-    """Whether TransformerEngine 2.11 lacks an attention kernel: its unfused one does not support context parallelism,
-    and the fused ones need half precision."""
-    return learner.cp > 1 and learner.dtype == "float32"

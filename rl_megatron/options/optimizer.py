@@ -61,7 +61,7 @@ class Optimizer(Option):
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
         """Bytes of both moments and, with bfloat16 parameters, of float32 copies; sharded if ``distributed``."""
-        each, d, held = _MOMENTS + (4 if learner.dtype == "bfloat16" else 0), learner.dims, rank.parameters
+        each, d, held = _MOMENTS + (4 if learner.dtype == "bfloat16" else 0), learner.dims, rank.trained
         if not learner.optimizer.distributed:
             return {**terms, "optimizer": float(held.both * each)}
         shared = held.dense / (d.dp * d.cp) + held.experts * d.etp * d.ep / (d.tp * d.cp * d.dp)

@@ -55,15 +55,16 @@ class Elements:
 class Rank:
     """The work of a rank of pipeline stage ``stage``, before any option acts.
 
-    The rank computes ``tokens`` of a micro-batch. ``inputs`` and ``kept`` count elements of that micro-batch for each
-    of the rank's layers: the layer's input, and all that the layer keeps for its backward pass.
+    It holds ``parameters``, of which it trains ``trained``. It computes ``tokens`` of a micro-batch in ``layers``;
+    ``inputs`` has the elements of each layer's input.
     """
 
     stage: int
     parameters: Elements
+    trained: Elements
     tokens: float
+    layers: tuple[int, ...]
     inputs: tuple[float, ...]
-    kept: tuple[float, ...]
 
 
 @runtime_checkable

@@ -12,18 +12,20 @@ from types import new_class
 from typing import TYPE_CHECKING, TypeVar
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.options.balance import Balance
 from rl_megatron.options.device import Device
 from rl_megatron.options.dispatcher import Dispatcher
 from rl_megatron.options.dtype import Precision
 from rl_megatron.options.experts import ExpertParallel
+from rl_megatron.options.gradients import Gradients
 from rl_megatron.options.head import OutputHead
 from rl_megatron.options.layers import Layers
+from rl_megatron.options.offload import Offload
 from rl_megatron.options.optimizer import Optimizer
 from rl_megatron.options.option import Keywords, Option, Rank, Terms
 from rl_megatron.options.pipeline import Pipeline
 from rl_megatron.options.recompute import Recompute
 from rl_megatron.options.replicas import Replicas
+from rl_megatron.options.routers import Routers
 from rl_megatron.options.tensor import TensorParallel
 from rl_megatron.section import Section
 
@@ -36,6 +38,7 @@ GROUP = "rl_megatron.options"
 OPTIONS: Mapping[str, Option] = {
     "device": Device(),
     "dtype": Precision(),
+    "gradients": Gradients(),
     "layers": Layers(),
     "recompute": Recompute(),
     "tensor": TensorParallel(),
@@ -43,9 +46,10 @@ OPTIONS: Mapping[str, Option] = {
     "experts": ExpertParallel(),
     "replicas": Replicas(),
     "dispatcher": Dispatcher(),
-    "balance": Balance(),
+    "routers": Routers(),
     "head": OutputHead(),
     "optimizer": Optimizer(),
+    "offload": Offload(),
 }
 """This package's options by the name of their file, in the order in which they act on a rank's bytes: what layers keep
 of a micro-batch, then how many micro-batches are in flight. Installed options follow."""

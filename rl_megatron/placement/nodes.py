@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.seats import seats_of
 
 
 def beside(slurm: SlurmSection, separate: Sequence[str]) -> dict[str, int]:
@@ -30,12 +29,3 @@ def made_up_nodes(config: RunConfig) -> dict[str, tuple[str, ...]]:
     """Invented names for the nodes of a job that does not exist yet, by role."""
     others = beside(config.slurm, config.roles.separate)
     return cut([f"node {i}" for i in range(config.slurm.nodes + sum(others.values()))], others)
-
-
-def engines_elsewhere(config: RunConfig) -> bool:
-    """Whether a run starts servers on any node other than the learner's first."""
-    if config.run.launcher == "local":
-        return False
-    nodes = made_up_nodes(config)
-    seats = seats_of(config, nodes[LEARNER], nodes.get("engines", ()))
-    return any(s.node != nodes[LEARNER][0] for s in seats)

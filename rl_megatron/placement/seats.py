@@ -2,55 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """The node and the GPUs of an engine server; without GPUs it runs on the node's CPUs."""
+    """A node of an engine server and its GPUs there; without GPUs it runs on the node's CPUs."""
 
     node: str
     gpus: tuple[int, ...]
+    server: int = 0
+    part: int = 0  # the node's number among the server's
 
 
 def describe_seats(seats: Sequence[Seat]) -> str:
-    """One line per server: its node and its GPUs."""
+    """One line per node of each server: the node and the GPUs."""
     return "\n".join(
-        f"engine {i}: {seat.node}" + (f", GPUs {seat.gpus[0]}-{seat.gpus[-1]}" if seat.gpus else "")
-        for i, seat in enumerate(seats)
+        f"engine {s.server}: {s.node}" + (f", GPUs {s.gpus[0]}-{s.gpus[-1]}" if s.gpus else "") for s in seats
     )
 
 
-def seat(replicas: int, tp: int, nodes: Sequence[str], gpus_per_node: int, *, shared: bool) -> tuple[Seat, ...]:
-    """Seats of ``replicas`` servers, spread evenly over the nodes in order; no server spans two nodes.
+def seat(section: ServerSection, nodes: Sequence[str], gpus_per_node: int, *, shared: bool) -> tuple[Seat, ...]:
+    """Seats of the servers, spread evenly over the nodes in order; a server on several nodes has neighbouring ones.
 
-    If servers share GPUs with the learner (``shared``), several servers may share a GPU. Raises ConfigError if a server
-    would span nodes, or there are too few GPUs.
+    If servers share GPUs with the learner (``shared``), several servers may share a GPU. Raises ConfigError if there
+    are too few GPUs or nodes, or a tensor-parallel group would span nodes although ``nodes`` does not say so.
     """
-    each = -(-replicas // len(nodes))
-    if gpus_per_node and tp > gpus_per_node:
-        raise ConfigError(
-            f"rollout.server.tp={tp} is more than the {gpus_per_node} GPUs of a node: a server would span nodes, whose "
-            "network is many times slower; lower it"
+    span = section.span(gpus_per_node)
+    blocks = [nodes[i : i + span] for i in range(0, len(nodes) - span + 1, span)]
+    own, each = section.ranks // span, -(-section.replicas // max(1, len(blocks)))
+    problems = [*_node_problems(section, nodes, gpus_per_node, span)]
+    if not problems and gpus_per_node and each * own > gpus_per_node and not shared:
+        problems.append(
+            f"rollout.server.replicas={section.replicas} of {_degrees(section)} on slurm.engines.nodes={len(nodes)} "
+            f"are {each} on a node, {each * own} GPUs of {gpus_per_node}; lower them, or set "
+            f"slurm.engines.nodes={-(-section.replicas // (gpus_per_node // own)) * span}"
         )
-    if gpus_per_node and each * tp > gpus_per_node and not shared:
-        raise ConfigError(
-            f"rollout.server.replicas={replicas} of tp={tp} on slurm.engines.nodes={len(nodes)} are {each} on a node, "
-            f"{each * tp} GPUs of {gpus_per_node}; lower them, or set "
-            f"slurm.engines.nodes={-(-replicas // (gpus_per_node // tp))}"
-        )
-    slots = max(1, gpus_per_node // tp)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    slots = max(1, gpus_per_node // own)
+    firsts = [i % each % slots * own for i in range(section.replicas)]
     return tuple(
         Seat(
-            node=nodes[i // each],
-            gpus=tuple(range(i % each % slots * tp, (i % each % slots + 1) * tp)) if gpus_per_node else (),
+            node=node,
+            gpus=tuple(range(firsts[i], firsts[i] + own)) if gpus_per_node else (),
+            server=i,
+            part=part,
         )
-        for i in range(replicas)
+        for i in range(section.replicas)
+        for part, node in enumerate(blocks[i // each])
     )
+
+
+def _node_problems(section: ServerSection, nodes: Sequence[str], gpus_per_node: int, span: int) -> Iterator[str]:
+    """Why servers of ``span`` nodes do not fit."""
+    given = f"rollout.server.nodes={span}"
+    if gpus_per_node and section.tp > gpus_per_node and section.nodes is None:
+        yield (
+            f"rollout.server.tp={section.tp} is more than the {gpus_per_node} GPUs of a node: its group would span "
+            f"nodes, whose network is many times slower; lower it, raise rollout.server.pp or dp, or allow it with "
+            f"{given}"
+        )
+    elif section.ranks % span:
+        yield f"{given} cannot share out {_degrees(section)} = {section.ranks} GPUs evenly; change one of them"
+    elif gpus_per_node and section.ranks // span > gpus_per_node:
+        yield (
+            f"{given} of {_degrees(section)} need {section.ranks // span} GPUs of each node, which has "
+            f"{gpus_per_node}; raise rollout.server.nodes or lower a degree"
+        )
+    elif len(nodes) % span:
+        yield (
+            f"{given}, but the servers' nodes are {len(nodes)}, not a multiple of it; change rollout.server.nodes or "
+            "slurm.engines.nodes"
+        )
+
+
+def _degrees(section: ServerSection) -> str:
+    """``rollout.server.tp=8``, with the other degrees above 1."""
+    others = "".join(f" * {key}={getattr(section, key)}" for key in ("pp", "dp") if getattr(section, key) > 1)
+    return f"rollout.server.tp={section.tp}{others}"
 
 
 def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str]) -> tuple[Seat, ...]:
@@ -59,7 +94,7 @@ def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str
     if not config.rollout.served or section.addresses:
         return ()
     gpus = (slurm.engine_gpus if engine_nodes else slurm.gpus_per_node) if config.learner.device != "cpu" else 0
-    return seat(section.replicas, section.tp, engine_nodes or nodes, gpus, shared=not engine_nodes)
+    return seat(section, engine_nodes or nodes, gpus, shared=not engine_nodes)
 
 
 def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
@@ -71,17 +106,26 @@ def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
     section, ranks = config.rollout.server, config.learner.dims.world_size * (1 + len(config.roles.separate))
     if not config.rollout.served or section.addresses:
         return ()
+    if section.nodes is not None and section.nodes > 1:
+        raise ConfigError(
+            f"rollout.server.nodes={section.nodes}, but the run is on one machine; send it as a job (rl-megatron "
+            "submit), or leave the key out"
+        )
     if config.learner.device == "cpu":
-        return (Seat(node="here", gpus=()),) * section.replicas
-    wanted = section.replicas * section.tp
+        return tuple(Seat(node="here", gpus=(), server=i) for i in range(section.replicas))
+    own = section.ranks
+    wanted = section.replicas * own
     apart = not section.colocated and ranks + wanted <= gpus
-    if section.tp > gpus or not (apart or section.colocated or section.memory_fraction):
+    if own > gpus or not (apart or section.colocated or section.memory_fraction):
         raise ConfigError(
             f"{ranks} learner processes and rollout.server.replicas={section.replicas} of "
-            f"rollout.server.tp={section.tp} need {ranks + wanted} GPUs, and this machine has {gpus}; lower them, or "
-            "let servers share GPUs with the learner by rollout.server.colocated=true (they take turns) or "
-            "rollout.server.memory_fraction (a share of each one's memory)"
+            f"{_degrees(section)} need {ranks + wanted} GPUs, and this machine has {gpus}; lower them, or "
+            "let servers share GPUs with the learner by rollout.server.memory_fraction (a share of each one's memory), "
+            "with rollout.server.colocated=true if they shall take turns"
         )
     first = ranks if apart else 0
-    firsts = (first + i * section.tp for i in range(section.replicas))
-    return tuple(Seat(node="here", gpus=tuple((f + j) % gpus for j in range(section.tp))) for f in firsts)
+    starts = (first + i * own for i in range(section.replicas))
+    return tuple(
+        Seat(node="here", gpus=tuple((start + j) % gpus for j in range(own)), server=i)
+        for i, start in enumerate(starts)
+    )

@@ -7,7 +7,8 @@ attention that keeps no scores (FlashAttention) and evenly loaded experts (arXiv
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -15,10 +16,12 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options import table as options
+from rl_megatron.options.kept import kept
 from rl_megatron.options.option import BYTES, Elements, Rank
 from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.seats import seats_of
+from rl_megatron.weights.formats.scaled import BLOCKS, ScaledLayout, with_scales
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import learner_layout
@@ -26,17 +29,26 @@ from rl_megatron.weights.layouts.learner import learner_layout
 GB = 1e9
 RESERVED = 0.06  # of a GPU: CUDA and NCCL contexts, what the allocator cannot join
 _SERVER_SHARE = 0.9  # of a GPU that an engine takes where memory_fraction is not set
+_RING = 2 * 64 * 2**20  # of each pair of ranks, where servers map the learner's memory: two slots
+NUMBER, SCALE = 1, 4  # bytes of what is quantised
+WINDOW_LAYERS: Mapping[str, int] = {"vllm": 3, "sglang": 0}
+"""Layers of which a server has memory beside its kernels' weights while a version comes straight into it, besides the
+tensors outside of layers: one that arrives, one that is verified, and what kernels make of that (docs/engines.md). A
+server of the user's own counts as one that receives in place."""
 CHANGES: Mapping[str, str] = {
     "parameters": "raise learner.tp, learner.pp or learner.ep",
-    "gradients": "raise learner.tp, learner.pp or learner.ep",
+    "gradients": "raise learner.tp, learner.pp or learner.ep, or with learner.dtype=bfloat16 set "
+    "learner.gradient_dtype=bfloat16",
     "optimizer": "raise slurm.nodes with learner.dp or learner.ep, which share it out, and keep "
-    "learner.optimizer.distributed=true",
+    "learner.optimizer.distributed=true; or with learner.dtype=bfloat16 set learner.offload.optimizer",
     "critic": "set roles.critic=separate, raise learner.tp, learner.pp or learner.ep, or take an algorithm without a "
     "critic",
     "reference": "set roles.reference=separate, raise learner.tp, learner.pp or learner.ep, or set "
     "algorithm.kl.coefficient=0",
-    "activations": "set learner.recompute_layers=true, lower learner.max_tokens_per_micro_batch or raise learner.cp",
-    "logits": "lower learner.max_tokens_per_micro_batch, or raise learner.tp or learner.cp",
+    "activations": "set learner.recompute.uniform=1 if it is not, lower learner.max_tokens_per_micro_batch or raise "
+    "learner.cp",
+    "logits": "set learner.head_dtype=float32, lower learner.max_tokens_per_micro_batch, or raise learner.tp or "
+    "learner.cp",
     "weight push": "lower weights.bucket_mb",
     "engine": "lower rollout.server.memory_fraction, or give servers other GPUs: slurm.engines.nodes or "
     "rollout.server.addresses",
@@ -110,13 +122,24 @@ def check_memory(config: RunConfig, shape: ModelShape) -> Footprint | None:
     if starts and share is not None and per_gpu > share * room:
         raise ConfigError(
             f"rollout.server.memory_fraction={share:g} of slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g} is less "
-            f"than the {per_gpu / GB:.1f} GB of weights on a GPU of the engine; raise it, or rollout.server.tp"
+            f"than the {per_gpu / GB:.1f} GB of weights on a GPU of the engine; raise it, or rollout.server.tp or pp"
+        )
+    if starts and not config.rollout.server.colocated and _server(config, shape) > room:
+        raise ConfigError(
+            f"rollout.engine={config.rollout.engine} takes {share or _SERVER_SHARE:g} of "
+            f"slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g} (rollout.server.memory_fraction), and with "
+            f"weights.transport={config.transport.name} it receives layers in {server_window(config, shape) / GB:.1f} "
+            "GB beside that; lower the fraction, raise rollout.server.tp, or take an engine that receives in place "
+            f"(rollout={', '.join(name for name, layers in WINDOW_LAYERS.items() if not layers)})"
         )
     return most
 
 
-def elements(layout: Layout, stage: int) -> Elements:
-    """Number of trained parameters of one rank of a pipeline stage, padding included."""
+def elements(layout: Layout, stage: int, bytes_of: Callable[[str], int] = lambda hf: 1) -> Elements:
+    """Number of parameters of one rank of a pipeline stage, padding included.
+
+    With ``bytes_of`` an element of a Hugging Face pattern, their bytes.
+    """
     counts = {False: 0, True: 0}
     for spec in layout.rows():
         if spec.keeps_dtype:  # a buffer
@@ -124,14 +147,50 @@ def elements(layout: Layout, stage: int) -> Elements:
         layers = sum(stage in stages for stages in layout.layer_stages(spec).values())
         expert = "{expert}" in spec.name
         each = layout.shape.num_experts // layout.dims.ep if expert else 1
-        counts[expert] += prod(layout.chunks(spec)[0][0].shape) * layers * each
+        held = layout.chunks(spec)[0][0]
+        counts[expert] += prod(held.shape) * layers * each * bytes_of(held.hf)
     return Elements(dense=counts[False], experts=counts[True])
 
 
+def trained_elements(config: RunConfig, layout: Layout, stage: int) -> Elements:
+    """The part of `elements` that is trained: without ``learner.router.frozen``, all."""
+    still: set[str] = set()
+    if config.learner.router.frozen:
+        still = {layout.chunks(spec)[0][0].hf for spec in layout.rows() if ".router." in spec.name}
+    return elements(layout, stage, lambda hf: hf not in still)
+
+
 def server_weights(config: RunConfig, shape: ModelShape) -> float:
-    """Bytes of the model on each GPU of a server."""
-    whole = sum(prod(size) for size in hf_layout(shape).local_shapes(0).values())
-    return whole * BYTES[config.learner.dtype] / config.rollout.server.tp
+    """Bytes of the model on each GPU of a server: its share of the experts, and of the rest in a dp replica."""
+    hf, server = hf_layout(shape), config.rollout.server
+    layout = with_scales(hf, hf, BLOCKS.get(server.quantization))
+    whole = elements(layout, 0, bytes_served(config, layout))
+    return (whole.dense * server.dp + whole.experts) / server.ranks
+
+
+def bytes_served(config: RunConfig, layout: Layout) -> Callable[[str], int]:
+    """Bytes of an element of a tensor, by its Hugging Face pattern, in engines; ``layout`` is `with_scales`."""
+    each = BYTES[config.learner.dtype]
+    if not isinstance(layout, ScaledLayout):
+        return lambda hf: each
+    kinds = dict.fromkeys(layout.shapes, NUMBER) | {hf + layout.blocks.suffix: SCALE for hf in layout.shapes}
+    return lambda hf: kinds.get(hf, each)
+
+
+def server_window(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes beside the kernels' weights on each GPU of a server, in which it receives a version's layers in turn."""
+    server, count = config.rollout.server, WINDOW_LAYERS.get(config.rollout.engine, 0)
+    if not config.transport.direct or not count:
+        return 0.0
+    hf, sizes = hf_layout(shape), Counter[int | None]()
+    layout = with_scales(hf, hf, BLOCKS.get(server.quantization))
+    bytes_of = bytes_served(config, layout)
+    for spec in layout.rows():
+        held, each = layout.chunks(spec)[0][0], shape.num_experts if "{expert}" in spec.name else server.dp
+        layers = layout.layer_stages(spec) if "{layer}" in spec.name else (None,)
+        sizes.update(dict.fromkeys(layers, prod(held.shape) * each * bytes_of(held.hf)))
+    outside = sizes.pop(None)
+    return (count * max(sizes.values()) + outside) / (server.tp * server.dp)
 
 
 def _beside_servers(config: RunConfig) -> set[int]:
@@ -147,10 +206,12 @@ def _beside_servers(config: RunConfig) -> set[int]:
 def _terms(config: RunConfig, shape: ModelShape, rank: Rank, *, role: str, served: bool) -> dict[str, float]:
     """The terms of one rank. A separate critic has values for logits; a separate reference needs no backward pass."""
     learner, algorithm = config.learner, config.algorithm
-    own, layer = dict(options.memory(learner, shape, rank)), max(rank.kept, default=0.0) * BYTES[learner.dtype]
-    own["activations"] += 2 * layer  # one layer's working set, and the gradients beside it
+    layer = max((_working_set(config, shape, n, rank.tokens) for n in rank.layers), default=0.0) * BYTES[learner.dtype]
+    own = dict(options.memory(learner, shape, rank))
     if role == "critic":
         own["logits"] = 0.0
+    # Of the layer that computes, and the gradients beside it; while one does, there are no logits.
+    own["activations"] += max(2 * layer + _group(config, shape, rank) - own["logits"], 0.0)
     if role == "reference":
         own |= {"gradients": 0.0, "optimizer": 0.0, "activations": layer}
     beside = {"critic": algorithm.needs_critic, "reference": algorithm.needs_reference}
@@ -167,10 +228,30 @@ def _terms(config: RunConfig, shape: ModelShape, rank: Rank, *, role: str, serve
     if not config.rollout.served:
         terms["engine"] = _local_engine(config, shape)
     elif served:
-        terms["engine"] = (config.rollout.server.memory_fraction or _SERVER_SHARE) * (
-            config.slurm.gpu_memory_gb or 0
-        ) * GB or server_weights(config, shape)
+        terms["engine"] = _server(config, shape)
+        if config.transport.group == "learner":
+            terms["weight push"] += 2 * _RING  # to send to other ranks, and to hand on
+        if config.transport.has_rings_on_gpus:
+            terms["weight push"] += _RING * config.rollout.server.replicas * config.rollout.server.ranks
     return terms
+
+
+def _group(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
+    """Bytes that layers keep which are recomputed together with the one that computes (``recompute.uniform``)."""
+    together = (config.learner.recompute.uniform or 1) - 1
+    most = max((kept(config.learner, shape, layer) for layer in rank.layers), default=0.0)
+    return together * most * rank.tokens
+
+
+def _server(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes of a server on each of its GPUs, with the memory in which it receives layers.
+
+    If learner and server take turns, that is there only while the server has no cache.
+    """
+    section, weights = config.rollout.server, server_weights(config, shape)
+    own = (section.memory_fraction or _SERVER_SHARE) * (config.slurm.gpu_memory_gb or 0) * GB or weights
+    window = server_window(config, shape)
+    return max(own, weights + window) if section.colocated else own + window
 
 
 def _rank(config: RunConfig, layout: Layout, stage: int) -> Rank:
@@ -181,9 +262,10 @@ def _rank(config: RunConfig, layout: Layout, stage: int) -> Rank:
     return Rank(
         stage=stage,
         parameters=elements(layout, stage),
+        trained=trained_elements(config, layout, stage),
         tokens=tokens,
+        layers=tuple(layers),
         inputs=(tokens * shape.hidden_size / learner.dims.tp,) * len(layers),
-        kept=tuple(_layer(config, shape, layer, tokens) for layer in layers),
     )
 
 
@@ -193,8 +275,8 @@ def _stages(layout: Layout) -> Mapping[int, tuple[int, ...]]:
     return max((layout.layer_stages(spec) for spec in every), key=len)
 
 
-def _layer(config: RunConfig, shape: ModelShape, layer: int, tokens: float) -> float:
-    """Number of elements that one layer keeps for its backward pass, on one rank of a tensor-parallel group."""
+def _working_set(config: RunConfig, shape: ModelShape, layer: int, tokens: float) -> float:
+    """Elements that a rank of a tensor-parallel group holds at once while it computes one layer, kept or not."""
     d, hidden = config.learner.dims, shape.hidden_size
     per_token = 4.0 * hidden + sum(_attention(shape))  # both norms: what comes in and goes out
     if layer in shape.moe_layers:

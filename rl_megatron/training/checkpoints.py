@@ -55,6 +55,14 @@ _STATE = TypeAdapter(TrainerState)
 _MANIFEST = TypeAdapter(_Manifest)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint that was written: its folder, and the bytes that ranks wrote into it."""
+
+    folder: Path
+    num_bytes: int
+
+
 class CheckpointStore:
     """The checkpoints of one run. Controller process only."""
 
@@ -62,7 +70,7 @@ class CheckpointStore:
         """``config``: see Checkpoint."""
         self._folder, self._keep, self._config = folder, keep, dict(config)
 
-    async def save(self, state: TrainerState, learners: Mapping[str, Learner]) -> Path:
+    async def save(self, state: TrainerState, learners: Mapping[str, Learner]) -> Saved:
         """Write a checkpoint with a folder for each of ``learners``, and remove the oldest beyond ``keep``.
 
         A kill at any moment leaves the previous checkpoint whole. Files are written in threads, so the event loop is
@@ -77,7 +85,7 @@ class CheckpointStore:
             written = await learner.save(temporary / name)
             files |= {f"{name}/{file}": digest for file, digest in written.items()}
         await asyncio.to_thread(self._publish, temporary, final, state, files)
-        return final
+        return Saved(folder=final, num_bytes=sum(digest.bytes for digest in files.values()))
 
     def _make_room(self, temporary: Path, learners: Mapping[str, Learner]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -43,6 +43,7 @@ class GroupJob(ABC):
     update: Update
     start_folder: Path  # the policy is exported here at the start, if a reference or a critic starts from it
     recorder: Recorder
+    route: str  # of pushes, in rows of metrics
     name: str = "reinforcement"
     number: int = 0  # of the last step
     batches_taken: int = 0
@@ -104,10 +105,11 @@ class GroupJob(ABC):
             pushed = await self.roles.weights.push(number)
         watch.count("rollout", int(row["tokens/rollout"] or 0))
         watch.count("train", int(row["tokens/train"] or 0))
-        row |= {"weights/bytes": pushed.num_bytes, "seconds/verify": pushed.verify_seconds}
+        row |= {"weights/bytes": pushed.num_bytes, "weights/route": self.route}
+        row["seconds/verify"] = pushed.verify_seconds
         if pushed.quantization_error is not None:
             row["weights/quantization_error"] = pushed.quantization_error
-        return {**row, **self.roles.engine_metrics()}
+        return {**row, **self.roles.engine_metrics(), **self.roles.rank_metrics()}
 
     def teaches(self, groups: Sequence[RolloutGroup]) -> list[bool]:
         """Whether each group has different rewards, and so a gradient."""

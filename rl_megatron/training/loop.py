@@ -98,7 +98,7 @@ class Loop:
                 watch = Stopwatch()
             if self.pace.checkpoints is not None and self._due(self.pace.checkpoints):
                 with watch("checkpoint"):
-                    await self.save()
+                    watch.weigh("checkpoint", await self.save())
             ended = self.done >= self.pace.steps or self.job.enough(row)
         if not ended and self.saved != self.done:
             await self.save()
@@ -123,10 +123,11 @@ class Loop:
     def _due(self, every: int) -> bool:
         return self.done == self.pace.steps or (every > 0 and self.done % every == 0)
 
-    async def save(self) -> None:
-        """Write a checkpoint of the present state."""
-        await self.checkpoints.save(self.job.state(), self.job.learners())
+    async def save(self) -> int:
+        """Write a checkpoint of the present state. Returns its bytes."""
+        written = await self.checkpoints.save(self.job.state(), self.job.learners())
         self.saved = self.done
+        return written.num_bytes
 
     async def restore(self, checkpoint: Checkpoint, done: int) -> None:
         """Continue after step ``done``, from its checkpoint."""

@@ -18,7 +18,7 @@ from rl_megatron.algorithms.corrections import proximal_share, second_moment_mas
 from rl_megatron.algorithms.kl import adaptive_beta
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.packing import Packer, unpack
+from rl_megatron.data.packing import Packer, packer_of, unpack
 from rl_megatron.data.samples import to_samples, with_last_tokens
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles, Scorer
@@ -57,12 +57,8 @@ class Update:
     def __post_init__(self) -> None:
         self.state = AlgorithmState(kl_coefficient=self.config.algorithm.kl.coefficient)
         self._selection = selection_of(self.config.algorithm)
-        self._packer = Packer(
-            dims=self.config.learner.dims,
-            max_tokens=self.config.learner.max_tokens_per_micro_batch,
-            attention_cost=self.attention_cost,
-            unit=self._selection.unit,
-        )
+        cost, unit = self.attention_cost, self._selection.unit
+        self._packer = packer_of(self.config.learner, attention_cost=cost, unit=unit)
         self.policy_steps, self.critic_steps = (
             OptimizerSteps(name=name, most=self.config.train.most_skipped) for name in ("policy", "critic")
         )

@@ -106,6 +106,19 @@ class Cluster:
         tag = (self.folder / "run" / "tag").read_text().strip()
         subprocess.run(["ip", "link", "set", f"{tag}-{node.removeprefix('node')}", how], check=True)
 
+    @contextlib.contextmanager
+    def throttle(self, node: str, rate: str) -> Iterator[None]:
+        """Let no more than ``rate`` into it, as tc writes it."""
+        tag = (self.folder / "run" / "tag").read_text().strip()
+        queue = ("dev", f"{tag}-{node.removeprefix('node')}", "root")
+        subprocess.run(
+            ["tc", "qdisc", "add", *queue, "tbf", "rate", rate, "burst", "64kb", "latency", "1s"], check=True
+        )
+        try:
+            yield
+        finally:
+            subprocess.run(["tc", "qdisc", "del", *queue], check=True)
+
     def call(self, *command: str, check: bool = True) -> str:
         """Run a command as a user of the cluster; return its output."""
         environment = self.environment()
@@ -133,8 +146,15 @@ class Cluster:
     def submit(self, name: str, *keys: str, hold: str = "") -> Job:
         """Submit a run with these keys. It waits in the step after each of ``hold`` until the test lets it go on."""
         held = [f"slurm.environment.HOLD={hold}"] if hold else []
-        given = [*TINY, "slurm.memory_per_node=3000", "slurm.time=30", f"run.name={name}", *held, *keys]
-        text = self.program("submit", "tiny_cpu", *given)
+        return self._submit(name, *held, *keys)
+
+    def rehearse(self, name: str, *keys: str) -> Job:
+        """Submit a rehearsal of a run with these keys."""
+        return self._submit(f"{name}-rehearsal", *keys, "--rehearse")
+
+    def _submit(self, name: str, *given: str) -> Job:
+        usual = (*TINY, "slurm.memory_per_node=3000", "slurm.time=30", f"run.name={name}")
+        text = self.program("submit", "tiny_cpu", *usual, *given)
         found = re.search(r"^job (\d+): ", text, re.MULTILINE)
         assert found, text
         return Job(cluster=self, id=found[1], run=self.work / "runs" / name)
@@ -198,12 +218,12 @@ class Job:
         return sorted(path.name for path in (self.run / "jobs").glob(f"{self.id}-*"))
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """Its rank processes, on whatever node; this machine sees them all."""
+        """Its learner's rank processes, on whatever node; this machine sees them all."""
         found = {}
         for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if "launcher.worker.remote" in process.cmdline():
-                    found[int(process.environ()["SLURM_PROCID"])] = process
+            with contextlib.suppress(OSError):
+                if output := re.search(r"/rank-(\d+)\.txt$", os.readlink(f"/proc/{process.pid}/fd/1")):
+                    found[int(output[1])] = process
         return found
 
     def processes(self) -> list[psutil.Process]:

@@ -7,6 +7,8 @@ private=$folder/nodes/$name/tmp
 hostname "$name"
 mount --make-rprivate /
 mount -t proc proc /proc
+cat /proc/sys/kernel/random/uuid >"$folder/nodes/$name/boot_id"
+mount --bind "$folder/nodes/$name/boot_id" /proc/sys/kernel/random/boot_id
 mount -t tmpfs -o size=1g tmpfs /dev/shm
 mount --bind "$folder/etc/hosts" /etc/hosts
 for shared in "$folder" "$@"; do

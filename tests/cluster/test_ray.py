@@ -31,11 +31,11 @@ def test_two_jobs_of_ray_share_nodes_and_train_as_one_machine_does(cluster: Clus
     cluster.power_off("node14")  # with a rank, but neither the controller nor Ray's head
     first.go_on(3)
     first.until(lambda: first.shown()["Restarts"] == "1" and first.state() == "RUNNING", "the restart without the node")
-    assert first.shown()["NodeList"] == "node[13,17]"
+    assert first.shown()["NodeList"] == "node[13,19]"
     assert first.end() == "COMPLETED", first.said()
     for job in (first, again):
         assert job.record() == cluster.local()
     assert "COMPLETED on node[13-14]" in cluster.program("status", str(again.run))
-    for node in (13, 17):
+    for node in (13, 19):
         for job in (first, again):
             assert list(cluster.folder.glob(f"nodes/node{node}/tmp/rlm-{job.id}-*")) == []

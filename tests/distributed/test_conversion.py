@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +13,20 @@ from safetensors.torch import load_file
 
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.checkpoints.kind import must_have_config, newest_in
+from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import run_ranks
 
-LAYOUTS = {"tp2-ep2": {"tp": 2, "ep": 2}, "pp2-ep2": {"pp": 2, "ep": 2}, "tp2-etp2": {"tp": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2-ep2": {"tp": 2, "ep": 2},
+    "pp2-vpp2-ep2": {"pp": 2, "vpp": 2, "ep": 2, "stage_layers": "1+2+1+1"},
+    "tp2-etp2": {"tp": 2},
+}
 
 
 def rank_main(rank: int, learner: LearnerSection, hf: Path, folder: Path) -> None:
@@ -25,15 +35,14 @@ def rank_main(rank: int, learner: LearnerSection, hf: Path, folder: Path) -> Non
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_critic, make_policy
     from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
-    from rl_megatron.weights.layouts.layout import Layout
-    from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+    from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
     shape = read_shape(hf)
     device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
     policy, critic = make_policy(shape, learner, device, temperature=1.0), make_critic(shape, learner, device)
-    layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
+    layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, stages=learner.stages)
     wanted = {name: torch.empty(size) for name, size in layout.local_shapes(rank).items()}
-    read_boxes(HFFolder(hf), Layout(table=HF_QWEN3_MOE, shape=shape), layout, rank, wanted)
+    read_boxes(HFFolder(hf), hf_layout(shape), layout, rank, wanted)
     for megatron in (policy, critic):
         megatron.load_weights(folder / "megatron")
         for name, tensor in megatron.tensors.items():
@@ -43,12 +52,13 @@ def rank_main(rank: int, learner: LearnerSection, hf: Path, folder: Path) -> Non
     world.leave()
 
 
-@pytest.mark.parametrize(("name", "tied"), [*((name, False) for name in LAYOUTS), ("pp2-ep2", True)])
+@pytest.mark.parametrize(("name", "tied"), [*((name, False) for name in LAYOUTS), ("pp2-vpp2-ep2", True)])
 def test_megatron_loads_and_saves_what_the_tools_wrote_and_read(name: str, tied: bool, tmp_path: Path) -> None:
-    hf = make_tiny_model(TinyModelSection(tie_embeddings=tied), tmp_path / "models", seed=6)
+    learner = LearnerSection.model_validate(LAYOUTS[name])
+    layers = sum(learner.stages or (2,))
+    hf = make_tiny_model(TinyModelSection(tie_embeddings=tied, num_layers=layers), tmp_path / "models", seed=6)
     convert.hf_to_megatron(hf, tmp_path / "megatron")
     (tmp_path / "saved").mkdir()
-    learner = LearnerSection.model_validate(LAYOUTS[name])
     run_ranks(rank_main, learner.dims.world_size, learner, hf, tmp_path)
     convert.megatron_to_hf(tmp_path / "saved", tmp_path / "back", config=hf)
     found, original = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", hf))
@@ -57,56 +67,110 @@ def test_megatron_loads_and_saves_what_the_tools_wrote_and_read(name: str, tied:
         assert torch.equal(found[tensor], original[tensor]), tensor
 
 
-def sequential_main(rank: int, hf: Path, folder: Path) -> None:
-    """Megatron's own layers, experts one by one in modules of their own, filled by name and saved."""
-    torch.set_num_threads(1)
-    from megatron.core import dist_checkpointing
+SAVED = {  # the metadata by which megatron-core 0.16 names tensors; None is its default
+    "stacked": None,
+    "layers_apart": {"non_homogeneous_layers": True},
+    "experts_apart": {"singleton_local_shards": True},
+}
+
+
+def make_gpt(shape: ModelShape) -> Any:
+    """A model of megatron-core's own layers, experts one by one, with the vocabulary padded as Megatron-LM does."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here
-    from rl_megatron.learner import world
     from rl_megatron.learner.model.build import make_config
-    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
-    from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 
-    shape, learner = read_shape(hf), LearnerSection()
-    world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
     spec = get_gpt_layer_local_spec(
         num_experts=shape.num_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
     )
     spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")  # of dense layers, here by mistake
-    model = GPTModel(
-        config=make_config(shape, learner),
+    return GPTModel(
+        config=make_config(shape, LearnerSection()),
         transformer_layer_spec=spec,
-        vocab_size=-(-shape.vocab_size // 8) * 8,
+        vocab_size=-(-shape.vocab_size // 128) * 128,
         max_sequence_length=shape.max_positions,
         position_embedding_type="none",
     )
-    layout = megatron_layout(shape)
+
+
+def fill(model: Any, hf: Path, shape: ModelShape) -> None:
+    """Load the Hugging Face folder's numbers by name."""
+    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
+    from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
+
+    layout = megatron_layout(shape, vocab_multiple=128)
     tensors = {name: torch.empty(size) for name, size in layout.local_shapes(0).items()}
     read_boxes(HFFolder(hf), hf_layout(shape), layout, 0, tensors)
     named = {
-        re.sub(r"experts\.(linear_fc[12])\.weight(\d+)$", r"experts.local_experts.\2.\1.weight", name): tensor
+        re.sub(r"experts\.(linear_fc[12])\.weight(\d+)$", r"experts.local_experts.\2.\1.weight", name).replace(
+            "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"
+        ): tensor
         for name, tensor in tensors.items()
-    }
-    named = {
-        name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"): tensor
-        for name, tensor in named.items()
     }
     lacking = model.load_state_dict(named, strict=False)
     assert not lacking.unexpected_keys
     missing = [key for key in lacking.missing_keys if not key.endswith("_extra_state")]
     assert not missing, missing
-    dist_checkpointing.save(model.sharded_state_dict(), str(folder / "saved"))
+
+
+def save_as_others(model: Any, root: Path, metadata: dict[str, bool] | None) -> None:
+    """As Megatron-LM, with what Megatron-Bridge adds."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    step = root / "iter_0000012"
+    step.mkdir(parents=True)
+    whole = {
+        "args": Namespace(num_layers=2, save=Path("/nowhere")),
+        "checkpoint_version": 3.0,
+        "iteration": 12,
+        "opt_param_scheduler": {"max_lr": 1e-5},
+        "rng_state": ShardedObject("rng_state", [{"random_rng_state": 1}], (1, 1), (0, 0)),
+        "model": model.sharded_state_dict(metadata=metadata),
+    }
+    dist_checkpointing.save(whole, str(step), content_metadata=metadata)
+    (root / "latest_checkpointed_iteration.txt").write_text("12")
+    (step / "run_config.yaml").write_text("model:\n  _target_: Provider\n  hf_model_id: Qwen/Qwen3-30B-A3B\n")
+    for path in (step / "train_state.pt", root / "latest_train_state.pt"):
+        torch.save({"step": torch.tensor(12, dtype=torch.int32)}, path)
+
+
+def foreign_main(rank: int, hf: Path, folder: Path) -> None:
+    """Save a model of megatron-core's as others do, convert each to Hugging Face and one back, and load that."""
+    torch.set_num_threads(1)
+    from megatron.core import dist_checkpointing
+
+    import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here
+    from rl_megatron.learner import world
+
+    shape = read_shape(hf)
+    world.join(LearnerSection(), rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
+    model, other = make_gpt(shape), make_gpt(shape)
+    fill(model, hf, shape)
+    for kind, metadata in SAVED.items():
+        save_as_others(model, folder / kind, metadata)
+        newest = newest_in(folder / kind)
+        convert.megatron_to_hf(newest, folder / f"{kind}_hf", config=hf)
+        assert list(verify(newest, against=folder / f"{kind}_hf", config=hf)) == []
+    convert.hf_to_megatron(folder / "stacked_hf", folder / "back")
+    found = dist_checkpointing.load(
+        other.sharded_state_dict(), str(folder / "back"), strict="log_all"
+    )  # no _extra_state
+    other.load_state_dict(found, strict=False)
+    for name, tensor in model.named_parameters():
+        rows = shape.vocab_size if "embedding" in name or "output_layer" in name else len(tensor)
+        assert torch.equal(other.get_parameter(name)[:rows], tensor[:rows]), name
     world.leave()
 
 
-def test_experts_that_were_saved_one_by_one_convert_too(tmp_path: Path) -> None:
+def test_folders_of_megatron_lm_and_megatron_bridge_convert_to_hugging_face_and_back(tmp_path: Path) -> None:
     hf = make_tiny_model(TinyModelSection(), tmp_path / "models", seed=7)
-    (tmp_path / "saved").mkdir()
-    run_ranks(sequential_main, 1, hf, tmp_path)
-    convert.megatron_to_hf(tmp_path / "saved", tmp_path / "back", config=hf)
-    found, original = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", hf))
-    assert found.keys() == original.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in original.items())
+    run_ranks(foreign_main, 1, hf, tmp_path)
+    original = load_file(hf / "model.safetensors")
+    for kind in SAVED:
+        found = load_file(tmp_path / f"{kind}_hf" / "model.safetensors")
+        assert found.keys() == original.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in original.items()), kind
+    with pytest.raises(ConfigError, match=r"give --config with the Hugging Face folder of Qwen/Qwen3-30B-A3B, as its"):
+        must_have_config(newest_in(tmp_path / "experts_apart"))

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from launcher.hosts.local import LocalLauncher
-from launcher.wire import channel
-from launcher.wire.greetings import Call
+from launcher.wire.greetings import Call, Muster
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
@@ -56,37 +55,25 @@ def test_a_local_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"  # ours is as it was
 
 
-SERVE = """
-import json, os, sys
-from launcher.worker import remote
-remote.run_worker = lambda *_: print('torch' in sys.modules, os.environ['CUDA_VISIBLE_DEVICES'], flush=True)
-remote.main()
-os._exit(0)
+IMPORTS = """
+import os, sys
+from launcher.worker import node
+node.import_all = lambda *_: sys.exit(f"{'torch' in sys.modules} {os.environ['CUDA_VISIBLE_DEVICES']}")
+node.main()
 """
 
 
 @pytest.mark.parametrize(("device", "sees"), [("cpu", ""), ("cuda", "0")])
-def test_a_rank_that_connects_back_sees_no_gpu_before_it_loads_torch(device: str, sees: str) -> None:
-    token = b"t" * channel.TOKEN_BYTES
-    with channel.listen("127.0.0.1", backlog=1) as listener:
-        host, port = listener.getsockname()
-        call = Call(host=host, port=port, token=token.hex(), threads=1, device=device)
-        child = subprocess.Popen(
-            [sys.executable, "-c", SERVE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "SLURM_PROCID": "1", "CUDA_VISIBLE_DEVICES": "0"},
-            text=True,
-        )
-        assert child.stdin is not None
-        child.stdin.write(call.line().decode())
-        child.stdin.close()
-        listener.settimeout(60)
-        stream = channel.accept(listener.accept()[0], token)
-        stream.recv_bytes()
-        child.wait(60)
-    assert child.stdout is not None
-    assert child.stdout.read() == f"False {sees}\n"
+def test_a_nodes_ranks_see_no_gpu_before_it_imports_torch(device: str, sees: str) -> None:
+    call = Call(host="127.0.0.1", port=1, token="", threads=1, device=device)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS],
+        input=Muster(call=call, nodes=("here",), ranks_per_node=1, folder="/nowhere").line().decode(),
+        capture_output=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"},
+        text=True,
+    )
+    assert done.stderr == f"False {sees}\n"
 
 
 def test_a_rank_that_sees_a_gpu_none_the_less_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

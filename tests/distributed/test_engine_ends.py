@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor
 from launcher.processes.ports import held_ports
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.boxes import Box
+from rl_megatron.weights.boxes import Box, volume
 from rl_megatron.weights.checks.compare import compare
 from rl_megatron.weights.checks.places import Held, record
 from rl_megatron.weights.checks.reports import Beside, Report, checksums_of
@@ -115,19 +117,27 @@ def test_a_recorded_layout_costs_what_its_table_costs() -> None:
     assert recorded().local_shapes(1)["model.embed_tokens.weight"] == (9, 8)
 
 
-def test_expert_parallel_engines_get_their_own_experts_alone() -> None:
-    half = SHAPE.num_experts // 2
+@pytest.mark.parametrize("stages", [1, 2])
+def test_engine_ranks_get_their_own_layers_and_experts_alone(stages: int) -> None:
+    """Two expert-parallel ranks in each pipeline stage, which repeat the rest of its layers."""
+    layers, experts, last = SHAPE.num_layers // stages, SHAPE.num_experts // 2, stages - 1
+    assert layers * stages > 1
 
     def keeps(name: str, rank: int) -> bool:
-        return "experts" not in name or int(name.split(".")[5]) // half == rank
+        stage, parts = rank // 2, name.split(".")
+        mine = stage == (int(parts[2]) // layers if parts[1] == "layers" else 0 if "embed" in name else last)
+        return mine and ("experts" not in parts or int(parts[5]) // experts == rank % 2)
 
     whole: dict[str, Box] = {n: tuple((0, size) for size in shape) for n, shape in HF.local_shapes(0).items()}
-    ranks = [{name: box for name, box in whole.items() if keeps(name, rank)} for rank in range(2)]
+    ranks = [{name: box for name, box in whole.items() if keeps(name, rank)} for rank in range(2 * stages)]
     layout = recorded_layout(HF, ranks)
-    assert [layout.local_shapes(rank).keys() for rank in range(2)] == [rank.keys() for rank in ranks]
-    moves = plan(LEARNER, layout, placement={0: 2, 1: 3})
-    for rank in range(2):
-        assert {t.dst_param for t in moves.receives(2 + rank)} == ranks[rank].keys()
+    assert [layout.local_shapes(rank).keys() for rank in range(2 * stages)] == [rank.keys() for rank in ranks]
+    moves = plan(LEARNER, layout, placement={rank: 2 + rank for rank in range(2 * stages)})
+    for rank, held in enumerate(ranks):
+        got: Counter[str] = Counter()
+        for t in moves.receives(2 + rank):
+            got[t.dst_param] += volume(t.dst_box)
+        assert got == {name: volume(box) for name, box in held.items()}
 
 
 def test_what_no_rank_takes_is_named() -> None:
@@ -164,8 +174,7 @@ def process(rank: int, job: Job) -> None:
 
 def learner(rank: int, job: Job) -> list[Any]:
     src = {n: torch.zeros_like(t, device=job.device) for n, t in cut(VERSIONS[0], rank).items()}
-    moves = plan(LEARNER, recorded(), placement={0: 2, 1: 3})
-    sender = Sender(job.rendezvous, rank, moves, src, sources_of(LEARNER, HF)[rank])
+    sender = Sender(job.rendezvous, rank, (LEARNER, recorded()), src, sources_of(LEARNER, HF)[rank])
     out = []
     for version in VERSIONS:
         for name, tensor in cut(version, rank).items():
@@ -187,7 +196,7 @@ def engine(rank: int, job: Job) -> list[Any]:
     mine = Engine(rank)
     mine.params = {name: param.to(job.device) for name, param in mine.params.items()}
     held = mine.record()
-    receiver = Receiver(job.rendezvous, 2 + rank, held, mine.params)
+    receiver = Receiver(job.rendezvous, 2 + rank, {one: one.of(mine.params[one.param]) for one in held})
     out = []
     for version in VERSIONS:
         expected, beside, told = Engine(rank), Beside(), []
@@ -199,20 +208,38 @@ def engine(rank: int, job: Job) -> list[Any]:
             beside.sent(one, mine.params[one.param])
             told.append(one)
 
-        update = receiver.receive(version, whole)
+        turns: list[tuple[int, str]] = []
+
+        def coming(
+            turn: int, held: Sequence[Held], turns: list[tuple[int, str]] = turns, told: list[Held] = told
+        ) -> None:
+            turns += [(turn, layer_of(one)) for one in held]
+            assert {turn} == {number for number, layer in turns if layer == layer_of(held[0])}
+            assert not {*held} & {*told}
+
+        update = receiver.receive(version, whole, coming)
         assert sorted(told, key=held.index) == held
+        came = [layer for layer, _ in groupby(map(layer_of, told))]  # each whole before the next
+        assert came == list(dict.fromkeys(layer for _, layer in turns)) == [["", "0", "1"], ["", "1", "0"]][rank]
+        assert [turn for turn, _ in turns] == sorted(turn for turn, _ in turns)
         for name, tensor in expected.params.items():
             torch.testing.assert_close(mine.params[name].cpu(), tensor, rtol=0, atol=0)
         report = beside.report()
         assert set(report.rows) == set(checksums_of(held, mine.params).rows)
         out.append((update.num_bytes, report))
-    if rank == 0:  # a rank that waits for one that leaves fails before the group's limit, though that process lives
+    if (
+        rank == 0 and job.rendezvous.transport == "process_group"
+    ):  # a rank that waits for one that leaves fails before the group's limit, though that process lives
         with pytest.raises(RuntimeError):
             dist.recv(torch.zeros(1), group=receiver._member.group, group_src=3)
     else:
         receiver.close()
     dist.barrier()
     return out
+
+
+def layer_of(one: Held) -> str:
+    return one.hf.split(".")[2] if "layers" in one.hf else ""
 
 
 @pytest.mark.parametrize(
@@ -222,7 +249,7 @@ def engine(rank: int, job: Job) -> list[Any]:
 def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path, transport: str, device: str) -> None:
     """Bit for bit what its own loader makes of the checkpoint; checksums of both sides agree. 8 seconds."""
     keeper = Keeper("127.0.0.1", 2 * HEARD)
-    rendezvous = keeper.rendezvous(4, transport=transport, backend="gloo")
+    rendezvous = keeper.rendezvous(4, learners=2, transport=transport, backend="gloo")
     with held_ports("127.0.0.1") as port:
         run_ranks(process, 4, Job(rendezvous=rendezvous, folder=tmp_path, port=port, device=device))
     said = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
@@ -246,7 +273,7 @@ def test_each_engine_rank_gets_its_own_bytes_and_no_more(tmp_path: Path, transpo
 
 def test_a_rank_that_waits_for_another_is_cancelled_and_the_keeper_knows_who_is_absent() -> None:
     keeper = Keeper("127.0.0.1", 60.0)
-    rendezvous = keeper.rendezvous(1, transport="process_group", backend="gloo")
+    rendezvous = keeper.rendezvous(1, learners=1, transport="process_group", backend="gloo")
     member = Member(rendezvous, 0)
     member.rendezvous = replace(rendezvous, size=2, seconds=0.2)
     with pytest.raises(SyncError, match=r"rank 0 waited 0\.2 s for ranks \[1\]"):
@@ -258,7 +285,7 @@ def test_a_rank_that_waits_for_another_is_cancelled_and_the_keeper_knows_who_is_
         member.meet("version 2")
     assert keeper.absent(member.rendezvous, "version 2") == [1]
     member.close()
-    rendezvous = keeper.rendezvous(2, transport="process_group", backend="gloo")
+    rendezvous = keeper.rendezvous(2, learners=1, transport="process_group", backend="gloo")
     keeper.cancel(rendezvous, JOINING, "a server died")
     with pytest.raises(SyncError, match="joining the group was cancelled: a server died"):
         Member(rendezvous, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 LENGTHS = (13, 22)  # of two packed sequences
-LAYOUTS: dict[str, tuple[dict[str, int], Sequence[str]]] = {
+LAYOUTS: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "one": ({}, [*MODELS]),
     "tp2": ({"tp": 2}, DENSE),
     "tp2-ep2": ({"tp": 2, "ep": 2}, SPARSE),
     "pp2": ({"pp": 2}, [*MODELS]),
-    "pp2-uneven": ({"pp": 2, "first_stage_layers": 1}, ["qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3"]),
+    "pp2-uneven": ({"pp": 2, "stage_layers": "1+3"}, ["qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3"]),
     "pp2-vpp2": ({"pp": 2, "vpp": 2}, ["glm4_moe"]),
     "cp2": ({"cp": 2}, ["qwen3_moe", "mistral_window", "glm4_moe", "gpt_oss", "minimax_m2", "deepseek_v3"]),
 }
@@ -66,8 +66,7 @@ def check(folder: Path, layout: str, learner: LearnerSection, rank: int, device:
 
     shape = read_shape(folder)
     policy = make_policy(shape, learner, device, temperature=1.0)
-    ends = {"first": learner.first_stage_layers, "last": learner.last_stage_layers}
-    wanted = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, **ends)
+    wanted = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, stages=learner.stages)
     tensors = dict(policy.tensors)
     assert {name: tuple(t.shape) for name, t in tensors.items()} == wanted.local_shapes(rank)
     for tensor in tensors.values():

@@ -19,7 +19,7 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import GenerationRequest, ParallelDims, SamplingParams
 from tests.distributed.ragged import ragged_samples
 
-WARM, STEPS = 100, 300
+WARM, STEPS = 100, 500  # the heap still settles at 300
 CYCLE = 25  # steps after which a rank gives back what it has freed
 MOST = 0.02e6  # bytes a step
 
@@ -41,7 +41,7 @@ async def step(roles: Roles, number: int, g: torch.Generator) -> None:
 
 
 def test_it_stays_flat(tmp_path: Path) -> None:
-    """12 seconds."""
+    """20 seconds."""
     config = load_config("tiny_cpu", ["learner.threads=1", "learner.ep=1", "learner.dp=1"])
     model = make_tiny_model(TinyModelSection(num_layers=1, hidden_size=32, num_experts=4), tmp_path / "cache", seed=3)
     g = torch.Generator().manual_seed(5)

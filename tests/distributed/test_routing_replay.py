@@ -46,11 +46,14 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by the number of ranks
         "ep2": {"ep": 2},
         "cp2": {"cp": 2},
         "tp2-ep2": {"tp": 2, "ep": 2},
-        "vpp2-recompute": {"pp": 2, "vpp": 2, "recompute_layers": True},
-        "tp2-ep2-recompute": {"tp": 2, "ep": 2, "recompute_layers": True},
-        "cp2-recompute": {"cp": 2, "recompute_layers": True},
+        "vpp2-recompute": {"pp": 2, "vpp": 2, "recompute": {"uniform": 1}},
+        "tp2-ep2-recompute": {"tp": 2, "ep": 2, "recompute": {"uniform": 1}},
+        "cp2-block1": {"cp": 2, "recompute": {"block": 1}},
     },
-    4: {"pp2-ep2": {"pp": 2, "ep": 2}, "tp2-pp2-ep2-recompute": {"tp": 2, "pp": 2, "ep": 2, "recompute_layers": True}},
+    4: {
+        "pp2-ep2": {"pp": 2, "ep": 2},
+        "tp2-pp2-ep2-recompute": {"tp": 2, "pp": 2, "ep": 2, "recompute": {"uniform": 1}},
+    },
 }
 BAD_ROUTES = {
     r"MoE layers and 2 experts a token, but this rank has \d and 2": lambda routes: routes[:, 1:],
@@ -78,7 +81,7 @@ def free(samples: Samples) -> Samples:
 def ranks_main(rank: int, world_size: int, model: Path, folder: Path) -> None:
     """Every layout of ``world_size`` ranks, one after the other, in the same processes; before them, one rank alone."""
     torch.set_num_threads(1)
-    layouts = LAYOUTS[world_size] if world_size > 1 else {"alone": {}, "alone-recompute": {"recompute_layers": True}}
+    layouts = LAYOUTS[world_size] if world_size > 1 else {"alone": {}, "alone-recompute": {"recompute": {"moe": True}}}
     for name, options in layouts.items():
         learner = LearnerSection.model_validate({**options, "optimizer": OPTIMIZER})
         seen = one_layout(rank, learner, model, folder / f"{name}.rendezvous")

@@ -35,10 +35,14 @@ TINY = (
     "eval.every=2",
 )
 REWARDS = '''
-import math
+import math, time
+from pathlib import Path
 
 def even(prompt, completions, texts):
-    """Half of what a random model samples gets 1: groups differ, so there is a gradient."""
+    """Half of what a random model samples gets 1: groups differ, so there is a gradient. A test may hold it."""
+    while Path("hold").exists() and prompt.id != "made-up":
+        Path("holding").touch()
+        time.sleep(0.01)
     return [float(sum(c.token_ids) % 2 == 0) for c in completions]
 
 def raising(prompt, completions, texts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -12,21 +13,21 @@ import pytest
 from tests.e2e.processes import LIMIT, Place, Run, eventually
 
 SRUN = """#!/usr/bin/env bash
-# As srun does: a task a rank, the same standard input for each.
-IFS= read -r line
-for argument in "$@"; do
-    case $argument in
-        --ntasks=*) count=${argument#*=} ;;
-        --output=*) output=${argument#*=} ;;
-        --*) ;;
-        *) break ;;
-    esac
-    shift
-done
-for rank in $(seq 0 $((count - 1))); do
-    SLURM_PROCID=$rank "$@" <<<"$line" >"${output/\\%t/$rank}" 2>&1 &
-done
-wait
+# As srun does for a step of one task.
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+SLOW = """
+import os
+
+def plant():
+    if os.environ.get("SLURM_PROCID") == "1":
+        from rl_megatron.observability.speed import _Meter
+
+        once = _Meter._multiply
+        _Meter._multiply = lambda self: [once(self) for _ in range(20)]
+
+os.register_at_fork(after_in_child=plant)
 """
 BROKEN = """
 import launcher.worker.learner_rank
@@ -36,12 +37,15 @@ def broken(*given):
 
 launcher.worker.learner_rank.Worker.backward = broken
 """
+OUTPUT = re.compile(r"/rank-(\d+)\.txt$")
 KEYS = (
     "learner.ep=2",
     "reward.function=my_rewards:even",
     "run.launcher=slurm",
     "train.steps=1000",
     "checkpoint.every=0",
+    "run.slow_steps=3",
+    "run.slow_factor=4",
 )
 
 
@@ -60,26 +64,36 @@ def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def ranks(run: Run) -> dict[int, psutil.Process]:
     found = {}
     for process in psutil.Process(run.process.pid).children(recursive=True):
-        if "launcher.worker.remote" in process.cmdline() and "bash" not in process.name():
-            found[int(process.environ()["SLURM_PROCID"])] = process
+        if "launcher.worker.node" in process.cmdline() and (
+            output := OUTPUT.search(os.readlink(f"/proc/{process.pid}/fd/1"))
+        ):
+            found[int(output[1])] = process
     return found
 
 
 @pytest.mark.usefixtures("allocation")
-def test_they_serve_the_run_save_for_a_requeue_and_are_named_when_they_die(
+def test_they_serve_the_run_save_for_a_requeue_and_are_named_when_they_are_slow_or_die(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    planted, path = tmp_path / "sitecustomize.py", os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), path))))
+    planted.write_text(SLOW)
     run = place.start("connected", *KEYS)
     run.until_row(step=1)
     both = ranks(run)
     assert len(both) == 2
+    run.until(lambda: "rank 1 on here is slow: a fixed computation takes" in run.text(), "the slow rank's name")
+    attempt = run.folder / "jobs" / "7-0"
+    run.until_file("jobs/7-0/slow_nodes")
+    assert (attempt / "slow_nodes").read_text() == "here\n"
+    assert (run.folder / "ranks.txt").read_text().splitlines()[6].split()[:3] == ["rank", "1", "here"]
     run.process.send_signal(signal.SIGUSR1)
     run.finish()
-    attempt = run.folder / "jobs" / "7-0"
     assert (attempt / "requeue").exists()
     assert not list(run.folder.glob("hf_step_*"))
     eventually(lambda: not any(p.is_running() for p in both.values()), "the ranks to end", LIMIT)
 
+    planted.unlink()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     last = run.rows()[-1]["step"]
     run = place.start("connected", *KEYS, resume=True)
@@ -93,8 +107,7 @@ def test_they_serve_the_run_save_for_a_requeue_and_are_named_when_they_die(
     assert (attempt / "failed_node").read_text() == "here\n"
     assert not (attempt / "requeue").exists()
 
-    (tmp_path / "sitecustomize.py").write_text(BROKEN)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
+    planted.write_text(BROKEN)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     run = place.start("connected", *KEYS, resume=True)
     assert run.end() == 1

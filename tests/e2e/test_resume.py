@@ -11,8 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from launcher.build.model import starting_shape
+from rl_megatron.config.io import load_config
 from rl_megatron.data.routes import decode_routes
+from rl_megatron.scaling.saves import bytes_by_rank
 from rl_megatron.training import checkpoints
+from rl_megatron.weights.layouts.learner import learner_layout
 from tests.e2e.processes import PORTABLE, Place, Run, alive
 
 ONE = ("learner.ep=1", "reward.function=my_rewards:even")
@@ -59,6 +63,16 @@ def test_the_learner_agrees_with_the_engine_at_every_step(reference: Run) -> Non
     assert 0 <= max(differences) < 1e-4
 
 
+def test_a_checkpoint_has_the_bytes_that_are_planned(reference: Run) -> None:
+    """But for the frames that torch gives each tensor, 2 KiB at most."""
+    config = load_config(str(reference.folder / "config.yaml"), [])
+    layout, (planned,) = learner_layout(config, shape := starting_shape(config)), bytes_by_rank(config, shape).values()
+    frames = 2048 * 4 * layout.num_parameters(0)  # of a parameter, its float32 copy and two moments
+    written = {r["checkpoint/bytes"] for r in reference.rows() if "checkpoint/bytes" in r}
+    assert [r["step"] for r in reference.rows() if "checkpoint/bytes" in r] == [3, 5]
+    assert planned < min(written) <= max(written) < planned + frames + 200_000  # and .metadata
+
+
 def test_killed_at_every_kind_of_moment(place: Place, reference: Run) -> None:
     run = place.start("killed", *ONE)
     run.until_row(warm_start_step=2)
@@ -83,10 +97,12 @@ def test_killed_at_every_kind_of_moment(place: Place, reference: Run) -> None:
     run.until_row(step=3)  # between two checkpoints
     run.kill()
 
+    (place.folder / "hold").touch()
     run = place.start("killed", *ONE, resume=True)
-    run.until_row(step=5)
+    run.until((place.folder / "holding").exists, "a step")
     (worker,) = run.workers()
     worker.kill()
+    (place.folder / "hold").unlink()
     assert run.end() == 1
     assert f"rank 0 (pid {worker.pid}) was killed by signal 9" in run.text()
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from launcher.servers.engines import SERVERS
 from launcher.servers.pool import ServedEngines
+from launcher.servers.site import Sites
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import RolloutEngine
@@ -36,6 +37,7 @@ from rl_megatron.types import (
     WeightUpdate,
 )
 from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.servers.file import FileDelivery
 from rl_megatron.weights.servers.mirror import Mirror
@@ -56,8 +58,8 @@ Change = Callable[[dict[str, Tensor]], None]
 
 
 def interpreter(engine: str) -> Path:
-    """Where ``make test-engines`` installs an engine."""
-    return REPO / ".engines" / engine / "bin" / "python"
+    """Where ``make test-engines`` installs an engine, or ``make try-newest-engines`` its newest release."""
+    return Path(os.environ.get("RL_MEGATRON_ENGINES", REPO / ".engines")) / engine / "bin" / "python"
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
@@ -176,16 +178,23 @@ class ServedBench:
     """Engine servers, started as a run starts them."""
 
     def __init__(
-        self, name: str, engine: ServedEngine, sync: FolderSync, path: Path, runner: asyncio.Runner, probes: Probes
+        self,
+        name: str,
+        engine: ServedEngine,
+        sync: FolderSync,
+        path: Path,
+        runner: asyncio.Runner,
+        probes: Probes,
+        tolerance: float,
     ) -> None:
         self.name, self.engine, self.sync, self.path, self._runner = name, engine, sync, path, runner
         self.renormalises_top_p = engine.adapter.renormalises_top_p
-        self._probes: Probes = probes
+        self._probes, self._tolerance = probes, tolerance
         self.weights = self.weights_of(engine)
 
     def weights_of(self, engine: ServedEngine) -> ServedWeights:
         """A sync into ``engine``, which may be another over the same servers."""
-        probe = Probe.make(vocab_size=259, max_length=MAX_LENGTH, temperature=1.0, tolerance=1e-4)
+        probe = Probe.make(vocab_size=259, max_length=MAX_LENGTH, temperature=1.0, tolerance=self._tolerance)
         trust = Trust(
             path=self.path,
             servers=engine.weights,
@@ -226,6 +235,14 @@ class ServedBench:
         return self.run(all_of())
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; none if it has ended, as some child of a server or of a test before may have by now."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # or a zombie
+        return []
+
+
 def config_of(engine: str, *, routes: bool = True, **keys: object) -> RunConfig:
     """A run's configuration with servers of ``engine``; keys of ``rollout.server`` by name."""
     given = [f"rollout.server.{key}={value}" for key, value in keys.items()]
@@ -248,22 +265,39 @@ def spare_a_core() -> None:
 
 @contextlib.contextmanager
 def served(
-    engine: str, model: Path, folder: Path, *, dtype: str | None = None, probes: Probes = "always", **keys: object
+    engine: str,
+    model: Path,
+    folder: Path,
+    *,
+    dtype: str | None = None,
+    quantization: str = "none",
+    tolerance: float = 1e-4,
+    probes: Probes = "always",
+    sites: Sequence[Sites] | None = None,
+    **keys: object,
 ) -> Iterator[ServedBench]:
-    """Servers of ``engine`` for the length of a with block, for a learner of ``dtype``."""
+    """Servers of ``engine`` for the length of a with block, at ``sites`` or here, for a learner of ``dtype``.
+
+    ``quantization`` is refused in a configuration for CPUs, whose kernels for it are few; ``tolerance`` is the probe's.
+    """
     shape = read_shape(model)
     path = folder / "weights" / "model.safetensors"
     shapes: Mapping[str, tuple[int, ...]] = {n: tuple(t.shape) for n, t in weights_of(model).items()}
     config = config_of(engine, **keys)
     if dtype is not None:
         config = config.model_copy(update={"learner": config.learner.model_copy(update={"dtype": dtype})})
+    if quantization != "none":
+        server = config.rollout.server.model_copy(update={"quantization": quantization})
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
+    kind, held = FORMATS[quantization], getattr(torch, dtype or "float32")
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
-        servers = ServedEngines(config, SERVERS[engine](shape), model, folder, shape)
+        servers = ServedEngines(config, SERVERS[engine](shape), model, folder, shape, sites)
         try:
             running = runner.run(stack.enter_async_context(servers.running(path)))
-            mirror = Mirror(path, shapes, torch.float32, model / "config.json")
-            bench = ServedBench(engine, running, FolderSync(mirror=mirror), path, runner, probes)
+            Mirror.make(path, shapes, held, model / "config.json", kind)
+            mirror = Mirror(path, shapes, held, kind)
+            bench = ServedBench(engine, running, FolderSync(mirror=mirror), path, runner, probes, tolerance)
             servers.refit = bench.weights.refit
             yield bench
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_megatron.rollout.servers.sglang import worker as sglang_worker
 
 LOST, FLIPPED = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.mlp.experts.3.up_proj.weight"
-FAULTS = {101: "lost", 102: "flipped"}
+FAULTS = {101: "lost", 102: "flipped", 103: "packed"}
 
 
 class _Broken:
@@ -23,6 +23,13 @@ class _Broken:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, param in self._model.named_parameters():
+            if self._fault == "packed" and name == "model.norm.weight":  # as kernels of Blackwell mark scales
+                param = param.detach()
+                param.format_ue8m0 = True
+            yield name, param
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:

@@ -152,13 +152,14 @@ class Ranks:
 
     def close(self) -> None:
         """End all ranks that are running."""
-        self.call("close")
-        for end in self._ends:
-            end.close()
-        for process in self._processes:
-            process.join(LIMIT)
-            process.kill()
-        self._ends, self._processes = [], []
+        try:
+            self.call("close")
+        finally:  # also if a rank has died
+            for end, process in zip(self._ends, self._processes, strict=True):
+                end.close()
+                process.join(LIMIT)
+                process.kill()
+            self._ends, self._processes = [], []
 
 
 @dataclass(frozen=True, kw_only=True)

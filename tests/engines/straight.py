@@ -14,6 +14,8 @@ from rl_megatron.errors import SyncError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.checks.sources import sources_of
+from rl_megatron.weights.formats.at_sender import at_sender
+from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout
 from rl_megatron.weights.plans.plan import plan
@@ -26,9 +28,10 @@ from tests.engines.benches import Change, ServedBench, weights_of
 class FolderSender:
     """A learner of one rank that is a folder: direct.LearnerRanks."""
 
-    def __init__(self, model: Path) -> None:
-        self.hf = hf_layout(read_shape(model))
+    def __init__(self, model: Path, quantization: str = "none") -> None:
+        hf = hf_layout(read_shape(model))
         self.tensors = {name: torch.zeros_like(t) for name, t in weights_of(model).items()}
+        self._quantiser, self.hf, _ = at_sender(FORMATS[quantization], hf, hf, 0, self.tensors)
         self.least_bytes = 0
         self.dies = False
         self.before: Callable[[], None] = lambda: None
@@ -39,9 +42,9 @@ class FolderSender:
         layout = recorded_layout(self.hf, ranks)
         moves = plan(self.hf, layout, placement={rank: 1 + rank for rank in range(len(ranks))})
         self.least_bytes = 4 * sum(moves.traffic().values())
-        sources = sources_of(self.hf, self.hf)[0]
+        sources, layouts = sources_of(self.hf, self.hf)[0], (self.hf, layout)
         self.before_joining()
-        self._sender = await asyncio.to_thread(Sender, rendezvous, 0, moves, self.tensors, sources)
+        self._sender = await asyncio.to_thread(Sender, rendezvous, 0, layouts, self.tensors, sources, self._quantiser)
 
     async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:
         self.before()
@@ -59,9 +62,7 @@ class FolderSender:
 
 
 @contextmanager
-def direct(
-    server: ServedBench, sender: FolderSender, transport: str = "process_group", *, turns: bool = False
-) -> Iterator[None]:
+def direct(server: ServedBench, sender: FolderSender, transport: str = "process_group") -> Iterator[None]:
     """The bench pushes straight into engine ranks; the mirror only gives names and shapes."""
     before = server.weights._delivery
     server.weights._delivery = DirectDelivery(
@@ -72,7 +73,6 @@ def direct(
         learner_ranks=1,
         transport=transport,
         backend="gloo",
-        turns=turns,
     )
     try:
         yield

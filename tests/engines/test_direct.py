@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,23 +20,33 @@ from tests.engines.straight import FolderSender, direct
 from tests.engines.test_restarts import check, process_of, while_sampling
 
 
-@pytest.mark.parametrize(("transport", "turns"), [("process_group", False), ("shared_memory", True)])
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory", "carried"])
 def test_shards_go_straight_into_engines(
-    server: ServedBench, models: tuple[Path, Path], transport: str, *, turns: bool
+    server: ServedBench, models: tuple[Path, Path], transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Log-probs are of what was pushed, and no byte more than a rank needs was sent; then through the file again."""
     sender = FolderSender(models[0])
-    with direct(server, sender, transport, turns=turns):
+    with direct(server, sender, transport):
         for version, folder in enumerate([models[0], models[1], models[0]], start=1):
             sender.hold(folder, lambda tensors: None)
             server.sync.folder = folder
-            update = server.run(server.weights.push(version))
+            with caplog.at_level(logging.INFO):
+                update = server.run(server.weights.push(version))
             assert update.num_bytes == sender.least_bytes
             for completion in server.generate(request(n=3))[0]:
                 expected = logprobs_of(folder, request().token_ids, completion.token_ids, 1.0)
                 torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
                 assert completion.spans == ((0, version),)
         assert sender.least_bytes == sum(t.nbytes for t in sender.tensors.values()) * len(server.engine.servers)
+    said = re.findall(r"holds at most (\S+) GB of a version beside its weights", caplog.text)
+    if server.name == "sglang":  # which receives in place
+        assert not said
+    else:  # the layer that arrives, and the one before it or the embedding and the head
+        sizes = Counter[str]()
+        for name, tensor in sender.tensors.items():
+            sizes[name.split(".")[2] if "layers" in name else ""] += tensor.nbytes
+        layer, outside, (most,) = max(sizes["0"], sizes["1"]), sizes[""], [float(gb) * 1e9 for gb in said]
+        assert max(layer, outside) - 1e3 < most < layer + max(layer, outside) + 1e3 < sum(sizes.values())
     server.push(models[1], 5)
     assert server.generate(request())[0][0].spans == ((0, 5),)
 

@@ -7,7 +7,7 @@ the same time (30 seconds), on an idle machine.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from math import prod
@@ -56,9 +56,9 @@ def check(server: ServedBench, name: str, pushed: Path) -> None:
         samples_from(server, folder_of(pushed, name, chosen.seed), chosen.seed)
 
 
-def samples_from(server: ServedBench, folder: Path, version: int) -> None:
-    """Its log-probs are those of a folder's weights."""
-    requests = [request(prompt, n=2) for prompt in PROMPTS]
+def samples_from(server: ServedBench, folder: Path, version: int, prompts: Sequence[Sequence[int]] = PROMPTS) -> None:
+    """Its log-probs are those of a folder's weights, for requests that it gets at once."""
+    requests = [request(prompt, n=2) for prompt in prompts]
     for asked, completions in zip(requests, server.generate(*requests), strict=True):
         for c in completions:
             expected = logprobs_of(folder, asked.token_ids, c.token_ids, 1.0)
@@ -72,7 +72,9 @@ def check_straight(server: ServedBench, name: str, learners: Learners) -> None:
     needed, whole = [bytes_of(boxes) for boxes in ranks], server.sync.mirror.num_bytes
     assert len(needed) == 2
     assert whole < sum(needed) < 1.1 * whole  # norms and routers alone are on both
-    for version, (layout, transport) in enumerate(product(LAYOUTS, ("process_group", "shared_memory")), start=11):
+    for version, (layout, transport) in enumerate(
+        product(LAYOUTS, ("process_group", "shared_memory", "carried")), start=11
+    ):
         with learners.holding(name, layout) as weights:
             server.sync.folder, first = folder_of(learners.root, name, LAYOUTS[layout].seed), learners.ranks.world_size
             server.weights._delivery = DirectDelivery(

@@ -18,7 +18,7 @@ from launcher.servers.engines import SERVERS
 from rl_megatron.rollout.servers.replicas import Health
 from rl_megatron.types import Completion, GenerationRequest
 from tests.e2e.processes import alive, eventually
-from tests.engines.benches import NEW, ServedBench, logprobs_of, request, served
+from tests.engines.benches import NEW, ServedBench, logprobs_of, request, served, words_of
 from tests.engines.conftest import needs
 from tests.engines.straight import FolderSender, direct
 from tests.engines.test_faults import start
@@ -36,7 +36,7 @@ def process_of(server: ServedBench, number: int) -> psutil.Process:
     """The server that stands at a place; its guard, which has its port in its command line too, is its parent."""
     port = server.engine.replicas.all[number].server.url.rsplit(":")[-1]
     children = psutil.Process().children(recursive=True)
-    (found,) = [p for p in children if p.ppid() != os.getpid() and port in p.cmdline()]
+    (found,) = [p for p in children if p.ppid() != os.getpid() and port in words_of(p)]
     return found
 
 
@@ -147,12 +147,12 @@ def test_a_run_whose_only_server_is_killed_loses_and_repeats_nothing(tmp_path: P
         )
         assert run.poll() is None
         family = psutil.Process(run.pid).children(recursive=True)
-        (victim,) = [p for p in family if "vllm.entrypoints.openai.api_server" in p.cmdline()[1:4]]
+        (victim,) = [p for p in family if "rl_megatron.rollout.servers.vllm.server" in words_of(p)[1:4]]
         guard = victim.parent()
         assert guard is not None
         holder = guard.parent()
         assert holder is not None
-        assert "ServerActor" in " ".join(holder.cmdline())
+        assert "ServerActor" in " ".join(words_of(holder))
         os.killpg(victim.pid, signal.SIGKILL)
         output, _ = run.communicate(timeout=LIMIT)
     finally:

@@ -23,12 +23,13 @@ UNWRITTEN = -1
 
 @st.composite
 def uneven(draw: st.DrawFn, num_layers: int, d: ParallelDims) -> tuple[int, ...] | None:
-    """Layers of each stage, all multiples of vpp, or None."""
-    rest = num_layers // d.vpp - d.pp
+    """Layers of each stage, or with vpp of each chunk; or None."""
+    chunks = d.pp * d.vpp
+    rest = num_layers - chunks
     if rest < 0 or draw(st.booleans()):
         return None
-    cuts = sorted(draw(st.lists(st.integers(0, rest), min_size=d.pp - 1, max_size=d.pp - 1)))
-    return tuple((1 + b - a) * d.vpp for a, b in itertools.pairwise([0, *cuts, rest]))
+    cuts = sorted(draw(st.lists(st.integers(0, rest), min_size=chunks - 1, max_size=chunks - 1)))
+    return tuple(1 + b - a for a, b in itertools.pairwise([0, *cuts, rest]))
 
 
 def mesh() -> st.SearchStrategy[ParallelDims]:
@@ -102,11 +103,11 @@ def places(d: ParallelDims) -> Iterator[tuple[int, int, int, int]]:
 
 def stage_layers(num_layers: int, d: ParallelDims, pp: int, stages: tuple[int, ...] | None = None) -> list[int]:
     """Interleaved stages: the layers in order are dealt out in blocks, one to a stage, round and round."""
-    counts = [count // d.vpp for count in stages or [num_layers // d.pp] * d.pp]
+    counts = iter(stages or [num_layers // (d.pp * d.vpp)] * (d.pp * d.vpp))
     layers, mine = iter(range(num_layers)), []
     for _ in range(d.vpp):
-        for stage, count in enumerate(counts):
-            block = list(itertools.islice(layers, count))
+        for stage in range(d.pp):
+            block = list(itertools.islice(layers, next(counts)))
             mine += block if stage == pp else []
     return mine
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_megatron.data.packing import causal_attention_cost, pack, packing_metrics, plan_packing, unpack
+from rl_megatron.data.packing import Packer, causal_attention_cost, pack, plan_packing, unpack
 from rl_megatron.errors import DataError
 from rl_megatron.types import ParallelDims, Samples
 
@@ -195,7 +195,7 @@ def test_metrics_are_those_of_a_loop_over_micro_batches(
             positions += sum(map(sum, lengths))
             chunked = [sum(math.ceil(n / multiple) * multiple for n in of_rank) for of_rank in lengths]
             computed += sum(math.ceil(n / (multiple * dims.tp)) * multiple * dims.tp for n in chunked)
-    row = packing_metrics(batches, dims=dims, attention_cost=cost)
+    row = Packer(dims=dims, max_tokens=90, attention_cost=cost).metrics(batches)
     assert row == {
         "tokens/train": positions,
         "packing/imbalance": pytest.approx(waited / worked),

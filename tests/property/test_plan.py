@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -23,8 +24,9 @@ from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.json_form import from_json, to_json
-from rl_megatron.weights.plans.plan import plan
+from rl_megatron.weights.plans.plan import Plan, plan
 from rl_megatron.weights.plans.transfers import Transfer
+from rl_megatron.weights.plans.turns import Turns
 from rl_megatron.weights.transports.buckets import BucketPart, cut_into_buckets
 from tests.property.shards import (
     SMALL,
@@ -198,11 +200,30 @@ def test_both_ends_of_a_pair_list_the_same_transfers(data: st.DataObject, m: Mod
             traffic[process, other] = sum(size(t.dst_box) for t in transfers)
     assert traffic == moves.traffic()
     rounds = moves.rounds()
-    met = {process: list(rounds.of_process(process)) for process in range(max(d.world_size, e.world_size))}
-    for a, b in traffic:  # both meet in the same round, and in no other
-        assert [k for k, (to, _) in enumerate(met[a]) if to == b] == [rounds.of_pair(a, b)]
-        assert [k for k, (_, frm) in enumerate(met[b]) if frm == a] == [rounds.of_pair(a, b)]
+    met = [(rounds.of_pair(a, b), a, b) for a, b in traffic]
+    assert len({(k, a) for k, a, _ in met}) == len({(k, b) for k, _, b in met}) == len(met)  # one partner in a round
+    assert all(k < len(rounds) for k, _, _ in met)
+    check_turns(moves, e.world_size)
     assert moves.num_transfers() == sum(len(list(moves.receives(process))) for process in range(e.world_size))
+
+
+def check_turns(moves: Plan, engines: int) -> None:
+    """Every engine rank gets a layer in a turn, in a circle; those with the same layers begin all over it."""
+    turns, firsts = Turns(moves), Counter[tuple[int, ...]]()
+    first_layers: dict[tuple[int, ...], set[int]] = {}
+    for process in range(engines):
+        moved = [t for t in moves.receives(process) if t.src_rank != process]
+        assert {turns.of(t) for t in moved if t.layer is None} <= {0}
+        found = {t.layer: turns.of(t) for t in moved if t.layer is not None}
+        assert all(
+            found[t.layer] == turns.of(t) and f".{t.layer}." in t.dst_param for t in moved if t.layer is not None
+        )
+        assert sorted(found.values()) == list(range(1, len(found) + 1))
+        order, layers = sorted(found, key=lambda layer: found[layer]), tuple(sorted(found))
+        assert order == [*layers[layers.index(order[0]) :], *layers[: layers.index(order[0])]] if layers else True
+        firsts[layers] += 1
+        first_layers.setdefault(layers, set()).update(order[:1])
+    assert all(len(found) == min(firsts[layers], len(layers)) for layers, found in first_layers.items())
 
 
 @settings(max_examples=30, deadline=None)
@@ -213,7 +234,13 @@ def test_buckets_are_bounded_and_tile_what_a_pair_moves(m: ModelShape, d: Parall
 
     moves = plan(Layout(table=HF_QWEN3_MOE, shape=m), Layout(table=MEGATRON_QWEN3_MOE, shape=m, dims=d))
     transfers = list(moves.receives(d.world_size - 1))
-    buckets = cut_into_buckets(transfers, dtype_of, bucket_bytes)
+    buckets = cut_into_buckets(transfers, dtype_of, bucket_bytes, turn_of=lambda t: 0 if t.layer is None else -t.layer)
+    places = [(bucket.turn, str(bucket.dtype), bucket.number) for bucket in buckets]
+    assert places == sorted(places)
+    assert {(turn, number) for turn, _, number in places} == {
+        (turn, i) for turn, count in Counter(turn for turn, _, _ in places).items() for i in range(count)
+    }
+    assert all(bucket.turn in (0, -int(layer_of(p))) for bucket in buckets for p in bucket.parts if layer_of(p))
     assert all(bucket.num_bytes <= max(bucket_bytes, bucket.dtype.itemsize) for bucket in buckets)
     parts = [part for bucket in buckets for part in bucket.parts]
     assert {part.dst_param: dtype_of(part.dst_param) for part in parts} == {
@@ -229,6 +256,11 @@ def test_buckets_are_bounded_and_tile_what_a_pair_moves(m: ModelShape, d: Parall
         )
 
     assert elements(parts) == elements(transfers)
+
+
+def layer_of(part: BucketPart) -> str:
+    found = re.search(r"layers\.(\d+)", part.dst_param)
+    return found[1] if found else ""
 
 
 def places_in(box: Box) -> Iterator[tuple[int, ...]]:

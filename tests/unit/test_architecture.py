@@ -33,7 +33,13 @@ ONE_EACH = {  # functions that may have one name, by where they are: a table tak
     "train": "launcher/commands",
     "verify": "launcher/commands",
 }
-IN_ENGINES = ("engine_token.py", "sglang/server.py")  # of rollout/servers: other processes
+COLLECTIVE = ("rl_megatron/learner", "rl_megatron/weights/transports", "launcher/rehearsal/links.py")
+IN_ENGINES = (  # which read the environment of an engine's process
+    "rl_megatron/rollout/servers/engine_token.py",
+    "rl_megatron/rollout/servers/sglang/server.py",
+    "rl_megatron/weights/checks/libraries.py",
+    "rl_megatron/weights/transports/joined.py",  # and tells NCCL, which has no argument for it, how to wait
+)
 
 
 WORDS = {  # phrases that sound translated, as patterns, and the field's words; single words: .codespell-words
@@ -84,19 +90,19 @@ def violations(path: Path, source: str) -> list[str]:
     found = []
     if not inside(path, "rl_megatron/learner"):
         found += [n for n in names if re.search(r"\bparallel_state\b|\bmpu\.get_", n)]
-    if not inside(path, "rl_megatron/learner", "rl_megatron/weights/transports"):
+    if not inside(path, *COLLECTIVE):
         collective = (
             r"torch\.distributed\b(?!\.checkpoint)|dist\.(all_|broadcast|init_)"  # its files are no process group
         )
         found += [n for n in names if re.match(collective, n)]
     found += [n for n in names if re.search(r"(gather|broadcast|scatter|send|recv)_object", n)]  # which are pickles
     configuration = inside(path, "rl_megatron/config", "rl_megatron/options")
-    if not configuration and not inside(path, "rl_megatron/learner", "rl_megatron/weights/transports"):
+    if not configuration and not inside(path, *COLLECTIVE):
         texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         found += [repr(text) for text in texts if re.fullmatch(r"cuda(:\d+)?", text)]
     if not inside(path, "launcher/hosts/ray") or path.name == "node.py":  # which only starts Ray's own command
         found += [n for n in imported(tree) if n.partition(".")[0] == "ray"]
-    if not inside(path, "launcher", *(f"rl_megatron/rollout/servers/{name}" for name in IN_ENGINES)):
+    if not inside(path, "launcher", *IN_ENGINES):
         found += [n for n in names if re.fullmatch(r"os\.(environ|getenv|putenv)|sys\.argv", n)]
     return found
 

@@ -23,6 +23,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.named import NAMED
 from rl_megatron.scaling.memory import check_memory
+from rl_megatron.scaling.routes import route_of
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from tests.documents import blocks
 
@@ -86,7 +87,11 @@ def test_what_a_document_shows_is_taken(command: Command) -> None:
     name, given = parsed(command)
     overrides = list(given.get("overrides") or [])  # type: ignore[call-overload]
     if name in {"train", "submit", "doctor mismatch"}:
-        configuration(str(given.get("config") or given.get("target")), overrides)
+        job = ["run.launcher=slurm"] if name == "submit" else []
+        config = configuration(str(given.get("config") or given.get("target")), [*job, *overrides])
+        if name == "submit" and config.model.name is not None:
+            check_memory(config, NAMED[config.model.name])
+            assert not route_of(config).shared
     elif name == "plan" and given["config"]:
         extra = [] if any(o.startswith("model.path=") for o in overrides) else ["model.path=."]
         configuration(str(given["config"]), [*(given["arguments"] or []), *extra])  # type: ignore[misc, list-item]

@@ -172,6 +172,7 @@ class Rig:
             update=Update(config=config, roles=roles, attention_cost=0.0),
             start_folder=self.folder / "hf_start",
             recorder=Recorder(self.folder, config.log, self.progress),
+            route="memory",
             batches_taken=STARTED,
         )
 

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,10 @@ class RayCluster:
                 await self._start_on(self.allocation, stack)
             bundles = self.shares.engines
             groups = await self._own(lambda: {node: group_of("engine", node, bundles[node]) for node in bundles})
+            free = {node: count() for node in groups}
             self._places = [
-                PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-                for node, group in groups.items()
-                for index in range(len(bundles[node]))
+                PlacementGroupSchedulingStrategy(groups[s.node], placement_group_bundle_index=next(free[s.node]))
+                for s in self.seats
             ]
             yield
 
@@ -129,7 +130,7 @@ class RayCluster:
             calls.append((self._node_command(allocation, other), there))
         if allocation.engine_nodes and engines:
             there = replace(call, head=None, resources=totals(engines))
-            cpus = cpus_of_engine_node(self._config, allocation)
+            cpus = cpus_of_engine_node(self._config, allocation, self.seats)
             calls.append((engine_node_command(allocation, cpus, python=sys.executable), there))
         steps = [
             await stack.enter_async_context(running_step(command, told.line(), allocation.folder))
@@ -182,7 +183,7 @@ class RayCluster:
                 await self.own(ray.shutdown)
 
     async def start_guard(self, number: int, order: Order) -> Guard:
-        """Start a server's guard at its site. Raises EngineError after ``rollout.server.start_seconds``."""
+        """Start a server's guard at seat ``number``. Raises EngineError after ``rollout.server.start_seconds``."""
         limit = self._config.rollout.server.start_seconds
         actor = await self.own(make_server_actor, self._places[number], number)
         try:
@@ -191,7 +192,9 @@ class RayCluster:
         except (TimeoutError, RayError) as error:
             await self.own(ray.kill, actor)
             why = f": {error}" if isinstance(error, RayError) else f" in rollout.server.start_seconds={limit:g}"
-            raise EngineError(f"Ray did not start server {number} on {self.seats[number].node}{why}") from error
+            raise EngineError(
+                f"Ray did not start server {self.seats[number].server} on {self.seats[number].node}{why}"
+            ) from error
         return ActorGuard(self.own, actor, order.log)
 
 

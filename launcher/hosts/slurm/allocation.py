@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launcher.wire.greetings import this_node
 from rl_megatron.config.sections.slurm import SlurmSection
+from rl_megatron.durable import write_atomically
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import beside, cut
 
@@ -66,9 +67,13 @@ class Allocation:
         """Tell the job's script on which node a rank died."""
         (self.folder / "failed_node").write_text(f"{node}\n")
 
+    def name_slow(self, nodes: Sequence[str]) -> None:
+        """Tell the job's script which nodes are slow, the slowest first; it may leave them out at the next restart."""
+        write_atomically(self.folder / "slow_nodes", "".join(f"{node}\n" for node in nodes).encode())
+
     def address(self) -> str:
         """This node's address for the other nodes; loopback if there are none."""
-        others = [node for nodes in self._by_role.values() for node in nodes if node != self.here]
+        others = [node for nodes in self.by_role.values() for node in nodes if node != self.here]
         if not others:
             return "127.0.0.1"
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -76,7 +81,7 @@ class Allocation:
             return str(probe.getsockname()[0])
 
     @property
-    def _by_role(self) -> dict[str, tuple[str, ...]]:
+    def by_role(self) -> dict[str, tuple[str, ...]]:
         """Nodes by role, in the order of a heterogeneous job's components."""
         engines = {"engines": self.engine_nodes} if self.engine_nodes else {}
         return {LEARNER: self.nodes, **self.separate, **engines}
@@ -86,10 +91,30 @@ class Allocation:
         return self._on(LEARNER)
 
     def _on(self, role: str) -> list[str]:
-        by_role = self._by_role
+        by_role = self.by_role
         if self.heterogeneous:
             return [f"--het-group={list(by_role).index(role)}"]
         return [f"--nodelist={','.join(by_role[role])}"] if len(by_role) > 1 else []
+
+    def everywhere(self, command: Sequence[str], cpus: int) -> list[list[str]]:
+        """For each role an srun command that runs ``command`` once on each of its nodes, beside other steps, with all
+        their memory and GPUs."""
+        every = [
+            (nodes, [f"--het-group={i}"] if self.heterogeneous else [f"--nodelist={','.join(nodes)}"])
+            for i, nodes in enumerate(self.by_role.values())
+        ]
+        how = ("--overlap", "--ntasks-per-node=1", f"--cpus-per-task={cpus}", "--mem=0")
+        return [
+            [*_OWN, "srun", *where, f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", *how, *command]
+            for nodes, where in every
+        ]
+
+    def on(self, node: str, command: Sequence[str]) -> list[str]:
+        """The srun command that runs ``command`` on one of the job's nodes, beside other steps."""
+        role = next(role for role, nodes in self.by_role.items() if node in nodes)
+        group = [f"--het-group={list(self.by_role).index(role)}"] if self.heterogeneous else []
+        where = (*group, "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--mem=0")
+        return [*_OWN, "srun", *where, *command]
 
     def separate_command(self, command: Sequence[str], role: str) -> list[str]:
         """An srun command for a role with its own nodes, with all their memory and GPUs."""

@@ -1,7 +1,8 @@
-"""Starts ranks on the nodes of a Slurm allocation: one srun step per role, one task per rank, which connects back.
+"""Starts ranks on the nodes of a Slurm allocation: one srun step per role, one task per node, whose ranks connect back.
 
 This file learns about the job from its environment alone. It leaves messages for the job's script in the folder of this
-attempt: ``requeue``, to be requeued and resume from the checkpoint, and ``failed_node``, the node where a rank died.
+attempt: ``requeue``, to be requeued and resume from the checkpoint, ``failed_node``, the node where a rank died, and
+``slow_nodes``, those that are slow.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.steps import first_end, running_step, step_command
 from launcher.hosts.threads import threads_per_rank
 from launcher.wire import channel
-from launcher.wire.greetings import Call
+from launcher.wire.greetings import Call, Muster
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Launcher, Roles, unheard
 from rl_megatron.placement.names import LEARNER, file_stem
@@ -65,8 +66,14 @@ class SlurmLauncher(Launcher):
                     device=config.learner.device,
                     role=each.role,
                 )
+                muster = Muster(
+                    call=call,
+                    nodes=each.nodes,
+                    ranks_per_node=each.ranks_per_node,
+                    folder=str(allocation.folder.absolute()),
+                )
                 command = self._command(config, each)
-                steps.append(await stack.enter_async_context(running_step(command, call.line(), allocation.folder)))
+                steps.append(await stack.enter_async_context(running_step(command, muster.line(), allocation.folder)))
             awaited = Awaited(
                 placement=placement,
                 separate=separate,
@@ -76,6 +83,7 @@ class SlurmLauncher(Launcher):
                 folder=allocation.folder,
                 files=f"step.txt and {', '.join(file_stem(p.role, '*') for p in (placement, *separate))}.txt",
                 blame=allocation.blame,
+                name_slow=allocation.name_slow,
             )
             yield await stack.enter_async_context(
                 learner(
@@ -93,9 +101,5 @@ class SlurmLauncher(Launcher):
     def _command(self, config: RunConfig, placement: Placement) -> list[str]:
         allocation, section = self._allocation, config.slurm
         if placement.role == LEARNER:
-            return step_command(
-                section, placement, allocation.folder, python=sys.executable, where=allocation.learner_options()
-            )
-        return allocation.separate_command(
-            step_command(section, placement, allocation.folder, python=sys.executable), placement.role
-        )
+            return step_command(section, placement, python=sys.executable, where=allocation.learner_options())
+        return allocation.separate_command(step_command(section, placement, python=sys.executable), placement.role)

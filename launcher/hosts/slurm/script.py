@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -18,8 +19,11 @@ _TEMPLATES = PACKAGE / "slurm"
 _UNREAD = re.compile(r"[^\w./+:=@,~-]")  # not allowed in a line of #SBATCH: quotes, %, spaces, newlines
 
 
-def job_script(config: RunConfig, *, folder: Path, python: str, package: Path) -> str:
+def job_script(
+    config: RunConfig, *, folder: Path, python: str, package: Path, command: Sequence[str] = ("train",)
+) -> str:
     """The job's script. It runs in ``folder``, where relative paths start; ``package`` is the folder of this code.
+    ``command`` of this program is train, which may come back, or rehearse with its options, which does not.
 
     Only ``slurm.setup`` is executed: other values are quoted, or have only characters without a meaning to bash and
     sbatch. Raises ConfigError for a run's folder with other characters.
@@ -52,6 +56,7 @@ def job_script(config: RunConfig, *, folder: Path, python: str, package: Path) -
         folder=folder,
         python=config.slurm.python or python,
         package=package,
+        command=command,
     )
 
 

@@ -12,31 +12,28 @@ from pathlib import Path
 
 from launcher.controller.handle import STOP_SECONDS
 from rl_megatron.config.sections.slurm import SlurmSection
-from rl_megatron.placement.names import file_stem
 from rl_megatron.placement.ranks import Placement
 
 logger = logging.getLogger(__name__)
 
 
-def step_command(
-    slurm: SlurmSection, placement: Placement, folder: Path, *, python: str, where: Sequence[str] = ()
-) -> list[str]:
-    """The srun command that starts all ranks, in the container if given; one output file per rank in ``folder``."""
+def step_command(slurm: SlurmSection, placement: Placement, *, python: str, where: Sequence[str] = ()) -> list[str]:
+    """The srun command that runs worker/node.py on every node, in the container if given; its tasks read a `Muster`."""
+    nodes, cores = len(placement.nodes), placement.ranks_per_node * (slurm.cpus_per_task or 0)
     return [
         "srun",
         *where,
-        f"--nodes={len(placement.nodes)}",
-        f"--ntasks={placement.dims.world_size}",
-        f"--ntasks-per-node={placement.ranks_per_node}",
-        "--distribution=block",
-        *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []),
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--ntasks-per-node=1",
+        *([f"--cpus-per-task={cores}"] if cores else []),
         "--kill-on-bad-exit=1",  # a rank that dies before it connects ends the step
-        f"--output={folder}/{file_stem(placement.role, '%t')}.txt",
-        *slurm.container_options(),
-        *slurm.container_prefix(),
+        "--label",  # output, which goes to step.txt, with the number of the node
+        *slurm.container_options(slurm.container),
+        *slurm.container_prefix(slurm.container),
         slurm.container_python if slurm.container else python,
         "-m",
-        "launcher.worker.remote",
+        "launcher.worker.node",
     ]
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from rl_megatron.options.device import DeviceKeys
 from rl_megatron.options.dtype import DtypeKeys
 from rl_megatron.options.experts import ExpertKeys
+from rl_megatron.options.gradients import GradientKeys
 from rl_megatron.options.head import HeadKeys
 from rl_megatron.options.layers import LayersKeys
+from rl_megatron.options.offload import OffloadKeys
 from rl_megatron.options.optimizer import OptimizerKeys
 from rl_megatron.options.pipeline import PipelineKeys
 from rl_megatron.options.recompute import RecomputeKeys
 from rl_megatron.options.replicas import ReplicaKeys
+from rl_megatron.options.routers import RouterKeys
 from rl_megatron.options.table import with_installed_keys
 from rl_megatron.options.tensor import TensorKeys
 from rl_megatron.section import OwnCode, Positive, PositiveFloat, Section
@@ -46,7 +50,9 @@ class WorldKeys(Section):
 
 @with_installed_keys
 class LearnerSection(  # pydantic takes the keys of the last base first
+    OffloadKeys,
     OptimizerKeys,
+    RouterKeys,
     WorldKeys,
     RecomputeKeys,
     HeadKeys,
@@ -56,11 +62,18 @@ class LearnerSection(  # pydantic takes the keys of the last base first
     PipelineKeys,
     TensorKeys,
     LayersKeys,
+    GradientKeys,
     DtypeKeys,
     ModelKeys,
     DeviceKeys,
 ):
     """The megatron-core learner. ``etp``, ``dp`` and ``threads`` default to values that follow from the other keys."""
+
+    moved: ClassVar[Mapping[str, str]] = {
+        "first_stage_layers": "learner.stage_layers, which has a number for each stage",
+        "last_stage_layers": "learner.stage_layers, which has a number for each stage",
+        "recompute_layers": "learner.recompute.uniform, 1 for true and null for false",
+    }
 
     @property
     def dims(self) -> ParallelDims:

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from rl_megatron.section import NonNegative, OwnCode, Positive, PositiveFloat, Section
+
+_NOT_OFFERED = {"nvfp4", "mxfp4", "mxfp8", "int4", "awq", "gptq", "fp4"}
 
 
 class ServerSection(Section):
@@ -26,8 +29,18 @@ class ServerSection(Section):
     """File that holds the bearer token of the running servers; the run makes a token for servers that it starts."""
     replicas: Positive = 1
     """Number of servers to start."""
+    nodes: Positive | None = None
+    """Nodes of each server; null: as few as its GPUs fill, with every tensor-parallel group inside one."""
     tp: Positive = 1
-    """Tensor-parallel degree of each server."""
+    """Tensor-parallel degree of each server's attention and dense layers."""
+    pp: Positive = 1
+    """Pipeline stages of each server."""
+    dp: Positive = 1
+    """Replicas of the attention inside each server, which share one set of experts; a model without experts takes more
+    ``replicas`` instead."""
+    ep: Positive = 1
+    """Expert-parallel degree of each server: tp * dp keeps each expert whole on one of a stage's GPUs, 1 cuts each over
+    all of them."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] | None = None
     """Share of a GPU's memory that a server takes for weights and cache, which leaves the rest to the learner; null:
     the engine's default, nearly all."""
@@ -56,16 +69,36 @@ class ServerSection(Section):
     is lost either way."""
     colocated: bool = False
     """Whether servers and learner take turns on the same accelerators: servers release their memory before the learner
-    trains or scores, and take it again at a push."""
+    trains or scores, and take it again at a push. On GPUs memory_fraction is needed too."""
     quantization: Literal["none", "fp8", "int8"] = "none"
     """Format to which each push quantises the servers' linear layers: none (learner.dtype), float8 with a scale for
-    each block of 128 x 128, or int8 with a scale for each output channel (docs/engines.md)."""
+    each block of 128 x 128, or int8 with a scale for each output channel (docs/engines.md). Over any transport."""
     probes: Literal["auto", "always"] = "auto"
     """When to compare servers' log-probs of fixed texts with the learner's. always: all texts at every weight version;
     auto: all texts at a server's first version, then one text if checksums cannot verify every tensor."""
     probe_tolerance: PositiveFloat | None = None
     """Largest difference of log-probs, in nats, at which ``probe`` accepts new weights; null: 1e-3 in float32, 0.25 in
     bfloat16, 1 with quantised weights."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of each server, one on each of its GPUs."""
+        return self.tp * self.pp * self.dp
+
+    def span(self, gpus_per_node: int) -> int:
+        """Nodes of each server, whose nodes have ``gpus_per_node`` GPUs; 0: it runs on CPUs."""
+        return self.nodes or (-(-self.ranks // gpus_per_node) if gpus_per_node else 1)
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _of_fewer_bits(cls, value: object) -> object:
+        if str(value).lower() in _NOT_OFFERED:
+            raise PydanticCustomError(
+                "not_offered",
+                "Input should be 'none', 'fp8' (128 x 128 blocks) or 'int8': {name} cannot be quantised at a push",
+                {"name": str(value).upper()},
+            )
+        return value
 
 
 class RolloutSection(Section):

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rl_megatron.config.sections.speeds import SpeedsSection
 from rl_megatron.section import NonNegative, Positive, PositiveFloat, Section
 
 Line = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\n\r]*$")]
@@ -34,16 +35,21 @@ class RoleNodesSection(Section):
     @property
     def shaped(self) -> bool:
         """Whether the job requests these nodes with other options than the learner's."""
-        return self.model_dump(exclude={"nodes"}) != type(self)().model_dump(exclude={"nodes"})
+        of_any = {"nodes", "container"}
+        return self.model_dump(exclude=of_any) != type(self)().model_dump(exclude=of_any)
 
 
 class EngineNodesSection(RoleNodesSection):
-    """Nodes for engine servers alone (vllm, sglang). All keys but ``nodes`` require ``slurm.heterogeneous``."""
+    """Nodes for engine servers alone (vllm, sglang). All keys but ``nodes`` and ``container`` require
+    ``slurm.heterogeneous``."""
 
     nodes: NonNegative = 0
     """Number of the servers' nodes, in addition to ``slurm.nodes``; 0: servers share the learner's nodes."""
     cpus_per_server: Positive | None = None
     """CPU cores of each server; null: as of a learner rank."""
+    container: Word | None = None
+    """Image of the container that servers run in, on whatever nodes; null: no container. ``rollout.python`` is an
+    interpreter inside the image; ``slurm.container_runtime`` and ``slurm.container_mounts`` hold for it too."""
 
 
 class CriticNodesSection(RoleNodesSection):
@@ -70,6 +76,7 @@ class SlurmSection(Section):
     nvlink_nodes: Positive = 1
     """Number of neighbouring nodes that NVLink joins, as the 18 nodes of 4 GPUs in a rack; tensor parallelism may span
     them."""
+    speeds: SpeedsSection = SpeedsSection()
     engines: EngineNodesSection = EngineNodesSection()
     critic: CriticNodesSection = CriticNodesSection()
     reference: ReferenceNodesSection = ReferenceNodesSection()
@@ -105,6 +112,9 @@ class SlurmSection(Section):
     """Most restarts of a run after a time limit."""
     restarts: NonNegative = 3
     """Most restarts of a run, without the failed node, after a rank died; other errors end the run."""
+    exclude_slow: NonNegative = 0
+    """Most nodes that the job leaves out from a restart on because the run named them slow (run.slow_factor); 0: slow
+    nodes are only named."""
     modules: Modules | None = None
     """Environment modules to load, separated by spaces."""
     setup: Line | None = None
@@ -113,13 +123,15 @@ class SlurmSection(Section):
     environment: Mapping[Variable, Line] = Field(default_factory=dict)
     """Environment variables of the job, by name."""
     python: Word | None = None
-    """Python interpreter of the job, on every node; null: the one that runs ``submit``."""
+    """Python interpreter of the job, on every node; null: the one that runs ``submit``. The controller runs in it,
+    outside of containers, and needs torch there."""
     container: Word | None = None
-    """Image of the container that ranks run in; null: no container."""
+    """Image of the container that ranks run in; null: no container. Servers have ``slurm.engines.container``; the
+    controller, which starts all of them by srun, is in none (slurm/README.md)."""
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
     """How ranks start in the container: by srun --container-image (pyxis), or by apptainer exec."""
     container_mounts: Word | None = None
-    """Folders to mount in the container, as in /data:/data,/home. It must see the run's folder and this package under
+    """Folders to mount in containers, as in /data:/data,/home. They must see the run's folder and this package under
     the same paths as outside."""
     container_python: Word = "python"
     """Python interpreter inside the image."""
@@ -143,16 +155,16 @@ class SlurmSection(Section):
         given = self.alone(role).gpus_per_node
         return self.gpus_per_node if given is None else given
 
-    def container_options(self) -> list[str]:
-        """The options of srun that make pyxis start the container."""
-        if self.container is None or self.container_runtime != "pyxis":
+    def container_options(self, image: str | None) -> list[str]:
+        """The options of srun that make pyxis start a container of ``image``; None: no container."""
+        if image is None or self.container_runtime != "pyxis":
             return []
         mounts = [f"--container-mounts={self.container_mounts}"] if self.container_mounts else []
-        return [f"--container-image={self.container}", *mounts]
+        return [f"--container-image={image}", *mounts]
 
-    def container_prefix(self) -> list[str]:
-        """The apptainer command that precedes a rank's own."""
-        if self.container is None or self.container_runtime != "apptainer":
+    def container_prefix(self, image: str | None) -> list[str]:
+        """The apptainer command that precedes the one to run in a container of ``image``; None: no container."""
+        if image is None or self.container_runtime != "apptainer":
             return []
         binds = [f"--bind={self.container_mounts}"] if self.container_mounts else []
-        return ["apptainer", "exec", *(["--nv"] if self.gpus_per_node else []), *binds, self.container]
+        return ["apptainer", "exec", *(["--nv"] if self.gpus_per_node else []), *binds, image]

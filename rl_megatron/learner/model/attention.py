@@ -69,6 +69,12 @@ class PackedAttention(MegatronModule):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedAttentionParams) -> Tensor:
         """As ``forward``, with queries and keys already rotated; values may have another width."""
+        return self.attend_laid_out(*self.lay_out(query, key, value, packed), packed)
+
+    def lay_out(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedAttentionParams
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gathers keys and values over CP, and pads all three for `attend_laid_out`: [t, heads, d] -> [slots, ...]."""
         if self.cp is not None:
             joined = torch.cat([key, value], -1).contiguous()
             widths = [key.shape[-1], value.shape[-1]]
@@ -77,6 +83,10 @@ class PackedAttention(MegatronModule):
             query = into_slots(query, packed.queries)
         if packed.keys is not None:
             key, value = into_slots(key, packed.keys), into_slots(value, packed.keys)
+        return query, key, value
+
+    def attend_laid_out(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedAttentionParams) -> Tensor:
+        """Attends what `lay_out` returns -> [t, h * d]."""
         output = self._attend(query, key, value, packed.classes)
         return output if packed.queries is None else from_slots(output, packed.queries)
 

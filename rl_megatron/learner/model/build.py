@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -26,7 +27,7 @@ from rl_megatron.learner.model.layers import RMSNorm, own_layer_spec, specialise
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.layers import uses_transformer_engine
+from rl_megatron.options.implementation import uses_transformer_engine
 from rl_megatron.options.option import Dtype
 from rl_megatron.options.table import keywords
 
@@ -97,7 +98,7 @@ def _expert_keywords(shape: ModelShape) -> dict[str, Any]:
         "moe_router_pre_softmax": router.score == "softmax" and not shape.normalize_top_k,
         "moe_router_score_function": router.score,
         "moe_grouped_gemm": True,
-        "moe_enable_routing_replay": True,  # costs nothing while no routes are replayed (`routing_replay`)
+        "moe_enable_routing_replay": True,  # costs nothing while no routes are replayed (`routers.replay`)
     }
     if shape.dense_layers:  # makes megatron name layers one by one in checkpoints
         out["moe_layer_freq"] = [int(layer in shape.moe_layers) for layer in range(shape.num_layers)]
@@ -140,6 +141,7 @@ def _build_chunk(shape: ModelShape, learner: LearnerSection, config: DecoderConf
             shape.rope_theta, shape.rotary_dim, shape.rope, model.rotary_pos_emb.inv_freq.device
         )
     _mark_tensor_parallel(model)
+    _mark_experts(model)
     if not fused:
         specialise(model)
     return model
@@ -153,6 +155,17 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
         for kind, dim in cut:
             if isinstance(module, kind) and module.weight is not None:
                 set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
+
+
+def _mark_experts(model: GPTModel) -> None:
+    """Mark experts' weights as reduced over the ranks that hold the same experts, and so optimized apart from the rest.
+
+    Megatron does so only where EP exceeds 1. Done at every degree, checkpoints have one form, whatever EP and ETP are.
+    """
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            for parameter in module.experts.parameters():
+                parameter.allreduce = False
 
 
 def _block_spec(

@@ -1,4 +1,4 @@
-"""Extends megatron's configuration of a decoder by the model's shape, which our layers read."""
+"""Extends megatron's configuration of a decoder by what our layers read: the model's shape and an option."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ class DecoderConfig(TransformerConfig):
     """Megatron's configuration, and the shape that it was made from."""
 
     shape: ModelShape = None  # type: ignore[assignment]  # megatron's fields before it have defaults
+    recompute_up_projections: bool = False
+    """Whether our latent attention discards queries, keys and values, and projects them again in the backward pass."""
 
 
 @dataclass
@@ -24,4 +26,4 @@ class LatentDecoderConfig(DecoderConfig, MLATransformerConfig):
 
 def device_of(config: TransformerConfig) -> torch.device:
     """The device that parameters are created on."""
-    return torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
+    return torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())

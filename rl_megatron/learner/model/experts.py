@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -24,6 +26,7 @@ class FusedExperts(MegatronModule):
     def __init__(self, num_local_experts: int, config: DecoderConfig, *, pg_collection: Any, **_: Any) -> None:
         super().__init__(config=config)
         self.groups, self.limit = pg_collection, config.shape.clamped_swiglu
+        self.recompute = config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
         n, h, f = num_local_experts, config.hidden_size, config.shape.expert_width
         sizes = {
             "gate_up_proj": (n, h, 2 * f),
@@ -34,12 +37,14 @@ class FusedExperts(MegatronModule):
         for name, size in sizes.items():
             parameter = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device_of(config)))
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)  # else norms count rank 0's alone
-            parameter.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             self.register_parameter(name, parameter)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Tokens [n, h] sorted by expert -> ([n, h], None), scaled by ``probs`` [n]."""
-        counts = tokens_per_expert.tolist()
+        compute = partial(self._compute, tokens_per_expert.tolist())
+        return (checkpoint(compute, False, x, probs) if self.recompute else compute(x, probs)), None
+
+    def _compute(self, counts: list[int], x: Tensor, probs: Tensor) -> Tensor:
         weights = (self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias)
         out = []
         for rows, prob, fc1, bias1, fc2, bias2 in zip(x.split(counts), probs.split(counts), *weights, strict=True):
@@ -47,7 +52,7 @@ class FusedExperts(MegatronModule):
             gate, up = inside[:, ::2].clamp(max=self.limit), inside[:, 1::2].clamp(-self.limit, self.limit)
             active = (up + 1) * gate * torch.sigmoid(_ALPHA * gate)
             out.append((torch.addmm(bias2, active, fc2) * prob[:, None]).to(x.dtype))
-        return torch.cat(out), None
+        return torch.cat(out)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -158,12 +158,15 @@ class _FromSlots(torch.autograd.Function):
         return grad.index_select(0, ctx.slots.row).index_fill_(0, ctx.slots.padding, 0), None
 
 
-def expert_mlp(x: Tensor, probs: Tensor, counts: list[int], fc1: list[Tensor], fc2: list[Tensor]) -> Tensor:
+def expert_mlp(
+    x: Tensor, probs: Tensor, counts: list[int], fc1: list[Tensor], fc2: list[Tensor], *, recompute: bool = False
+) -> Tensor:
     """``probs * fc2(silu(gate) * up)`` with ``gate, up = fc1(x)`` for rows [n, h] sorted by expert -> [n, h].
 
-    ``counts`` [E] rows of each expert, ``fc1[e]`` [2f, h], ``fc2[e]`` [h, f], ``probs`` [n].
+    ``counts`` [E] rows of each expert, ``fc1[e]`` [2f, h], ``fc2[e]`` [h, f], ``probs`` [n]. With ``recompute`` only
+    ``x`` and ``probs`` are kept, and the backward pass multiplies by ``fc1`` again, to the same bits.
     """
-    out: Tensor = _ExpertMLP.apply(x, probs, counts, *fc1, *fc2)  # type: ignore[no-untyped-call]
+    out: Tensor = _ExpertMLP.apply(x, probs, counts, recompute, *fc1, *fc2)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -171,14 +174,15 @@ class _ExpertMLP(torch.autograd.Function):
     """Computes one expert at a time from input to output, so its intermediate values stay in the processor's cache."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, probs: Tensor, counts: list[int], recompute: bool, *weights: Tensor) -> Tensor:
         out, hidden, windows = torch.empty_like(x), [], _windows(counts, x)
         for window, fc1, fc2 in zip(windows, weights, weights[len(counts) :], strict=False):
             inside = matmul_transposed(x[window.rows], fc1)
             gate, up = inside.chunk(2, -1)
             active = (F.silu(gate).mul_(up) * probs[window.rows, None]).to(x.dtype)
             out[window.own] = matmul_transposed(active, fc2)[window.inner]
-            hidden.append(inside)
+            if not recompute:
+                hidden.append(inside)
         ctx.save_for_backward(x, probs, *weights, *hidden)
         ctx.windows = windows
         return out
@@ -188,9 +192,11 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, probs, *rest = ctx.saved_tensors
         count = len(ctx.windows)
+        hidden = rest[2 * count :] or [None] * count
         grad_x, grad_probs = torch.empty_like(x), torch.empty_like(probs)
         grad_fc1, grad_fc2 = [], []
-        for window, fc1, fc2, inside in zip(ctx.windows, rest, rest[count:], rest[2 * count :], strict=False):
+        for window, fc1, fc2, saved in zip(ctx.windows, rest, rest[count:], hidden, strict=False):
+            inside = matmul_transposed(x[window.rows], fc1) if saved is None else saved
             prob = torch.zeros_like(probs[window.rows])[:, None]
             prob[window.inner, 0] = probs[window.own]  # 0 for other experts' rows: they add nothing to the gradients
             gate, up = inside.chunk(2, -1)
@@ -206,7 +212,7 @@ class _ExpertMLP(torch.autograd.Function):
             torch.ops.aten.silu_backward.grad_input(grad_active.mul_(up), gate, grad_input=grad_gate)
             grad_fc1.append(matmul_transposed(grad_inside.t(), x[window.rows].t()))
             grad_x[window.own] = matmul_transposed(grad_inside, fc1.t())[window.inner]
-        return grad_x, grad_probs, None, *grad_fc1, *grad_fc2
+        return grad_x, grad_probs, None, None, *grad_fc1, *grad_fc2
 
 
 class _Window(NamedTuple):

@@ -9,12 +9,14 @@ whole sequence.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -102,18 +104,30 @@ class LatentSelfAttention(MegatronModule):
         self, hidden: Tensor, *_: Any, packed_seq_params: PackedAttentionParams, **__: Any
     ) -> tuple[Tensor, Tensor | None]:
         """[t / tp, 1, h] -> ([t / tp, 1, h], None)."""
-        query, key, value = self._queries_keys_values(hidden, packed_seq_params)
-        attended = self.core_attention.attend(query, key, value, packed_seq_params)
+        project, down = partial(self._project_up, packed_seq_params), self._project_down(hidden)
+        again = None
+        if self.config.recompute_up_projections:
+            again = CheckpointWithoutOutput(fp8=None)  # its default wants TransformerEngine
+        query, key, value = again.checkpoint(project, *down) if again else project(*down)
+        attended = self.core_attention.attend_laid_out(query, key, value, packed_seq_params)
+        if again:
+            again.discard_output_and_register_recompute(attended)
         out: tuple[Tensor, Tensor | None] = self.linear_proj(attended[:, None])
         return out
 
-    def _queries_keys_values(self, hidden: Tensor, packed: PackedAttentionParams) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_down(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The latents of queries (``hidden`` itself if they have none) and of keys and values, and the shared key."""
         m = self.sizes
-        if m.query_rank is None:
-            query, _ = self.linear_q_proj(hidden)
-        else:
-            query, _ = self.linear_q_up_proj(self.linear_q_down_proj(hidden))
+        of_queries = hidden if m.query_rank is None else self.linear_q_down_proj(hidden)
         latent, shared = self.linear_kv_down_proj(hidden).split([m.kv_rank, m.rope_dim], -1)
+        return of_queries, latent, shared
+
+    def _project_up(
+        self, packed: PackedAttentionParams, of_queries: Tensor, latent: Tensor, shared: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, as attention takes them."""
+        m = self.sizes
+        query, _ = (self.linear_q_proj if m.query_rank is None else self.linear_q_up_proj)(of_queries)
         if self.config.sequence_parallel:
             shared = gather_from_sequence_parallel_region(shared.contiguous(), group=self.tp)
         up, _ = self.linear_kv_up_proj(latent)
@@ -124,7 +138,8 @@ class LatentSelfAttention(MegatronModule):
             packed.rotary = (angle.cos() * self.rotary_scale)[:, None], (angle.sin() * self.rotary_scale)[:, None]
         turned, shared = (rotate(_halves(x), *packed.rotary) for x in (turning, shared))
         query = torch.cat([still, turned], -1)
-        return query, torch.cat([key, shared.expand(-1, self.heads, -1)], -1), value
+        key = torch.cat([key, shared.expand(-1, self.heads, -1)], -1)
+        return self.core_attention.lay_out(query, key, value, packed)
 
 
 def _halves(x: Tensor) -> Tensor:

@@ -94,7 +94,6 @@ class GroupedColumnLinear(torch.nn.Module):
         for expert in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device_of(config)))
             set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
-            weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{expert}", weight)
 
     @property
@@ -140,7 +139,8 @@ class GroupedMLP(TEGroupedMLP):
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Tokens [n, h] sorted by expert -> ([n, h], None), scaled by ``probs`` [n]."""
-        return expert_mlp(x, probs, tokens_per_expert.tolist(), self.linear_fc1.weights, self.linear_fc2.weights), None
+        weights = self.linear_fc1.weights, self.linear_fc2.weights
+        return expert_mlp(x, probs, tokens_per_expert.tolist(), *weights, recompute=self.activation_recompute), None
 
 
 class LocalDispatcher(MoEAlltoAllTokenDispatcher):

@@ -1,14 +1,16 @@
-"""Measures how evenly routers balance the load over experts."""
+"""Measures how evenly routers balance the load over experts, and how sure they are."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from typing_extensions import override
 
@@ -18,14 +20,22 @@ from rl_megatron.types import Metric
 
 
 class ExpertLoadMeter(Observer):
-    """Hooks every router of this rank, and counts tokens [num_layers, num_experts] float32 since the last read."""
+    """Hooks every router of this rank, and counts tokens [num_layers, num_experts] float32 since the last read.
+
+    Adds up the entropy of each token's distribution over the experts, too.
+    """
 
     def __init__(self, models: Sequence[GPTModel], shape: ModelShape, device: torch.device) -> None:
-        self._counts = torch.zeros(shape.num_layers, shape.num_experts, device=device)
+        size, self._layers = (shape.num_layers, shape.num_experts), list(shape.moe_layers)
+        self._seen = torch.zeros(math.prod(size) + 2, device=device)
+        self._counts = self._seen[:-2].view(size)
+        self._entropies = self._seen[-2:]  # their sum, and their number
         for model in models:
             for layer in model.decoder.layers:
                 if layer.is_moe_layer:
-                    layer.mlp.router.register_forward_hook(self._hook(layer.layer_number - 1))
+                    router = layer.mlp.router
+                    router.register_forward_hook(self._hook(layer.layer_number - 1))
+                    router.gating = self._gating(router, router.gating)
 
     def _hook(self, layer: int) -> Any:
         def count(_module: Any, _inputs: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -33,24 +43,47 @@ class ExpertLoadMeter(Observer):
 
         return count
 
+    def _gating(self, router: TopKRouter, upstream: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def gating(states: Tensor) -> Tensor:
+            logits = upstream(states)
+            found = _entropies(logits.detach(), router.score_function)
+            self._entropies += torch.stack([found.sum(), found.new_tensor(found.numel())])
+            return logits
+
+        return gating
+
     @override
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        kept = self._counts.clone()
+        kept = self._seen.clone()
         try:
             yield
         finally:
-            self._counts.copy_(kept)
+            self._seen.copy_(kept)
 
     @override
     def read(self) -> dict[str, Metric[float]]:
-        """``moe/load_imbalance``: the most tokens of an expert over the mean, in the worst layer (1 is even).
+        """``moe/load_imbalance``: the most tokens of an expert over the mean, in the worst layer (1 is even);
+        ``moe/dead_experts``: share of experts without tokens; ``moe/routing_entropy``: of the uniform distribution's.
 
         Resets the counts. Empty for a model without experts.
         """
         if not self._counts.numel():
             return {}
-        dist.all_reduce(self._counts)
-        worst = (self._counts.amax(1) / self._counts.mean(1).clamp(min=1)).max().item()
-        self._counts.zero_()
-        return {"moe/load_imbalance": Metric(value=worst)}
+        dist.all_reduce(self._seen)
+        worst = (self._counts.amax(1) / self._counts.mean(1).clamp(min=1)).max()
+        dead = (self._counts[self._layers] == 0).float().mean()
+        entropy = self._entropies[0] / self._entropies[1].clamp(min=1)
+        names = ("moe/load_imbalance", "moe/dead_experts", "moe/routing_entropy")
+        values = torch.stack([worst, dead, entropy]).tolist()
+        self._seen.zero_()
+        return {name: Metric(value=value) for name, value in zip(names, values, strict=True)}
+
+
+def _entropies(logits: Tensor, score: str) -> Tensor:
+    """[..., E] -> [...]: entropy of the router's distribution, over that of the uniform one."""
+    log_p = logits.float().log_softmax(-1)
+    if score == "sigmoid":
+        log_p = torch.nn.functional.logsigmoid(logits.float())
+        log_p = log_p - log_p.logsumexp(-1, keepdim=True)
+    return -(log_p.exp() * log_p).sum(-1) / math.log(max(logits.shape[-1], 2))

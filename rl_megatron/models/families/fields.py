@@ -5,7 +5,7 @@ A key that is null or not there is as transformers' default for its family, or a
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -17,6 +17,7 @@ _Length = Annotated[int, Field(ge=0, le=1 << 31)] | None
 _Width = Annotated[int, Field(ge=1, le=1 << 31)] | None
 _Number = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
 _Share = Annotated[float, Field(gt=0, le=1)] | None
+_Edge = Annotated[int, Field(ge=1, le=1 << 31)]
 _Flag = bool | None
 _Text = str | None
 
@@ -40,12 +41,34 @@ class RopeFields(JsonFields):
     partial_rotary_factor: _Share = None
 
 
+class NumberFields(JsonFields):
+    """``weights`` of a group of modules, in a ``quantization_config`` of compressed-tensors."""
+
+    type: _Text = None
+    num_bits: _Count = None
+    strategy: _Text = None
+    group_size: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
+    block_structure: list[_Edge] | str | None = None
+    symmetric: _Flag = None
+    actorder: bool | str | None = None
+
+
+class GroupFields(JsonFields):
+    """A group of modules, in a ``quantization_config`` of compressed-tensors."""
+
+    format: _Text = None
+    weights: NumberFields | None = None
+
+
 class QuantizationFields(JsonFields):
     """``quantization_config``."""
 
     quant_method: _Text = None
     fmt: _Text = None
-    weight_block_size: list[Annotated[int, Field(ge=1, le=1 << 31)]] | None = None
+    weight_block_size: list[_Edge] | None = None
+    format: _Text = None
+    config_groups: dict[str, GroupFields] | None = None
+    transform_config: dict[str, Any] | None = None
 
 
 class ConfigFields(JsonFields):

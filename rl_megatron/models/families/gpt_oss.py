@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config.errors import shorten
-from rl_megatron.errors import ConfigError
 from rl_megatron.models.families.common import SILU, decoder_fields, given, refuse_others, windows
 from rl_megatron.models.shape import ModelShape, Router
 
@@ -14,11 +12,6 @@ from rl_megatron.models.shape import ModelShape, Router
 def read(raw: dict[str, Any], path: Path) -> ModelShape:
     """gpt-oss: every other layer sees a window, each head has a sink, all linears but the output's have biases."""
     refuse_others(raw, path, {**SILU, "attention_bias": True, "swiglu_alpha": 1.702})
-    if "quantization_config" in raw:
-        kind = (raw.get("quantization_config") or {}).get("quant_method")
-        raise ConfigError(
-            f"{path}: quant_method={shorten(kind)} is not supported; convert the checkpoint to bfloat16 first"
-        )
     kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(raw["num_hidden_layers"])]
     return ModelShape(
         **decoder_fields(raw, path),

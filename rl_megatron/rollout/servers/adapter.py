@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from rl_megatron.errors import EngineError
+from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.checks.reports import Report
@@ -21,18 +21,35 @@ class StartOptions:
     python: Path
     model_folder: Path
     bare_folder: Path  # holds the model's config.json, no weights
-    host: str  # the only address that it listens on
-    port: int  # on ``host``
+    host: str  # this node's address, the only one that it listens on
+    port: int  # on ``head``; the first of a block of neighbouring ports that are its own
+    nodes: int = 1  # that the server spans
+    node: int = 0  # the number of this node among them; the first answers requests
+    head: str  # the address of the first
     device: str  # cpu or an accelerator
     dtype: str
     quantization: str  # format of its weights, or none
     max_length: int  # tokens of a prompt and its completion
     slots: int
     tp: int
+    pp: int
+    dp: int  # replicas of the attention
+    ep: int
     memory_fraction: float | None
     colocated: bool  # whether it releases memory between phases
     routes: bool  # whether requests ask for routes
     extra: tuple[str, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the whole server."""
+        return self.tp * self.pp * self.dp
+
+    def refuse_extra(self, keys: Mapping[str, str]) -> None:
+        """Raises ConfigError if ``extra`` has an option that a key sets: ``keys`` by option."""
+        for given in self.extra:
+            if (key := keys.get(given.partition("=")[0])) is not None:
+                raise ConfigError(f"rollout.server.options has {given}, which rollout.server.{key} sets; use that key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +74,9 @@ class Description:
 
 class Sampling(Protocol):
     """Samples, scores and describes a server. Every method raises as `Server` does."""
+
+    async def ping(self, server: Server) -> None:
+        """Have every rank of an idle server answer; for one whose /health does not ask them all."""
 
     async def describe(self, server: Server) -> Description:
         """Ask the server what it is, and what it lacks."""
@@ -120,7 +140,7 @@ class Running(Protocol):
     """Starts and pauses an engine, and releases its memory. Every method but ``command`` raises as `Server` does."""
 
     def command(self, options: StartOptions) -> Command:
-        """The command that starts a server. Raises ConfigError for options that it does not support."""
+        """The command that starts a server on one of its nodes. Raises ConfigError for options without support."""
         ...
 
     async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
@@ -147,6 +167,10 @@ class Adapter(Sampling, Loading, Running, Protocol):
     module: str  # its interpreter must be able to import it
     tested: str  # the version it was tested with
     renormalises_top_p: bool  # whether log-probs are of the distribution after top_p
+
+    def gpu_problem(self, quantization: str, extra: Sequence[str], capability: float) -> str:
+        """Why it cannot serve weights of a format on GPUs of a compute capability, with ``extra`` options; or empty."""
+        return ""
 
 
 class ForeignWeights(EngineError):

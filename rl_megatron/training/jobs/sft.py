@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.packing import pack
+from rl_megatron.data.packing import packer_of
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.data.samples import supervised_samples
 from rl_megatron.interfaces import Learner, Roles
@@ -47,15 +47,11 @@ class Supervised:
         c, self.number = self.config, number
         prompts = self.prompts.take(c.warm_start.batch_size)
         samples = supervised_samples(prompts, [p.answer for p in prompts], self.tokenizer)
-        batch = pack(
-            samples,
-            dims=c.learner.dims,
-            max_tokens=c.learner.max_tokens_per_micro_batch,
-            attention_cost=self.attention_cost,
-        )
+        batch = packer_of(c.learner, attention_cost=self.attention_cost).pack(samples)
         rate = c.warm_start.learning_rate
         made = await self.optimizer_steps.step(self.roles.policy, batch, CrossEntropy(), rate, prompts)
-        return {**self._row(), "warm_start/loss": None if made is None else made.loss}
+        loss = None if made is None else made.loss
+        return {**self._row(), "warm_start/loss": loss, **self.roles.rank_metrics()}
 
     def _row(self) -> Row:
         return {"step": 0, "phase": "warm_start", "warm_start/step": self.number}

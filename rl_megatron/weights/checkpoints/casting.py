@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from rl_megatron.weights.boxes import Shape
+from rl_megatron.weights.boxes import Box, Shape
 from rl_megatron.weights.bytes.bits import to_bits, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.streaming import Copy, OnBytes, Sliceable, Streamed
 from rl_megatron.weights.formats.block_scales import BLOCK, SCALES, is_quantised
-from rl_megatron.weights.formats.quantize import block_scales, dequantise, quantise
+from rl_megatron.weights.formats.quantised import Quantised
+from rl_megatron.weights.formats.quantize import block_scales, quantise, read_quantised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,21 +33,20 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scaled:
-    """A stored float8 weight, dequantised box by box as it is read."""
+class Dequantised:
+    """A quantised weight, dequantised box by box as it is read. ``parts`` are its tensors, with their dtypes."""
 
-    weight: Bits
-    scales: Bits
-    scale_dtype: DType
-    edges: tuple[int, int]
+    weight: Quantised
+    parts: Mapping[str, tuple[Bits, DType]]
     wanted: DType
 
     def __getitem__(self, box: tuple[slice, ...]) -> Bits:
-        rows, columns = box
-        weight = to_tensor(self.weight[box].copy(), DType.F8_E4M3)
-        scales = to_tensor(self.scales.copy(), self.scale_dtype)
-        values = dequantise(weight, scales, (rows.start, columns.start), self.edges)
+        values = read_quantised(self.weight, tuple((cut.start, cut.stop) for cut in box), self._part)
         return to_bits(values.to(getattr(torch, self.wanted)))
+
+    def _part(self, name: str, box: Box) -> Tensor:
+        bits, dtype = self.parts[name]
+        return to_tensor(np.array(bits[tuple(slice(*edge) for edge in box)]), dtype)  # a copy; of a scalar, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

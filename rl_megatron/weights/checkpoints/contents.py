@@ -14,6 +14,7 @@ from rl_megatron.weights.checkpoints.kind import is_megatron, total_bytes
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 
+_BESIDE = ("_scale_inv", "_scales", "_scale", ".weight_shape")  # a weight that is quantised
 _STATE = {  # megatron's optimizer state, by the prefix of its names
     "optimizer.state.param.": "optimizer: float32 weights",
     "optimizer.state.exp_avg_sq.": "optimizer: second moments",
@@ -62,7 +63,7 @@ def contents(folder: Path) -> Contents:
 def _hugging_face(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     for name in weight_files(folder)[0]:
         for tensor, entry in read_header(MappedFile(folder / name)).items():
-            what = "block scales" if tensor.endswith(("_scale_inv", "_scales")) else _kind(tensor)
+            what = "scales of quantised weights" if tensor.endswith(_BESIDE) else _kind(tensor)
             yield what, str(entry.dtype), entry.shape
 
 

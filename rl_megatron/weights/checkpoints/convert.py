@@ -8,13 +8,13 @@ result gets its own name only when it is complete.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rl_megatron.digests import digest_of
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.bytes.dtypes import DType
@@ -22,6 +22,7 @@ from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies, write_safetensors
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import index_files, megatron_copies, write_chunks
+from rl_megatron.weights.checkpoints.megatron_names import has_draft
 from rl_megatron.weights.checkpoints.streaming import (
     Copy,
     Files,
@@ -30,8 +31,9 @@ from rl_megatron.weights.checkpoints.streaming import (
     Sink,
     Streamed,
     in_files,
-    write_files,
 )
+from rl_megatron.weights.checkpoints.torch_dist import read_index
+from rl_megatron.weights.checkpoints.writing import Share, write_files
 from rl_megatron.weights.formats.block_scales import quantization_config
 from rl_megatron.weights.formats.hf_folder import (
     INDEX,
@@ -46,6 +48,8 @@ from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, rea
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.plan import plan
 
+_ALL = Share()
+
 
 def hf_to_megatron(
     source: Path,
@@ -55,13 +59,15 @@ def hf_to_megatron(
     dtype: DType | None = None,
     shard_bytes: int = 1 << 30,
     on_bytes: OnBytes = lambda n: None,
-) -> None:
+    share: Share = _ALL,
+) -> list[int]:
     """Write the Hugging Face folder as a ``torch_dist`` checkpoint that loads at any TP, PP, EP and ETP.
 
     Copies config.json, tokenizer and chat template, so that the conversion back needs nothing else. Dequantises
     block-scaled float8 to ``dtype``, or to config.json's dtype. ``family`` is one of the user's own, as `read_shape`
-    takes it. Raises CheckpointError, WeightError or ConfigError naming what is missing, truncated, unknown, misshapen
-    or not a number; ``out`` is then complete or absent.
+    takes it. Returns the shares that lack files, as `write_files`. Raises CheckpointError,
+    WeightError or ConfigError naming what is missing, truncated, unknown, misshapen or not a number; ``out`` is then
+    complete or absent.
     """
     if dtype is DType.F8_E4M3:
         raise ConfigError("dtype=float8_e4m3fn: a megatron checkpoint cannot hold block scales; set another dtype")
@@ -89,7 +95,8 @@ def hf_to_megatron(
         index_files(folder, sinks, notes, stacked=shape.uniform)
         _copy_companions(source, folder, {dtype} if dtype else set())
 
-    write_files(source, out, sinks, files, on_bytes, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
+    options = _options(source, family, dtype, shard_bytes)
+    return write_files(source, out, sinks, files, on_bytes, finish, options=options, share=share)
 
 
 def megatron_to_hf(
@@ -101,7 +108,8 @@ def megatron_to_hf(
     dtype: DType | None = None,
     shard_bytes: int = 2 * 10**9,
     on_bytes: OnBytes = lambda n: None,
-) -> None:
+    share: Share = _ALL,
+) -> list[int]:
     """Write a ``torch_dist`` checkpoint, saved in any layout, as a Hugging Face folder.
 
     ``config`` is a folder with config.json and tokenizer if the checkpoint has none. float8_e4m3fn quantises linear
@@ -129,16 +137,24 @@ def megatron_to_hf(
         quantization = quantization_config([(tensor.name, tensor.shape) for tensor in tensors]) if quantise else None
         _copy_companions(companion, folder, {plain[0].dtype}, quantization)
 
-    write_files(source, out, sinks, files, on_bytes, finish, options={"dtype": str(dtype), "shard_bytes": shard_bytes})
+    options = _options(companion, family, dtype, shard_bytes)
+    return write_files(source, out, sinks, files, on_bytes, finish, options=options, share=share)
+
+
+def _options(companion: Path, family: str | None, dtype: DType | None, shard_bytes: int) -> dict[str, object]:
+    """What the files depend on beside their source."""
+    config = digest_of((companion / "config.json").read_bytes()).xxh3_128
+    return {"config": config, "family": family, "dtype": dtype, "shard_bytes": shard_bytes}
 
 
 def left_out(source: Path, config: Path | None = None, family: str | None = None) -> str | None:
     """A line to show about tensors in ``source`` that are never converted; None if there are none.
 
-    ``config`` is a folder with config.json if ``source`` has none. Our megatron checkpoints have no such tensors.
+    ``config`` is a folder with config.json if ``source`` has none.
     """
+    told = "multi-token prediction is not trained and not converted; the new config.json has none"
     if is_megatron(source):
-        return None
+        return f"mtp: {told}" if has_draft(read_index(source)[0]) else None
     shape = read_shape(config or source, family)
     if not shape.draft_layers:
         return None
@@ -148,7 +164,7 @@ def left_out(source: Path, config: Path | None = None, family: str | None = None
     if not held:
         return None
     layers = ", ".join(f"model.layers.{layer}" for layer in held)
-    return f"{layers}: multi-token prediction is not trained and not converted; the new config.json has none"
+    return f"{layers}: {told}"
 
 
 def hf_tensors(folder: Path, config: Path | None = None, family: str | None = None) -> tuple[list[Copy], Files]:
@@ -189,5 +205,6 @@ def _copy_companions(
     source: Path, folder: Path, dtypes: set[DType], quantization: dict[str, Any] | None = None
 ) -> None:
     for path in companions(source):
-        shutil.copyfile(path, folder / path.name)
-    (folder / "config.json").write_text(config_text(source, {str(dtype) for dtype in dtypes}, quantization))
+        write_atomically(folder / path.name, path.read_bytes())
+    text = config_text(source, {str(dtype) for dtype in dtypes}, quantization)
+    write_atomically(folder / "config.json", text.encode())

@@ -5,7 +5,7 @@ No torch, unless numbers are dequantised on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -17,32 +17,32 @@ from rl_megatron.weights.boxes import Shape, whole_box
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, header_bytes
 from rl_megatron.weights.checkpoints.streaming import Copy, Files, Fragment, OnBytes, Sliceable, Streamed, numbers
-from rl_megatron.weights.formats.block_scales import Blocks
 from rl_megatron.weights.formats.hf_folder import (
     is_draft,
     raise_misfits,
     raise_uncounted,
     read_headers,
 )
+from rl_megatron.weights.formats.quantised import Quantised
 from rl_megatron.weights.layouts.families import hf_layout
 
 
 def hf_copies(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[list[Copy], Files]:
-    """Every tensor of a folder in its stored dtype; block-scaled ones dequantised to ``dtype`` or config.json's.
+    """Every tensor of a folder in its stored dtype; quantised ones dequantised to ``dtype`` or config.json's.
 
     Raises CheckpointError, WeightError or ConfigError naming what is missing, truncated, unknown or misshapen.
     """
     headers = read_headers(source)
     files = Files([source / name for name in dict.fromkeys(name for name, _ in headers.entries.values())])
     weights = {name: size for name, size in headers.shapes.items() if not is_draft(name, shape)}
-    raise_uncounted(source, len(weights), hf_layout(shape))
-    raise_misfits(str(source), weights, hf_layout(shape).local_shapes(0))
+    layout = hf_layout(shape)
+    raise_uncounted(source, len(weights), layout)
+    raise_misfits(str(source), weights, layout.local_shapes(0))
     homes = {tensor: (entry, files[source / name]) for tensor, (name, entry) in headers.entries.items()}
     tensors = []
     for name in weights:
-        if headers.blocks is not None and name in headers.scales:
-            scales = homes[headers.scales[name]]
-            tensors.append(_scaled(name, homes[name], scales, headers.blocks, dtype or headers.blocks.dtype))
+        if weight := headers.quantised.get(name):
+            tensors.append(_dequantised(name, weight, homes, dtype or weight.scheme.dtype))
         else:
             entry, file = homes[name]
             tensors.append(_stored(name, entry.shape, entry.dtype, partial(entry.view, file)))
@@ -54,22 +54,15 @@ def _stored(name: str, shape: Shape, dtype: DType, source: Callable[[], Sliceabl
     return Copy(name=name, shape=shape, dtype=dtype, fragments=(Fragment(box=box, source=source, src_box=box),))
 
 
-def _scaled(
-    name: str, weight: tuple[Entry, MappedFile], scales: tuple[Entry, MappedFile], blocks: Blocks, dtype: DType
-) -> Copy:
-    from rl_megatron.weights.checkpoints.casting import Scaled
+def _dequantised(name: str, weight: Quantised, homes: Mapping[str, tuple[Entry, MappedFile]], dtype: DType) -> Copy:
+    from rl_megatron.weights.checkpoints.casting import Dequantised
 
-    def source() -> Scaled:
-        (numbers, file), (factors, other) = weight, scales
-        return Scaled(
-            weight=numbers.view(file),
-            scales=factors.view(other),
-            scale_dtype=factors.dtype,
-            edges=blocks.edges,
-            wanted=dtype,
-        )
+    def source() -> Dequantised:
+        parts = {part: homes[part] for part in (weight.numbers, weight.scales)}
+        views = {part: (entry.view(file), entry.dtype) for part, (entry, file) in parts.items()}
+        return Dequantised(weight=weight, parts=views, wanted=dtype)
 
-    return _stored(name, weight[0].shape, dtype, source)
+    return _stored(name, weight.shape, dtype, source)
 
 
 def write_safetensors(file: IO[bytes], tensors: Sequence[Streamed], on_bytes: OnBytes) -> list[dict[str, object]]:

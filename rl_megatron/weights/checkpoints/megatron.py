@@ -12,10 +12,10 @@ from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.boxes import Box, Shape, intersect, shift, volume, whole_box
 from rl_megatron.weights.bytes.dtypes import Bits, DType
+from rl_megatron.weights.checkpoints.megatron_names import Home, find_homes, place_of
 from rl_megatron.weights.checkpoints.streaming import Copy, Files, Fragment, OnBytes, Sink, Streamed, numbers
 from rl_megatron.weights.checkpoints.torch_dist import (
     Chunk,
-    place_of,
     read_index,
     read_tensor,
     write_index,
@@ -32,33 +32,27 @@ def megatron_copies(source: Path, shape: ModelShape) -> tuple[list[Copy], Files]
     Raises CheckpointError or WeightError naming what is missing, truncated or of another model.
     """
     sizes, chunks = read_index(source)
-    files = _opened(source, sorted({c.file for c in chunks}))
-    by_key: dict[str, list[Chunk]] = {}
-    for chunk in chunks:
-        by_key.setdefault(chunk.key, []).append(chunk)
     hf, megatron = hf_layout(shape), megatron_layout(shape)  # the order of rows on one rank is that of any file
     raise_uncounted(source, sum(prod(size) for size in sizes.values()), megatron)
-    places = {param: place_of(param, stacked=shape.uniform) for param in megatron.local_shapes(0)}
-    missing = sorted({key for key, _ in places.values()} - by_key.keys())
-    if missing:
-        raise WeightError(f"{source} lacks {', '.join(missing[:20])}; its config.json describes another model")
+    homes = find_homes(source, megatron, sizes, {chunk.key: chunk.dtype for chunk in chunks})
+    depths = {home.key: len(home.index) for found in homes.values() for home in found}
+    held = [chunk for chunk in chunks if chunk.key in depths]
+    files = _opened(source, sorted({chunk.file for chunk in held}))
     at: dict[tuple[str, Shape], list[Chunk]] = {}
-    for key, held in by_key.items():
-        depth = max((len(index) for k, index in places.values() if k == key), default=0)
-        for chunk in held:
-            for index in _indices(chunk, depth):
-                at.setdefault((key, index), []).append(chunk)
+    for chunk in held:
+        for index in _indices(chunk, depths[chunk.key]):
+            at.setdefault((chunk.key, index), []).append(chunk)
     fragments: dict[str, list[Fragment]] = {}
     kinds: dict[str, DType] = {}
     for piece in plan(hf, megatron).receives(0):
-        key, index = places[piece.dst_param]
-        for chunk in at.get((key, index), []):
-            cut = intersect(piece.dst_box, _box(chunk, len(index)))
-            if cut is not None:
-                view = partial(read_tensor, files[source / chunk.file], chunk)
-                fragment = _fragment(cut, chunk, index, piece.dst_box, piece.src_box, view)
-                fragments.setdefault(piece.src_param, []).append(fragment)
-                kinds[piece.src_param] = chunk.dtype
+        for home in homes[piece.dst_param]:
+            for chunk in at.get((home.key, home.index), []):
+                cut = intersect(piece.dst_box, _box(chunk, home))
+                if cut is not None:
+                    view = partial(read_tensor, files[source / chunk.file], chunk)
+                    fragment = _fragment(cut, chunk, home, piece.dst_box, piece.src_box, view)
+                    fragments.setdefault(piece.src_param, []).append(fragment)
+                    kinds[piece.src_param] = chunk.dtype
     wanted = hf.local_shapes(0)
     short = [
         f"{name}: {sum(volume(p.box) for p in fragments.get(name, ()))} of {prod(size)} elements"
@@ -89,16 +83,18 @@ def _indices(chunk: Chunk, depth: int) -> Iterator[Shape]:
     yield from out
 
 
-def _fragment(cut: Box, chunk: Chunk, index: Shape, box: Box, hf_box: Box, view: Callable[[], Bits]) -> Fragment:
-    depth = len(index)
-    inside = shift(cut, _box(chunk, depth), whole_box(chunk.sizes[depth:]))
-    lead = tuple(i - o for i, o in zip(index, chunk.offsets[:depth], strict=True))
+def _fragment(cut: Box, chunk: Chunk, home: Home, box: Box, hf_box: Box, view: Callable[[], Bits]) -> Fragment:
+    depth = len(home.index)
+    inside = shift(cut, _box(chunk, home), whole_box(chunk.sizes[depth:]))
+    lead = tuple(i - o for i, o in zip(home.index, chunk.offsets[:depth], strict=True))
     return Fragment(box=shift(cut, box, hf_box), source=lambda: view()[lead], src_box=inside)
 
 
-def _box(chunk: Chunk, depth: int) -> Box:
-    """The chunk's box in each parameter of its stack; the stack's first ``depth`` dims number the parameters."""
-    return tuple((o, o + s) for o, s in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True))
+def _box(chunk: Chunk, home: Home) -> Box:
+    """The chunk's box in the parameter; the tensor's leading dims number parameters."""
+    depth = len(home.index)
+    box = tuple((o, o + s) for o, s in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True))
+    return tuple((low + home.first, high + home.first) for low, high in box[:1]) + box[1:]
 
 
 def write_chunks(

@@ -6,7 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,16 +29,30 @@ from rl_megatron.weights.formats.hf_folder import (
     raise_uncounted,
     read_headers,
 )
-from rl_megatron.weights.formats.quantize import dequantise
+from rl_megatron.weights.formats.quantize import read_quantised
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.plan import plan
+
+
+class TensorSource(Protocol):
+    """The tensors of a Hugging Face checkpoint, whole or made up."""
+
+    folder: Path
+
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of every tensor by name, as if nothing was quantised."""
+        ...
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of one tensor, on the CPU."""
+        ...
 
 
 class HFFolder:
     """The tensors of an HF folder, one file or sharded with an index. The constructor reads only the headers.
 
-    Block-scaled float8 weights read as float32. Raises CheckpointError that names every missing or torn file,
-    WeightError that names every tensor that is not in its file of the index, or whose block scales do not fit.
+    Quantised weights read as float32. Raises CheckpointError that names every missing or torn file, WeightError that
+    names every tensor that is not in its file of the index, or whose scales do not fit.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,20 +64,21 @@ class HFFolder:
         self._home = {tensor: opened[name] for tensor, name in homes.items()}
 
     def shapes(self) -> dict[str, Shape]:
-        """The shape of every tensor by name, without block scales."""
+        """The shape of every tensor by name, as if nothing was quantised."""
         return self._shapes
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of one tensor, in the file's dtype, on the CPU. Reads only the box."""
-        piece: Tensor = self._home[name].get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
-        blocks, beside = self._headers.blocks, self._headers.scales.get(name)
-        if blocks is None or beside is None:
-            return piece
-        scales: Tensor = self._home[beside].get_tensor(beside)
-        return dequantise(piece, scales, [start for start, _ in box], blocks.edges)
+        weight = self._headers.quantised.get(name)
+        return self._part(name, box) if weight is None else read_quantised(weight, box, self._part)
+
+    def _part(self, name: str, box: Box) -> Tensor:
+        file = self._home[name]
+        piece: Tensor = file.get_slice(name)[tuple(slice(*edge) for edge in box)] if box else file.get_tensor(name)
+        return piece
 
 
-def read_boxes(source: HFFolder, hf: Layout, layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> None:
+def read_boxes(source: TensorSource, hf: Layout, layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> None:
     """Fill ``tensors``, those of ``rank`` in ``layout`` by local name, in place; padding becomes zero.
 
     ``hf`` is the layout of ``source`` itself. Values are cast to each tensor's dtype. Raises WeightError naming

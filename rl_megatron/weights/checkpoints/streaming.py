@@ -1,17 +1,12 @@
-"""Assembles tensors from pieces of other files' tensors, file by file, in bounded memory. A kill costs one file.
+"""Assembles tensors from pieces of other files' tensors, in bounded memory.
 
-Input is memory-mapped. Whole rows are written straight from the map; other pieces are assembled in blocks of a MiB.
-Each file is written under a temporary name, synced and renamed, beside its writer's notes; the folder gets its final
-name when it is complete. No torch: bytes are copied unchanged.
+Input is memory-mapped. Whole rows are written straight from the map; other pieces are assembled in blocks of a MiB. No
+torch: bytes are copied unchanged.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,16 +14,13 @@ from typing import IO, Protocol
 
 import numpy as np
 
-from rl_megatron.durable import publish_folder, sync, write_atomically
-from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.errors import WeightError
 from rl_megatron.weights.boxes import Box, Shape
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.bytes.mapped import MappedFile
 
 BLOCK_BYTES = 1 << 20  # written at once, while it is still in the cache
 FORGET_BYTES = 128 << 20  # a thread drops the pages of its input after so many bytes
-_FILES_A_CORE = 2  # written at once: while one waits for the disk to sync, another is copied
-_JOURNAL = "conversion.json"
 
 OnBytes = Callable[[int], None]
 """Called with the bytes of output since its last call."""
@@ -184,80 +176,3 @@ def in_files(tensors: Sequence[Streamed], limit: int) -> list[list[Streamed]]:
         groups[-1].append(tensor)
         free -= tensor.num_bytes
     return groups
-
-
-def write_files(
-    source: Path,
-    out: Path,
-    sinks: Sequence[Sink],
-    files: Files,
-    on_bytes: OnBytes,
-    finish: Callable[[Path, Mapping[str, list[dict[str, object]]]], None],
-    *,
-    options: Mapping[str, object],
-) -> None:
-    """Write the missing ``sinks`` into a hidden folder beside ``out``, call ``finish`` and rename the folder.
-
-    If a killed run with the same source and ``options`` left a folder, its complete files are kept. Raises
-    CheckpointError if ``out`` exists or the disk is full; WeightError as `numbers`.
-    """
-    if out.exists():
-        raise CheckpointError(f"{out} exists; remove it or give another name")
-    partial_folder = out.with_name(f".{out.name}.partial")
-    journal = {"source": _fingerprint(source), "files": [s.name for s in sinks], **options}
-    path = partial_folder / _JOURNAL
-    if not path.is_file() or path.read_bytes() != json.dumps(journal).encode():
-        shutil.rmtree(partial_folder, ignore_errors=True)
-        partial_folder.mkdir(parents=True)
-        write_atomically(path, json.dumps(journal).encode())
-    notes: dict[str, list[dict[str, object]]] = {}
-    with ThreadPoolExecutor(_FILES_A_CORE * len(os.sched_getaffinity(0))) as pool:
-        written = pool.map(lambda sink: _write_file(partial_folder, sink, files, on_bytes), sinks)
-        try:
-            notes.update(zip((sink.name for sink in sinks), written, strict=True))
-        except WeightError:  # the source is bad: another attempt would fail too
-            pool.shutdown(cancel_futures=True)
-            shutil.rmtree(partial_folder)
-            raise
-        except OSError as error:
-            pool.shutdown(cancel_futures=True)
-            raise CheckpointError(
-                f"{partial_folder}: {error.strerror or error}; complete files stay there, and running the same command "
-                "again continues with them"
-            ) from error
-    finish(partial_folder, notes)
-    for left in (path, *partial_folder.glob("*.notes")):
-        left.unlink()
-    publish_folder(partial_folder, out)
-
-
-def _write_file(folder: Path, sink: Sink, files: Files, on_bytes: OnBytes) -> list[dict[str, object]]:
-    final, notes_path = folder / sink.name, folder / f"{sink.name}.notes"
-    if final.is_file():  # left by a killed conversion
-        on_bytes(sum(tensor.num_bytes for tensor in sink.tensors))
-        kept: list[dict[str, object]] = json.loads(notes_path.read_text())
-        return kept
-    since = 0
-
-    def counted(n: int) -> None:
-        nonlocal since
-        since += n
-        if since > FORGET_BYTES:
-            files.forget()
-            since = 0
-        on_bytes(n)
-
-    temporary = folder / f".{sink.name}.tmp"
-    with temporary.open("wb", buffering=0) as file:
-        notes = sink.write(file, sink.tensors, counted)
-    files.forget()
-    sync(temporary)
-    write_atomically(notes_path, json.dumps(notes).encode())
-    temporary.rename(final)
-    return notes
-
-
-def _fingerprint(folder: Path) -> list[list[object]]:
-    """Name, size and time of every file, to recognise the same source."""
-    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]

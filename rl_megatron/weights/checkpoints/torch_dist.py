@@ -1,9 +1,8 @@
 """Reads and writes megatron's ``torch_dist`` checkpoints without megatron, torch, a process group or a model.
 
 Upstream: torch ``distributed/checkpoint`` (``filesystem.py``, ``metadata.py``): files ``*.distcp`` hold one zip, as
-torch.save writes it, per chunk; ``.metadata`` is a pickle that says where each chunk of each tensor is. Megatron stacks
-layers and experts: ``decoder.layers.3.x`` is chunk (3, ...) of ``decoder.layers.x``; it does not stack layers that
-differ. ``torch_pickle`` handles the pickles.
+torch.save writes it, per chunk; ``.metadata`` is a pickle that says where each chunk of each tensor is.
+``torch_pickle`` handles the pickles; ``megatron_names`` says which tensor holds which parameter.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import re
 import struct
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +32,6 @@ _INDEX = ".metadata"
 _ALIGNMENT = 64  # of tensors in the file, as with torch.save, so that a map can be read in place
 _ZIP_HEAD, _ZIP_FIELD, _ZIP64_FIELD = 30, 4, 20  # bytes of an entry's head, of an extra field's, of the one for size
 _PADDING_ID = b"FB"  # the extra field in which torch.save pads
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
-_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 _SETTINGS = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -55,21 +51,6 @@ class Chunk:
     file: str
     start: int
     length: int
-
-
-def place_of(param: str, *, stacked: bool) -> tuple[str, Shape]:
-    """The stacked tensor and leading indices of a parameter with a global name (weights/layouts/tables).
-
-    ``stacked`` says whether layers are stacked; experts always are.
-    """
-    layer = _LAYER.match(param)
-    if layer is None:
-        return param, ()
-    prefix, index = ("decoder.layers.", (int(layer[1]),)) if stacked else (f"decoder.layers.{layer[1]}.", ())
-    expert = _EXPERT.match(layer[2])
-    if expert is None:
-        return prefix + layer[2], index
-    return f"{prefix}mlp.experts.experts.{expert[1]}.weight", (*index, int(expert[2]))
 
 
 def write_tensor(file: IO[bytes], dtype: DType, shape: Shape, blocks: Iterable[Bits]) -> int:

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -39,28 +39,39 @@ NO_KINDS: Kinds = MappingProxyType({})
 class Report:
     """Checksums of what one rank holds, and the seconds that the rank waited for them.
 
-    ``read`` are checksums of what the rank read or received, before its kernels converted it.
+    ``read`` are checksums of what the rank read or received, before its kernels converted it; ``window`` is the most
+    bytes in which it received that, beside the parameters. ``changes`` are, of a learner's rank that quantises, squared
+    Frobenius norms of its boxes and of what that changed in them, by tensor.
     """
 
     rows: Sequence[BoxSum]
     seconds: float
     read: Sequence[Read] = ()
+    changes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    window: int = 0
 
     def to_json(self) -> dict[str, object]:
         """The report as JSON, for an answer over HTTP."""
-        return {"rows": [list(row) for row in self.rows], "seconds": self.seconds, "read": list(self.read)}
+        return {
+            "rows": [list(row) for row in self.rows],
+            "seconds": self.seconds,
+            "read": list(self.read),
+            "window": self.window,
+        }
 
     @classmethod
     def from_json(cls, said: Mapping[str, object]) -> Report:
         """The inverse of `to_json`."""
-        rows, seconds, read = said["rows"], said["seconds"], said["read"]
+        rows, seconds, read, window = said["rows"], said["seconds"], said["read"], said["window"]
         assert isinstance(rows, list)
         assert isinstance(seconds, int | float)
         assert isinstance(read, list)
+        assert isinstance(window, int)
         return cls(
             rows=[(param, hf, tuple((low, high) for low, high in box), int(sum_)) for param, hf, box, sum_ in rows],
             seconds=seconds,
             read=[(hf, tuple((low, high) for low, high in box), int(sum_)) for hf, box, sum_ in read],
+            window=window,
         )
 
 
@@ -81,10 +92,11 @@ class Beside:
         """Checksum a whole tensor as it was read."""
         self._read_box(name, tensor, tuple(tensor.shape), whole_box(tensor.shape))
 
-    def sent(self, one: Held, tensor: Tensor) -> None:
-        """Checksum a received box in a parameter that kernels will convert."""
-        if whole_words(one, tensor.dtype.itemsize):
-            self._read_box(one.hf, one.of(tensor), one.whole, one.box)
+    def sent(self, one: Held, tensor: Tensor) -> list[Future[Read]]:
+        """Checksum a received box in a parameter that kernels will convert once this is done; nothing covers some."""
+        if not whole_words(one, tensor.dtype.itemsize):
+            return []
+        return [self._read_box(one.hf, one.of(tensor), one.whole, one.box)]
 
     def held(self, held: Sequence[Held], params: Mapping[str, Tensor]) -> None:
         """Checksum boxes in the parameters that hold them."""
@@ -104,14 +116,15 @@ class Beside:
         self._thread.shutdown()
         return Report(rows=rows, seconds=time.perf_counter() - started, read=read)
 
-    def _read_box(self, name: str, tensor: Tensor, whole: Shape, box: Box) -> None:
+    def _read_box(self, name: str, tensor: Tensor, whole: Shape, box: Box) -> Future[Read]:
         ready = _ready(tensor)
 
         def look() -> Read:
             _wait_for(ready)
             return name, box, checksum(tensor, whole, tuple(low for low, _ in box))
 
-        self._read.append(self._thread.submit(look))
+        self._read.append(future := self._thread.submit(look))
+        return future
 
 
 def _ready(tensor: Tensor) -> torch.cuda.Event | None:

@@ -1,4 +1,4 @@
-"""Computes checksums of the learner's boxes, in the dtype in which engines receive each tensor."""
+"""Computes checksums of the learner's boxes, as engines receive them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from rl_megatron.weights.boxes import Box, Shape
@@ -36,24 +35,21 @@ def sources_of(layout: Layout, hf: Layout) -> list[list[Source]]:
                 for expert in range(layout.shape.num_experts if "{expert}" in spec.name else 1):
                     ep = layout.expert_rank(spec, expert)
                     rank = min(r for stage in stages for r in layout.ranks(spec, chunk, stage, ep))
-                    param = spec.name.format(layer=layer, expert=expert)
-                    names = [one.hf.format(layer=layer, expert=expert) for one in slices]
-                    out[rank] += [
-                        Source(param=param, place=one.box, hf=name, box=one.hf_box, whole=shapes[name])
-                        for name, one in zip(names, slices, strict=True)
-                    ]
+                    for one in slices:
+                        name, param = (n.format(layer=layer, expert=expert) for n in (one.hf, one.param))
+                        whole = shapes[name]
+                        out[rank].append(Source(param=param, place=one.box, hf=name, box=one.hf_box, whole=whole))
     return out
 
 
 def sent_checksums(
-    sources: Sequence[Source], tensors: Mapping[str, Tensor], dtype_of: Callable[[str], torch.dtype]
+    sources: Sequence[Source], tensors: Mapping[str, Tensor], sent: Callable[[Source, Tensor], Tensor]
 ) -> Report:
-    """Checksums of the learner's boxes, in the dtype in which engines receive each tensor."""
+    """Checksums of what engines receive of the learner's boxes: ``sent`` makes it of a box's values."""
     started, rows = time.perf_counter(), []
     for one in sources:
-        dtype = dtype_of(one.hf)
-        if add_up([one], dtype.itemsize):
-            box = tensors[one.param].detach()[tuple(slice(low, high) for low, high in one.place)].to(dtype)
+        box = sent(one, tensors[one.param].detach()[tuple(slice(low, high) for low, high in one.place)])
+        if add_up([one], box.dtype.itemsize):
             rows.append((one.param, one.hf, one.box, checksum(box, one.whole, tuple(low for low, _ in one.box))))
     return Report(rows=rows, seconds=time.perf_counter() - started)
 

@@ -25,6 +25,20 @@ def sealed_by(reports: Sequence[Report], shapes: Mapping[str, Shape]) -> dict[st
     return out
 
 
+def largest_change(changes: Iterable[Mapping[str, tuple[float, float]]]) -> tuple[float, str] | None:
+    """The largest relative error of a quantised tensor, in Frobenius norms, and its name; None if none is quantised.
+
+    ``changes`` are squared norms of boxes and of what quantising changed in them (`Report.changes`).
+    """
+    sums: dict[str, tuple[float, float]] = {}
+    for one in changes:
+        for name, (squares, errors) in one.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = before[0] + squares, before[1] + errors
+    found = (((errors / squares) ** 0.5 if squares else 0.0, name) for name, (squares, errors) in sums.items())
+    return max(found, default=None)
+
+
 def by_tensor(rows: Iterable[Read]) -> dict[str, dict[Box, set[int]]]:
     """By tensor, the reported checksums of each of its boxes."""
     boxes: dict[str, dict[Box, set[int]]] = {}

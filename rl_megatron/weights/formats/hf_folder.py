@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ from rl_megatron.models.json_files import JsonFields, read_json
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, read_header
-from rl_megatron.weights.formats.block_scales import Blocks, blocks_of, scales_of
+from rl_megatron.weights.formats.quantised import Quantised, find_quantised, scheme_of
 from rl_megatron.weights.layouts.layout import Layout
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -41,17 +41,17 @@ _MAX_LINES = 20  # of one error message; a wrong folder lacks thousands of tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headers:
-    """What the headers of a folder's files say of every tensor, weights and block scales."""
+    """What the headers of a folder's files say of every tensor."""
 
     entries: Mapping[str, tuple[str, Entry]]  # the tensor's file, and where in it the tensor lies
-    scales: Mapping[str, str]  # of each float8 weight, the tensor with its scales
-    blocks: Blocks | None  # what a scale is of; None: nothing is quantised
+    quantised: Mapping[str, Quantised]  # by the weight's name
+    parts: Set[str]  # the tensors that belong to these
 
     @property
     def shapes(self) -> dict[str, Shape]:
         """Of every weight."""
-        beside = set(self.scales.values())
-        return {name: entry.shape for name, (_, entry) in self.entries.items() if name not in beside}
+        plain = {name: entry.shape for name, (_, entry) in self.entries.items() if name not in self.parts}
+        return plain | {name: weight.shape for name, weight in self.quantised.items()}
 
 
 class _Index(JsonFields):
@@ -62,17 +62,17 @@ def read_headers(folder: Path) -> Headers:
     """Read the headers of all files, which must hold what the index places in them.
 
     Raises CheckpointError naming every file that is missing, or the first that is torn; WeightError naming every tensor
-    that lies elsewhere or whose block scales do not fit; ConfigError for another quantisation.
+    that lies elsewhere, whose scales do not fit or whose dtype no weight has; ConfigError as `scheme_of`.
     """
     names, placed = weight_files(folder)
     entries = {
         tensor: (name, entry) for name in names for tensor, entry in read_header(MappedFile(folder / name)).items()
     }
     raise_misplaced(folder, placed, {tensor: name for tensor, (name, _) in entries.items()})
-    blocks = blocks_of(folder)
-    scales, wrong = scales_of({name: (entry.dtype, entry.shape) for name, (_, entry) in entries.items()}, blocks)
+    held = {name: (entry.dtype, entry.shape) for name, (_, entry) in entries.items()}
+    quantised, parts, wrong = find_quantised(held, scheme_of(folder))
     raise_lines(f"{folder} does not match the quantization_config of its config.json", wrong)
-    return Headers(entries=entries, scales=scales, blocks=blocks)
+    return Headers(entries=entries, quantised=quantised, parts=parts)
 
 
 def weight_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:

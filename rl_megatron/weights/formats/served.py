@@ -1,24 +1,38 @@
 """Formats of quantised weights for engine servers: which tensors are quantised, their scales, and config.json's entry.
 
-fp8 is DeepSeek-V3's checkpoint (`block_scales`). int8 is compressed-tensors' "int-quantized" with a scale for each
-output channel (vllm-project/compressed-tensors; vLLM's CompressedTensorsW8A8Int8): ``x.weight`` beside
-``x.weight_scale``, float32 [rows, 1]. Both have the engine quantise activations token by token.
+fp8 is DeepSeek-V3's checkpoint (`block_scales`), with scales that are powers of two: vLLM with DeepGEMM, and SGLang on
+Blackwell, round scales up to such after a load, and would quantise a second time. int8 is compressed-tensors'
+"int-quantized" with a scale for each output channel (vllm-project/compressed-tensors; vLLM's
+CompressedTensorsW8A8Int8): ``x.weight`` beside ``x.weight_scale``, float32 [rows, 1]. Both have the engine quantise
+activations token by token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_megatron.errors import ConfigError, SyncError
+from rl_megatron.errors import SyncError
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.dtypes import DType
-from rl_megatron.weights.formats.block_scales import BLOCK, SCALES, is_quantised, quantization_config
-from rl_megatron.weights.formats.quantize import dequantise, quantise, quantise_rows
+from rl_megatron.weights.formats.block_scales import SCALES, is_quantised, quantization_config
+from rl_megatron.weights.formats.quantize import (
+    LARGEST_FP8,
+    LARGEST_INT8,
+    block_maxima,
+    dequantise,
+    divide,
+    powers_of_two,
+    scales_to,
+    to_float8,
+    to_int8,
+)
+from rl_megatron.weights.formats.scaled import BLOCKS, Blocks
 
 _BAND = 2**24  # elements that are widened at once
 
@@ -27,39 +41,64 @@ Stored = Mapping[str, tuple[DType, Shape]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One format. Each ``block`` has a scale; it gives rows and columns, None for all columns."""
+    """One format. ``scales`` makes blocks' scales of their largest absolute values; ``round`` makes numbers."""
 
     dtype: DType
-    suffix: str  # what a weight's name gets for its scales
-    block: tuple[int, int | None]
-    quantise: Callable[[Tensor], tuple[Tensor, Tensor]]
+    blocks: Blocks
+    scales: Callable[[Tensor], Tensor]
+    round: Callable[[Tensor], Tensor]
     config: Callable[[Mapping[str, Shape]], dict[str, Any]]
 
-    def edges(self, shape: Shape) -> tuple[int, int]:
-        """Rows and columns of a block of a matrix."""
-        rows, columns = self.block
-        return rows, shape[1] if columns is None else columns
+    def maxima(self, values: Tensor, start: Sequence[int], shape: Shape) -> Tensor:
+        """The largest absolute value in each block that ``values`` [r, c] touch, float32; NaN is larger than any.
 
-    def write(self, name: str, values: Tensor, weight: Tensor, scales: Tensor) -> float:
-        """Quantise ``values`` [r, c] into ``weight`` and ``scales``. Returns the relative error, in Frobenius norms.
+        ``values`` are a box that begins at ``start`` of a weight of ``shape``.
+        """
+        return block_maxima(values, start, self.blocks.edges(shape))
+
+    def fill(self, out: Tensor, values: Tensor, scales: Tensor, start: Sequence[int], shape: Shape) -> None:
+        """Write the numbers of a box of a weight that has ``scales``."""
+        edges = self.blocks.edges(shape)
+        for low, high in _bands(values):
+            at = start[0] + low, start[1]
+            out[low:high].copy_(self.round(divide(values[low:high], scales, at, edges)))
+
+    def change(
+        self, numbers: Tensor, values: Tensor, scales: Tensor, start: Sequence[int], shape: Shape
+    ) -> tuple[float, float]:
+        """The squared Frobenius norms of a box, and of what quantising changed in it."""
+        edges, squares, errors = self.blocks.edges(shape), 0.0, 0.0
+        for low, high in _bands(values):
+            band = values[low:high].float()
+            off = dequantise(numbers[low:high], scales, (start[0] + low, start[1]), edges).sub_(band)
+            squares += float(torch.linalg.vector_norm(band, dtype=torch.float64)) ** 2
+            errors += float(torch.linalg.vector_norm(off, dtype=torch.float64)) ** 2
+        return squares, errors
+
+    def write(self, name: str, values: Tensor, weight: Tensor, scales: Tensor) -> tuple[float, float]:
+        """Quantise ``values`` [r, c] into ``weight`` and ``scales``. Returns what `change` does.
 
         Raises SyncError that names a tensor with NaN or infinite values.
         """
-        edges = self.edges(tuple(values.shape))
-        step = max(_BAND // values.shape[1] // BLOCK, 1) * BLOCK
-        squares, errors = 0.0, 0.0
-        for low in range(0, len(values), step):
-            band, at = values[low : low + step].float(), low // edges[0]
-            whole = float(torch.linalg.vector_norm(band, dtype=torch.float64))
-            if not whole < float("inf"):
-                raise SyncError(f"{name} has values that are NaN or infinite: the learner's weights are broken")
-            numbers, factors = self.quantise(band)
-            weight[low : low + step].copy_(numbers)
-            scales[at : at + len(factors)].copy_(factors)
-            off = dequantise(numbers, factors, (0, 0), edges).sub_(band)
-            squares += whole**2
-            errors += float(torch.linalg.vector_norm(off, dtype=torch.float64)) ** 2
-        return (errors / squares) ** 0.5 if squares else 0.0
+        shape = tuple(values.shape)
+        maxima = self.maxima(values, (0, 0), shape)
+        if not bool(maxima.isfinite().all()):
+            raise not_finite(name)
+        scales.copy_(self.scales(maxima))
+        self.fill(weight, values, scales, (0, 0), shape)
+        return self.change(weight, values, scales, (0, 0), shape)
+
+
+def not_finite(name: str) -> SyncError:
+    """The refusal of a tensor."""
+    return SyncError(f"{name} has values that are NaN or infinite: the learner's weights are broken")
+
+
+def _bands(values: Tensor) -> Iterator[tuple[int, int]]:
+    """Rows [low, high) that are widened at once."""
+    step = max(_BAND // max(values.shape[1], 1), 1)
+    for low in range(0, len(values), step):
+        yield low, min(low + step, len(values))
 
 
 def stored(shapes: Mapping[str, Shape], dtype: DType, kind: Format | None) -> Stored:
@@ -69,18 +108,11 @@ def stored(shapes: Mapping[str, Shape], dtype: DType, kind: Format | None) -> St
     """
     out: dict[str, tuple[DType, Shape]] = {}
     for name, shape in shapes.items():
-        if kind is None or not is_quantised(name, shape):
+        if kind is None or kind.blocks.kept(name, shape):
             out[name] = (dtype, shape)
         else:
-            rows, columns = kind.edges(shape)
             out[name] = (kind.dtype, shape)
-            out[name + kind.suffix] = (DType.F32, (-(-shape[0] // rows), -(-shape[1] // columns)))
-        if kind is not None and len(shape) > 2:
-            raise ConfigError(
-                f"rollout.server.quantization: {name} {list(shape)} is not a matrix, and stacked experts cannot be "
-                "quantised. "
-                "Set rollout.server.quantization=none"
-            )
+            out[name + kind.blocks.suffix] = (DType.F32, kind.blocks.grid(shape))
     return dict(sorted(out.items(), key=lambda item: -item[1][0].itemsize))
 
 
@@ -109,7 +141,19 @@ def _by_channel(shapes: Mapping[str, Shape]) -> dict[str, Any]:
 
 FORMATS: Mapping[str, Format | None] = {
     "none": None,
-    "fp8": Format(dtype=DType.F8_E4M3, suffix=SCALES, block=(BLOCK, BLOCK), quantise=quantise, config=_blocked),
-    "int8": Format(dtype=DType.I8, suffix="_scale", block=(1, None), quantise=quantise_rows, config=_by_channel),
+    "fp8": Format(
+        dtype=DType.F8_E4M3,
+        blocks=BLOCKS["fp8"],
+        scales=lambda maxima: powers_of_two(scales_to(LARGEST_FP8, maxima)),
+        round=to_float8,
+        config=_blocked,
+    ),
+    "int8": Format(
+        dtype=DType.I8,
+        blocks=BLOCKS["int8"],
+        scales=partial(scales_to, LARGEST_INT8),
+        round=to_int8,
+        config=_by_channel,
+    ),
 }
 """The format of each rollout.server.quantization."""

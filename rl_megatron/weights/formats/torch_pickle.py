@@ -188,6 +188,8 @@ class _Careful(pickle.Unpickler):
         ("builtins", "object"): None,
         ("collections", "OrderedDict"): collections.OrderedDict,
         ("torch", "Size"): tuple,
+        ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),  # where the checkpoint was saved
+        ("pathlib._local", "PosixPath"): lambda *parts: "/".join(parts),  # Python 3.13's name of it
         ("torch.serialization", "_get_layout"): str,
         ("torch._utils", "_rebuild_tensor_v2"): lambda storage, offset, shape, stride, *_: (
             storage,

@@ -14,7 +14,7 @@ from rl_megatron.models.shape import ModelShape, shape_problems
 from rl_megatron.types import ParallelDims
 from rl_megatron.user_code import load_named
 from rl_megatron.weights.layouts.family import Family
-from rl_megatron.weights.layouts.layout import Layout, split_layers
+from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.deepseek_v3 import DEEPSEEK_V2, DEEPSEEK_V3
 from rl_megatron.weights.layouts.tables.glm4_moe import GLM4_MOE
 from rl_megatron.weights.layouts.tables.gpt_oss import GPT_OSS
@@ -80,13 +80,11 @@ def megatron_layout(
     dims: ParallelDims | None = None,
     *,
     vocab_multiple: int = 8,
-    first: int | None = None,
-    last: int | None = None,
+    stages: tuple[int, ...] | None = None,
 ) -> Layout:
-    """The learner's ranks; ``first`` and ``last`` are the layers of these stages, if not the same as the others'.
+    """The learner's ranks; ``stages`` as `Layout` has them.
 
     Raises ConfigError that names each size that a degree does not divide.
     """
     table, dims = family_of(shape).tables["megatron"], dims or ParallelDims()
-    stages = split_layers(shape.num_layers, dims.pp, first=first, last=last) if first or last else None
     return Layout(table=table, shape=shape, dims=dims, stages=stages, vocab_multiple=vocab_multiple)

@@ -8,6 +8,7 @@ Local names carry **global** layer and expert numbers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -109,21 +110,6 @@ def coordinates(dims: ParallelDims, rank: int) -> Coordinates:
     return Coordinates(tp=inner % dims.tp, pp=stage, ep=inner // dims.etp % dims.ep, etp=inner % dims.etp)
 
 
-def split_layers(num_layers: int, pp: int, *, first: int | None = None, last: int | None = None) -> tuple[int, ...]:
-    """Layers of each stage, as megatron-core's ``num_layers_in_{first,last}_pipeline_stage`` divide them.
-
-    The stages between share the rest equally. Raises ConfigError if they cannot.
-    """
-    stages = [first if first is not None else -1, *[-1] * (pp - 2), last if last is not None else -1][:pp]
-    rest, free = num_layers - sum(n for n in stages if n >= 0), stages.count(-1)
-    if rest < 0 or (rest % free if free else rest):
-        raise ConfigError(
-            f"first={first}, last={last} leave {rest} of {num_layers} layers for {free} other stages of pp={pp}; "
-            f"give numbers that leave a multiple of {max(free, 1)}"
-        )
-    return tuple(rest // free if n < 0 else n for n in stages)
-
-
 @lru_cache(maxsize=64)
 def _places(dims: ParallelDims, axis: Axis | None, by_expert: bool) -> Mapping[tuple[int, int], tuple[int, ...]]:
     """(chunk, ep) -> the ranks of stage 0 that hold it; ep is 0 for a row without experts."""
@@ -138,8 +124,8 @@ def _places(dims: ParallelDims, axis: Axis | None, by_expert: bool) -> Mapping[t
 class Layout:
     """``table`` laid out over ``dims``. Raises ConfigError that names every size that a degree does not divide.
 
-    ``stages`` are the layers of each pipeline stage if they differ (``split_layers`` computes them from megatron-core's
-    options); with ``vpp`` each stage splits its own into that many equal chunks.
+    ``stages`` are the numbers of layers of each pipeline stage if they differ, in the order of the model. With ``vpp``
+    they are of each chunk of a stage: the first chunks of all stages, then the second ones, and so on.
     """
 
     table: Sequence[ParamSpec]
@@ -222,12 +208,12 @@ class Layout:
         return range(ep * count, (ep + 1) * count)
 
     def _layers(self, stage: int) -> list[int]:
-        """Layers of a stage: a chunk of every stage in turn, ``vpp`` times; all of a stage's chunks are of one size."""
-        pp, vpp = self.dims.pp, self.dims.vpp
-        sizes = self.stages if self.stages is not None else (self.shape.num_layers // pp,) * pp
-        first, count = sum(sizes[:stage]) // vpp, sizes[stage] // vpp
-        starts = [v * (self.shape.num_layers // vpp) + first for v in range(vpp)]
-        return [layer for start in starts for layer in range(start, start + count)]
+        """Layers of a stage: a chunk of every stage in turn, ``vpp`` times."""
+        chunks = self.dims.pp * self.dims.vpp
+        sizes = self.stages if self.stages is not None else (self.shape.num_layers // chunks,) * chunks
+        ends = list(itertools.accumulate(sizes))
+        mine = range(stage, chunks, self.dims.pp)
+        return [layer for chunk in mine for layer in range(ends[chunk] - sizes[chunk], ends[chunk])]
 
     def _boxes(self, spec: ParamSpec, chunk: int) -> list[tuple[str, Box, Box]]:
         """(HF name pattern, HF box, local box) of each piece that overlaps the ``chunk``-th share of its band."""
@@ -276,15 +262,15 @@ class Layout:
             if layers % (d.pp * d.vpp):
                 yield (
                     f"pp*vpp = {d.pp}*{d.vpp} = {d.pp * d.vpp} does not divide {layers} layers; "
-                    f"lower pp or vpp, or give the layers of each stage"
+                    "lower pp or vpp, or give the layers of each stage (learner.stage_layers; stages in a layout)"
                 )
-        elif len(self.stages) != d.pp or sum(self.stages) != layers:
+        elif len(self.stages) != d.pp * d.vpp or sum(self.stages) != layers:
             yield (
-                f"stages={self.stages} are {len(self.stages)} stages of {sum(self.stages)} layers, but "
-                f"the layout has pp = {d.pp} and {layers} layers"
+                f"stages={self.stages} are {len(self.stages)} numbers of {sum(self.stages)} layers, but "
+                f"the layout has pp*vpp = {d.pp}*{d.vpp} = {d.pp * d.vpp} and {layers} layers"
             )
-        elif any(count < 1 or count % d.vpp for count in self.stages):
-            yield f"stages={self.stages}: each must be a positive multiple of vpp = {d.vpp}"
+        elif min(self.stages) < 1:
+            yield f"stages={self.stages}: each must be positive"
 
 
 def _rows_of(band: Band) -> int:

@@ -13,12 +13,6 @@ def learner_layout(config: RunConfig, shape: ModelShape) -> Layout:
     """The layout over the learner's ranks. Raises ConfigError that names each size that a degree does not divide."""
     learner = config.learner
     try:
-        return megatron_layout(
-            shape,
-            learner.dims,
-            vocab_multiple=learner.vocab_multiple,
-            first=learner.first_stage_layers,
-            last=learner.last_stage_layers,
-        )
+        return megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, stages=learner.stages)
     except ConfigError as error:  # its text is for any layout and names no configuration key
         raise ConfigError("\n".join(f"learner: {line}" for line in str(error).splitlines())) from error

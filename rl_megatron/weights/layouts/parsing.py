@@ -8,16 +8,17 @@ from pathlib import Path
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.pipeline import COUNTS, layer_counts
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.families import family_of, read_shape
-from rl_megatron.weights.layouts.layout import Layout, split_layers
+from rl_megatron.weights.layouts.layout import Layout
 
 _DEGREES = tuple(f.name for f in fields(ParallelDims))
-_KEYS = (*_DEGREES, "first", "last", "vocab_multiple")
+_KEYS = (*_DEGREES, "vocab_multiple")
 
 
 def parse_layout(side: str, text: str, shape: ModelShape) -> Layout:
-    """Parse a layout ``table,key=number,...``, for example ``megatron,tp=4,pp=8,first=11,last=11``.
+    """Parse a layout ``table,key=number,...``, for example ``megatron,tp=4,pp=8,stages=11+12*6+11``.
 
     ``tp`` cuts an engine's experts if neither ``ep`` nor ``etp`` is given. Raises ConfigError.
     """
@@ -28,17 +29,22 @@ def parse_layout(side: str, text: str, shape: ModelShape) -> Layout:
             f"{side}={text}: there is no table {table!r}; allowed: {', '.join(tables)}, as in {side}=megatron,tp=4"
         )
     values: dict[str, int] = {}
+    stages: tuple[int, ...] | None = None
     for setting in settings:
         key, _, value = setting.partition("=")
-        if key not in _KEYS or not value.isdecimal() or int(value) < 1:
-            raise ConfigError(f"{side}={text}: {setting!r} is not a setting; allowed: a positive {', '.join(_KEYS)}")
-        values[key] = int(value)
+        if key == "stages" and COUNTS.fullmatch(value):
+            stages = layer_counts(value)
+        elif key in _KEYS and value.isdecimal() and int(value) > 0:
+            values[key] = int(value)
+        else:
+            raise ConfigError(
+                f"{side}={text}: {setting!r} is not a setting; allowed: a positive {', '.join(_KEYS)}, and the layers "
+                "of each stage, as stages=11+12*6+11"
+            )
     degrees = {key: value for key, value in values.items() if key in _DEGREES}
     if table == "engine" and not {"ep", "etp"} & degrees.keys():
         degrees["etp"] = degrees.get("tp", 1)  # vLLM and SGLang without expert parallelism
     dims = ParallelDims(**degrees)
-    ends = values.get("first"), values.get("last")
-    stages = split_layers(shape.num_layers, dims.pp, first=ends[0], last=ends[1]) if any(ends) else None
     if table == "hf" and dims.world_size != dims.dp:
         raise ConfigError(f"{side}={text}: an hf layout consists of full copies; give dp alone")
     multiple = values.get("vocab_multiple", 8)

@@ -6,7 +6,7 @@ it is inside a stacked parameter (`places.Held`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from typing_extensions import override
@@ -26,55 +26,65 @@ def boxes_of(said: Mapping[str, Sequence[Sequence[int]]]) -> Boxes:
     return {name: tuple((low, high) for low, high in box) for name, box in said.items()}
 
 
-_Holders = tuple[tuple[int, ...], ...]  # for each chunk the ranks that hold it
+_Holders = tuple[tuple[int, ...], ...]  # for each box the ranks that hold it
+_Place = tuple[int, int]  # a layer and an expert, or the classes of both
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """The holders of a Hugging Face pattern, for every layer and expert.
+
+    Layers that the same ranks hold, expert by expert, are one class, and so are experts.
+    """
+
+    boxes: tuple[Box, ...]
+    layers: Mapping[int, int]  # the class of a layer
+    experts: Mapping[int, int]
+    holders: Mapping[_Place, _Holders]  # by classes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout(Layout):
     """A layout by `recorded_layout`: a row is a Hugging Face pattern, its chunks are the boxes that ranks hold of it.
 
-    A layer's "stage", and an expert's "rank", is the index of its holders in ``holders``.
+    A layer's "stage", and an expert's "rank", is its class in the row.
     """
 
-    boxes: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)  # of a pattern
-    holders: tuple[_Holders, ...] = ()
-    by_layer: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # of a pattern: layer -> holders
-    by_expert: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    by_name: Mapping[str, _Row] = field(default_factory=dict)
 
     @override
     def rows(self) -> list[ParamSpec]:
-        return [ParamSpec(name=name, bands=_unused, others=_unused_sizes) for name in self.boxes]
+        return [ParamSpec(name=name, bands=_unused, others=_unused_sizes) for name in self.by_name]
 
     @override
     def chunks(self, spec: ParamSpec) -> list[list[Slice]]:
         out = []
-        for box in self.boxes[spec.name]:
+        for box in self.by_name[spec.name].boxes:
             shape = tuple(stop - start for start, stop in box)
             out.append([Slice(hf=spec.name, hf_box=box, param=spec.name, shape=shape, box=whole_box(shape))])
         return out
 
     @override
     def layer_stages(self, spec: ParamSpec) -> dict[int, tuple[int, ...]]:
-        return {layer: (number,) for layer, number in self.by_layer[spec.name].items()}
+        return {layer: (number,) for layer, number in self.by_name[spec.name].layers.items()}
 
     @override
     def expert_rank(self, spec: ParamSpec, expert: int) -> int:
-        return self.by_expert.get(spec.name, {}).get(expert, 0)
+        return self.by_name[spec.name].experts[expert]
 
     @override
     def ranks(self, spec: ParamSpec, chunk: int, stage: int, ep: int) -> list[int]:
-        holders = self.holders[ep if "{expert}" in spec.name else stage]
-        return list(holders[chunk]) if chunk < len(holders) else []
+        return list(self.by_name[spec.name].holders[stage, ep][chunk])
 
     @override
     def local_shapes(self, rank: int) -> dict[str, Shape]:
         return {
-            spec.name.format(layer=layer, expert=expert): held[0].shape
-            for spec in self.rows()
-            for chunk, held in enumerate(self.chunks(spec))
-            for layer, (stage,) in self.layer_stages(spec).items()
-            for expert in self.by_expert.get(spec.name, {0: 0})
-            if rank in self.ranks(spec, chunk, stage, self.expert_rank(spec, expert))
+            name.format(layer=layer, expert=expert): tuple(stop - start for start, stop in box)
+            for name, row in self.by_name.items()
+            for chunk, box in enumerate(row.boxes)
+            for layer, stage in row.layers.items()
+            for expert, ep in row.experts.items()
+            if rank in row.holders[stage, ep][chunk]
         }
 
     def _problems(self) -> Iterator[str]:
@@ -86,38 +96,50 @@ def recorded_layout(hf: Layout, ranks: Sequence[Boxes]) -> EngineLayout:
 
     Raises WeightError that names a tensor that no rank holds, or a pattern whose layers are not cut alike.
     """
-    boxes: dict[str, tuple[Box, ...]] = {}
-    numbers: dict[_Holders, int] = {}
-    by_layer: dict[str, dict[int, int]] = {}
-    by_expert: dict[str, dict[int, int]] = {}
-    for spec in hf.rows():
-        for layer in hf.layer_stages(spec):
-            for expert in range(hf.shape.num_experts if "{expert}" in spec.name else 1):
-                name = spec.name.format(layer=layer, expert=expert)
-                held = {
-                    box: tuple(r for r, one in enumerate(ranks) if one.get(name) == box) for box in _of(ranks, name)
-                }
-                if not held:
-                    raise WeightError(f"{name}: the engine's loader puts it on no rank")
-                if boxes.setdefault(spec.name, tuple(held)) != tuple(held):
-                    raise WeightError(f"{name}: the engine's ranks do not cut it like other layers or experts")
-                number = numbers.setdefault(tuple(held.values()), len(numbers))
-                by_layer.setdefault(spec.name, {}).setdefault(layer, number)
-                if "{expert}" in spec.name and by_expert.setdefault(spec.name, {}).setdefault(expert, number) != number:
-                    raise WeightError(f"{name}: the engine ranks that hold it are not the same as in other layers")
+    held: dict[str, dict[Box, list[int]]] = {}
+    for rank, boxes in enumerate(ranks):
+        for name, box in boxes.items():
+            held.setdefault(name, {}).setdefault(box, []).append(rank)
     return EngineLayout(
         table=(),
         shape=hf.shape,
         dims=ParallelDims(dp=len(ranks)),
-        boxes=boxes,
-        holders=tuple(numbers),
-        by_layer=by_layer,
-        by_expert=by_expert,
+        by_name={
+            spec.name: _row(
+                spec.name, list(hf.layer_stages(spec)), hf.shape.num_experts if "{expert}" in spec.name else 1, held
+            )
+            for spec in hf.rows()
+        },
     )
 
 
-def _of(ranks: Sequence[Boxes], name: str) -> list[Box]:
-    return sorted({one[name] for one in ranks if name in one})
+def _row(pattern: str, layers: Sequence[int], experts: int, held: Mapping[str, Mapping[Box, Sequence[int]]]) -> _Row:
+    boxes: tuple[Box, ...] | None = None
+    holders: dict[_Place, _Holders] = {}
+    for layer in layers:
+        for expert in range(experts):
+            name = pattern.format(layer=layer, expert=expert)
+            if name not in held:
+                raise WeightError(f"{name}: the engine's loader puts it on no rank")
+            found = sorted(held[name].items())
+            boxes = boxes or tuple(box for box, _ in found)
+            if boxes != tuple(box for box, _ in found):
+                raise WeightError(f"{name}: the engine's ranks do not cut it like other layers or experts")
+            holders[layer, expert] = tuple(tuple(ranks) for _, ranks in found)
+    by_layer = _classes({layer: tuple(holders[layer, e] for e in range(experts)) for layer in layers})
+    by_expert = _classes({e: tuple(holders[layer, e] for layer in layers) for e in range(experts)})
+    return _Row(
+        boxes=boxes or (),
+        layers=by_layer,
+        experts=by_expert,
+        holders={(by_layer[layer], by_expert[e]): ranks for (layer, e), ranks in holders.items()},
+    )
+
+
+def _classes(keys: Mapping[int, Hashable]) -> dict[int, int]:
+    """A number for each index; equal keys get equal numbers."""
+    numbers: dict[Hashable, int] = {}
+    return {index: numbers.setdefault(key, len(numbers)) for index, key in keys.items()}
 
 
 def _unused(_shape: ModelShape, _degree: int) -> tuple[()]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from rl_megatron.weights.boxes import volume
 from rl_megatron.weights.layouts.layout import Layout, coordinates
@@ -13,15 +13,23 @@ from rl_megatron.weights.plans.plan import Plan, Rounds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """A cluster: processes p with equal ``p // per_node`` share a node. Bandwidths are per GPU, in bytes/s each way."""
+    """A cluster: process p is on node ``p // per_node``, or on ``elsewhere[p]`` if that names one.
+
+    Bandwidths are per GPU, in bytes/s each way.
+    """
 
     nic: float
     nvlink: float
     per_node: int
+    elsewhere: Mapping[int, int] = field(default_factory=dict)
+
+    def node(self, process: int) -> int:
+        """The number of the process's node."""
+        return self.elsewhere.get(process, process // self.per_node)
 
     def within(self, a: int, b: int) -> bool:
         """Whether two processes share a node."""
-        return a // self.per_node == b // self.per_node
+        return self.node(a) == self.node(b)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +47,12 @@ class Cost:
     expected: float
 
 
-def plan_cost(moves: Plan, element_bytes: int, links: Links) -> Cost:
+def plan_cost(moves: Plan, element_bytes: int | Callable[[str], int], links: Links) -> Cost:
     """Cost of a plan executed round by round; a pair begins when both have finished their previous round.
 
-    It ignores latency and dtype conversion.
+    ``element_bytes`` are those of all tensors, or of a Hugging Face pattern. It ignores latency and dtype conversion.
     """
-    traffic = {pair: elements * element_bytes for pair, elements in moves.traffic().items()}
+    traffic = moves.traffic(element_bytes if callable(element_bytes) else lambda hf: element_bytes)
     ports: Counter[tuple[int, bool, bool]] = Counter()  # (process, sending, within the node) -> bytes
     for (a, b), moved in traffic.items():
         ports[a, True, links.within(a, b)] += moved

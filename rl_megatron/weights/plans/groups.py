@@ -73,10 +73,10 @@ class _Target:
     def __init__(self, layout: Layout, where: Mapping[int, int]) -> None:
         self.layout = layout
         self._where = where
-        self._processes: dict[tuple[str | None, bool, int, tuple[int, ...], int], tuple[int, ...]] = {}
+        self._processes: dict[tuple[str, int, tuple[int, ...], int], tuple[int, ...]] = {}
 
     def processes(self, spec: ParamSpec, chunk: int, stages: tuple[int, ...], ep: int) -> tuple[int, ...]:
-        key = spec.axis, "{expert}" in spec.name, chunk, stages, ep
+        key = spec.name, chunk, stages, ep
         if key not in self._processes:
             ranks = [rank for stage in stages for rank in self.layout.ranks(spec, chunk, stage, ep)]
             self._processes[key] = tuple(sorted(self._where[rank] for rank in ranks if rank in self._where))

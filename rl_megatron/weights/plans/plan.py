@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rl_megatron.errors import WeightError
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.groups import stretches_between
-from rl_megatron.weights.plans.transfers import Stretch, Transfer, index_of
+from rl_megatron.weights.plans.transfers import Stretch, Transfer
 
 _LARGEST_SHARE = 32  # a transfer that has a choice of senders is at most this part of a sender's mean load,
-_SMALLEST_CUT = 256  # or this many elements: cutting smaller boxes costs more than it evens
+SMALLEST_CUT = 256  # or this many elements: cutting smaller boxes costs more than it evens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +34,6 @@ class Rounds:
     def of_pair(self, sender: int, receiver: int) -> int:
         """The round of a sender and a receiver."""
         return (bisect_left(self.receivers, receiver) - bisect_left(self.senders, sender)) % len(self)
-
-    def of_process(self, process: int) -> Iterator[tuple[int | None, int | None]]:
-        """(receiver, sender) for ``process`` in each round; a process may be its own partner."""
-        sender, receiver = index_of(self.senders, process), index_of(self.receivers, process)
-        for k in range(len(self)):
-            to = (sender + k) % len(self) if sender is not None else len(self)
-            frm = (receiver - k) % len(self) if receiver is not None else len(self)
-            yield (
-                self.receivers[to] if to < len(self.receivers) else None,
-                self.senders[frm] if frm < len(self.senders) else None,
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +52,16 @@ class Plan:
         for stretch in self.stretches:
             yield from stretch.out_of(process)
 
-    def traffic(self) -> dict[tuple[int, int], int]:
-        """Number of elements for every pair (sender, receiver) of different processes that have transfers."""
+    def traffic(self, bytes_of: Callable[[str], int] = lambda hf: 1) -> dict[tuple[int, int], int]:
+        """Number of elements for every pair (sender, receiver) of different processes that have transfers.
+
+        With ``bytes_of`` an element of a Hugging Face pattern, their bytes.
+        """
         out: Counter[tuple[int, int]] = Counter()
         for stretch in self.stretches:
             for sender, receiver, elements in stretch.flows():
                 if elements:
-                    out[sender, receiver] += elements
+                    out[sender, receiver] += elements * bytes_of(stretch.wanted.hf)
         return dict(out)
 
     def rounds(self) -> Rounds:
@@ -100,9 +92,13 @@ def plan(src: Layout, dst: Layout, *, placement: Mapping[int, int] | None = None
     where = placement if placement is not None else {rank: rank for rank in range(dst.dims.world_size)}
     if len(set(where.values())) != len(where):
         raise WeightError(f"placement={dict(where)} puts two destination ranks into one process; give each its own")
-    drafts = stretches_between(src, dst, where)
+    return dealt(stretches_between(src, dst, where), src.dims.world_size)
+
+
+def dealt(drafts: Sequence[Stretch], holders: int) -> Plan:
+    """The plan of stretches without senders, among which ``holders`` processes are."""
     moved = sum(stretch.size * stretch.count * len(stretch.remote) for stretch in drafts)
-    limit = max(_SMALLEST_CUT, moved // (src.dims.world_size * _LARGEST_SHARE))
+    limit = max(SMALLEST_CUT, moved // (holders * _LARGEST_SHARE))
     return Plan(stretches=tuple(_dealt([part for stretch in drafts for part in _striped(stretch, limit)])))
 
 

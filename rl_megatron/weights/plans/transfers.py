@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rl_megatron.weights.boxes import Box, Shape, shift, volume
 from rl_megatron.weights.layouts.layout import Slice
@@ -14,9 +14,10 @@ from rl_megatron.weights.layouts.layout import Slice
 class Transfer:
     """Copy ``src_box`` of ``src_param`` on process ``src_rank`` to ``dst_box`` of ``dst_param`` on ``dst_rank``.
 
-    The boxes have one size; the shapes are those of the whole local tensors.
+    The boxes have one size; the shapes are those of the whole local tensors. ``layer`` is None outside of layers.
     """
 
+    layer: int | None
     src_rank: int
     src_param: str
     src_shape: Shape
@@ -45,6 +46,11 @@ class Stretch:
     local: tuple[int, ...]
     remote: tuple[int, ...]  # processes, ascending
     bounds: tuple[int, ...] = ()
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether it belongs to layers; if not, ``layers`` is (0,)."""
+        return "{layer}" in self.wanted.param
 
     @property
     def count(self) -> int:
@@ -79,6 +85,21 @@ class Stretch:
                 for at, receiver in enumerate(self.remote):
                     yield sender, receiver, len(self._span(i, at)) * self.size
 
+    def handed_on(self, to: Mapping[int, int]) -> Iterator[Stretch]:
+        """The stretch into process ``to[p]`` instead of each destination p, which sends what it holds itself."""
+        for process in self.local:
+            i = bisect_left(self.holders, process)
+            yield replace(
+                self,
+                holders=(process,),
+                held=(self.held[i],),
+                local=(),
+                remote=(to[process],),
+                bounds=(0, self.count),
+            )
+        if self.remote:
+            yield replace(self, local=(), remote=tuple(sorted(to[process] for process in self.remote)))
+
     def _span(self, i: int, at: int) -> range:
         """The transfers into the ``at``-th destination that holder i sends."""
         width = len(self.remote)
@@ -92,6 +113,7 @@ class Stretch:
         for k in span:
             layer, expert = self.layers[k // len(self.experts)], self.experts[k % len(self.experts)]
             yield Transfer(
+                layer=layer if self.in_layers else None,
                 src_rank=self.holders[i],
                 src_param=held.param.format(layer=layer, expert=expert),
                 src_shape=held.shape,

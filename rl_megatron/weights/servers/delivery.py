@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.checks.reports import Kinds, Report
 from rl_megatron.weights.servers.mirror import Seal
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +22,15 @@ class Delivered:
     update: WeightUpdate
     reports: Mapping[str, Sequence[Report]]  # by server, one per rank
     seal: Seal  # checksums of the learner's tensors, not of what arrived
+
+
+def with_error(update: WeightUpdate, seal: Seal) -> WeightUpdate:
+    """The update with the seal's error of quantised weights, which it logs; as it is if none are."""
+    if seal.error is None:
+        return update
+    error, tensor = seal.error
+    logger.info("version %d is quantised: largest relative error of a tensor %.3g, %s", update.version, error, tensor)
+    return replace(update, quantization_error=error)
 
 
 class Deliver(Protocol):

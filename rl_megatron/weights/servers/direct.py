@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -16,11 +17,14 @@ from typing_extensions import override
 from rl_megatron.errors import ReplicasLost, SyncError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report, seconds_waited
+from rl_megatron.weights.checks.whole import largest_change
 from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.servers import mirror
-from rl_megatron.weights.servers.delivery import Deliver, Delivered, Delivery
+from rl_megatron.weights.servers.delivery import Deliver, Delivered, Delivery, with_error
 from rl_megatron.weights.servers.file import FileDelivery
 from rl_megatron.weights.transports.joined import JOINING, Keeper, Rendezvous
+
+logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05
 _GRACE_SECONDS = 2.0
@@ -75,7 +79,7 @@ class DirectDelivery(Delivery):
     """Delivers from learner ranks into engine ranks. All ranks rendezvous again after a server is new or a push failed.
 
     The mirror file names the tensors; ``file`` fills it for an export and for a restarted server.
-    ``transport``, ``backend`` and ``turns`` are of the `Rendezvous` where ranks meet.
+    ``transport``, ``backend`` and ``alike`` are of the `Rendezvous` where ranks meet.
     """
 
     def __init__(
@@ -88,11 +92,13 @@ class DirectDelivery(Delivery):
         learner_ranks: int,
         transport: str,
         backend: str,
-        turns: bool = False,
+        alike: Sequence[str] = (),
     ) -> None:
         self._file, self._learner, self._servers, self._keeper = file, learner, servers, keeper
         self._learner_ranks = learner_ranks
-        self._new_rendezvous = partial(keeper.rendezvous, transport=transport, backend=backend, turns=turns)
+        self._new_rendezvous = partial(
+            keeper.rendezvous, learners=learner_ranks, transport=transport, backend=backend, alike=alike
+        )
         self._rendezvous: Rendezvous | None = None
         self._met: frozenset[str] = frozenset()
 
@@ -117,10 +123,13 @@ class DirectDelivery(Delivery):
         await self._both(rendezvous, f"version {version}", sending, receiving)
         self._rendezvous = rendezvous
         (update, sent), reports = sending.result(), receiving.result()
+        if not same and (most := max(report.window for said in reports.values() for report in said)):
+            logger.info("a rank of the engines holds at most %.3g GB of a version beside its weights", most / 1e9)
         ours, theirs = update.verify_seconds, seconds_waited(reports)
         without = max(ended[sending] - ours, ended[receiving] - theirs)
         update = replace(update, verify_seconds=max(ended.values()) - without)
-        return Delivered(update=update, reports=reports, seal=mirror.Seal(checksums=self._file.checksums(sent)))
+        seal = mirror.Seal(checksums=self._file.checksums(sent), error=largest_change(one.changes for one in sent))
+        return Delivered(update=with_error(update, seal), reports=reports, seal=seal)
 
     @override
     async def filled(self, version: int) -> mirror.Seal:
@@ -166,11 +175,15 @@ class DirectDelivery(Delivery):
     ) -> BaseException:
         """The error of the end whose ranks did not arrive at ``what``, or of the death of a server.
 
-        The other end arrived and was cancelled. If both or neither arrived, the servers' error is the cause.
+        The other end arrived and was cancelled. If both or neither arrived, the cause is what their ranks do not have
+        alike, the learner's error if it is a refusal, or else the servers' error.
         """
         absent = self._keeper.absent(rendezvous, what)
+        if not absent and (why := self._keeper.unlike(rendezvous)):
+            return SyncError(why)
         learner_alone = bool(absent) and absent[-1] < self._learner_ranks
-        cause = sender if receiver is None or (sender is not None and learner_alone) else receiver
+        refused = not absent and not isinstance(sender, SyncError)
+        cause = sender if receiver is None or (sender is not None and (learner_alone or refused)) else receiver
         assert cause is not None
         if died and isinstance(cause, SyncError):
             return ReplicasLost(f"a server died while the learner joined its group or sent weights to it: {cause}")

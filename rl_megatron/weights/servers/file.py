@@ -1,9 +1,8 @@
-"""Delivers weights through the mirror file: the learner's rank 0 writes it, and every engine server loads it."""
+"""Delivers weights through mirror files: learner ranks write one on each node, and engine servers there load it."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,14 +19,12 @@ from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report, seconds_waited
 from rl_megatron.weights.checks.whole import sealed_by
 from rl_megatron.weights.servers import mirror
-from rl_megatron.weights.servers.delivery import Deliver, Delivered, Delivery
-
-logger = logging.getLogger(__name__)
+from rl_megatron.weights.servers.delivery import Deliver, Delivered, Delivery, with_error
 
 
 @runtime_checkable
 class LearnerWeights(WeightSync, Protocol):
-    """The weights of the learner's ranks; a push writes them into the mirror file."""
+    """The weights of the learner's ranks; a push writes them into the mirror files."""
 
     async def sums(self) -> Sequence[Report]:
         """Each rank's checksums of its boxes, of the version pushed last."""
@@ -35,7 +32,7 @@ class LearnerWeights(WeightSync, Protocol):
 
 
 class Loaders(Protocol):
-    """The engine servers that load the mirror file."""
+    """The engine servers, which load their node's mirror file."""
 
     async def load(
         self, path: Path, version: int, *, only: str | None = None, private: Kinds = NO_KINDS
@@ -49,10 +46,13 @@ class Loaders(Protocol):
 
 
 class FileDelivery(Delivery):
-    """Delivers through the mirror file at ``path``, which holds one version."""
+    """Delivers through the mirror files at ``path``, on each node that has one, which hold one version.
 
-    def __init__(self, *, learner: LearnerWeights, path: Path, servers: Loaders) -> None:
-        self.path = path
+    The seal is beside that of the controller's node. Each server reads the file on each of its ``nodes``.
+    """
+
+    def __init__(self, *, learner: LearnerWeights, path: Path, servers: Loaders, nodes: int = 1) -> None:
+        self.path, self._nodes = path, nodes
         self._learner, self._servers = learner, servers
 
     @override
@@ -82,14 +82,10 @@ class FileDelivery(Delivery):
         waited = time.perf_counter() - loaded + seconds_waited(reports)
         update = replace(
             update,
-            num_bytes=update.num_bytes + len(reports) * self.path.stat().st_size,
+            num_bytes=update.num_bytes + len(reports) * self._nodes * self.path.stat().st_size,
             verify_seconds=update.verify_seconds + waited,
         )
-        if seal.error is not None:
-            error, tensor = seal.error
-            logger.info("version %d is quantised: largest relative error of a tensor %.3g, %s", version, error, tensor)
-            update = replace(update, quantization_error=error)
-        return Delivered(update=update, reports=reports, seal=seal)
+        return Delivered(update=with_error(update, seal), reports=reports, seal=seal)
 
     @override
     async def filled(self, version: int) -> mirror.Seal:

@@ -1,15 +1,17 @@
 """The mirror file: all Hugging Face tensors of a model in one mapped file, through which engine servers get weights.
 
-The file is ``model.safetensors`` of a Hugging Face folder, in shared memory or on a shared disk, so that an engine's
-own loader can read it. Beside it ``model.safetensors.json`` holds the version and, once sealed, a checksum of each
-tensor. Engines import this module: it needs only what any engine's environment has.
+The file is ``model.safetensors`` of a Hugging Face folder, in each node's shared memory or on a shared disk, so that an
+engine's own loader can read it. Beside it ``model.safetensors.json`` holds the version and, once sealed, a checksum of
+each tensor; with several writers each notes its version in a file of its own. Engines import this module: it needs only
+what any engine's environment has.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -26,17 +28,17 @@ from rl_megatron.weights.bytes.bits import dtype_of
 from rl_megatron.weights.bytes.mapped import MappedFile, header_bytes, read_header
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.whole import largest_change
 from rl_megatron.weights.formats.hf_folder import config_text
-from rl_megatron.weights.formats.served import Format, stored
+from rl_megatron.weights.formats.served import Format, Stored, stored
 
 
 class Mirror:
     """The writer's side. ``tensors`` map the file; ``serve`` marks it as complete.
 
-    ``config`` becomes the folder's config.json, except for its own quantisation. The tensors are in host memory,
-    whatever the learner runs on: no GPU has room for a whole model. With a ``kind`` they are private to the writer,
-    and ``serve`` writes them quantised to the file. Raises SyncError if the folder of ``path`` already exists and other
-    users can access it: they can guess its name.
+    Several processes of a node may be ``writers`` of it, this one the ``writer``-th; `make` has made it before. The
+    tensors are in host memory, whatever the learner runs on: no GPU has room for a whole model. With a ``kind`` they
+    are in memory of the writers, and ``serve`` writes them quantised to the file, each writer its share.
     """
 
     def __init__(
@@ -44,10 +46,35 @@ class Mirror:
         path: Path,
         shapes: Mapping[str, Shape],
         dtype: torch.dtype,
+        kind: Format | None = None,
+        *,
+        writer: int = 0,
+        writers: int = 1,
+    ) -> None:
+        self.path, self._kind, self._writer, self._writers = path, kind, writer, writers
+        entries = _entries(shapes, dtype, kind)
+        self.num_bytes = sum(prod(shape) * given.itemsize for given, shape in entries.values())
+        self._stored = _mapped(path, entries)
+        self.tensors = self._stored
+        if kind is not None:
+            plain = _entries(shapes, dtype, None)
+            self.tensors = _mapped(_plain(path), plain) if writers > 1 else _in_memory(plain)
+
+    @staticmethod
+    def make(
+        path: Path,
+        shapes: Mapping[str, Shape],
+        dtype: torch.dtype,
         config: Path,
         kind: Format | None = None,
+        *,
+        writers: int = 1,
     ) -> None:
-        self.path, self._kind = path, kind
+        """Make the file, for this user alone. ``config`` becomes the folder's config.json, except for its quantisation.
+
+        Called by one process of a node, before any opens it. Raises SyncError if the folder of ``path`` already exists
+        and other users can access it: they can guess its name.
+        """
         try:
             private_folder(path.parent)
         except PermissionError as error:
@@ -55,52 +82,85 @@ class Mirror:
                 f"{path.parent}, the folder for weights: {error.strerror}. Whoever made it could read and change "
                 "them; remove it, or set weights.folder to another folder"
             ) from error
+        for left in path.parent.glob(f"{path.name}*.json"):  # of a run that was killed
+            left.unlink()
         text = config_text(config.parent, set(), None if kind is None else kind.config(shapes))
         path.with_name("config.json").write_text(text)
-        entries = stored(shapes, dtype_of(dtype), kind)
-        head = header_bytes([(name, given, shape) for name, (given, shape) in entries.items()])
-        sizes = {name: prod(shape) * given.itemsize for name, (given, shape) in entries.items()}
-        self.num_bytes = sum(sizes.values())
-        with path.open("wb") as file:
-            file.write(head)
-            file.truncate(len(head) + self.num_bytes)
-        flat = torch.from_file(str(path), shared=True, size=len(head) + self.num_bytes, dtype=torch.uint8)
-        pieces = flat[len(head) :].split(list(sizes.values()))
-        self._stored: dict[str, Tensor] = {
-            name: piece.view(getattr(torch, given)).view(shape)
-            for (name, (given, shape)), piece in zip(entries.items(), pieces, strict=True)
-        }
-        self.tensors = self._stored
-        if kind is not None:
-            self.tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+        _empty_file(path, _entries(shapes, dtype, kind))
+        if kind is not None and writers > 1:
+            _empty_file(_plain(path), _entries(shapes, dtype, None))
 
     def withdraw(self) -> None:
-        """Mark the tensors as changing: readers refuse the file until ``serve``."""
-        _note(self.path).unlink(missing_ok=True)
+        """Mark the tensors as changing: readers refuse the file until every writer calls ``serve``."""
+        _note(self.path, self._writer).unlink(missing_ok=True)
 
     def serve(self, version: int) -> None:
-        """Mark all tensors as ``version``'s. Raises SyncError that names one that cannot be quantised."""
-        note: dict[str, object] = {"version": version}
+        """Mark what this writer wrote as ``version``'s, once all have written. Raises SyncError that names a tensor
+        that cannot be quantised."""
+        note: dict[str, object] = {"version": version, "writers": self._writers}
         if self._kind is not None:
             note["error"] = self._quantise(self._kind)
-        write_atomically(_note(self.path), json.dumps(note).encode())
+        write_atomically(_note(self.path, self._writer), json.dumps(note).encode())
 
     def sums(self) -> Report:
-        """Checksums of the writer's tensors."""
+        """Checksums of this writer's share of the tensors in the file."""
         started = time.perf_counter()
-        rows = [("", n, whole_box(t.shape), checksum(t, tuple(t.shape))) for n, t in self._stored.items()]
+        mine = [(name, self._stored[name]) for name in self._share(self._stored)]
+        rows = [("", n, whole_box(t.shape), checksum(t, tuple(t.shape))) for n, t in mine]
         return Report(rows=rows, seconds=time.perf_counter() - started)
 
+    def _share(self, tensors: Iterable[str]) -> list[str]:
+        """The names that fall to this writer."""
+        return list(tensors)[self._writer :: self._writers]
+
     def _quantise(self, kind: Format) -> tuple[float, str]:
-        """Fill the file. Returns the largest error of a tensor (`Format.write`), and its name."""
-        errors = [(0.0, "")]
-        for name, tensor in self.tensors.items():
-            scales = self._stored.get(name + kind.suffix)
+        """Fill the file. Returns the largest error of a tensor, and its name."""
+        changes = {}
+        for name in self._share(self.tensors):
+            tensor, scales = self.tensors[name], self._stored.get(name + kind.blocks.suffix)
             if scales is None:
                 self._stored[name].copy_(tensor)
             else:
-                errors.append((kind.write(name, tensor, self._stored[name], scales), name))
-        return max(errors)
+                changes[name] = kind.write(name, tensor, self._stored[name], scales)
+        return largest_change([changes]) or (0.0, "")
+
+
+def _entries(shapes: Mapping[str, Shape], dtype: torch.dtype, kind: Format | None) -> Stored:
+    return stored(shapes, dtype_of(dtype), kind)
+
+
+def _head(entries: Stored) -> bytes:
+    return header_bytes([(name, given, shape) for name, (given, shape) in entries.items()])
+
+
+def _empty_file(path: Path, entries: Stored) -> None:
+    """A file of zeros, which take no memory; others that map a file of this name keep theirs."""
+    head, size = _head(entries), sum(prod(shape) * given.itemsize for given, shape in entries.values())
+    work = path.with_name(f".{path.name}.partial")
+    work.unlink(missing_ok=True)
+    with open(work, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(head)
+        file.truncate(len(head) + size)
+    work.replace(path)
+
+
+def _mapped(path: Path, entries: Stored) -> dict[str, Tensor]:
+    """The tensors of a file, mapped."""
+    head, sizes = len(_head(entries)), [prod(shape) * given.itemsize for given, shape in entries.values()]
+    flat = torch.from_file(str(path), shared=True, size=head + sum(sizes), dtype=torch.uint8)
+    return {
+        name: piece.view(getattr(torch, given)).view(shape)
+        for (name, (given, shape)), piece in zip(entries.items(), flat[head:].split(sizes), strict=True)
+    }
+
+
+def _in_memory(entries: Stored) -> dict[str, Tensor]:
+    return {name: torch.empty(shape, dtype=getattr(torch, given)) for name, (given, shape) in entries.items()}
+
+
+def _plain(path: Path) -> Path:
+    """The tensors before they are quantised."""
+    return path.with_name("unquantised.safetensors")
 
 
 def read(path: Path, version: int) -> dict[str, Tensor]:
@@ -113,7 +173,7 @@ def read(path: Path, version: int) -> dict[str, Tensor]:
 class Seal:
     """The checksum of each tensor of a version.
 
-    ``error`` is the largest error of a quantised tensor (`Format.write`), and its name; None if none is quantised.
+    ``error`` is the largest relative error of a quantised tensor, and its name; None if none is quantised.
     """
 
     checksums: Mapping[str, int]
@@ -159,14 +219,21 @@ def dtypes(path: Path) -> dict[str, torch.dtype]:
 
 
 def _noted(path: Path, version: int) -> dict[str, Any]:
-    note = _note(path)
+    """What the first writer noted, with the largest error of all. Raises SyncError if not all noted ``version``."""
+    notes = [_read_note(path, 0)]
+    notes += [_read_note(path, writer) for writer in range(1, notes[0].get("writers", 1))]
+    wrong = next((note["version"] for note in notes if note["version"] != version), version)
+    if wrong != version:
+        raise SyncError(f"{path} holds version {wrong}, not {version}: its sender died, or a newer push came")
+    errors = [tuple(note["error"]) for note in notes if "error" in note]
+    return notes[0] | ({"error": max(errors)} if errors else {})
+
+
+def _read_note(path: Path, writer: int) -> dict[str, Any]:
+    note = _note(path, writer)
     noted: dict[str, Any] = json.loads(note.read_text()) if note.is_file() else {"version": None}
-    if noted["version"] != version:
-        raise SyncError(
-            f"{path} holds version {noted['version']}, not {version}: its sender died, or a newer push came"
-        )
     return noted
 
 
-def _note(path: Path) -> Path:
-    return path.with_name(f"{path.name}.json")
+def _note(path: Path, writer: int = 0) -> Path:
+    return path.with_name(f"{path.name}.{writer}.json" if writer else f"{path.name}.json")

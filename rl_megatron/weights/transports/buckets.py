@@ -29,9 +29,14 @@ class BucketPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Parts of one pair of processes and one dtype (the destination's), laid one behind the other."""
+    """Parts of one pair of processes and one dtype (the destination's), laid one behind the other.
+
+    They arrive in ``turn`` of the receiver; ``number`` counts the pair's buckets in it.
+    """
 
     dtype: torch.dtype
+    turn: int
+    number: int
     parts: list[BucketPart]
 
     @property
@@ -45,22 +50,25 @@ def cut_into_buckets(
     dtype_of: Callable[[str], torch.dtype],
     bucket_bytes: int,
     part_bytes: int | None = None,
+    turn_of: Callable[[Transfer], int] = lambda moved: 0,
 ) -> list[Bucket]:
     """Buckets of one pair's transfers, of at most ``bucket_bytes`` or one element; equal for sender and receiver.
 
     ``dtype_of`` gives the dtype of a destination tensor. ``part_bytes`` bounds a part (None: like a bucket).
+    ``turn_of`` gives the receiver's turn; they are in the order of turns.
     """
     largest = min(bucket_bytes, part_bytes or bucket_bytes)
     out: list[Bucket] = []
     free = 0
-    for t in sorted(transfers, key=lambda t: str(dtype_of(t.dst_param))):
-        dtype = dtype_of(t.dst_param)
+    for t in sorted(transfers, key=lambda t: (turn_of(t), str(dtype_of(t.dst_param)))):
+        dtype, turn = dtype_of(t.dst_param), turn_of(t)
         sizes = tuple(stop - start for start, stop in t.dst_box)
         own = whole_box(sizes)
         for cut in _split(sizes, max(1, largest // dtype.itemsize)):
             num_bytes = volume(cut) * dtype.itemsize
-            if not out or out[-1].dtype != dtype or num_bytes > free:
-                out.append(Bucket(dtype=dtype, parts=[]))
+            last = out[-1] if out and out[-1].turn == turn else None
+            if last is None or last.dtype != dtype or num_bytes > free:
+                out.append(Bucket(dtype=dtype, turn=turn, number=last.number + 1 if last else 0, parts=[]))
                 free = bucket_bytes
             free -= num_bytes
             src_box, dst_box = shift(cut, own, t.src_box), shift(cut, own, t.dst_box)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from rl_megatron.errors import WeightError
-from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
+from rl_megatron.weights.transports.shared_memory import Rings, SharedMemoryTransport
 
 
-class CudaIpcTransport(SharedMemoryTransport):
-    """As SharedMemoryTransport, between processes whose tensors are on GPUs of one machine."""
+class CudaRings(Rings):
+    """As Rings, between processes whose tensors are on GPUs of one machine."""
 
     name, device_type = "cuda_ipc", "cuda"
 
@@ -26,7 +26,7 @@ class CudaIpcTransport(SharedMemoryTransport):
         ring = torch.empty(num_bytes, dtype=torch.uint8, device=self.ends.device)
         handle = ring.untyped_storage()._share_cuda_()
         told = [part.hex() if isinstance(part, bytes) else part for part in handle[1:]]
-        return ring, json.dumps([_uuid(handle[0]), *told]).encode(), []
+        return ring, json.dumps([uuid_of(handle[0]), *told]).encode(), []
 
     def _open_ring(self, num_bytes: int, told: bytes, handles: list[int]) -> Tensor:
         uuid, *parts = json.loads(told)
@@ -35,13 +35,20 @@ class CudaIpcTransport(SharedMemoryTransport):
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:num_bytes]
 
 
-def _uuid(number: int) -> str:
+class CudaIpcTransport(SharedMemoryTransport):
+    """As SharedMemoryTransport, between processes whose tensors are on GPUs of one machine."""
+
+    kind = CudaRings
+
+
+def uuid_of(number: int) -> str:
+    """The UUID of the GPU that this process gives a number."""
     return str(torch.cuda.get_device_properties(number).uuid)
 
 
 def _number(uuid: str) -> int:
     """This process's number of the GPU. Raises WeightError if it does not see the GPU."""
-    seen = [_uuid(number) for number in range(torch.cuda.device_count())]
+    seen = [uuid_of(number) for number in range(torch.cuda.device_count())]
     if uuid not in seen:
         raise WeightError(
             f"transport=cuda_ipc maps memory of GPU {uuid}, and this process sees {', '.join(seen) or 'none'} "

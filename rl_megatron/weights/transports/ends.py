@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,10 +25,13 @@ from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.bytes.bits import dtype_of
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.hashing import PIECE_BYTES, bytes_of, digest, tensor_digests
+from rl_megatron.weights.checks.reports import kind_of
+from rl_megatron.weights.formats.at_sender import Quantiser
 from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.plans.transfers import Transfer
-from rl_megatron.weights.transports import words
+from rl_megatron.weights.plans.turns import Turns
 from rl_megatron.weights.transports.buckets import Bucket, BucketPart, cut_into_buckets
+from rl_megatron.weights.transports.words import Peers
 
 _WORD = 8  # bytes of a digest
 _MOST_TOLD = 10  # problems of a process that an error lists
@@ -36,49 +39,65 @@ _MOST_TOLD = 10  # problems of a process that an error lists
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtypes:
-    """A process's destination dtypes: a common one, and the few tensors with another."""
+    """A process's destination dtypes, by `kind_of` tensors, and those of the few that differ from others of a kind."""
 
-    common: torch.dtype
+    kinds: Mapping[str, torch.dtype]
     others: Mapping[str, torch.dtype]
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Dtypes:
         """Of destination tensors."""
-        counts = Counter(tensor.dtype for tensor in tensors.values())
-        common = counts.most_common(1)[0][0] if counts else torch.float32
-        return cls(common=common, others={n: t.dtype for n, t in tensors.items() if t.dtype != common})
+        kinds: dict[str, torch.dtype] = {}
+        for name, tensor in tensors.items():
+            kinds.setdefault(kind_of(name), tensor.dtype)
+        return cls(kinds=kinds, others={n: t.dtype for n, t in tensors.items() if t.dtype != kinds[kind_of(n)]})
 
-    def of(self, name: str) -> torch.dtype:
-        """Of one tensor."""
-        return self.others.get(name, self.common)
+    def find(self, name: str) -> torch.dtype | None:
+        """Of one tensor; None if the process has none of its kind."""
+        return self.others.get(name) or self.kinds.get(kind_of(name))
 
     def to_json(self) -> list[Any]:
         """What `from_json` reads."""
-        return [dtype_of(self.common), {name: dtype_of(dtype) for name, dtype in self.others.items()}]
+        return [{name: dtype_of(dtype) for name, dtype in some.items()} for some in (self.kinds, self.others)]
 
     @classmethod
-    def from_json(cls, common: str, others: Mapping[str, str]) -> Dtypes:
+    def from_json(cls, kinds: Mapping[str, str], others: Mapping[str, str]) -> Dtypes:
         """Raises ValueError for another type."""
-        read = {name: getattr(torch, DType(dtype)) for name, dtype in others.items()}
-        return cls(common=getattr(torch, DType(common)), others=read)
+        read = ({name: getattr(torch, DType(dtype)) for name, dtype in some.items()} for some in (kinds, others))
+        return cls(**dict(zip(("kinds", "others"), read, strict=True)))
 
 
 Handshake = tuple[list[str], Dtypes]
 """What a process sends the others before the first version: its misfits with the plan, and its destination dtypes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Parcel:
     """A bucket bound to this process: ``views[i]``, inside ``buffer``, carries ``tensors[i]``."""
 
     peer: int
     bucket: Bucket
+    leaving: bool
     buffer: Tensor  # [bytes on the wire] uint8
     payload: Tensor  # [bucket.num_bytes] uint8, the start of buffer
     trailer: Tensor  # [1 + parts] int64, the end of buffer; [0] without digests
     views: list[Tensor]
-    tensors: list[Tensor]
-    written: list[memoryview | None]  # of each part, on a CPU: the bytes copied, None where they lie strided
+    held: Mapping[str, Tensor]  # the process's tensors, by name
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """Found when the first version leaves or arrives: tensors that come and go have no memory before."""
+        found = []
+        for part in self.bucket.parts if self.views else ():
+            name, box = (part.src_param, part.src_box) if self.leaving else (part.dst_param, part.dst_box)
+            found.append(view(self.held[name], box))
+        return found
+
+    @cached_property
+    def written(self) -> list[memoryview | None]:
+        """Of each part, on a CPU: the bytes copied, None where they lie strided."""
+        copied = self.views if self.leaving else self.tensors
+        return [bytes_of(tensor) if tensor.is_contiguous() else None for tensor in copied]
 
 
 class PlanEnds:
@@ -86,7 +105,8 @@ class PlanEnds:
 
     ``exchange`` sends this process's handshake and returns those of all. If any process has a missing, unknown or
     misshapen tensor, all raise WeightError, which names tensor and rank. The sender casts elements to the destination's
-    dtype. It refers to the tensors' storage: change them in place. If any tensor is on the accelerator, parcels are
+    dtype. It refers to the tensors' storage: change them in place; a destination's may have no memory before a parcel
+    for it is ``arriving``, without digests. If any tensor is on the accelerator, parcels are
     too; other tensors may be in host memory.
     """
 
@@ -112,18 +132,20 @@ class PlanEnds:
         lines = [f"rank {r}: {line}" for r, (found, _) in enumerate(handshakes) for line in found[:_MOST_TOLD]]
         if lines:
             raise WeightError("\n".join(lines))
-        self._dtypes = [dtypes for _, dtypes in handshakes]
+        self._dtypes, self._turns = [dtypes for _, dtypes in handshakes], Turns(moves)
         self._pairs: dict[tuple[int, int], list[Transfer]] = {}
         for t in (*receives, *sends):
             if t.src_rank != t.dst_rank:
                 self._pairs.setdefault((t.src_rank, t.dst_rank), []).append(t)
-        pieces = cut_into_buckets(local, self._dtypes[rank].of, PIECE_BYTES) if local else []
+        pieces = cut_into_buckets(local, partial(self._dtype, rank), PIECE_BYTES)
         self._local = [part for bucket in pieces for part in bucket.parts]
         self._local_src = [view(self.src[part.src_param], part.src_box) for part in self._local]
         self._local_dst = [view(self.dst[part.dst_param], part.dst_box) for part in self._local]
         self._failures: list[str] = []
         self._verify_seconds = 0.0
-        self.arrived: Callable[[Bucket], None] = lambda bucket: None  # called with each bucket that was unpacked
+        self.arriving: Callable[[Bucket], None] = lambda bucket: None  # called with each bucket before it is unpacked
+        self.arrived: Callable[[Bucket], None] = lambda bucket: None  # and after that
+        self.quantiser: Quantiser | None = None  # of what is sent, without digests
         self.bytes_sent: Counter[int] = Counter()  # in a move, by receiver
 
     def buckets(self, bucket_bytes: int, part_bytes: int | None = None) -> dict[tuple[int, int], list[Bucket]]:
@@ -131,16 +153,24 @@ class PlanEnds:
 
         ``part_bytes`` None: parts that fit a CPU's cache, or whole buckets on a GPU.
         """
+        return {pair: self.cut(pair[1], moved, bucket_bytes, part_bytes) for pair, moved in self._pairs.items()}
+
+    def cut(
+        self, receiver: int, moved: Iterable[Transfer], bucket_bytes: int, part_bytes: int | None = None
+    ) -> list[Bucket]:
+        """The buckets of a pair's transfers into ``receiver``, as `buckets` has them."""
         if part_bytes is None:
             part_bytes = PIECE_BYTES if self.device.type == "cpu" else bucket_bytes
-        return {
-            pair: cut_into_buckets(moved, self._dtypes[pair[1]].of, bucket_bytes, part_bytes)
-            for pair, moved in self._pairs.items()
-        }
+        return cut_into_buckets(moved, partial(self._dtype, receiver), bucket_bytes, part_bytes, self._turns.of)
 
-    def dtype_of_last(self, name: str) -> torch.dtype:
-        """The dtype in which the last process of the group holds a destination tensor."""
-        return self._dtypes[-1].of(name)
+    def dtype_received(self, name: str) -> torch.dtype:
+        """The dtype in which the last process that has such a tensor holds a destination tensor."""
+        return next(dtype for dtypes in reversed(self._dtypes) if (dtype := dtypes.find(name)) is not None)
+
+    def _dtype(self, receiver: int, name: str) -> torch.dtype:
+        found = self._dtypes[receiver].find(name)
+        assert found is not None, name  # the plan writes nothing else there: `_misfits`
+        return found
 
     def wire_bytes(self, bucket: Bucket) -> int:
         """Bytes of the bucket's parcel: payload, padding to a word, trailer."""
@@ -150,25 +180,21 @@ class PlanEnds:
         """The parcel of ``bucket`` at the start of ``buffer``, which is aligned to a word and may be longer."""
         self.bytes_sent[peer] += bucket.num_bytes if leaving else 0
         payload = buffer[: bucket.num_bytes]
-        tensors = [
-            view(self.src[p.src_param], p.src_box) if leaving else view(self.dst[p.dst_param], p.dst_box)
-            for p in bucket.parts
-        ]
         flat, views, start = payload.view(bucket.dtype), [], 0
-        for tensor in tensors:
-            views.append(flat[start : start + tensor.numel()].view(tensor.shape))
-            start += tensor.numel()
+        for part in bucket.parts:
+            sizes = [high - low for low, high in (part.src_box if leaving else part.dst_box)]
+            views.append(flat[start : start + part.num_elements].view(sizes))
+            start += part.num_elements
         used = buffer[: self.wire_bytes(bucket)]
-        copied = (views if leaving else tensors) if self.verify and self.device.type == "cpu" else []
         return Parcel(
             peer=peer,
             bucket=bucket,
+            leaving=leaving,
             buffer=used,
             payload=payload,
             trailer=used[_padded(bucket.num_bytes) :].view(torch.int64),
             views=views,
-            tensors=tensors,
-            written=[bytes_of(tensor) if tensor.is_contiguous() else None for tensor in copied],
+            held=self.src if leaving else self.dst,
         )
 
     def begin(self) -> None:
@@ -188,7 +214,11 @@ class PlanEnds:
 
     def pack(self, parcel: Parcel, version: int) -> None:
         """Fill the parcel's buffer."""
-        if not self.verify:
+        if self.quantiser is not None:
+            for part, to, frm in zip(parcel.bucket.parts, parcel.views, parcel.tensors, strict=True):
+                if not self.quantiser.pack(part.dst_param, part.src_param, part.src_box, to):
+                    to.copy_(frm)
+        elif not self.verify:
             torch._foreach_copy_(parcel.views, parcel.tensors)
         elif self.device.type == "cpu":
             sums = self._copy(parcel.views, parcel.tensors, parcel.written)
@@ -200,6 +230,7 @@ class PlanEnds:
 
     def unpack(self, parcel: Parcel, version: int) -> None:
         """Write the parcel's tensors, and record those that differ from what was sent, for `finish`."""
+        self.arriving(parcel.bucket)
         self._unpack(parcel, version)
         self.arrived(parcel.bucket)
 
@@ -264,14 +295,14 @@ class PlanEnds:
         )
 
 
-def handshakes_of(group: dist.ProcessGroup | None) -> Callable[[Handshake], list[Handshake]]:
-    """The ``exchange`` of `PlanEnds` over the ranks of a group."""
+def handshakes_of(peers: Peers) -> Callable[[Handshake], list[Handshake]]:
+    """The ``exchange`` of `PlanEnds` between the plan's processes."""
 
     def exchange(mine: Handshake) -> list[Handshake]:
         problems, dtypes = mine
         return [
             (list(map(str, told)), Dtypes.from_json(*kinds))
-            for told, kinds in words.gather([problems, dtypes.to_json()], group)
+            for told, kinds in peers.gather([problems, dtypes.to_json()])
         ]
 
     return exchange

@@ -1,25 +1,30 @@
-"""Sends the learner's shards directly to engine ranks: both ends of a plan, over a group that they joined."""
+"""Sends the learner's shards directly to engine ranks: both ends of a plan, between ranks that met."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import WeightUpdate
+from rl_megatron.weights.boxes import volume
 from rl_megatron.weights.checks.places import Held
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.checks.sources import Source, sent_checksums
+from rl_megatron.weights.formats.at_sender import Quantiser
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.plans.carriers import Place, carried_plan, carriers_of
 from rl_megatron.weights.plans.json_form import from_json, to_json
-from rl_megatron.weights.plans.plan import Plan
-from rl_megatron.weights.transports import words
+from rl_megatron.weights.plans.plan import Plan, plan
+from rl_megatron.weights.transports import carried
 from rl_megatron.weights.transports.buckets import Bucket
 from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
@@ -38,22 +43,69 @@ class _Transport(Transport, Protocol):
     ends: PlanEnds
 
 
-def _process_group(rendezvous: Rendezvous, moves: Plan, **ends: Any) -> _Transport:
-    return ProcessGroupTransport(moves, **ends, bucket_bytes=_BUCKET_BYTES)
+Layouts = tuple[Layout, Layout]
+"""The learner's, and the engine ranks' together."""
 
 
-def _shared_memory(rendezvous: Rendezvous, moves: Plan, **ends: Any) -> _Transport:
-    return SharedMemoryTransport(moves, **ends, slot_bytes=_SLOT_BYTES, timeout_seconds=rendezvous.seconds)
+def _process_group(member: Member, layouts: Layouts | None, **ends: Any) -> _Transport:
+    return ProcessGroupTransport(
+        _plan(member, layouts), **ends, group=member.group, bucket_bytes=_BUCKET_BYTES, verify=False
+    )
 
 
-def _cuda_ipc(rendezvous: Rendezvous, moves: Plan, **ends: Any) -> _Transport:
-    return CudaIpcTransport(moves, **ends, slot_bytes=_BUCKET_BYTES, timeout_seconds=rendezvous.seconds)
+def _shared_memory(member: Member, layouts: Layouts | None, **ends: Any) -> _Transport:
+    seconds = member.rendezvous.seconds
+    return SharedMemoryTransport(
+        _plan(member, layouts), **ends, peers=member, slot_bytes=_SLOT_BYTES, timeout_seconds=seconds, verify=False
+    )
 
 
-TRANSPORTS: Mapping[str, Callable[..., _Transport]] = {
-    "process_group": _process_group,
-    "shared_memory": _shared_memory,
-    "cuda_ipc": _cuda_ipc,
+def _cuda_ipc(member: Member, layouts: Layouts | None, **ends: Any) -> _Transport:
+    seconds = member.rendezvous.seconds
+    return CudaIpcTransport(
+        _plan(member, layouts), **ends, peers=member, slot_bytes=_BUCKET_BYTES, timeout_seconds=seconds, verify=False
+    )
+
+
+def _carried(
+    member: Member, layouts: Layouts | None, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]
+) -> _Transport:
+    place = carried.own_place((src or dst).values())
+    places = [Place(*said) for said in member.gather(place)]
+    carriers = carriers_of(places, member.rendezvous.learners)
+    moves = _told(member, carried_plan(*layouts, carriers) if layouts else None)
+    bucket_bytes = _BUCKET_BYTES if place.gpu else _SLOT_BYTES
+    if layouts:
+        return carried.Carrier(moves, carriers, src=src, member=member, bucket_bytes=bucket_bytes)
+    return carried.carried(moves, carriers, dst=dst, member=member, bucket_bytes=bucket_bytes)
+
+
+def _plan(member: Member, layouts: Layouts | None) -> Plan:
+    """The plan of ``layouts``, which only the learner's ranks know; an engine's ranks follow them in number."""
+    first = member.rendezvous.learners
+    placement = {rank: first + rank for rank in range(member.size - first)}
+    return _told(member, plan(*layouts, placement=placement) if layouts else None)
+
+
+def _told(member: Member, moves: Plan | None) -> Plan:
+    """Rank 0 sends the plan to ranks that have none."""
+    said = member.tell(to_json(moves) if moves and member.rank == 0 else None)
+    return moves or from_json(said)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """How a transport is made, and how many ranks, the learner's first, make a process group for it."""
+
+    make: Callable[..., _Transport]
+    grouped: Callable[[Rendezvous], int] = lambda rendezvous: 0
+
+
+TRANSPORTS: Mapping[str, _Kind] = {
+    "process_group": _Kind(make=_process_group, grouped=lambda rendezvous: rendezvous.size),
+    "shared_memory": _Kind(make=_shared_memory),
+    "cuda_ipc": _Kind(make=_cuda_ipc),
+    "carried": _Kind(make=_carried, grouped=lambda rendezvous: rendezvous.learners),
 }
 """Those of `TRANSPORT_KINDS` that are ``direct``."""
 
@@ -69,27 +121,48 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(usual)
 
 
+def largest_of_all(tensor: Tensor) -> None:
+    """Make a tensor the elementwise maximum over the default process group's ranks, in place. Collective."""
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+
+
 class Sender:
-    """A learner rank's end, which checksums ``sources``. The constructor is collective; rank 0 sends the plan."""
+    """A learner rank's end, which checksums ``sources``. The constructor is collective; rank 0 sends the plan.
+
+    With a ``quantiser`` engines get its numbers, and its scales, which are rows of the learner's layout. Raises
+    WeightError if there is no plan for ``layouts``, ConfigError if the transport cannot reach an engine rank.
+    """
 
     def __init__(
-        self, rendezvous: Rendezvous, rank: int, moves: Plan, tensors: Mapping[str, Tensor], sources: Sequence[Source]
+        self,
+        rendezvous: Rendezvous,
+        rank: int,
+        layouts: Layouts,
+        tensors: Mapping[str, Tensor],
+        sources: Sequence[Source],
+        quantiser: Quantiser | None = None,
     ) -> None:
-        self._member, self._tensors, self._sources = Member(rendezvous, rank), tensors, sources
-        words.tell(to_json(moves), self._member.group)
-        make = TRANSPORTS[rendezvous.transport]
-        self._transport = make(rendezvous, moves, src=tensors, dst={}, group=self._member.group, verify=False)
+        kind, self._sources, self._quantiser = TRANSPORTS[rendezvous.transport], sources, quantiser
+        self._tensors = {**tensors, **(quantiser.scales if quantiser else {})}
+        self._member = Member(rendezvous, rank, kind.grouped(rendezvous))
+        self._transport = kind.make(self._member, layouts, src=self._tensors, dst={})
+        if quantiser is not None:
+            quantiser.check(self._transport.ends.dtype_received)
+            self._transport.ends.quantiser = quantiser
 
     def send(self, version: int) -> tuple[WeightUpdate, Report]:
-        """Send the shards once every rank is ready. Returns their checksums too. Raises SyncError if a rank was lost.
+        """Send the shards once every rank is ready. Returns their checksums too.
+
+        Raises SyncError if a rank was lost, or this one has values that cannot be quantised.
 
         On an error this rank leaves the group, so that ranks that wait for it fail at once. A thread computes
         checksums meanwhile; ``verify_seconds`` is the wait for it.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
-            dtype_of = self._transport.ends.dtype_of_last
-            summing = thread.submit(sent_checksums, self._sources, self._tensors, dtype_of)
             try:
+                if self._quantiser is not None:
+                    self._quantiser.begin(largest_of_all)
+                summing = thread.submit(sent_checksums, self._sources, self._tensors, self._sent)
                 self._member.meet(f"version {version}")
                 with one_thread():
                     update = self._transport.move(version)
@@ -99,7 +172,14 @@ class Sender:
             moved = time.perf_counter()
             report = summing.result()
             waited = time.perf_counter() - moved
+        if self._quantiser is not None:
+            report = replace(report, changes=self._quantiser.changes)
         return replace(update, num_bytes=self._transport.ends.bytes_sent.total(), verify_seconds=waited), report
+
+    def _sent(self, one: Source, box: Tensor) -> Tensor:
+        """What engines receive of a box."""
+        numbers = self._quantiser.numbers(one.hf, one.box, box) if self._quantiser else None
+        return box.to(self._transport.ends.dtype_received(one.hf)) if numbers is None else numbers
 
     def close(self) -> None:
         """Leave."""
@@ -108,26 +188,31 @@ class Sender:
 
 
 class Receiver:
-    """An engine rank's end. It writes the ``held`` boxes in place, into ``params``.
+    """An engine rank's end. It writes ``boxes`` where they are in memory.
 
     Raises WeightError if a rank holds two boxes of one tensor.
     """
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, held: Sequence[Held], params: Mapping[str, Tensor]) -> None:
-        self._held = _by_name(held)
-        self._member = Member(rendezvous, rank)
-        moves = from_json(words.tell(None, self._member.group))
-        tensors = {name: one.of(params[one.param]) for name, one in self._held.items()}
-        make = TRANSPORTS[rendezvous.transport]
-        self._transport = make(rendezvous, moves, src={}, dst=tensors, group=self._member.group, verify=False)
-        self._transport.ends.arrived = self._arrivals = _Arrivals(tensors)
+    def __init__(self, rendezvous: Rendezvous, rank: int, boxes: Mapping[Held, Tensor]) -> None:
+        held = _by_name(boxes)
+        kind = TRANSPORTS[rendezvous.transport]
+        self._member = Member(rendezvous, rank, kind.grouped(rendezvous))
+        self._transport = kind.make(self._member, None, src={}, dst={name: boxes[one] for name, one in held.items()})
+        self._arrivals = _Arrivals(held)
+        self._transport.ends.arriving, self._transport.ends.arrived = self._arrivals.coming, self._arrivals.came
 
-    def receive(self, version: int, whole: Callable[[Held], None]) -> WeightUpdate:
+    def receive(
+        self,
+        version: int,
+        whole: Callable[[Held], None],
+        coming: Callable[[int, Sequence[Held]], None] = lambda turn, held: None,
+    ) -> WeightUpdate:
         """Receive the shards once every rank is ready; calls ``whole`` with each box whose parts have all arrived.
 
-        Raises SyncError if a rank is not ready or was lost, as `send`.
+        Before, ``coming`` is called with a turn (`Turns`) and boxes of which parts are about to arrive; all of earlier
+        turns have arrived. Raises SyncError if a rank is not ready or was lost, as `send`.
         """
-        self._arrivals.begin(lambda name: whole(self._held[name]))
+        self._arrivals.begin(coming, whole)
         try:
             self._member.meet(f"version {version}")
             return self._transport.move(version)
@@ -142,26 +227,31 @@ class Receiver:
 
 
 class _Arrivals:
-    """Calls ``whole`` with the name of each of a rank's tensors once its last part has arrived, in any order."""
+    """Reports a rank's boxes, by name, before their parts arrive and once the last has."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._sizes = {name: tensor.numel() for name, tensor in tensors.items()}
-        self._left: dict[str, int] = {}
-        self._whole: Callable[[str], None]
+    def __init__(self, held: Mapping[str, Held]) -> None:
+        self._held, self._left = held, dict[str, int]()
+        self._coming: Callable[[int, Sequence[Held]], None]
+        self._whole: Callable[[Held], None]
 
-    def begin(self, whole: Callable[[str], None]) -> None:
-        """Starts a new version: no tensor of it has arrived."""
-        self._left, self._whole = dict(self._sizes), whole
+    def begin(self, coming: Callable[[int, Sequence[Held]], None], whole: Callable[[Held], None]) -> None:
+        """Starts a new version: nothing of it has arrived."""
+        self._left = {name: volume(one.box) for name, one in self._held.items()}
+        self._coming, self._whole = coming, whole
 
-    def __call__(self, bucket: Bucket) -> None:
+    def coming(self, bucket: Bucket) -> None:
+        """Reports the boxes of a bucket that is about to be unpacked."""
+        self._coming(bucket.turn, [self._held[name] for name in dict.fromkeys(p.dst_param for p in bucket.parts)])
+
+    def came(self, bucket: Bucket) -> None:
         """Counts the parts of a bucket that was unpacked."""
         for part in bucket.parts:
             self._left[part.dst_param] -= part.num_elements
             if not self._left[part.dst_param]:
-                self._whole(part.dst_param)
+                self._whole(self._held[part.dst_param])
 
 
-def _by_name(held: Sequence[Held]) -> dict[str, Held]:
+def _by_name(held: Iterable[Held]) -> dict[str, Held]:
     """By Hugging Face name. Raises WeightError where a rank holds two boxes of one tensor."""
     out: dict[str, Held] = {}
     for one in held:

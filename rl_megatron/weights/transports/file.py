@@ -29,6 +29,7 @@ from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.buckets import BucketPart
 from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.ends import PlanEnds, handshakes_of, view
+from rl_megatron.weights.transports.words import GroupPeers
 
 _DIGESTS = "digests"
 _PART_BYTES = 64 * 2**20
@@ -49,7 +50,8 @@ class FileTransport(Transport):
     ) -> None:
         self._folder, self._group = folder, group
         self._rank = dist.get_rank(group)
-        self._ends = PlanEnds(moves, rank=self._rank, src=src, dst=dst, exchange=handshakes_of(group), verify=verify)
+        exchange = handshakes_of(GroupPeers(group))
+        self._ends = PlanEnds(moves, rank=self._rank, src=src, dst=dst, exchange=exchange, verify=verify)
         self._num_bytes = 0
         self._leaving: dict[str, tuple[Tensor, torch.dtype]] = {}  # by name in the file
         self._arriving: dict[int, list[tuple[str, BucketPart]]] = {}  # by sender

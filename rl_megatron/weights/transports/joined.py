@@ -1,50 +1,67 @@
-"""A process group of learner and engine ranks, and their rendezvous before each version; the controller can cancel it.
+"""The rendezvous of learner and engine ranks, before each version too, and the process group of some of them.
 
-The controller keeps the store of the rendezvous. Before the group is made, and before each version moves, every rank
-reports there that it is ready; if one cannot take part, the controller cancels the rendezvous for all. So no rank
-blocks in a send to a server that refuses.
+The controller keeps the store of the rendezvous. Before ranks join, and before each version moves, every rank reports
+there that it is ready; if one cannot take part, the controller cancels the rendezvous for all. So no rank blocks in a
+send to a server that refuses.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
+import os
 import secrets
 import socket
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
+from typing_extensions import override
 
 from rl_megatron.errors import ConfigError, SyncError
+from rl_megatron.weights.checks.libraries import compare_facts, facts, loaded_libraries
+from rl_megatron.weights.transports.words import Peers, wire_device
 
 JOINING = "joining the group"
 _LOOK_SECONDS = 0.002
+_BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"  # read by torch when a group is made
+_OTHER_WAY = "or set weights.transport=file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """The address at which ``size`` ranks make a group. ``name`` is unique; ``seconds`` limits every wait.
+    """The address at which ``size`` ranks meet, the learner's first. ``name`` is unique; ``seconds`` limits every wait.
 
-    ``transport`` is a name that `engine_ends` knows; ``backend`` is the group's. ``turns``: learner and engines take
-    turns on the same accelerators, so engines keep no transfer buffers between versions.
+    ``transport`` is a name that `engine_ends` knows; ``backend`` is that of a process group. ``alike``: what all ranks
+    must have alike, of `FIELDS`.
     """
 
     host: str
     port: int
     name: str
     size: int
+    learners: int
     seconds: float
     transport: str
     backend: str
-    turns: bool
+    alike: Sequence[str] = ()
 
 
 class Keeper:
-    """The controller's side; it listens only at ``host``. Raises ConfigError if that is no address of this machine."""
+    """The controller's side; it listens only at ``host``.
+
+    Raises ConfigError if that is no address of this machine, or if this torch makes groups differently.
+    """
 
     def __init__(self, host: str, seconds: float) -> None:
+        check_torch()
         self.host, self._seconds = host, seconds
         limit = timedelta(seconds=seconds)
         try:
@@ -63,17 +80,20 @@ class Keeper:
             master_listen_fd=listener.detach(),
         )
 
-    def rendezvous(self, size: int, *, transport: str, backend: str, turns: bool = False) -> Rendezvous:
+    def rendezvous(
+        self, size: int, *, learners: int, transport: str, backend: str, alike: Sequence[str] = ()
+    ) -> Rendezvous:
         """Make the rendezvous of a new group, under a unique name."""
         return Rendezvous(
             host=self.host,
             port=self._store.port,
             name=f"rl_megatron-{secrets.token_hex(16)}",  # an engine may have been in groups of other trainers
             size=size,
+            learners=learners,
             seconds=self._seconds,
             transport=transport,
             backend=backend,
-            turns=turns,
+            alike=alike,
         )
 
     def cancel(self, rendezvous: Rendezvous, what: str, reason: str) -> None:
@@ -84,39 +104,73 @@ class Keeper:
         """Ranks that have not reported ready for ``what``."""
         return [rank for rank in range(rendezvous.size) if not self._store.check([f"{rendezvous.name}/{what}/{rank}"])]
 
+    def unlike(self, rendezvous: Rendezvous) -> str:
+        """Why ranks that have all reported ready for `JOINING` cannot be one group; empty if they can."""
+        return _unlike(self._store, rendezvous)
 
-class Member:
-    """Rank ``rank`` of the group. Collective; raises SyncError if not all ranks join in time."""
 
-    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
-        self.rendezvous, self.rank = rendezvous, rank
+class Member(Peers):
+    """Rank ``rank`` of those that meet, of which the first ``grouped`` also make the process group ``group``.
+
+    Collective; raises SyncError if not all ranks join in time, or have all alike. Raises ConfigError if this torch
+    makes groups differently, or would split the group out of the process's own.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, rank: int, grouped: int = 0) -> None:
+        if rank < grouped:
+            check_torch()
+            _refuse_split(rendezvous.backend)
+        self.rendezvous, self.rank, self.size = rendezvous, rank, rendezvous.size
+        self.group: dist.ProcessGroup | None = None
+        self._gathered = 0
         limit = timedelta(seconds=rendezvous.seconds)
         try:
             self._store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=limit)
-            self.meet(JOINING)
-            # As torch's own new_group does, for ranks that have no default group in common.
-            group, _ = distributed_c10d._new_process_group_helper(
-                rendezvous.size,
-                rank,
-                [],
-                dist.Backend(rendezvous.backend),
-                PrefixStore(rendezvous.name, self._store),
-                group_name=distributed_c10d.GroupName(rendezvous.name),
-                timeout=limit,
-            )
+            self.meet(JOINING, json.dumps(facts(loaded_libraries(), rendezvous.alike)))
+            if why := _unlike(self._store, rendezvous):
+                raise SyncError(why)
+            if rank < grouped:
+                self.group = self._new_group(grouped, limit)
         except (RuntimeError, ValueError) as error:
             raise SyncError(
                 f"rank {rank} of {rendezvous.size} learner and engine ranks did not meet the others at "
                 f"{rendezvous.host}:{rendezvous.port} in {rendezvous.seconds:g} s: {error}"
             ) from error
-        self.group: dist.ProcessGroup | None = group
-        distributed_c10d._world.pg_group_ranks[group] = {number: number for number in range(rendezvous.size)}
 
-    def meet(self, what: str) -> None:
-        """Wait until every rank is ready for ``what``. Raises SyncError if it is cancelled, or some are not in time."""
+    def _new_group(self, size: int, limit: timedelta) -> dist.ProcessGroup:
+        """As torch's own new_group makes it, for ranks that have no default group in common. Connects all of them.
+
+        NCCL does so in a group's first call, and wants every rank in it; a push may begin with a few of them.
+        """
+        group: dist.ProcessGroup
+        with _waiting_on_the_host():
+            group, _ = distributed_c10d._new_process_group_helper(
+                group_size=size,
+                group_rank=self.rank,
+                global_ranks_in_group=[],
+                backend=dist.Backend(self.rendezvous.backend),
+                store=PrefixStore(self.rendezvous.name, self._store),
+                group_name=distributed_c10d.GroupName(self.rendezvous.name),
+                timeout=limit,
+            )
+        distributed_c10d._world.pg_group_ranks[group] = {number: number for number in range(size)}
+        try:  # of int32, because the programs that meet here may differ in torch's default dtype
+            dist.all_reduce(torch.zeros((), dtype=torch.int32, device=wire_device(group)), group=group)
+        except BaseException:
+            self.group = group
+            self.close()
+            raise
+        return group
+
+    def meet(self, what: str, said: str = "", part: str = "") -> list[str]:
+        """Wait until every rank is ready for ``what``, or a ``part`` of it; this one says ``said`` with it.
+
+        Returns the keys of the store at which each rank said something. Raises SyncError if it is cancelled, or some
+        are not in time.
+        """
         at, limit = f"{self.rendezvous.name}/{what}", time.monotonic() + self.rendezvous.seconds
-        self._store.set(f"{at}/{self.rank}", "")
-        keys = [f"{at}/{rank}" for rank in range(self.rendezvous.size)]
+        keys = [f"{at}{part}/{rank}" for rank in range(self.rendezvous.size)]
+        self._store.set(keys[self.rank], said)
         while not self._store.check(keys):
             if self._store.check([f"{at}/cancelled"]):
                 raise SyncError(f"{what} was cancelled: {self._store.get(f'{at}/cancelled').decode()}")
@@ -127,9 +181,79 @@ class Member:
                     f"for ranks {missing} of learner and engines"
                 )
             time.sleep(_LOOK_SECONDS)
+        return keys
+
+    @override
+    def gather(self, mine: object) -> list[Any]:
+        """Each rank's value, which is JSON, by rank. Collective, while ranks join; raises as `meet`."""
+        return [json.loads(said) for said in self._store.multi_get(self._meet_again(json.dumps(mine)))]
+
+    def tell(self, said: object) -> Any:
+        """Rank 0's value, on every rank. Collective, while ranks join; raises as `meet`."""
+        keys = self._meet_again(json.dumps(said) if self.rank == 0 else "")
+        return said if self.rank == 0 else json.loads(self._store.get(keys[0]))
+
+    def _meet_again(self, said: str) -> list[str]:
+        self._gathered += 1
+        return self.meet(JOINING, said, part=f"/{self._gathered}")
 
     def close(self) -> None:
         """Leave the group, if still in it: ranks that wait for this one see its connection close. Not collective."""
         if self.group is not None:
+            self.group.abort()  # NCCL would wait for what a lost rank does not send
             dist.destroy_process_group(self.group)
             self.group = None  # whose connections end with the last reference
+
+
+@contextmanager
+def _waiting_on_the_host() -> Iterator[None]:
+    """While a group is made: ``Work.wait`` of its NCCL returns when the bytes are there, as gloo's does.
+
+    It raises RuntimeError once the group's timeout has passed or a rank is lost. By default it returns at once, the
+    next wait for the GPU never returns, and NCCL's watchdog ends the process, an engine's server too.
+    """
+    before = os.environ.get(_BLOCKING)
+    os.environ[_BLOCKING] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING]
+        else:
+            os.environ[_BLOCKING] = before
+
+
+def _unlike(store: TCPStore, rendezvous: Rendezvous) -> str:
+    """How ranks that are all here differ in what they must have alike; the same text for every rank."""
+    if not rendezvous.alike:
+        return ""
+    names = [f"rank {rank}" for rank in range(rendezvous.size)]
+    said = store.multi_get([f"{rendezvous.name}/{JOINING}/{rank}" for rank in range(rendezvous.size)])
+    found = compare_facts(dict(zip(names, map(json.loads, said), strict=True)))
+    return found and f"learner and engine ranks, in this order, cannot be one group: {found}, {_OTHER_WAY}"
+
+
+_PRIVATE = ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name", "timeout")
+
+
+def check_torch() -> None:
+    """Raises ConfigError if torch's function that makes a group, which is private, takes other arguments by name."""
+    try:
+        make = distributed_c10d._new_process_group_helper
+        inspect.signature(make).bind(**dict.fromkeys(_PRIVATE))
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"torch {torch.__version__} makes process groups otherwise than the versions of docs/engines.md "
+            f"(_new_process_group_helper: {error}); install one of these in this environment, {_OTHER_WAY}"
+        ) from error
+
+
+def _refuse_split(backend: str) -> None:
+    """Raises ConfigError if torch would split a group over NCCL out of the default one, which lacks the other ranks."""
+    if backend != dist.Backend.NCCL or not dist.is_initialized():
+        return
+    if distributed_c10d._get_default_group().bound_device_id is not None:
+        raise ConfigError(
+            "this process's default group is bound to a GPU, so NCCL would split the group of learner and engine ranks "
+            f"out of it; start the server with VLLM_DISTRIBUTED_USE_SPLIT_GROUP=0, {_OTHER_WAY}"
+        )

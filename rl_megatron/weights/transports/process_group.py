@@ -1,6 +1,7 @@
 """Executes a plan over one torch.distributed group, gloo and NCCL alike: every process runs the same schedule.
 
-In a round a process sends to one other and receives from one other, so no process has two senders at once. A pair's
+In a round a process sends to one other and receives from one other, so no process has two senders at once. All rounds
+are gone through in each of the receivers' turns (`Turns`), so each gets its layers one after the other. A pair's
 transfers are packed into flat buckets; while one bucket is in flight the next is packed, so a process has two send and
 two receive buffers, allocated once.
 """
@@ -10,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from rl_megatron.weights.plans.plan import Plan, Rounds
 from rl_megatron.weights.transports.buckets import Bucket
 from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.ends import Parcel, PlanEnds, handshakes_of
+from rl_megatron.weights.transports.words import GroupPeers
 
 Operation = tuple[Callable[..., object], Tensor, int]
 """torch.distributed's isend or irecv, what is sent or where it arrives, and the peer."""
@@ -37,29 +38,12 @@ class Step:
     works: list[dist.Work] = field(default_factory=list)
 
 
-class ProcessGroupTransport(Transport):
-    """Moves the plan's weights each time ``move`` is called. Every process of ``group`` makes one and calls it alike.
+class Exchange(Transport):
+    """Sends and receives over a group, in ``steps`` whose order is the same on all processes."""
 
-    Processes of ``moves`` are ranks of ``group`` (None: the default group). ``src`` and ``dst`` are this process's
-    tensors by local name: all that the plan reads or writes here, and in ``dst`` nothing else (see `PlanEnds`, also for
-    what is raised). No buffer is larger than ``bucket_bytes`` and its digests. Making one is collective.
-    """
-
-    def __init__(
-        self,
-        moves: Plan,
-        *,
-        src: Mapping[str, Tensor],
-        dst: Mapping[str, Tensor],
-        group: dist.ProcessGroup | None = None,
-        bucket_bytes: int = 64 * 2**20,
-        verify: bool = True,
-    ) -> None:
-        self.group = group
-        rank = dist.get_rank() if group is None else group.rank()
-        self.ends = PlanEnds(moves, rank=rank, src=src, dst=dst, exchange=handshakes_of(group), verify=verify)
-        self.steps = self._schedule(self.ends.buckets(bucket_bytes), moves.rounds())
-        self._num_bytes = sum(step.receive.bucket.num_bytes for step in self.steps if step.receive)
+    def __init__(self, ends: PlanEnds, group: dist.ProcessGroup | None) -> None:
+        self.ends, self.group = ends, group
+        self.steps: list[Step] = []
 
     @override
     def move(self, version: int) -> WeightUpdate:
@@ -72,35 +56,17 @@ class ProcessGroupTransport(Transport):
             self._finish(under_way, version)
             under_way = posted
         self._finish(under_way, version)
-        if self.ends.device.type == "cuda":
-            torch.cuda.current_stream(self.ends.device).synchronize()
+        self.ends.settle()
         verified = self.ends.finish(version)
+        num_bytes = sum(step.receive.bucket.num_bytes for step in self.steps if step.receive)
         seconds = time.perf_counter() - started
-        return WeightUpdate(version=version, num_bytes=self._num_bytes, seconds=seconds, verify_seconds=verified)
+        return WeightUpdate(version=version, num_bytes=num_bytes, seconds=seconds, verify_seconds=verified)
 
     @override
     def close(self) -> None:
         self.steps, self.group = [], None
 
-    def _schedule(self, buckets: Mapping[tuple[int, int], list[Bucket]], rounds: Rounds) -> list[Step]:
-        """The steps in the order (round, bucket), the same on all processes."""
-        rank = self.ends.rank
-        steps: list[tuple[tuple[int, Bucket] | None, tuple[int, Bucket] | None]] = []
-        for to, frm in rounds.of_process(rank):
-            sends = [(to, out) for out in buckets.get((rank, to), [])] if to is not None else []
-            receives = [(frm, into) for into in buckets.get((frm, rank), [])] if frm is not None else []
-            steps.extend(zip_longest(sends, receives))
-        outgoing = self._two_buffers([send[1] for send, _ in steps if send])
-        incoming = self._two_buffers([receive[1] for _, receive in steps if receive])
-        return [
-            Step(
-                send=self.ends.bind(*send, outgoing[i % 2], leaving=True) if send else None,
-                receive=self.ends.bind(*receive, incoming[i % 2], leaving=False) if receive else None,
-            )
-            for i, (send, receive) in enumerate(steps)
-        ]
-
-    def _two_buffers(self, buckets: Sequence[Bucket]) -> list[Tensor]:
+    def two_buffers(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """Two buffers, used in turn: a step's buffer is free again two steps later."""
         largest = max((self.ends.wire_bytes(bucket) for bucket in buckets), default=0)
         return [torch.empty(largest, dtype=torch.uint8, device=self.ends.device) for _ in range(2)]
@@ -143,6 +109,47 @@ class ProcessGroupTransport(Transport):
     def arrived(self, parcel: Parcel, version: int) -> None:
         """Take a parcel whose bytes are there."""
         self.ends.unpack(parcel, version)
+
+
+class ProcessGroupTransport(Exchange):
+    """Moves the plan's weights each time ``move`` is called. Every process of ``group`` makes one and calls it alike.
+
+    Processes of ``moves`` are ranks of ``group`` (None: the default group). ``src`` and ``dst`` are this process's
+    tensors by local name: all that the plan reads or writes here, and in ``dst`` nothing else (see `PlanEnds`, also for
+    what is raised). No buffer is larger than ``bucket_bytes`` and its digests. Making one is collective.
+    """
+
+    def __init__(
+        self,
+        moves: Plan,
+        *,
+        src: Mapping[str, Tensor],
+        dst: Mapping[str, Tensor],
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = 64 * 2**20,
+        verify: bool = True,
+    ) -> None:
+        peers = GroupPeers(group)
+        exchange = handshakes_of(peers)
+        super().__init__(PlanEnds(moves, rank=peers.rank, src=src, dst=dst, exchange=exchange, verify=verify), group)
+        self.steps = self._schedule(self.ends.buckets(bucket_bytes), moves.rounds())
+
+    def _schedule(self, buckets: Mapping[tuple[int, int], list[Bucket]], rounds: Rounds) -> list[Step]:
+        """The steps in the order (turn, round, bucket), the same on all processes."""
+        sends: dict[tuple[int, int, int], tuple[int, Bucket]] = {}
+        receives: dict[tuple[int, int, int], tuple[int, Bucket]] = {}
+        for (frm, to), parts in buckets.items():
+            mine, peer = (sends, to) if frm == self.ends.rank else (receives, frm)
+            mine |= {(bucket.turn, rounds.of_pair(frm, to), bucket.number): (peer, bucket) for bucket in parts}
+        outgoing = self.two_buffers([bucket for _, bucket in sends.values()])
+        incoming = self.two_buffers([bucket for _, bucket in receives.values()])
+        return [
+            Step(
+                send=self.ends.bind(*sends[key], outgoing[i % 2], leaving=True) if key in sends else None,
+                receive=self.ends.bind(*receives[key], incoming[i % 2], leaving=False) if key in receives else None,
+            )
+            for i, key in enumerate(sorted(sends.keys() | receives.keys()))
+        ]
 
 
 def _awaited(step: Step, version: int, rank: int, error: Exception) -> str:

@@ -17,23 +17,21 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.plans.plan import Plan
-from rl_megatron.weights.transports import words
-from rl_megatron.weights.transports.buckets import Bucket
 from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.ends import Parcel, PlanEnds, handshakes_of
+from rl_megatron.weights.transports.words import GroupPeers, Peers
 
-_SLOTS = 2
+SLOTS = 2
 _STEP, _GAVE_UP = b".", b"!"
 _PAGE = 4096
 _HELLO = struct.Struct("=qqq")  # the sender's rank, bytes of a slot, bytes that follow
@@ -46,7 +44,7 @@ class _LostError(Exception):
         self.rank = rank
 
 
-class _Link:
+class Link:
     """This process's end of one pair: a socket, and parcels each bound to its slot of the ring."""
 
     def __init__(self, peer: int, connection: socket.socket, parcels: list[Parcel], *, leaving: bool) -> None:
@@ -59,7 +57,7 @@ class _Link:
     def ready(self) -> bool:
         """Whether a slot can be filled, or emptied."""
         if self.leaving:
-            return self.done < len(self.parcels) and self.done < self.told + _SLOTS
+            return self.done < len(self.parcels) and self.done < self.told + SLOTS
         return self.done < self.told
 
     @property
@@ -70,6 +68,10 @@ class _Link:
     def step(self, ends: PlanEnds, version: int) -> None:
         """Fill or empty one slot, and notify the other end."""
         (ends.pack if self.leaving else ends.unpack)(self.parcels[self.done], version)
+        self.announce(ends)
+
+    def announce(self, ends: PlanEnds) -> None:
+        """Notify the other end of the slot that was filled or emptied."""
         ends.settle()
         self.done += 1
         with contextlib.suppress(OSError):  # gone: `listen` says so
@@ -95,60 +97,66 @@ class _Link:
         self.connection.close()
 
 
-class SharedMemoryTransport(Transport):
-    """As ProcessGroupTransport, between processes of one machine. The constructor is collective over ``group``.
+Bind = Callable[[int, Tensor, bool], list[Parcel]]
+"""The parcels of a pair with a peer, in the order in which they use the slots [number, bytes] uint8 in turn; whether
+they leave this process."""
 
-    After a process is lost the others need a new transport. A process silent for ``timeout_seconds`` is lost.
+
+class Rings:
+    """The rings of one process; making them is collective over ``peers``.
+
+    ``slots``: for each pair (sender, receiver) with this process, the bytes of a slot. After a process is lost the
+    others need new rings. A process silent for ``timeout_seconds`` is lost.
     """
 
     name, device_type = "shared_memory", "cpu"
 
     def __init__(
         self,
-        moves: Plan,
+        ends: PlanEnds,
+        slots: Mapping[tuple[int, int], int],
+        bind: Bind,
         *,
-        src: Mapping[str, Tensor],
-        dst: Mapping[str, Tensor],
-        group: dist.ProcessGroup | None = None,
-        slot_bytes: int = 2**20,
-        timeout_seconds: float = 600.0,
-        verify: bool = True,
+        peers: Peers,
+        timeout_seconds: float,
     ) -> None:
-        rank = dist.get_rank() if group is None else group.rank()
-        self.ends = PlanEnds(moves, rank=rank, src=src, dst=dst, exchange=handshakes_of(group), verify=verify)
-        self._timeout = timeout_seconds
-        self._links = self._connect(self.ends.buckets(slot_bytes), group)
-        arriving = (parcel for link in self._links if not link.leaving for parcel in link.parcels)
-        self._num_bytes = sum(parcel.bucket.num_bytes for parcel in arriving)
+        self.ends, self._bind, self._timeout = ends, bind, timeout_seconds
+        self.links = self._connect(slots, peers)
 
-    @override
-    def move(self, version: int) -> WeightUpdate:
-        started = time.perf_counter()
-        self.ends.begin()
-        for link in self._links:
+    def begin(self) -> None:
+        """Start a new version: every slot is empty."""
+        for link in self.links:
             link.done = link.told = 0
+
+    def run(self, version: int) -> None:
+        """Fill and empty slots until every parcel has been unpacked. Raises SyncError."""
         try:
-            unfinished = [link for link in self._links if not link.finished]
+            unfinished = [link for link in self.links if not link.finished]
             while unfinished:
-                ready = [link for link in unfinished if link.ready]
+                due = _due(unfinished)
+                ready = [link for link in due if link.ready]
                 for link in ready:
                     link.step(self.ends, version)
                 unfinished = [link for link in unfinished if not link.finished]
-                self._hear(unfinished, wait=not ready)
+                self._hear(sorted(unfinished, key=lambda link: link not in due), wait=not ready)
         except _LostError as error:
             raise self._failed(version, error) from error
-        verified = self.ends.finish(version)
-        seconds = time.perf_counter() - started
-        return WeightUpdate(version=version, num_bytes=self._num_bytes, seconds=seconds, verify_seconds=verified)
 
-    @override
+    def wait_for_slot(self, link: Link, number: int, version: int) -> None:
+        """Wait until the parcel before the last in the slot of parcel ``number`` is unpacked. Raises SyncError."""
+        try:
+            while number >= link.told + SLOTS:
+                self._hear([link], wait=True)
+        except _LostError as error:
+            raise self._failed(version, error) from error
+
     def close(self) -> None:
         """The other ends see their connections close."""
-        for link in self._links:
+        for link in self.links:
             link.connection.close()
-        self._links = []
+        self.links = []
 
-    def _hear(self, links: list[_Link], *, wait: bool) -> None:
+    def _hear(self, links: list[Link], *, wait: bool) -> None:
         """Read all notifications; if there is nothing to do, sleep until one arrives."""
         poll = select.poll()
         waiting = {link.connection.fileno(): link for link in links}
@@ -162,7 +170,7 @@ class SharedMemoryTransport(Transport):
 
     def _failed(self, version: int, error: _LostError) -> SyncError:
         """Give up on every link, so that no process waits for this one."""
-        waits = [link for link in self._links if not link.finished and not link.ready]
+        waits = [link for link in self.links if not link.finished and not link.ready]
         told = []
         for link in sorted(waits, key=lambda link: link.peer != error.rank)[:3]:
             at = link.told if link.leaving else link.done
@@ -171,15 +179,15 @@ class SharedMemoryTransport(Transport):
                 f"rank {link.peer} to {'empty' if link.leaving else 'fill'} slot {at} of {len(link.parcels)} "
                 f"({part.dst_param} {part.dst_box})"
             )
-        for link in self._links:
+        for link in self.links:
             link.give_up(error.rank)
-        self._links = []
+        self.links = []
         return SyncError(
             f"version {version} is not served: {error}. Rank {self.ends.rank} waited for {', '.join(told)}. Start the "
             "lost process again, connect again and push"
         )
 
-    def _connect(self, buckets: Mapping[tuple[int, int], list[Bucket]], group: dist.ProcessGroup | None) -> list[_Link]:
+    def _connect(self, slots: Mapping[tuple[int, int], int], peers: Peers) -> list[Link]:
         """A link for every pair; sending links first, each process beginning with a different peer."""
         rank = self.ends.rank
         if self.ends.device.type != self.device_type:
@@ -190,34 +198,34 @@ class SharedMemoryTransport(Transport):
         with socket.socket(socket.AF_UNIX) as listener:
             listener.settimeout(self._timeout)
             listener.bind(b"\0rl_megatron-" + secrets.token_hex(16).encode())
-            listener.listen(dist.get_world_size(group))
+            listener.listen(peers.size)
             here = [Path("/proc/sys/kernel/random/boot_id").read_text(), listener.getsockname().hex()]
-            places = words.gather(here, group)
-            receivers = sorted((to for frm, to in buckets if frm == rank), key=lambda to: (to - rank) % len(places))
-            senders = [frm for frm, to in buckets if to == rank]
+            places = peers.gather(here)
+            receivers = sorted((to for frm, to in slots if frm == rank), key=lambda to: (to - rank) % len(places))
+            senders = [frm for frm, to in slots if to == rank]
             far = [peer for peer in (*receivers, *senders) if places[peer][0] != here[0]]
             if far:
                 raise WeightError(
                     f"{self.name} needs one machine, but rank {rank} is on another than rank {far[0]}; "
                     "use process_group"
                 )
-            links = [self._offer(to, bytes.fromhex(places[to][1]), buckets[rank, to]) for to in receivers]
-            return links + [self._accept(listener, buckets) for _ in senders]
+            links = [self._offer(to, bytes.fromhex(places[to][1]), slots[rank, to]) for to in receivers]
+            return links + [self._accept(listener) for _ in senders]
 
-    def _offer(self, to: int, address: bytes, buckets: list[Bucket]) -> _Link:
-        slot = -(-max(self.ends.wire_bytes(bucket) for bucket in buckets) // _PAGE) * _PAGE
+    def _offer(self, to: int, address: bytes, num_bytes: int) -> Link:
+        slot = -(-num_bytes // _PAGE) * _PAGE
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(self._timeout)
         connection.connect(address)
-        ring, told, handles = self._new_ring(slot * _SLOTS)
+        ring, told, handles = self._new_ring(slot * SLOTS)
         try:
             socket.send_fds(connection, [_HELLO.pack(self.ends.rank, slot, len(told)), told], handles)
-            return _Link(to, connection, self._bound(to, buckets, ring, leaving=True), leaving=True)
+            return Link(to, connection, self._bind(to, ring.view(SLOTS, -1), True), leaving=True)
         finally:
             for handle in handles:
                 os.close(handle)
 
-    def _accept(self, listener: socket.socket, buckets: Mapping[tuple[int, int], list[Bucket]]) -> _Link:
+    def _accept(self, listener: socket.socket) -> Link:
         connection, _ = listener.accept()
         connection.settimeout(self._timeout)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -229,9 +237,8 @@ class SharedMemoryTransport(Transport):
             told = b""
             while len(told) < length:
                 told += connection.recv(length - len(told))
-            ring = self._open_ring(slot * _SLOTS, told, handles)
-            moved = buckets[frm, self.ends.rank]
-            return _Link(frm, connection, self._bound(frm, moved, ring, leaving=False), leaving=False)
+            ring = self._open_ring(slot * SLOTS, told, handles)
+            return Link(frm, connection, self._bind(frm, ring.view(SLOTS, -1), False), leaving=False)
         finally:
             for handle in handles:
                 os.close(handle)
@@ -246,6 +253,66 @@ class SharedMemoryTransport(Transport):
         """The other process's ring."""
         return torch.frombuffer(mmap.mmap(handles[0], num_bytes), dtype=torch.uint8)
 
-    def _bound(self, peer: int, buckets: list[Bucket], ring: Tensor, *, leaving: bool) -> list[Parcel]:
-        slots = ring.view(_SLOTS, -1)
-        return [self.ends.bind(peer, b, slots[i % _SLOTS], leaving=leaving) for i, b in enumerate(buckets)]
+
+def _due(links: Sequence[Link]) -> list[Link]:
+    """All that leave; of those that arrive only those in the first turn that is not over, so that others wait."""
+    turns = {id(link): link.parcels[link.done].bucket.turn for link in links if not link.leaving}
+    first = min(turns.values(), default=0)
+    return [link for link in links if turns.get(id(link), first) == first]
+
+
+class RingTransport(Transport):
+    """Moves what is in ``rings`` each time ``move`` is called."""
+
+    def __init__(self, ends: PlanEnds, rings: Rings) -> None:
+        self.ends, self._rings = ends, rings
+
+    @override
+    def move(self, version: int) -> WeightUpdate:
+        started = time.perf_counter()
+        self.ends.begin()
+        self._rings.begin()
+        self._rings.run(version)
+        verified = self.ends.finish(version)
+        arrived = (parcel for link in self._rings.links if not link.leaving for parcel in link.parcels)
+        num_bytes = sum(parcel.bucket.num_bytes for parcel in arrived)
+        seconds = time.perf_counter() - started
+        return WeightUpdate(version=version, num_bytes=num_bytes, seconds=seconds, verify_seconds=verified)
+
+    @override
+    def close(self) -> None:
+        """The other ends see their connections close."""
+        self._rings.close()
+
+
+class SharedMemoryTransport(RingTransport):
+    """As ProcessGroupTransport, between processes of one machine. The constructor is collective over ``peers``.
+
+    None: the default group. After a process is lost the others need a new transport. A process silent for
+    ``timeout_seconds`` is lost.
+    """
+
+    kind: type[Rings] = Rings
+
+    def __init__(
+        self,
+        moves: Plan,
+        *,
+        src: Mapping[str, Tensor],
+        dst: Mapping[str, Tensor],
+        peers: Peers | None = None,
+        slot_bytes: int = 2**20,
+        timeout_seconds: float = 600.0,
+        verify: bool = True,
+    ) -> None:
+        peers = peers or GroupPeers(None)
+        exchange = handshakes_of(peers)
+        ends = PlanEnds(moves, rank=peers.rank, src=src, dst=dst, exchange=exchange, verify=verify)
+        buckets = ends.buckets(slot_bytes)
+        slots = {pair: max(map(ends.wire_bytes, parts)) for pair, parts in buckets.items()}
+
+        def bind(peer: int, slots: Tensor, leaving: bool) -> list[Parcel]:
+            moved = buckets[(ends.rank, peer) if leaving else (peer, ends.rank)]
+            return [ends.bind(peer, b, slots[i % SLOTS], leaving=leaving) for i, b in enumerate(moved)]
+
+        super().__init__(ends, self.kind(ends, slots, bind, peers=peers, timeout_seconds=timeout_seconds))

@@ -1,4 +1,4 @@
-"""Sends JSON between the processes of a group. Nothing from a network is unpickled:
+"""Sends JSON between processes that work together. Nothing from a network is unpickled:
 
 gloo and NCCL accept any process that reaches them (docs/security.md), and reading a pickle executes it.
 """
@@ -8,21 +8,45 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from typing_extensions import override
 
 from rl_megatron.errors import SyncError
 
 _MOST_BYTES = 2**30
 
 
+class Peers(Protocol):
+    """Processes that a plan numbers from 0 on, of which this one is ``rank`` of ``size``."""
+
+    rank: int
+    size: int
+
+    def gather(self, mine: object) -> list[Any]:
+        """Each process's value, by rank. Collective; raises SyncError if a process is lost."""
+        ...
+
+
+class GroupPeers(Peers):
+    """The processes of a group; None: the default group."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group, self.size = group, dist.get_world_size(group)
+        self.rank = dist.get_rank() if group is None else group.rank()
+
+    @override
+    def gather(self, mine: object) -> list[Any]:
+        return gather(mine, self._group)
+
+
 def gather(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
     """Each process's value, by rank. Collective; raises SyncError if a process sends no JSON or is lost."""
-    device, size = _device(group), dist.get_world_size(group)
+    device, size = wire_device(group), dist.get_world_size(group)
     data = _bytes_of(mine).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     with _lost():
@@ -36,20 +60,6 @@ def gather(mine: object, group: dist.ProcessGroup | None) -> list[Any]:
     return [_read(one[: int(length)], rank) for rank, (one, length) in enumerate(zip(said, lengths, strict=True))]
 
 
-def tell(said: object, group: dist.ProcessGroup | None) -> Any:
-    """Rank 0's value, on every rank; other ranks' values are ignored. Collective; raises as `gather`."""
-    device, rank = _device(group), dist.get_rank() if group is None else group.rank()
-    data = _bytes_of(said).to(device)
-    length = torch.tensor([len(data)], device=device)
-    with _lost():
-        dist.broadcast(length, group=group, group_src=0)
-    if rank:
-        data = torch.zeros(_checked(int(length)), dtype=torch.uint8, device=device)
-    with _lost():
-        dist.broadcast(data, group=group, group_src=0)
-    return _read(data, 0)
-
-
 @contextmanager
 def _lost() -> Iterator[None]:
     """Turn the broken connections of a lost process into a SyncError, which fails the push but not this process."""
@@ -59,8 +69,8 @@ def _lost() -> Iterator[None]:
         raise SyncError(f"a process of the group was lost: {str(error).splitlines()[0]}") from error
 
 
-def _device(group: dist.ProcessGroup | None) -> str:
-    """The device for objects, as torch chooses it: NCCL carries only GPU memory."""
+def wire_device(group: dist.ProcessGroup | None) -> str:
+    """The device of what a group carries, as torch chooses it for objects: NCCL carries only GPU memory."""
     return str(distributed_c10d._get_object_coll_device(group))
 
 

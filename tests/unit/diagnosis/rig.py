@@ -239,7 +239,7 @@ def diagnose(
 ) -> dict[str, Finding]:
     """Findings by cause."""
     dtypes = {key: changes.pop(key, "float32") for key in ("learner_dtype", "engine_dtype")}
-    replays = changes.pop("replays", False)
+    replays, head_dtype = changes.pop("replays", False), changes.pop("head_dtype", None)
     bench = replace(
         Bench(
             learner=learner,
@@ -257,7 +257,7 @@ def diagnose(
         **changes,
     )
     configured = Parameters(temperature=bench.temperature, top_p=bench.top_p)
-    setting = Setting(**dtypes, configured=configured, served=False, replays=replays)
+    setting = Setting(**dtypes, configured=configured, served=False, replays=replays, head_dtype=head_dtype)
     outcomes = asyncio.run(run_experiments(bench, prompts(), completions=3, worth=setting.noise))
     return {f.cause: f for f in judge(outcomes, setting, weights, tokenizer)}
 

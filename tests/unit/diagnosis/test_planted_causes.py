@@ -226,7 +226,17 @@ def test_bfloat16_is_noise(policy: Policy) -> None:
     assert "float32 and bfloat16" in found["dtype or kernels"].evidence
 
 
+def test_in_half_precision_the_parts_that_may_differ_are_named(policy: Policy) -> None:
+    engine, half = policy.engine(torch.bfloat16), {"learner_dtype": "bfloat16", "engine_dtype": "bfloat16"}
+    learner, weights = Learner(model=policy.model), policy.check(engine)
+    finding = diagnose(learner, engine, weights=weights, head_dtype="float32", **half)["dtype or kernels"]
+    assert finding.verdict == "noise"
+    assert "rounding in bfloat16, the learner's output layer in float32" in finding.evidence
+    assert all(part in finding.fix for part in ("learner.head_dtype", "routers", "selection biases"))
+
+
 def test_another_epsilon_is_a_kernels_fault(policy: Policy) -> None:
     engine = policy.engine(norm_eps=0.5)
     found = diagnose(Learner(model=policy.model), engine, weights=policy.check(engine))
     assert guilty(found) == ["dtype or kernels"], told(found)
+    assert "learner.head_dtype" in found["dtype or kernels"].fix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,8 @@ def test_a_full_disk_names_the_file_each_time() -> None:
 def test_a_file_that_is_replaced_is_named_where_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / f".x.{os.getpid()}.tmp").symlink_to("/dev/full")
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "0")
+    (tmp_path / ".x.0.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"No space left on device: '.*/x'"):
         write_atomically(tmp_path / "x", b"1" * 10)
 

@@ -8,31 +8,89 @@ from pathlib import Path
 
 JOB = Path(__file__).resolve().parents[3] / "slurm" / "job.sh"
 RUN = """#!/usr/bin/env bash
-touch "$ATTEMPT/requeue"
+[ -n "$FAILED" ] || touch "$ATTEMPT/requeue"
+[ -z "$FAILED" ] || echo "$FAILED" >"$ATTEMPT/failed_node"
+[ -z "$NAMED" ] || printf '%s\\n' $NAMED >"$ATTEMPT/slow_nodes"
 [ -z "$STEP" ] || mkdir -p "$RUN/checkpoints/step_$STEP"
+"""
+SBATCH = """#!/usr/bin/env bash
+# Jobs need $NEED nodes of node1 to node6.
+for argument in "$@"; do
+    case $argument in --exclude=*) without=${argument#*=} ;; esac
+done
+[ $((6 - $(tr , '\\n' <<<"$without" | grep -c 'node[1-6]'))) -ge "$NEED" ]
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "$@" >>"$RUN/asked"
 """
 
 
-def attempt(folder: Path, restart: int, step: str = "") -> tuple[int, str]:
-    """The script's status and words after a run that asks to come back, with a checkpoint of ``step``."""
+def attempt(
+    folder: Path, restart: int, step: str = "", slow: int = 0, python: str = "python", **given: str
+) -> tuple[int, str, list[str]]:
+    """The script's status, its words and what it asked of Slurm's controller, after a run that asks to come back, with
+    a checkpoint of ``step``, or whose rank died on the node FAILED; NAMED are the nodes that it named slow."""
     commands, run = folder / "commands", folder / "run"
     commands.mkdir(exist_ok=True)
-    for name, text in (("scontrol", "#!/bin/sh\n"), ("sleep", "#!/bin/sh\n"), ("python", RUN)):
+    run.mkdir(exist_ok=True)
+    (run / "asked").write_text("")
+    programs = {"scontrol": SCONTROL, "sbatch": SBATCH, "sleep": "#!/bin/sh\n", "python": RUN}
+    for name, text in programs.items():
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
-    text = f"RUN={run} PYTHON={commands}/python TRAIN=() REQUEUES=9 RESTARTS=3 EXCLUDE=\nexport RUN\n"
+    before = (
+        f"RUN={run} PYTHON={commands}/{python} TRAIN=() REQUEUES=9 RESTARTS=3 SLOW={slow} EXCLUDE=node9\nexport RUN\n"
+    )
     slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restart), "SLURM_JOB_NODELIST": "here"}
     own = {"PATH": f"{commands}:{os.environ['PATH']}", "STEP": step, "ATTEMPT": f"{run}/jobs/7-{restart}"}
-    done = subprocess.run(
-        ["bash"], input=text + JOB.read_text(), capture_output=True, text=True, env=os.environ | slurm | own, timeout=60
-    )
-    return done.returncode, done.stdout + done.stderr
+    environment = os.environ | slurm | own | {"FAILED": "", "NAMED": "", "NEED": "1"} | given
+    script = before + JOB.read_text()
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, env=environment, timeout=60)
+    asked = [line for line in (run / "asked").read_text().splitlines() if not line.startswith("show")]
+    return done.returncode, done.stdout + done.stderr, asked
 
 
 def test_a_run_that_twice_made_no_step_does_not_come_back(tmp_path: Path) -> None:
     steps = ["000002", "", "000004", "", ""]
     done = [attempt(tmp_path, restart, step) for restart, step in enumerate(steps)]
-    assert [status for status, _ in done] == [0, 0, 0, 0, 1], done
-    assert all("saved; comes back" in said for _, said in done[:4])
+    assert [status for status, _, _ in done] == [0, 0, 0, 0, 1], done
+    assert all("saved; comes back" in said for _, said, _ in done[:4])
     assert "twice in a row its time was up before a step was made; raise slurm.time" in done[4][1]
     assert attempt(tmp_path, 5)[0] == 0  # sent again by a person
+
+
+def test_a_node_without_the_controllers_interpreter_is_told(tmp_path: Path) -> None:
+    status, said, _ = attempt(tmp_path, 0, python="gone")
+    assert status == 127
+    assert f"status 127: {tmp_path}/commands/gone, in which the controller runs, is not on this node; set slurm" in said
+
+
+def excluding(*nodes: str) -> list[str]:
+    """What the script asks of Slurm's controller to come back without these and the job's own ``slurm.exclude``."""
+    return ["requeue 7", f"update JobId=7 ExcNodeList={','.join((*nodes, 'node9'))}"]
+
+
+def test_slow_nodes_are_left_out_at_a_restart_up_to_the_number_asked_for(tmp_path: Path) -> None:
+    def comes_back(restart: int, slow: int, **given: str) -> list[str]:
+        status, said, asked = attempt(tmp_path, restart, f"{restart:06d}", slow, **given)
+        assert status == 0
+        assert "; comes back" in said, said
+        return asked
+
+    assert comes_back(0, 0, NAMED="node3") == ["requeue 7"]  # only named
+    assert comes_back(1, 2) == ["requeue 7"]
+    assert comes_back(2, 2, NAMED="node3 node1") == excluding("node1", "node3")
+    assert comes_back(3, 2, NAMED="node4") == excluding("node1", "node3")  # no third
+    assert comes_back(4, 2, FAILED="node5") == excluding("node1", "node3", "node5")
+    assert comes_back(5, 0) == ["requeue 7"]  # Slurm keeps a job's list
+
+
+def test_as_many_slow_nodes_are_left_out_as_the_cluster_can_spare(tmp_path: Path) -> None:
+    _, said, asked = attempt(tmp_path, 0, "000001", 3, NAMED="node4 node2 node1", NEED="4")
+    assert "saved; without node1,node2,node4 there are too few nodes; comes back without node2,node4" in said
+    assert asked == excluding("node2", "node4")  # the slowest two
+    _, said, asked = attempt(tmp_path, 1, "000002", 3, FAILED="node6", NEED="4")
+    assert "comes back without node4,node6" in said
+    _, said, asked = attempt(tmp_path, 2, "000003", 3, NEED="6")
+    assert "too few nodes" in said
+    assert asked == ["requeue 7"]

@@ -14,6 +14,13 @@ import pytest
 from launcher.hosts.forks import Nursery
 from rl_megatron.errors import WorkerDied
 from rl_megatron.placement.names import LEARNER
+from tests.e2e.processes import eventually
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line, which the kernel shows a moment after it has told the parent that the program started."""
+    eventually(process.cmdline, f"the command line of process {process.pid}")
+    return process.cmdline()
 
 
 def test_ranks_end_with_it_and_say_so() -> None:
@@ -36,6 +43,36 @@ def test_ranks_end_with_it_and_say_so() -> None:
                 await forks.fork(LEARNER, 2)
 
     asyncio.run(forked())
+
+
+def test_ranks_are_plain_processes_where_it_must_not_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "threaded.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, name='planted', daemon=True).start()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
+
+    async def started() -> None:
+        with Nursery(["threaded"]) as forks:
+            ranks = [await forks.fork("critic", number) for number in (0, 1)]
+            processes = [psutil.Process(int(rank.where.removeprefix("pid "))) for rank in ranks]
+            (nursery,) = {process.parent() for process in processes}
+            assert nursery is not None
+            assert [words_of(process)[-4:] for process in processes] == [
+                ["launcher.worker.process", "critic", str(number), str(nursery.pid)] for number in (0, 1)
+            ]
+            for rank in ranks:
+                rank.connection.close()  # upon which it ends
+                assert rank.join(60)
+                assert rank.ending(threading.Event()).expected
+        assert not psutil.wait_procs(processes, 60)[1]
+
+    asyncio.run(started())
+    assert [record.getMessage() for record in caplog.records if record.name == "launcher.hosts.forks"] == [
+        "ranks start slower, each with imports of its own: the imports started threads: there are 2 (known to Python: "
+        "MainThread, planted)"
+    ]
 
 
 def test_an_import_that_ends_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.ranks import group_ranks, place
 from rl_megatron.placement.seats import seat
@@ -115,10 +117,10 @@ def test_a_domain_of_nvlink_may_hold_a_tensor_parallel_group() -> None:
 def test_servers_stay_inside_a_node_and_do_not_meet_on_gpus_of_their_own(
     replicas: int, tp: int, count: int, shared: bool
 ) -> None:
-    nodes = [f"n{i}" for i in range(count)]
+    section, nodes = ServerSection(replicas=replicas, tp=tp), [f"n{i}" for i in range(count)]
     fits = -(-replicas // count) * tp <= 8
     try:
-        seats = seat(replicas, tp, nodes, 8, shared=shared)
+        seats = seat(section, nodes, 8, shared=shared)
     except ConfigError:
         assert not fits and not shared  # noqa: PT018
         return
@@ -130,4 +132,52 @@ def test_servers_stay_inside_a_node_and_do_not_meet_on_gpus_of_their_own(
     assert not fits or len(set(taken)) == len(taken)
     on = [sum(s.node == node for s in seats) for node in nodes]
     assert max(on) == -(-replicas // count)
-    assert all(s.gpus == () for s in seat(replicas, tp, nodes, 0, shared=shared))
+    assert all(s.gpus == () for s in seat(section, nodes, 0, shared=shared))
+
+
+@given(
+    replicas=st.integers(1, 6),
+    tp=st.sampled_from([1, 2, 4, 8, 16]),
+    pp=st.integers(1, 3),
+    dp=st.integers(1, 4),
+    given_nodes=st.sampled_from([None, 1, 2, 3]),
+    count=st.integers(1, 6),
+)
+def test_servers_on_several_nodes_have_neighbouring_nodes_and_gpus_of_their_own(
+    replicas: int, tp: int, pp: int, dp: int, given_nodes: int | None, count: int
+) -> None:
+    section = ServerSection(replicas=replicas, tp=tp, pp=pp, dp=dp, nodes=given_nodes)
+    ranks, nodes = tp * pp * dp, [f"n{i}" for i in range(count)]
+    span = given_nodes or math.ceil(ranks / 8)
+    try:
+        seats = seat(section, nodes, 8, shared=False)
+    except ConfigError:
+        fits = ranks % span == 0 and ranks // span <= 8 and count % span == 0
+        fits = fits and math.ceil(replicas / (count // span)) * (ranks // span) <= 8
+        assert not fits or (tp > 8 and given_nodes is None)
+        return
+    servers = [[s for s in seats if s.server == number] for number in range(replicas)]
+    assert [s for server in servers for s in server] == list(seats)
+    for server in servers:
+        first = nodes.index(server[0].node)
+        assert [(s.node, s.part) for s in server] == [(nodes[first + i], i) for i in range(span)]
+        assert first % span == 0
+        assert len({s.gpus for s in server}) == 1
+        assert sum(len(s.gpus) for s in server) == ranks
+    taken = [(s.node, gpu) for s in seats for gpu in s.gpus]
+    assert len(set(taken)) == len(taken)
+    assert {gpu for _, gpu in taken} <= set(range(8))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"tp": 16}, r"tp=16 is more than the 8 GPUs of a node.* allow it with rollout\.server\.nodes=2"),
+        ({"tp": 8, "pp": 3, "nodes": 2}, r"nodes=2 of rollout\.server\.tp=8 \* pp=3 need 12 GPUs of each node"),
+        ({"tp": 3, "nodes": 2}, r"nodes=2 cannot share out rollout\.server\.tp=3 = 3 GPUs evenly"),
+        ({"tp": 8, "pp": 2, "nodes": 2}, r"the servers' nodes are 3, not a multiple of it"),
+    ],
+)
+def test_servers_that_do_not_fit_nodes_are_told(keys: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        seat(ServerSection(**keys), ("a", "b", "c"), 8, shared=False)

@@ -57,7 +57,7 @@ def test_a_folder_needs_only_its_config(capsys: pytest.CaptureFixture[str], tmp_
         "rope_theta": 50000.0,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    layouts = "src=megatron,tp=2,pp=2,ep=4,dp=2,first=2", "dst=engine,tp=4,ep=4"
+    layouts = "src=megatron,tp=2,pp=2,ep=4,dp=2,stages=2+3", "dst=engine,tp=4,ep=4"
     assert "transfers between" in said(capsys, str(tmp_path), *layouts, "--colocated")
 
 
@@ -77,7 +77,9 @@ def test_a_folder_needs_only_its_config(capsys: pytest.CaptureFixture[str], tmp_
             "dst=hf,tp=2: an hf layout consists of full copies; give dp alone",
         ),
         (("kimi-k2", "src=megatron,pp=4", "dst=hf"), "pp*vpp = 4*1 = 4 does not divide 61 layers"),
-        (("kimi-k2", "src=megatron,pp=4,first=17", "dst=hf"), "first=17, last=None leave 44 of 61 layers for 3 other"),
+        (("kimi-k2", "src=megatron,pp=4,first=17", "dst=hf"), "each stage, as stages=11+12*6+11"),
+        (("kimi-k2", "src=megatron,pp=2,stages=30+0", "dst=hf"), "'stages=30+0' is not a setting"),
+        (("kimi-k2", "src=megatron,pp=2,vpp=2,stages=15*4", "dst=hf"), "pp*vpp = 2*2 = 4 and 61 layers"),
     ],
 )
 def test_bad_input_is_named(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
@@ -103,10 +105,18 @@ def test_an_engine_cuts_experts_by_tp_where_nothing_else_is_said(capsys: pytest.
     )
 
 
-def test_the_recipe_whose_servers_are_elsewhere_fits_without_addresses(
+def test_a_configuration_shows_memory_and_then_what_pushes_and_checkpoints_cost(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    text = said(capsys, "--config", "deepseek_v3")
-    assert "assuming rollout.server.addresses, servers on other GPUs" in text
-    assert text.endswith("It fits in slurm.gpu_memory_gb=80.\n")
-    assert "assumed" not in said(capsys, "--config", "qwen3_30b_a3b")
+    text = said(capsys, "--config", "deepseek_v3", "slurm.speeds.nic=25")
+    _, push, hop, save, *_ = text[text.index("It fits in slurm.gpu_memory_gb=80.\n") :].splitlines()
+    assert push == "a push of weights (weights.transport=process_group), through the network:"
+    assert hop.endswith("one receives up to 47.0 GB: 1.88 s at 450 GB/s a rank inside a node, 25 between nodes")
+    assert save.startswith("a checkpoint, every 20 steps: 9,437.7 GB, up to 347.5 GB by one node: 94.4 s at 5 GB/s")
+    through = said(capsys, "--config", "deepseek_v3", "weights.transport=file")
+    assert "\nnote: each push of weights goes through a file in the run's folder, on a shared file system: " in through
+
+
+def test_links_of_a_configuration_are_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = said(capsys, "--config", "deepseek_v3", "--nic", "25", status=1)
+    assert "--nic goes with a model and two layouts; with --config set slurm.speeds.nic instead" in refused

@@ -37,12 +37,12 @@ def test_a_held_port_goes_to_the_server_alone() -> None:
 
 
 def test_no_two_hold_one_port_and_the_system_gives_none_of_them_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports, "_HIGH", ports._LOW + 16)  # eight pairs
+    monkeypatch.setattr(ports, "_HIGH", ports._LOW + 8 * ports.BLOCK)
     with contextlib.ExitStack() as stack:
         held = {stack.enter_context(held_ports(HERE)) for _ in range(4)}
         assert len(held) == 4
         assert free_port(HERE) not in held
-    monkeypatch.setattr(ports, "_HIGH", ports._LOW + 2)
+    monkeypatch.setattr(ports, "_HIGH", ports._LOW + ports.BLOCK)
     with held_ports(HERE), pytest.raises(OSError, match="in use"):
         free_port(HERE)
 
@@ -55,4 +55,4 @@ def test_servers_of_one_run_never_meet_on_another_node() -> None:
 
 def test_ports_lie_below_those_that_the_system_hands_out() -> None:
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(1024 <= any_port(number % 7, 7) < lowest - 1 for number in range(1000))
+    assert all(1024 <= any_port(number % 7, 7) <= lowest - ports.BLOCK for number in range(1000))

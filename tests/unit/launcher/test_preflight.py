@@ -14,6 +14,7 @@ from launcher.__main__ import main
 from launcher.build.model import starting_folder, starting_shape
 from launcher.preflight import devices, reward
 from launcher.preflight.checks import CHECKS, preflight
+from launcher.preflight.subject import Subject
 from launcher.programs.submit import prepare, taken
 from launcher.runs.name import choose
 from rl_megatron.config.io import load_config
@@ -59,12 +60,31 @@ def job(keys: tuple[str, ...], *more: str) -> RunConfig:
     return load_config("qwen3_30b_a3b", ["run.name=x", *keys, *more])
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_that_torch_may_move_is_not_mapped(
+    keys: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = f"slurm.environment.{name}='max_split_size_mb:64,expandable_segments:True'"
+    (problem,) = preflight(job(keys, given), for_job=True).texts("problem")
+    said = f"{name}=max_split_size_mb:64,expandable_segments:True: weights.transport=cuda_ipc maps one process's GPU"
+    assert problem.startswith(said)
+    assert problem.endswith("leave expandable_segments out, or set weights.transport=file")
+    for more in (("weights.transport=file", given), (given.replace("True", "False"),)):
+        assert preflight(job(keys, *more), for_job=True).texts("problem") == []
+    monkeypatch.setenv(name, "expandable_segments:True")
+    assert len(preflight(job(keys), for_job=True).texts("problem")) == 1
+
+
 def test_a_sound_job_has_no_problem_and_says_what_nobody_looked_at(keys: tuple[str, ...]) -> None:
     found = preflight(job(keys), for_job=True)
     assert found.texts("problem") == found.texts("note") == []
-    assert found.texts("fact") == ["reward 'final_number' gives 1 for the answer itself, 0 for 'a made-up completion'"]
+    *costs, graded = found.texts("fact")
+    assert graded == "reward 'final_number' gives 1 for the answer itself, 0 for 'a made-up completion'"
+    assert costs[0] == "a push of weights (weights.transport=cuda_ipc), through NVLink:"
+    assert costs[-1] == "all speeds are assumed, none is measured (slurm.speeds)"
     assert found.describe().splitlines()[-1] == (
-        "not checked: whether prompts fit in rollout.max_prompt_tokens; the GPUs of the job's nodes; that vllm starts"
+        "not checked: whether prompts fit in rollout.max_prompt_tokens; the GPUs of the job's nodes; that vllm starts; "
+        f"{keys[-1].partition('=')[2]}: the versions of its libraries cannot be read: Permission denied"
     )
     assert all(name in found.describe() for name in CHECKS)
 
@@ -110,6 +130,11 @@ def cut(folder: Path) -> None:
         (None, ("learner.ep=3", "learner.tp=1", "learner.dp=3"), "learner: ep = 3 does not divide 128 experts"),
         (None, ("slurm.gpu_memory_gb=40",), "slurm.gpu_memory_gb=40: rank 0 needs"),
         (None, ("slurm.nodes=8",), "set learner.dp=16"),
+        (
+            None,
+            ("rollout.server.tp=4", "rollout.server.replicas=2"),
+            "learner's 8 GPUs, but a server of rollout.server.tp=4 sees only its own 4; set rollout.server.tp=8",
+        ),
     ],
 )
 def test_what_would_end_the_run_late_is_told_at_once(
@@ -172,9 +197,9 @@ def test_the_reward_is_asked_once_about_the_first_problem(keys: tuple[str, ...])
     text, texts, lengths = preflight_rewards.asked[0]
     assert (text, texts) == ("What is 2 + 3?", ("It is 5.\n#### 5", "a made-up completion"))
     assert lengths == [len(t) + 1 for t in texts]
-    assert found.texts("fact") == [
+    assert found.texts("fact")[-1] == (
         "reward 'preflight_rewards:good' gives 1 for the answer itself, 0 for 'a made-up completion'"
-    ]
+    )
     preflight_rewards.asked.clear()
 
 
@@ -182,10 +207,22 @@ def test_the_reward_is_asked_once_about_the_first_problem(keys: tuple[str, ...])
     ("more", "said"),
     [
         (("reward.function=http://judge:1/score",), "the reward server http://judge:1/score"),
-        (("rollout.server.addresses=http://a:1", "rollout.python=null", "rollout.server.memory_fraction=null"), "http"),
-        (("slurm.container=/images/rl.sqsh",), "whether vllm is installed in slurm.container"),
+        (
+            (
+                "rollout.server.addresses=http://a:1",
+                "rollout.server.tp=1",
+                "rollout.python=null",
+                "rollout.server.memory_fraction=null",
+            ),
+            "http",
+        ),
+        (("slurm.engines.container=/images/rl.sqsh",), "whether vllm is installed in slurm.engines.container"),
         (("slurm.python=/other/python", "rollout.python=null"), "whether vllm is installed in slurm.python=/other/"),
         (("slurm.python=/other/python", "reward.function=gone:reward"), "the reward, in slurm.python=/other/python"),
+        (
+            ("slurm.python=/other/python",),
+            "torch in slurm.python=/other/python, in which the controller runs",
+        ),
         (("slurm.gpu_memory_gb=null",), "the memory of the GPUs, because slurm.gpu_memory_gb is not set"),
     ],
 )
@@ -195,6 +232,18 @@ def test_what_only_the_run_can_see_is_said_to_be_unchecked(
     found = preflight(job(keys, *more), for_job=True)
     assert found.texts("problem") == []
     assert any(said in text for text in found.texts("unchecked"))
+
+
+def test_a_controllers_environment_without_torch_is_refused(keys: tuple[str, ...], tmp_path: Path) -> None:
+    """Whatever runs in containers: the controller starts them, and is in none."""
+    python, packages = tmp_path / "bin" / "python", tmp_path / "lib" / "python3.11" / "site-packages"
+    packages.mkdir(parents=True)
+    (tmp_path / "pyvenv.cfg").touch()
+    given = job(keys, f"slurm.python={python}", "slurm.container=/images/rl.sqsh", "slurm.engines.container=/e.sqsh")
+    (found,) = preflight(given, for_job=True).texts("problem")
+    assert found.startswith(f"slurm.python={python}: torch is not installed there, and the controller runs in it, outs")
+    (packages / "torch").mkdir()
+    assert preflight(given, for_job=True).texts("problem") == []
 
 
 def test_a_reward_that_takes_long_is_not_waited_for(keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +274,32 @@ def test_gpus_are_counted_as_cuda_counts_them(
         driver.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert devices.count_visible_gpus(visible) == count
+
+
+@pytest.mark.parametrize(
+    ("engine", "capability", "option", "told"),
+    [
+        ("sglang", "10.0", "", True),
+        ("sglang", "12.0", "", True),
+        ("sglang", "9.0", "", False),
+        ("sglang", "10.0", "--fp8-gemm-backend triton", False),
+        ("vllm", "10.0", "", False),
+    ],
+)
+def test_float8_on_gpus_of_which_an_engine_packs_the_scales_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, capability: str, option: str, told: bool
+) -> None:
+    driver = tmp_path / "nvidia-smi"
+    answers = f"case $1 in -L) echo 'GPU 0: B200 (UUID: GPU-x)';; *) echo {capability};; esac"
+    driver.write_text(f"#!/bin/sh\n{answers}\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "torch_is_for_cpus", lambda: False)
+    keys = ["learner.ep=1", "learner.device=cuda", "learner.dtype=bfloat16", "rollout.server.quantization=fp8"]
+    config = load_config("tiny_cpu", [f"rollout={engine}", *keys, f"rollout.server.options={option!r}"])
+    found = [one.text for one in devices.check(Subject(config, for_job=False)) if one.kind == "problem"]
+    assert [text.endswith("or rollout=vllm") and "sglang#9855" in text for text in found] == [True] * told
 
 
 def test_more_ranks_than_a_machine_has_memory_for_are_told_before_one_starts() -> None:
@@ -274,16 +349,16 @@ def test_what_holds_a_jobs_variables_is_nobody_elses(keys: tuple[str, ...], give
 
 
 def test_an_engine_is_found_by_its_files(tmp_path: Path) -> None:
-    from launcher.preflight.engine import installed
+    from launcher.preflight.engine import has_module
 
     python = environment(tmp_path / "a", "vllm")
-    assert installed("vllm", python) is True
-    assert installed("sglang", python) is False
+    assert has_module("vllm", python) is True
+    assert has_module("sglang", python) is False
     (tmp_path / "a" / "pyvenv.cfg").write_text("include-system-site-packages = true\n")
-    assert installed("sglang", python) is None
+    assert has_module("sglang", python) is None
     (tmp_path / "a/lib/python3.11/site-packages/sglang-0.5.dist-info").mkdir()
-    assert installed("sglang", python) is True
-    assert installed("vllm", Path("/nowhere/bin/python")) is None
+    assert has_module("sglang", python) is True
+    assert has_module("vllm", Path("/nowhere/bin/python")) is None
 
 
 def test_only_the_first_rows_are_read(tmp_path: Path, keys: tuple[str, ...]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher.hosts.ray.node import Bundle, NodeCall, node_command, options, shares, totals
+from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.placement.ranks import place
 from rl_megatron.placement.seats import seat
@@ -32,7 +33,7 @@ def options_of(resources: Mapping[str, Bundle], node: str) -> list[str]:
 
 
 def test_servers_on_nodes_of_their_own_hold_their_gpus() -> None:
-    seats = seat(3, 4, ("b1", "b2"), 8, shared=False)
+    seats = seat(ServerSection(replicas=3, tp=4), ("b1", "b2"), 8, shared=False)
     roles = shares([PLACEMENT], seats, alone=True)
     assert amounts(roles.ranks["learner"], "CPU") == {"a1": [1, 1], "a2": [1, 1]}
     assert amounts(roles.engines, "GPU") == {"b1": [4, 4], "b2": [4]}
@@ -56,7 +57,7 @@ def test_separate_roles_have_bundles_of_their_own_on_one_node_or_on_others() -> 
 @pytest.mark.parametrize(("replicas", "last"), [(3, 1), (4, 2)])
 def test_servers_that_share_nodes_with_ranks_have_shares_beside_them(replicas: int, last: int) -> None:
     """GPUs are counted once at most, so that neither role waits for the other's."""
-    roles = shares([PLACEMENT], seat(replicas, 1, ("a1", "a2"), 2, shared=True), alone=False)
+    roles = shares([PLACEMENT], seat(ServerSection(replicas=replicas), ("a1", "a2"), 2, shared=True), alone=False)
     assert amounts(roles.engines, "GPU") == {"a1": [0, 0], "a2": [0] * last}
     has = totals(roles.ranks["learner"], roles.engines)
     assert has["a2"] == {"CPU": 2 + last, "learner on a2": 2, "engine on a2": last}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ class Weights:
         return digests(folder, ["weights"])
 
 
-def run_of(folder: Path, config: RunConfig) -> Path:
-    store = CheckpointStore(folder / "checkpoints", keep=1, config=fixed(config))
+def run_of(folder: Path, config: RunConfig, held: Mapping[str, Any] | None = None) -> Path:
+    """With a checkpoint that holds the values ``held``, or else those of ``config`` that are fixed."""
+    store = CheckpointStore(folder / "checkpoints", keep=1, config=held or fixed(config))
     state = TrainerState(step=1, batches_sampled=1, prompts={}, buffer=())
     learner: Any = Weights()
     asyncio.run(store.save(state, {"learner": learner}))
@@ -79,15 +80,28 @@ def test_a_config_file_edited_between_two_starts_is_refused_by_key(tmp_path: Pat
 @pytest.mark.parametrize(
     ("key", "free"),
     [
-        *(("learner.tp=2", True), ("train.max_staleness=3", True), ("learner.recompute_layers=true", True)),
+        *(("learner.tp=2", True), ("train.max_staleness=3", True), ("learner.recompute.uniform=1", True)),
         *(("rollout.server.replicas=4", True), ("reward.timeout_seconds=7", True), ("roles.critic=separate", True)),
         *(("rollout.group_size=2", False), ("learner.dtype=bfloat16", False), ("reward.function=length", False)),
-        *(("learner.ep=2", False), ("warm_start.steps=1", False)),
+        *(("learner.ep=2", True), ("learner.optimizer.distributed=false", False), ("warm_start.steps=1", False)),
     ],
 )
 def test_layout_limits_and_lengths_are_free_and_numbers_are_not(key: str, free: bool) -> None:
     ours = ["algorithm=ppo", "learner.ep=1", "rollout=vllm", "learner.threads=1", "warm_start.steps=0"]
     assert (fixed(load_config("tiny_cpu", ours)) == fixed(load_config("tiny_cpu", [*ours, key]))) == free
+
+
+def test_keys_that_an_older_version_held_fixed_are_free_and_those_it_lacked_had_their_defaults(tmp_path: Path) -> None:
+    keys = ["learner.ep=1"], ["learner.ep=2"], ["learner.router.frozen=true"]
+    then, now, other = (load_config("tiny_cpu", [*given]) for given in keys)
+    held = {key: value for key, value in fixed(then).items() if key != "learner.router.frozen"}
+    assert len(held) < len(fixed(then))
+    run = run_of(tmp_path, then, {**held, "learner.ep": 1})
+    find(now, run)
+    with pytest.raises(CheckpointError, match=r"learner\.router\.frozen: False then, True now"):
+        find(other, run)
+    with pytest.raises(CheckpointError, match=r"data\.gone: 1 then, not there now"):
+        find(now, run_of(tmp_path, then, {**held, "data.gone": 1}))
 
 
 def test_other_data_is_told_by_few_lines(tmp_path: Path) -> None:

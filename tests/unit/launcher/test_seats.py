@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,12 @@ def test_outside_a_job_servers_are_here(monkeypatch: pytest.MonkeyPatch, tmp_pat
     config = config_of("rollout.server.replicas=2", "run.launcher=local")
     assert Allocation.this(tmp_path, config.slurm) is None
     found = sites_of(config, None)
-    assert found == [Site(), Site()]
+    assert found == [[Site(count=2)], [Site(number=1, count=2)]]
     assert not elsewhere(found)
     assert mirror_path(config, tmp_path).parent.parent == Path("/dev/shm")
+
+
+TURNS = ("rollout.server.colocated=true", "rollout.server.memory_fraction=0.5")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +71,7 @@ def test_outside_a_job_servers_are_here(monkeypatch: pytest.MonkeyPatch, tmp_pat
         (("learner.dp=2", "rollout.server.replicas=2"), "0,1,2,3", ["2", "3"]),  # ranks have the first two
         (("rollout.server.tp=2",), "7,GPU-5a,GPU-9c", ["GPU-5a,GPU-9c"]),
         (("algorithm=ppo", "roles.critic=separate"), "0,1,2", ["2"]),  # the critic's rank has 1
-        (("learner.dp=2", "rollout.server.replicas=2", "rollout.server.colocated=true"), "0,1,2,3", ["0", "1"]),
+        (("learner.dp=2", "rollout.server.replicas=2", *TURNS), "0,1,2,3", ["0", "1"]),
         (("learner.dp=2", "rollout.server.replicas=2", "rollout.server.memory_fraction=0.3"), "4,5", ["4", "5"]),
         (("rollout.server.memory_fraction=0.3",), "0", ["0"]),
     ],
@@ -78,7 +82,7 @@ def test_servers_on_this_machine_get_gpus_of_their_own(
     """Or share those of the ranks, where the configuration says how."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = config_of("run.launcher=local", "learner.device=cuda", "learner.ep=1", *keys)
-    assert [site.environment for site in sites_of(config, None)] == [{"CUDA_VISIBLE_DEVICES": s} for s in seen]
+    assert [site.environment for (site,) in sites_of(config, None)] == [{"CUDA_VISIBLE_DEVICES": s} for s in seen]
 
 
 def test_too_few_gpus_of_this_machine_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,16 +92,26 @@ def test_too_few_gpus_of_this_machine_are_told(monkeypatch: pytest.MonkeyPatch) 
         sites_of(config, None)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_servers_over_nodes_are_refused_on_one_machine(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    keys = ("rollout.server.tp=2", "rollout.server.nodes=2", "learner.ep=1")
+    with pytest.raises(ConfigError, match=r"rollout\.server\.nodes=2, but the run is on one machine; send it as a job"):
+        sites_of(config_of("run.launcher=local", f"learner.device={device}", *keys), None)
+
+
 def test_like_nodes_are_cut_by_role(run: Path) -> None:
     config = config_of("slurm.nodes=2", "slurm.engines.nodes=1", "rollout.server.replicas=2", "slurm.cpus_per_task=6")
     allocation = allocation_of(config, run)
     assert (allocation.nodes, allocation.engine_nodes, allocation.heterogeneous) == (("a1", "a2"), ("b1",), False)
     found = sites_of(config, allocation)
-    assert [site.host for site in found] == ["10.0.0.3"] * 2
-    assert all("--nodelist=b1" in site.before for site in found)
-    assert all("--cpus-per-task=3" in site.before for site in found)
+    assert [site.host for (site,) in found] == ["10.0.0.3"] * 2
+    assert all("--nodelist=b1" in site.before for (site,) in found)
+    assert all("--cpus-per-task=3" in site.before for (site,) in found)
     with contextlib.ExitStack() as stack:
-        assert len({stack.enter_context(site.ports()) for site in found * 50}) > 90
+        first, second = ({stack.enter_context(site.ports()) for _ in range(50)} for (site,) in found)
+    assert first.isdisjoint(second)
+    assert min(len(first), len(second)) > 1
     assert mirror_path(config, run).parent.parent == run
     given = config_of("slurm.nodes=2", "slurm.engines.nodes=1", "weights.folder=/fast")
     assert mirror_path(given, run).parent.parent == Path("/fast")
@@ -129,12 +143,12 @@ def test_roles_with_ranks_of_their_own_have_the_nodes_between(run: Path, monkeyp
 def test_servers_that_share_the_learners_nodes_are_spread_over_them(run: Path) -> None:
     config = config_of(*GPUS, "learner.dp=6", "slurm.nodes=3", "rollout.server.replicas=6")
     found = sites_of(config, allocation_of(config, run))
-    assert [site.host for site in found] == ["127.0.0.1"] * 2 + ["10.0.0.2"] * 2 + ["10.0.0.3"] * 2
-    assert [site.environment["CUDA_VISIBLE_DEVICES"] for site in found[:2]] == ["0,1", "2,3"]
-    assert [site.before[-2:] for site in found[2:]] == [
+    assert [site.host for (site,) in found] == ["127.0.0.1"] * 2 + ["10.0.0.2"] * 2 + ["10.0.0.3"] * 2
+    assert [site.environment["CUDA_VISIBLE_DEVICES"] for (site,) in found[:2]] == ["0,1", "2,3"]
+    assert [site.before[-2:] for (site,) in found[2:]] == [
         ("env", f"CUDA_VISIBLE_DEVICES={g}") for g in ("0,1", "2,3")
     ] * 2
-    assert [bool(site.before) for site in found] == [False] * 2 + [True] * 4
+    assert [bool(site.before) for (site,) in found] == [False] * 2 + [True] * 4
 
 
 def test_a_component_of_its_own_is_reached_by_its_group(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,9 +159,43 @@ def test_a_component_of_its_own_is_reached_by_its_group(run: Path, monkeypatch: 
     config = config_of("slurm.nodes=2", *keys)
     allocation = allocation_of(config, run)
     assert (allocation.nodes, allocation.engine_nodes, allocation.heterogeneous) == (("a1", "a2"), ("a1",), True)
-    (site,) = sites_of(config, allocation)
+    ((site,),) = sites_of(config, allocation)
     assert site.host == "10.0.0.1"
     assert {"--het-group=1", "--nodelist=a1", "--cpus-per-task=9", "--overlap"} <= set(site.before)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "options", "prefix"),
+    [
+        ("pyxis", ["--container-image=/vllm.sqsh", "--container-mounts=/data"], []),
+        ("apptainer", [], ["apptainer", "exec", "--nv", "--bind=/data", "/vllm.sqsh"]),
+    ],
+)
+def test_servers_run_in_a_container_of_their_own(
+    run: Path, runtime: str, options: list[str], prefix: list[str]
+) -> None:
+    """On this node, too, by srun; the guard is run by the image's interpreter."""
+    own = ("slurm.engines.container=/vllm.sqsh", "rollout.python=/opt/python", "slurm.container_mounts=/data")
+    keys = (*GPUS, "learner.dp=4", "slurm.nodes=2", "rollout.server.replicas=2", f"slurm.container_runtime={runtime}")
+    config = config_of(*keys, *own)
+    found = sites_of(config, allocation_of(config, run))
+    assert [site.host for (site,) in found] == ["127.0.0.1", "10.0.0.2"]
+    for (site,), node in zip(found, ("a1", "a2"), strict=True):
+        assert f"--nodelist={node}" in site.before
+        assert site.before[site.before.index("--mem=0") + 1 :] == (*options, *prefix, "env", "CUDA_VISIBLE_DEVICES=0,1")
+        assert (site.python, dict(site.environment)) == ("/opt/python", {})
+    outside = sites_of(config_of(*keys), allocation_of(config, run))
+    assert {site.python for (site,) in outside} == {sys.executable}
+
+
+def test_a_server_on_two_nodes_has_their_addresses(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first node is this one, which the other cannot reach by loopback."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "a1,a2")
+    config = config_of(*GPUS, "learner.dp=4", "slurm.nodes=2", "rollout.server.tp=8", "rollout.server.pp=2")
+    (sites,) = sites_of(config, allocation_of(config, run))
+    assert [site.host for site in sites] == ["10.0.0.1", "10.0.0.2"]
+    assert [bool(site.before) for site in sites] == [False, True]
+    assert elsewhere([sites])
 
 
 def test_who_has_places_on_all_nodes_starts_servers_there_by_number(run: Path) -> None:
@@ -160,14 +208,14 @@ def test_who_has_places_on_all_nodes_starts_servers_there_by_number(run: Path) -
 
     config = config_of(*GPUS, "learner.dp=4", "slurm.nodes=2", "rollout.server.replicas=2")
     found = sites_of(config, allocation_of(config, run), start_at)
-    assert [site.host for site in found] == ["127.0.0.1", "10.0.0.2"]
-    assert [site.environment for site in found] == [{"CUDA_VISIBLE_DEVICES": "0,1"}] * 2
-    assert [site.before for site in found] == [(), ()]
-    (here,) = sites_of(config_of("run.launcher=ray"), None, start_at)
+    assert [site.host for (site,) in found] == ["127.0.0.1", "10.0.0.2"]
+    assert [site.environment for (site,) in found] == [{"CUDA_VISIBLE_DEVICES": "0,1"}] * 2
+    assert [site.before for (site,) in found] == [(), ()]
+    ((here,),) = sites_of(config_of("run.launcher=ray"), None, start_at)
     assert not here.away
     said = ["sh", "-c", "pwd; echo $GLOO_SOCKET_IFNAME; exit 7"]
     order = Order(host="127.0.0.1", command=said, environment={}, folder=run.parent, log=run.parent / "log")
-    for site in (*found, here):
+    for site in (*(site for (site,) in found), here):
         guard = asyncio.run(_end_of(site, order))
         assert guard == "ended with status 7"
     assert started == [(0, order), (1, order), (0, order)]

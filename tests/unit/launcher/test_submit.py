@@ -103,7 +103,7 @@ CLUSTER = ("slurm.account=lab", "slurm.partition=gpu", "slurm.container=/images/
 RECIPES = {  # what is the user's to give
     "qwen3_30b_a3b": CLUSTER,
     "qwen3_235b_a22b": CLUSTER,
-    "deepseek_v3": (*CLUSTER, "rollout.server.addresses=http://engine1:8000"),
+    "deepseek_v3": CLUSTER,
 }
 
 
@@ -146,6 +146,9 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
         (("slurm.engines.nodes=1",), "slurm.engines.nodes=1, but rollout.engine=local samples in the learner's"),
         (("rollout=vllm", "slurm.heterogeneous=true"), "slurm.heterogeneous=true, but slurm.engines.nodes=0"),
         (("rollout=vllm", "slurm.engines.nodes=1", "slurm.engines.partition=x"), "set slurm.heterogeneous=true"),
+        (("slurm.exclude_slow=1", "run.slow_factor=null"), "slurm.exclude_slow=1, but run.slow_factor=null"),
+        (("slurm.exclude_slow=1", "slurm.requeues=0", "slurm.restarts=0"), "slurm.requeues=0 and slurm.restarts=0"),
+        (("run.slow_factor=1",), "run.slow_factor=1: must be greater than 1"),
         (
             ("rollout=vllm", "slurm.engines.nodes=1", "rollout.server.addresses=http://a:1"),
             "rollout.server.addresses are running servers",
@@ -210,6 +213,9 @@ def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
         *site(tmp_path, QWEN3),
         "slurm.nodes=2",
         "learner.dp=4",
+        "weights.transport=auto",
+        "weights.folder=/fast",
+        "rollout.server.replicas=2",
         "run.name=here",
         "--dry-run",
     ]
@@ -221,11 +227,15 @@ def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "servers sample on 8 of the 16 GPUs" in done.stdout
+    assert "note: each push of weights goes through a file in /fast, on a shared file system" in done.stdout
+    assert "122.1 GB read from a file in /fast, on a shared file system; one receives up to 61.1 GB: 12.21 s at" in (
+        done.stdout
+    )
+    assert "a checkpoint, every 20 steps: 428.0 GB, up to 428.0 GB by one node: 85.6 s at 5 GB/s a node" in done.stdout
     assert "not checked: whether prompts fit" in done.stdout
     assert "16 ranks on 2 nodes, 8 on each" in done.stdout
     assert "tp=4: inside a node" in done.stdout
-    assert "memory: up to 90.1 GB a GPU (rank 0), most of it: engine" in done.stdout
+    assert "memory: up to 88.7 GB a GPU (rank 0), most of it: engine" in done.stdout
     run = tmp_path / "runs" / "here"
     assert sorted(p.name for p in run.iterdir()) == ["config.yaml", "job.sbatch", "jobs", "placement.txt"]
     assert load_config(str(run / "config.yaml"), []).run.launcher == "slurm"
@@ -236,25 +246,24 @@ def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ((), "/bin/python -m launcher.worker.remote"),
+        ((), "/bin/python -m launcher.worker.node"),
+        (("slurm.cpus_per_task=3",), "/bin/python -m launcher.worker.node"),
         (
             ("slurm.container=/images/rl.sqsh", "slurm.container_mounts=/data:/data"),
-            "--container-image=/images/rl.sqsh --container-mounts=/data:/data python -m launcher.worker.remote",
+            "--container-image=/images/rl.sqsh --container-mounts=/data:/data python -m launcher.worker.node",
         ),
         (
             ("slurm.container=/images/rl.sif", "slurm.container_runtime=apptainer", "slurm.gpus_per_node=2"),
-            "apptainer exec --nv /images/rl.sif python -m launcher.worker.remote",
+            "apptainer exec --nv /images/rl.sif python -m launcher.worker.node",
         ),
     ],
 )
-def test_the_step_has_a_task_a_rank_in_its_container(keys: tuple[str, ...], expected: str) -> None:
+def test_the_step_has_a_task_a_node_in_its_container(keys: tuple[str, ...], expected: str) -> None:
     config = config_of(*keys)
-    command = step_command(
-        config.slurm, submit.checked(config).placement, Path("/runs/x/jobs/1-0"), python="/bin/python"
-    )
+    command = step_command(config.slurm, submit.checked(config).placement, python="/bin/python")
+    cores = "--cpus-per-task=6 " if config.slurm.cpus_per_task else ""  # of both ranks
     assert " ".join(command) == (
-        "srun --nodes=1 --ntasks=2 --ntasks-per-node=2 --distribution=block --kill-on-bad-exit=1 "
-        f"--output=/runs/x/jobs/1-0/rank-%t.txt {expected}"
+        f"srun --nodes=1 --ntasks=1 --ntasks-per-node=1 {cores}--kill-on-bad-exit=1 --label {expected}"
     )
 
 
@@ -318,11 +327,11 @@ def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path, heterogeneo
     )
     config = config_of(*CASES["separate_roles"])
     critic = submit.checked(config).separate[0]
-    command = allocation.separate_command(step_command(config.slurm, critic, tmp_path, python="p"), "critic")
+    command = allocation.separate_command(step_command(config.slurm, critic, python="p"), "critic")
     assert " ".join(command) == (
         "env --unset=SLURM_GPUS_PER_NODE --unset=SLURM_NTASKS_PER_NODE --unset=SLURM_CPUS_PER_TASK "
-        f"srun {where} --mem=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --distribution=block --kill-on-bad-exit=1 "
-        f"--output={tmp_path}/critic-%t.txt p -m launcher.worker.remote"
+        f"srun {where} --mem=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --label "
+        "p -m launcher.worker.node"
     )
     assert allocation.learner_options() == ["--het-group=0" if heterogeneous else "--nodelist=a1,a2"]
     server = " ".join(allocation.server_command(["e1"], 1))
@@ -335,9 +344,9 @@ def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path
     cut, het = (Allocation(heterogeneous=heterogeneous, **common) for heterogeneous in (False, True))  # type: ignore[arg-type]
     placement = submit.checked(config_of("slurm.nodes=2")).placement
     slurm = config_of().slurm
-    for command in (step_command, node_command):
-        assert command(slurm, placement, tmp_path, python="p", where=cut.learner_options())[1] == "--nodelist=a1,a2"
-        assert command(slurm, placement, tmp_path, python="p", where=het.learner_options())[1] == "--het-group=0"
+    for where, expected in ((cut.learner_options(), "--nodelist=a1,a2"), (het.learner_options(), "--het-group=0")):
+        assert step_command(slurm, placement, python="p", where=where)[1] == expected
+        assert node_command(slurm, placement, tmp_path, python="p", where=where)[1] == expected
     server = " ".join(het.server_command(["b1"], 24))
     assert "srun --het-group=1 --overlap --nodes=1 --ntasks=1 --nodelist=b1 --cpus-per-task=24 --mem=0" in server
     assert "--het-group" not in " ".join(cut.server_command(["b1"], 24))

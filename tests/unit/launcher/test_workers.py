@@ -27,7 +27,7 @@ from rl_megatron.errors import CheckpointError, RLMegatronError
 class _Process:
     """A rank's process that is no more than its stream."""
 
-    role, rank, where = "policy", 0, "pid 1"
+    role, rank, node, where = "policy", 0, "here", "pid 1"
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -61,7 +61,7 @@ def _with_a_rank(check: Callable[[WorkerHandle, Connection], Coroutine[Any, Any,
 
 async def _answered(answer: asyncio.Future[Any], rank: Connection) -> None:
     messages.receive(rank)
-    messages.send(rank, messages.pack(("ok", None)))
+    messages.send(rank, messages.pack(("ok", None, None)))
     await answer
 
 
@@ -129,7 +129,7 @@ def test_a_rank_that_can_no_longer_say_that_it_lives_says_why(monkeypatch: pytes
     with contextlib.suppress(EOFError):
         while True:
             heard.append(messages.unpack(messages.receive(ours)))
-    assert [status for status, _ in heard] == ["alive", "raised"]
+    assert [status for status, *_ in heard] == ["alive", "raised"]
     assert "unable to start watchdog thread" in heard[-1][1]
 
 

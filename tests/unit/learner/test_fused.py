@@ -71,8 +71,9 @@ def test_expert_mlp(counts: list[int]) -> None:
     weights = [random(2 * width, hidden, seed=e) for e in range(experts)]
     weights += [random(hidden, width, seed=e) for e in range(experts)]
 
-    def ours(x: Tensor, probs: Tensor, *weights: Tensor) -> Tensor:
-        return fused.expert_mlp(x, probs, counts, list(weights[:experts]), list(weights[experts:]))
+    def ours(x: Tensor, probs: Tensor, *weights: Tensor, recompute: bool = False) -> Tensor:
+        fc1, fc2 = list(weights[:experts]), list(weights[experts:])
+        return fused.expert_mlp(x, probs, counts, fc1, fc2, recompute=recompute)
 
     def plain(x: Tensor, probs: Tensor, *weights: Tensor) -> Tensor:
         out = []
@@ -85,6 +86,9 @@ def test_expert_mlp(counts: list[int]) -> None:
 
     inputs = [random(n, hidden), random(n).sigmoid(), *(w / 4 for w in weights)]
     assert_equal_with_gradients(ours, plain, inputs)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    kept, recomputed = (torch.autograd.grad(ours(*leaves, recompute=r).sum(), leaves) for r in (False, True))
+    assert all(map(torch.equal, kept, recomputed))
 
 
 def test_slots_and_back() -> None:

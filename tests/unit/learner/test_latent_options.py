@@ -16,7 +16,7 @@ from rl_megatron.learner.model.latent import megatron_latent_keywords, softmax_s
 from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import Rope, Router
-from rl_megatron.options.layers import torch_only
+from rl_megatron.options.implementation import torch_only
 
 V3 = NAMED["deepseek-v3"]
 

@@ -7,7 +7,7 @@ import pytest
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.named import NAMED
-from rl_megatron.options.layers import uses_transformer_engine
+from rl_megatron.options.implementation import uses_transformer_engine
 
 
 @pytest.mark.parametrize(

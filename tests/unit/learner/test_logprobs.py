@@ -1,11 +1,23 @@
-"""Chunked log-probs against torch's own log_softmax: values, entropy and gradient."""
+"""Chunked log-probs against torch's own log_softmax: values, entropy, gradient, and bytes that are held."""
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_megatron.learner.logprobs import token_logprobs
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.learner import logprobs as module
+from rl_megatron.learner.logprobs import head_logprobs, token_logprobs
+from rl_megatron.options import head
+from rl_megatron.options.head import OutputHead
+from rl_megatron.options.option import Elements, Rank
+from tests.unit.options.given import TINY
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,3 +63,88 @@ def test_extreme_logits_stay_finite() -> None:
     assert torch.isfinite(logits.grad).all()
     assert logprobs.tolist() == pytest.approx([-2e4, -1.0986123])
     assert entropy.tolist() == pytest.approx([0.0, 1.0986123])
+
+
+def head_case(tokens: int, hidden: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, an output layer's weight, and targets below ``rows``."""
+    g = torch.Generator().manual_seed(0)
+    states, weight = torch.randn(tokens, hidden, generator=g), torch.randn(rows, hidden, generator=g) / hidden**0.5
+    return states.to(dtype), weight.to(dtype), torch.randint(0, rows, (tokens,), generator=g)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("main_grad", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("chunk", "block"), [(3, 16), (64, 8192)])
+def test_a_float32_head_is_float64s_within_its_own_rounding(
+    dtype: torch.dtype, main_grad: torch.dtype | None, chunk: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WEIGHT_ROWS", block)
+    vocab, temperature = 37, 0.7
+    states, weight, targets = head_case(10, 64, 48, dtype)
+    targets = targets % vocab
+    hidden, weight = states.requires_grad_(), torch.nn.Parameter(weight)
+    if main_grad is not None:
+        weight.main_grad = torch.ones_like(weight, dtype=main_grad)  # type: ignore[attr-defined]
+    g = torch.Generator().manual_seed(1)
+    of_logprobs, of_entropy = torch.randn(2, 10, generator=g)
+    found = head_logprobs(hidden, weight, targets, temperature=temperature, vocab_size=vocab, chunk=chunk)
+    (found[0] * of_logprobs + found[1] * of_entropy).sum().backward()
+
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    log_p = (exact_hidden @ exact_weight[:vocab].T / temperature).log_softmax(-1)
+    wanted = log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+    (wanted[0] * of_logprobs + wanted[1] * of_entropy).sum().backward()
+    plain = token_logprobs(hidden @ weight.T, targets, temperature=temperature, vocab_size=vocab)
+    for ours, others, true in zip(found, plain, wanted, strict=True):
+        assert (ours - true).abs().max() < 2e-6
+        assert dtype == torch.float32 or (others - true).abs().max() > 1e-3
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad.double(), exact_hidden.grad, rtol=rounding[dtype], atol=rounding[dtype])
+    of_weight = weight.grad if main_grad is None else weight.main_grad.float() - 1  # type: ignore[attr-defined]
+    assert of_weight is not None
+    assert weight.grad is None or main_grad is None
+    bound = rounding[main_grad or dtype]
+    torch.testing.assert_close(of_weight.double(), exact_weight.grad, rtol=bound, atol=bound)
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes that operations within have made and that are still there, and their most."""
+
+    now = most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(one, Tensor) and one.untyped_storage()._cdata not in before:
+                storage = one.untyped_storage()
+                before.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.gone, storage.nbytes())
+        return made
+
+    def gone(self, count: int) -> None:
+        self.now -= count
+
+
+@pytest.mark.parametrize(("dtype", "gradient"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16",) * 2])
+def test_a_float32_head_holds_the_bytes_of_its_term(dtype: str, gradient: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, hidden, rows, chunk, block = 512, 256, 4096, 32, 128
+    for at in (module, head):
+        monkeypatch.setattr(at, "WEIGHT_ROWS", block)
+    states, weight, targets = head_case(tokens, hidden, rows, getattr(torch, dtype))
+    states.requires_grad_()
+    weight = torch.nn.Parameter(weight)
+    weight.main_grad = torch.zeros_like(weight, dtype=getattr(torch, gradient))  # type: ignore[attr-defined]
+    with Held() as held:
+        found = head_logprobs(states, weight, targets, temperature=1.0, vocab_size=rows, chunk=chunk)
+        (found[0] + found[1]).sum().backward()
+    none = Elements(dense=0, experts=0)
+    rank = Rank(stage=0, parameters=none, trained=none, tokens=tokens, layers=(), inputs=())
+    keys = {"head_dtype": "float32", "dtype": dtype, "gradient_dtype": gradient, "logprob_chunk_tokens": chunk}
+    learner = LearnerSection.model_validate(keys)
+    shape = replace(TINY, hidden_size=hidden, vocab_size=rows)
+    term = OutputHead().memory(learner, shape, rank, {})["logits"]
+    assert held.most + states.nbytes == pytest.approx(term, rel=0.03)

@@ -108,6 +108,19 @@ def test_it_is_found_sees_steps_alone_and_its_number_is_in_the_row(
     assert documented("observer/passes") is not None
 
 
+def test_experts_without_tokens_are_those_of_the_routes(hf: Path) -> None:
+    learner = policy(hf)
+    said = learner.score([samples()], frozenset({"routes"}))
+    assert said is not None
+    (routes,) = said["routes"]  # [N, layers, k]
+    learner.backward([samples()], CrossEntropy(), num_tokens=6, num_sequences=1)
+    result = learner.step(0.0)
+    assert isinstance(result, StepResult)
+    experts = read_shape(hf).num_experts
+    alive = [len(routes[:, layer].unique()) / experts for layer in range(routes.shape[1])]
+    assert 0 < result.metrics["moe/dead_experts"].value == pytest.approx(1 - sum(alive) / len(alive))
+
+
 def test_a_name_that_is_not_an_observers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hf: Path) -> None:
     install(tmp_path, monkeypatch, "my_liar", OBSERVER.replace("NAME", "grad_norm"))
     learner = policy(hf)

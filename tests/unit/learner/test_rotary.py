@@ -18,7 +18,7 @@ from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.models.families.common import read_rope
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import Router
-from rl_megatron.options.layers import torch_only
+from rl_megatron.options.implementation import torch_only
 
 LLAMA31 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 GPT_OSS = {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}

@@ -236,6 +236,15 @@ def test_every_number_of_a_run_has_a_place_on_the_page() -> None:
     curves = [*HEADLINES, *(curve for _, section in SECTIONS for curve in section)]
     shown = {name for c in curves for name in (c.metric, c.spread, c.low, c.high, c.peak)} - {None}
     shown |= {f"seconds/{phase}" for phase in PHASE_SECONDS}
-    axes_and_totals = {"step", "phase", "warm_start/step", "tokens/rollout", "tokens/train", "weights/bytes"}
+    axes_and_totals = {
+        "step",
+        "phase",
+        "warm_start/step",
+        "tokens/rollout",
+        "tokens/train",
+        "weights/bytes",
+        "weights/route",
+        "checkpoint/bytes",
+    }
     assert METRICS.keys() - shown - axes_and_totals == {"metrics/non_finite"}
     assert shown <= METRICS.keys()

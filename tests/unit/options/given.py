@@ -33,7 +33,7 @@ STORED = Path(__file__).with_name("given.json")
 CONF = Path(__file__).parents[3] / "conf"
 FILES = ["data.train=train.jsonl", "data.eval=test.jsonl"]
 RECIPES: Mapping[str, list[str]] = {  # what is the user's to give
-    "deepseek_v3": [*FILES, "model.path=/models/given", "rollout.server.addresses=http://engine:8000"],
+    "deepseek_v3": [*FILES, "model.path=/models/given"],
     "gsm8k_tiny": FILES,
     "qwen3_235b_a22b": [*FILES, "model.path=/models/given"],
     "qwen3_30b_a3b": [*FILES, "model.path=/models/given"],
@@ -90,15 +90,33 @@ OPTIMIZER = {"beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "cli
 LEARNERS: Mapping[str, Mapping[str, Any]] = {
     "defaults": {},
     "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16 gradients": {"dtype": "bfloat16", "gradient_dtype": "bfloat16"},
     "tp": {"tp": 2},
     "tp, ep": {"tp": 2, "ep": 4},
     "ep, etp": {"tp": 2, "ep": 2, "etp": 2},
     "pp": {"pp": 2},
     "pp, vpp": {"pp": 2, "vpp": 2},
-    "stages": {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 3},
+    "stages": {"pp": 2, "stage_layers": "1+3"},
     "cp, dp": {"cp": 2, "dp": 3},
-    "recomputed": {"recompute_layers": True},
+    "recomputed": {"recompute": {"uniform": 1}},
+    "recomputed, some layers": {"recompute": {"block": 2}},
+    "recomputed, some parts": {"recompute": {"moe_act": True, "core_attn": True}},
+    "recomputed, in vain": {"recompute": {"shared_experts": True, "layernorm": True, "mla_up_proj": True, "mlp": True}},
+    "recomputed, groups that do not divide": {"pp": 2, "stage_layers": "1+3", "recompute": {"uniform": 2}},
+    "recomputed, more layers than there are": {"pp": 2, "recompute": {"block": 3}},
+    "latents recomputed": {"recompute": {"mla_up_proj": True, "mlp": True}},
+    "cuda, recomputed parts": {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "recompute": {"layernorm": True, "mla_up_proj": True, "moe_act": True},
+    },
+    "cuda, offloaded": {"device": "cuda", "dtype": "bfloat16", "offload": {"optimizer": 0.5}},
+    "cuda, recomputed in vain": {"device": "cuda", "dtype": "bfloat16", "recompute": {"core_attn": True}},
     "optimizer": {"optimizer": OPTIMIZER},
+    "float32 head": {"dtype": "bfloat16", "head_dtype": "float32"},
+    "frozen routers": {"router": {"frozen": True}},
+    "moving biases": {"router": {"bias_update_rate": 0.001}},
+    "balanced": {"router": {"aux_loss": 0.01, "z_loss": 0.001}},
     "cuda": {"device": "cuda", "dtype": "bfloat16"},
     "cuda, cp, float32": {"device": "cuda", "cp": 2},
     "cuda, torch's layers": {"device": "cuda", "dtype": "bfloat16", "layers": "torch"},
@@ -107,12 +125,19 @@ LEARNERS: Mapping[str, Mapping[str, Any]] = {
 }
 MEMORY = [  # over a recipe's keys
     "learner.dtype=float32",
-    "learner.recompute_layers=false",
+    "learner.recompute.uniform=null",
+    "learner.recompute.uniform=2",
+    "learner.recompute.uniform=null learner.recompute.block=12",
+    "learner.recompute.uniform=null learner.recompute.moe_act=true learner.recompute.layernorm=true",
     "learner.optimizer.distributed=false",
+    "learner.gradient_dtype=bfloat16",
+    "learner.offload.optimizer=0.25",
+    "learner.router.frozen=true",
+    "learner.head_dtype=float32",
     "learner.cp=2 learner.dp=1",
     "learner.pp=2 slurm.nodes=2",
     "learner.pp=2 learner.vpp=2 slurm.nodes=2",
-    "learner.pp=2 learner.vpp=2 learner.recompute_layers=false slurm.nodes=2",
+    "learner.pp=2 learner.vpp=2 learner.recompute.uniform=null slurm.nodes=2",
     "learner.tp=2 learner.etp=2 learner.ep=4 learner.dp=4",
     "learner.logprob_chunk_tokens=65536",
     "learner.max_tokens_per_micro_batch=9001",
@@ -125,9 +150,15 @@ MEMORY = [  # over a recipe's keys
 ]
 REFUSED = [  # over the default run's keys
     "learner.ep=2 learner.etp=2 learner.dp=3",
-    "learner.ep=1 learner.tp=2 learner.etp=1",
     "learner.layers=transformer_engine learner.cp=2",
     "learner.vpp=2",
+    "learner.offload.optimizer=0.5",
+    "learner.offload.optimizer=1 learner.device=cuda learner.optimizer.distributed=false",
+    "learner.gradient_dtype=bfloat16",
+    "learner.recompute.uniform=1 learner.recompute.moe=true learner.recompute.moe_act=true",
+    "learner.recompute_layers=true",
+    "learner.pp=2 learner.vpp=2 learner.stage_layers=1+3",
+    "learner.router.frozen=true learner.router.z_loss=0.001",
     "learner.vpp=2 learner.ep=3 learner.dp=2 learner.layers=transformer_engine learner.cp=2",
 ]
 
@@ -232,7 +263,11 @@ def given() -> Iterator[tuple[str, str, bool]]:
     for shape in SHAPES:
         if shape != "tiny":
             yield from ((shape, "defaults", False), (shape, "cuda", True))
+    yield from (("dense", learner, False) for learner in ("frozen routers", "moving biases", "balanced"))
+    yield "shared expert, half of a head turns", "moving biases", False
     yield "biases, windows, sinks", "ep, etp", False
+    yield from (("latent, no stretch", name, True) for name in ("latents recomputed", "cuda, recomputed parts"))
+    yield "latent, no stretch", "cuda, recomputed parts", False
     for shape in ("biases, windows, sinks", "norm over all heads", "latent, other norms"):
         yield shape, "TransformerEngine's layers", True
 

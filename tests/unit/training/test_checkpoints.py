@@ -23,8 +23,10 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest, digests
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
+from rl_megatron.observability.metrics import deterministic
+from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training import checkpoints
-from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
+from rl_megatron.training.checkpoints import CheckpointStore, Saved, TrainerState
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.training.loop import Loop, Pace
@@ -69,7 +71,7 @@ class Ranks:
 
 def saved(folder: Path, learner: Any = None) -> Path:
     store = CheckpointStore(folder, keep=2, config=fixed(RunConfig()))
-    return asyncio.run(store.save(STATE, {"learner": learner or cast(Learner, Shards())}))
+    return asyncio.run(store.save(STATE, {"learner": learner or cast(Learner, Shards())})).folder
 
 
 def loaded(folder: Path) -> Ranks:
@@ -111,16 +113,16 @@ def test_a_save_of_any_size_leaves_the_event_loop_free(tmp_path: Path, monkeypat
                 file.truncate(8 * 2**30)
             return {"__0_0.distcp": Digest(bytes=8 * 2**30, xxh3_128="0" * 32)}
 
-    async def save() -> Path:
+    async def save() -> Saved:
         watch = LoopWatch(config, tmp_path / "stacks")
         try:
             return await CheckpointStore(tmp_path, keep=2, config={}).save(STATE, {"learner": cast(Learner, Large())})
         finally:
             watch.stop()
 
-    folder = asyncio.run(save())
+    written = asyncio.run(save())
     assert not ended
-    assert checkpoints.read(folder).files["learner/__0_0.distcp"].bytes == 8 * 2**30
+    assert checkpoints.read(written.folder).files["learner/__0_0.distcp"].bytes == written.num_bytes == 8 * 2**30
 
 
 def test_every_missing_or_torn_file_is_named_before_a_rank_is_asked(tmp_path: Path) -> None:
@@ -209,6 +211,7 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
         update=cast(Any, SimpleNamespace(state=None)),
         start_folder=tmp_path / "hf_start",
         recorder=recorder,
+        route="file",
     )
     loop = Loop(
         job=job,
@@ -220,3 +223,43 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
     assert asyncio.run(loop.run())
     assert rows == [{"step": 0, "phase": "rl", "eval/accuracy": 0.25}]
     assert learner.saves == saves
+
+
+def test_the_row_after_a_checkpoint_has_its_bytes_and_seconds(tmp_path: Path) -> None:
+    class Idle:
+        name, first_step_is_saved = "idle", False
+
+        async def start(self, *, fresh: bool) -> None:
+            """Nothing to prepare."""
+
+        async def step(self, number: int, watch: Stopwatch) -> dict[str, Any]:
+            return {"step": number}
+
+        async def evaluate(self, watch: Stopwatch) -> dict[str, Any]:
+            return {}
+
+        def enough(self, row: object) -> bool:
+            return False
+
+        def state(self) -> TrainerState:
+            return STATE
+
+        def learners(self) -> dict[str, Learner]:
+            return {"learner": cast(Learner, Shards())}
+
+    rows = list[dict[str, Any]]()
+    loop = Loop(
+        job=cast(Any, Idle()),
+        pace=Pace(steps=3, rows=1, evaluations=0, checkpoints=2),
+        checkpoints=CheckpointStore(tmp_path, keep=2, config={}),
+        recorder=cast(Any, SimpleNamespace(write=rows.append)),
+        stop=asyncio.Event(),
+    )
+    assert asyncio.run(loop.run())
+    after = [name for name in rows[2] if "checkpoint" in name]
+    assert (sorted(after), rows[2]["checkpoint/bytes"]) == (
+        ["checkpoint/bytes", "seconds/checkpoint"],
+        sum(map(len, FILES.values())),
+    )
+    assert not any("checkpoint" in name for row in rows[:2] for name in row)
+    assert deterministic({"step": 3, "checkpoint/bytes": 5}) == {"step": 3}  # a resumed run saves at other steps

@@ -75,6 +75,7 @@ def job(folder: Path, batches: Sequence[RolloutBatch], learner: Any, **sections:
         update=Update(config=config, roles=roles, attention_cost=0.0),
         start_folder=folder,
         recorder=Recorder(folder, config.log, Progress(1, "plain", "run", run_folder=folder)),
+        route="shared_file",
     )
 
 
@@ -101,6 +102,7 @@ def test_a_step_trains_on_the_groups_that_teach_though_fewer_than_wanted(
 ) -> None:
     row, taken = step(tmp_path, [batch(EQUAL, EQUAL), batch(TEACHES, EQUAL)], rollout={"dynamic_sampling": mode})
     assert (row["groups/trained"], row["groups/filtered"], taken) == (1, 3, 1)
+    assert row["weights/route"] == "shared_file"
     said = "2 x 4 prompts left 1 groups to train on, 4 were wanted"
     assert (said in caplog.text) == (mode == "refill")
 

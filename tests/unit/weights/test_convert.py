@@ -27,8 +27,9 @@ from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import MappedFile
 from rl_megatron.weights.checkpoints import convert, streaming
+from rl_megatron.weights.checkpoints.megatron_names import place_of
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
-from rl_megatron.weights.checkpoints.torch_dist import place_of, read_index, read_tensor
+from rl_megatron.weights.checkpoints.torch_dist import read_index, read_tensor
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
@@ -149,42 +150,6 @@ def test_a_pickle_that_would_run_code_is_refused(megatron: Path, tmp_path: Path)
     (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CheckpointError, match=r"names (posix|os)\.system, which no checkpoint needs"):
         convert.megatron_to_hf(folder, tmp_path / "out")
-
-
-@pytest.mark.parametrize("direction", ["to_megatron", "to_hf"])
-def test_what_a_kill_left_is_gone_on_with(
-    direction: str, hf: Path, megatron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = hf if direction == "to_megatron" else megatron
-    work = {"to_megatron": convert.hf_to_megatron, "to_hf": convert.megatron_to_hf}[direction]
-    written: list[str] = []
-    original = streaming._write_file
-
-    class Killed(BaseException):
-        pass
-
-    def once(folder: Path, sink: streaming.Sink, *rest: Any) -> Any:
-        if len(written) == 3:
-            raise Killed
-        written.append(sink.name)
-        return original(folder, sink, *rest)
-
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    monkeypatch.setattr(streaming, "_FILES_A_CORE", 1)
-    monkeypatch.setattr(streaming, "_write_file", once)
-    with pytest.raises(Killed):
-        work(source, tmp_path / "out", shard_bytes=20_000)
-    assert not (tmp_path / "out").exists()
-    kept = {name: (tmp_path / ".out.partial" / name).stat().st_mtime_ns for name in written}
-    monkeypatch.setattr(streaming, "_write_file", original)
-    work(source, tmp_path / "out", shard_bytes=20_000)
-    work(source, tmp_path / "whole", shard_bytes=20_000)
-    assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in written} == kept
-    names = {path.name for path in (tmp_path / "whole").iterdir()}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names
-    for name in names:
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
-    assert not (tmp_path / ".out.partial").exists()
 
 
 def test_chunks_are_read_in_place(megatron: Path) -> None:

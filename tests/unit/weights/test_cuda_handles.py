@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_megatron.errors import WeightError
-from rl_megatron.weights.transports.cuda_ipc import CudaIpcTransport
+from rl_megatron.weights.transports.cuda_ipc import CudaRings
 
 HANDLE = (3, b"\x01handle", 64, 0, b"\x02counter", 0, b"\x03event", False)  # of the sender's GPU 3
 
@@ -27,9 +27,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> bytes:
     sees(monkeypatch, "a", "b", "c", "d")
     ring = SimpleNamespace(untyped_storage=lambda: SimpleNamespace(_share_cuda_=lambda: HANDLE))
     monkeypatch.setattr(torch, "empty", lambda *sizes, **options: ring)
-    transport = CudaIpcTransport.__new__(CudaIpcTransport)
-    transport.ends = SimpleNamespace(device="cuda")  # type: ignore[assignment]
-    _, message, _ = transport._new_ring(64)
+    rings = CudaRings.__new__(CudaRings)
+    rings.ends = SimpleNamespace(device="cuda")  # type: ignore[assignment]
+    _, message, _ = rings._new_ring(64)
     return message
 
 
@@ -39,7 +39,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, message: bytes) -> tuple[object, ...
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_handle)
     with pytest.raises(Opened) as caught:
-        CudaIpcTransport.__new__(CudaIpcTransport)._open_ring(64, message, [])
+        CudaRings.__new__(CudaRings)._open_ring(64, message, [])
     return caught.value.args
 
 
@@ -53,4 +53,4 @@ def test_a_gpu_that_the_receiver_does_not_see_is_named(monkeypatch: pytest.Monke
     message = told(monkeypatch)
     sees(monkeypatch, "a", "b")
     with pytest.raises(WeightError, match=r"GPU d, and this process sees a, b "):
-        CudaIpcTransport.__new__(CudaIpcTransport)._open_ring(64, message, [])
+        CudaRings.__new__(CudaRings)._open_ring(64, message, [])

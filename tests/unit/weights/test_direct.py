@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from rl_megatron.errors import ConfigError, ReplicasLost, SyncError, WeightError
 from rl_megatron.types import WeightUpdate
@@ -19,7 +23,7 @@ from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.plans.json_form import from_json
 from rl_megatron.weights.servers.direct import DirectDelivery
 from rl_megatron.weights.servers.file import FileDelivery
-from rl_megatron.weights.transports import words
+from rl_megatron.weights.transports import joined, words
 from rl_megatron.weights.transports.joined import Keeper, Member, Rendezvous
 
 LIMIT = 100.0  # seconds, which nobody may wait
@@ -83,7 +87,7 @@ def test_the_error_of_the_end_that_does_not_come_is_raised(end: str, why: Except
     assert raised.value is why
 
 
-async def push(ends: Ends, folder: Path) -> None:
+async def push(ends: Ends, folder: Path, alike: Sequence[str] = ()) -> None:
     keeper = Keeper("127.0.0.1", LIMIT)
     direct = DirectDelivery(
         file=FileDelivery(learner=ends, path=folder, servers=ends),
@@ -93,6 +97,7 @@ async def push(ends: Ends, folder: Path) -> None:
         learner_ranks=1,
         transport="process_group",
         backend="gloo",
+        alike=alike,
     )
     async with asyncio.timeout(LIMIT / 2), direct.sending(1) as deliver:
         await deliver(private=NO_KINDS, meanwhile=lambda: None)
@@ -105,14 +110,15 @@ def test_a_server_that_dies_meanwhile_is_no_end(tmp_path: Path) -> None:
 
 def test_ranks_meet_at_one_address_and_what_comes_there_is_never_unpickled() -> None:
     keeper = Keeper("127.0.0.1", LIMIT)
-    rendezvous = keeper.rendezvous(1, transport="process_group", backend="gloo")
+    rendezvous = keeper.rendezvous(1, learners=1, transport="process_group", backend="gloo")
     listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert [c.laddr.ip for c in listening if c.laddr.port == rendezvous.port] == ["127.0.0.1"]
     with pytest.raises(ConfigError, match=r"weights\.meeting_host=192\.0\.2\.1: .*controller's node"):
         Keeper("192.0.2.1", LIMIT)  # of nobody (RFC 5737)
-    member = Member(rendezvous, 0)
+    member = Member(rendezvous, 0, grouped=1)
     try:
-        assert words.tell({"a": [1, None]}, member.group) == {"a": [1, None]}
+        assert member.tell({"a": [1, None]}) == {"a": [1, None]}
+        assert member.gather(["b"]) == [["b"]]
         assert words.gather(["b"], member.group) == [["b"]]
         with pytest.raises(SyncError, match="rank 3 of the group sent no JSON"):
             words._read(torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8), 3)
@@ -122,3 +128,126 @@ def test_ranks_meet_at_one_address_and_what_comes_there_is_never_unpickled() -> 
             from_json([[1, 2]])
     finally:
         member.close()
+
+
+@dataclass
+class Met(Ends):
+    """Both ends come. The server's error loses its text on the way, as of one that answers with status 500."""
+
+    errors: list[str] = field(default_factory=list)
+
+    async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
+        await self._come(rendezvous, 0)
+
+    async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
+        try:
+            await self._come(Rendezvous(**rendezvous), first["it"])  # type: ignore[arg-type]
+        except SyncError as error:
+            raise SyncError("http://it: status 500") from error
+
+    async def _come(self, rendezvous: Rendezvous, rank: int) -> None:
+        try:
+            await asyncio.to_thread(Member, rendezvous, rank)
+        except SyncError as error:
+            self.errors.append(str(error))
+            raise
+
+
+def test_ranks_with_other_libraries_find_it_out_when_they_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever environment they are in: a container, an attached server. Before NCCL would, in words of its own."""
+    both = iter({"torch": "2.13", "nccl": nccl} for nccl in ("2.29.7", "2.29.8"))
+    monkeypatch.setattr(joined, "facts", lambda libraries, fields: next(both))
+    ends, value = Met(), r"2\.29\.[78] \(rank [01]\)"
+    with pytest.raises(SyncError, match=f"NCCL differs: {value} and {value}; install") as raised:
+        asyncio.run(push(ends, tmp_path, ("torch", "nccl")))
+    assert ends.errors == [str(raised.value)] * 2
+
+
+class Refusing(Met):
+    """The learner's rank refuses after both met, as one that finds no carrier for an engine rank."""
+
+    async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
+        await super().join_engines(rendezvous, ranks)
+        raise ConfigError("no learner rank is there")
+
+    async def _come(self, rendezvous: Rendezvous, rank: int) -> None:
+        def come() -> None:
+            member = Member(rendezvous, rank)
+            if rank:
+                member.gather("what the learner never answers")
+
+        await asyncio.to_thread(come)
+
+
+def test_a_refusal_after_both_ends_met_cancels_the_other_and_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no learner rank is there"):
+        asyncio.run(push(Refusing(), tmp_path))
+
+
+def test_a_torch_that_makes_groups_otherwise_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def helper(
+        group_size: int, group_rank: int, ranks: list[int], backend: str, store: object, group_name: str
+    ) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    for make, why in ((helper, "missing a required argument: 'ranks'"), (None, "None is not a callable object")):
+        monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", make)
+        with pytest.raises(ConfigError, match=rf"torch 2\.99\.0 makes process groups otherwise .*{why}\); install"):
+            Keeper("127.0.0.1", LIMIT)
+
+
+class Group:
+    """A process group over NCCL that notes what happens to it."""
+
+    def __init__(self, heard: list[object], **made: Any) -> None:
+        self.heard = heard
+        heard.append((made["backend"], os.environ.get("TORCH_NCCL_BLOCKING_WAIT")))
+
+    def abort(self) -> None:
+        self.heard.append("abort")
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_a_group_over_nccl_is_connected_at_once_waits_for_bytes_and_ends_without_lost_ranks(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL connects ranks in a group's first call, in which all must be; a push may begin with few of them.
+
+    Without blocking waits (an environment variable, read when a group is made) a lost rank is never told, and without
+    an abort a group's end waits for it.
+    """
+    heard: list[object] = []
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    if before:
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
+
+    def make(*, group_size: int, **made: Any) -> tuple[Group, None]:
+        return Group(heard, **made), None
+
+    monkeypatch.setattr(joined, "check_torch", lambda: None)
+    monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", make)
+    monkeypatch.setattr(joined, "wire_device", lambda group: "meta")
+    monkeypatch.setattr(joined.dist, "all_reduce", lambda x, group: heard.append((x.device.type, group)))
+    monkeypatch.setattr(joined.dist, "destroy_process_group", lambda group: heard.append("end"))
+    keeper = Keeper("127.0.0.1", LIMIT)
+    member = Member(keeper.rendezvous(1, learners=1, transport="process_group", backend="nccl"), 0, grouped=1)
+    assert heard == [("nccl", "1"), ("meta", member.group)]
+    assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
+    member.close()
+    assert heard[2:] == ["abort", "end"]
+
+
+def test_a_group_over_nccl_is_not_split_out_of_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM binds its default group to a GPU if VLLM_DISTRIBUTED_USE_SPLIT_GROUP=1; the other ranks are not in it."""
+    keeper = Keeper("127.0.0.1", 0.1)
+    rendezvous = keeper.rendezvous(2, learners=1, transport="process_group", backend="nccl")
+    monkeypatch.setattr(joined.dist, "is_initialized", lambda: True)
+    for device, error, said in (
+        (torch.device("meta"), ConfigError, "VLLM_DISTRIBUTED_USE_SPLIT_GROUP=0, or set weights.transport=file"),
+        (None, SyncError, r"waited 0\.1 s for ranks \[1\]"),
+    ):
+        own = SimpleNamespace(bound_device_id=device)
+        monkeypatch.setattr(distributed_c10d, "_get_default_group", lambda own=own: own)
+        with pytest.raises(error, match=said):
+            Member(rendezvous, 0, grouped=2)

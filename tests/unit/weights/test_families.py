@@ -124,7 +124,6 @@ def test_transformers_4_wrote_ropes_otherwise(saved: Path, tmp_path: Path) -> No
         ("llama", {"attention_bias": True}, "attention_bias=True is not supported; allowed: False"),
         ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' is not supported; allowed: "),
         ("mistral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; allowed: 'silu'"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method='mxfp4' is not supported; conv"),
         ("gpt_oss", {"layer_types": ["linear_attention"] * 4}, "layer_types=.* is not supported; allowed: 'full_att"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported; allowed: 'sigmoid'"),
         ("glm4_moe", {"model_type": "glm5"}, "model_type='glm5' is not supported; allowed: 'qwen2', 'qwen3'"),

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError, WeightError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.pipeline import Pipeline, layer_counts
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Piece, coordinates, split_layers
+from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Piece, coordinates
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import plan
 
@@ -54,43 +56,46 @@ def test_coordinates_are_those_of_megatrons_own_rank_generator(dims: ParallelDim
             assert [getattr(coordinates(dims, rank), axis) for rank in group] == list(range(len(group))), axis
 
 
-STAGES: tuple[tuple[int, ParallelDims, int | None, int | None], ...] = (
-    *((8, dims, None, None) for dims in MESHES),
-    (94, ParallelDims(pp=4), 23, 23),
-    (94, ParallelDims(pp=8), 11, 11),
-    (94, ParallelDims(pp=4), 22, None),
-    (61, ParallelDims(pp=8), None, 5),
-    (61, ParallelDims(pp=16), 3, 2),
-    (20, ParallelDims(tp=2, pp=3, vpp=2), 4, 8),
-    (94, ParallelDims(pp=4, vpp=2, tp=2), None, 22),
+STAGES: tuple[tuple[int, ParallelDims, str | None], ...] = (
+    *((8, dims, None) for dims in MESHES),
+    (94, ParallelDims(pp=4), "23+24*2+23"),
+    (61, ParallelDims(pp=16), "3+4*14+2"),
+    (20, ParallelDims(tp=2, pp=3, vpp=2), "2+4*4+2"),
+    (7, ParallelDims(pp=2, vpp=2), "1+3+2+1"),
+    (61, ParallelDims(pp=16, vpp=2), "1+2*29+1*2"),
 )
 
 
-@pytest.mark.parametrize(("num_layers", "dims", "first", "last"), STAGES)
+@pytest.mark.parametrize(("num_layers", "dims", "counts"), STAGES)
 def test_layers_are_those_of_megatrons_own_stages(
-    num_layers: int, dims: ParallelDims, first: int | None, last: int | None
+    num_layers: int, dims: ParallelDims, counts: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from megatron.core import parallel_state
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+    stages = layer_counts(counts) if counts else None
+    learner = LearnerSection(pp=dims.pp, vpp=dims.vpp, stage_layers=counts)
+    assert not list(Pipeline().problems(learner, None))
+    given = dict(Pipeline().megatron(learner, SHAPE).model)
     config = TransformerConfig(
         num_layers=num_layers,
         hidden_size=8,
         num_attention_heads=4,
-        pipeline_model_parallel_size=dims.pp,
-        virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
-        pipeline_dtype=None if dims.pp == 1 else "unused",
-        num_layers_in_first_pipeline_stage=first,
-        num_layers_in_last_pipeline_stage=last,
+        pipeline_dtype="unused",
+        **given,
     )
     layout = Layout(
         table=MEGATRON_QWEN3_MOE,
         shape=replace(SHAPE, num_layers=num_layers),
         dims=dims,
-        stages=split_layers(num_layers, dims.pp, first=first, last=last),
+        stages=stages,
     )
+    vpp = dims.vpp if dims.vpp > 1 else None
+    monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: vpp)
     for stage in range(dims.pp):
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda stage=stage: stage)
         wanted: set[int] = set()
         for chunk in [None] if dims.vpp == 1 else range(dims.vpp):
             offset = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
@@ -103,23 +108,15 @@ def test_layers_are_those_of_megatrons_own_stages(
 @pytest.mark.parametrize(
     ("stages", "vpp", "message"),
     [
-        ((5, 4), 1, r"stages=\(5, 4\) are 2 stages of 9 layers, but the layout has pp = 2 and 8 layers"),
-        ((2, 2, 4), 1, r"3 stages of 8 layers, but the layout has pp = 2"),
-        ((8, 0), 1, "each must be a positive multiple of vpp = 1"),
-        ((5, 3), 2, "each must be a positive multiple of vpp = 2"),
+        ((5, 4), 1, r"stages=\(5, 4\) are 2 numbers of 9 layers, but the layout has pp\*vpp = 2\*1 = 2 and 8 layers"),
+        ((2, 2, 4), 1, r"3 numbers of 8 layers, but the layout has pp\*vpp = 2\*1 = 2"),
+        ((8, 0), 1, "each must be positive"),
+        ((5, 3), 2, r"2 numbers of 8 layers, but the layout has pp\*vpp = 2\*2 = 4"),
     ],
 )
 def test_stages_that_do_not_fit_are_refused(stages: tuple[int, ...], vpp: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(pp=2, vpp=vpp), stages=stages)
-
-
-@pytest.mark.parametrize(
-    ("pp", "first", "last"), [(4, None, None), (4, 95, None), (2, 40, 50), (1, 40, None), (4, 23, 22)]
-)
-def test_layers_that_cannot_be_shared_are_refused(pp: int, first: int | None, last: int | None) -> None:
-    with pytest.raises(ConfigError, match=rf"first={first}, last={last} leave .* of 94 layers"):
-        split_layers(94, pp, first=first, last=last)
 
 
 def test_a_rank_of_nothing_but_vocabulary_padding_still_has_its_tensor() -> None:

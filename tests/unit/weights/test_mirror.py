@@ -22,7 +22,9 @@ SHAPES = {"a.weight": (3, 4), "b.bias": (5,)}
 def mirror(tmp_path: Path) -> Mirror:
     config = tmp_path / "config.json"
     config.write_text("{}")
-    made = Mirror(tmp_path / "weights" / "model.safetensors", SHAPES, torch.bfloat16, config)
+    path = tmp_path / "weights" / "model.safetensors"
+    Mirror.make(path, SHAPES, torch.bfloat16, config)
+    made = Mirror(path, SHAPES, torch.bfloat16)
     for name, tensor in made.tensors.items():
         tensor.copy_(torch.randn(SHAPES[name]))
     return made
@@ -55,13 +57,18 @@ def test_a_folder_that_a_stranger_made_is_refused_and_nothing_is_written_through
     else:
         folder.chmod(0o777)
     with pytest.raises(SyncError, match=r"no folder of user \d+ alone .* weights\.folder"):
-        Mirror(folder / "model.safetensors", SHAPES, torch.bfloat16, config)
+        Mirror.make(folder / "model.safetensors", SHAPES, torch.bfloat16, config)
     assert victim.read_text() == "mine"
 
 
 def test_the_folder_is_nobody_elses_and_one_of_an_earlier_start_is_taken(mirror: Mirror, tmp_path: Path) -> None:
     assert stat.S_IMODE(mirror.path.parent.stat().st_mode) == 0o700
-    assert Mirror(mirror.path, SHAPES, torch.bfloat16, tmp_path / "config.json").num_bytes == mirror.num_bytes
+    assert stat.S_IMODE(mirror.path.stat().st_mode) == 0o600
+    mirror.serve(3)
+    Mirror.make(mirror.path, SHAPES, torch.bfloat16, tmp_path / "config.json")
+    assert Mirror(mirror.path, SHAPES, torch.bfloat16).num_bytes == mirror.num_bytes
+    with pytest.raises(SyncError, match="holds version None, not 3"):  # which the earlier start had served
+        read(mirror.path, 3)
 
 
 def test_a_version_that_is_not_there_is_refused(mirror: Mirror) -> None:

@@ -9,15 +9,16 @@ from math import prod
 import pytest
 
 from rl_megatron.models.named import NAMED
+from rl_megatron.options.pipeline import layer_counts
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.layouts.layout import Layout, coordinates, split_layers
+from rl_megatron.weights.layouts.layout import Layout, coordinates
 from rl_megatron.weights.layouts.tables import deepseek_v3, qwen3_moe
 from rl_megatron.weights.plans.plan import plan
 
 LEARNERS = {
-    "qwen3-235b-a22b": (ParallelDims(tp=4, pp=8, ep=16, dp=16), 11, 11),
-    "deepseek-v3": (ParallelDims(tp=4, pp=8, ep=32, dp=16), 7, 6),
-    "kimi-k2": (ParallelDims(tp=2, pp=16, ep=16, dp=16), 3, 2),
+    "qwen3-235b-a22b": (ParallelDims(tp=4, pp=8, ep=16, dp=16), "11+12*6+11"),
+    "deepseek-v3": (ParallelDims(tp=4, pp=8, ep=32, dp=16), "7+8*6+6"),
+    "kimi-k2": (ParallelDims(tp=2, pp=16, ep=16, dp=16), "3+4*14+2"),
 }
 ENGINES = {
     "full copies": ParallelDims(dp=256),
@@ -28,8 +29,7 @@ ENGINES = {
 
 def layouts(model: str, engine: str) -> tuple[Layout, Layout]:
     shape = NAMED[model]
-    dims, first, last = LEARNERS[model]
-    stages = split_layers(shape.num_layers, dims.pp, first=first, last=last)
+    dims, counts = LEARNERS[model]
     if shape.latent:
         hf, engines, megatron = (
             deepseek_v3.HF_DEEPSEEK_V3,
@@ -40,7 +40,7 @@ def layouts(model: str, engine: str) -> tuple[Layout, Layout]:
         hf, engines, megatron = qwen3_moe.HF_QWEN3_MOE, qwen3_moe.ENGINE_QWEN3_MOE, qwen3_moe.MEGATRON_QWEN3_MOE
     table = hf if engine == "full copies" else engines
     return (
-        Layout(table=megatron, shape=shape, dims=dims, stages=stages),
+        Layout(table=megatron, shape=shape, dims=dims, stages=layer_counts(counts)),
         Layout(table=table, shape=shape, dims=ENGINES[engine]),
     )
 

@@ -19,7 +19,8 @@ from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.whole import sealed_by
 from rl_megatron.weights.formats import served as served_formats
 from rl_megatron.weights.formats.block_scales import is_quantised
-from rl_megatron.weights.formats.quantize import dequantise
+from rl_megatron.weights.formats.quantize import dequantise, divide
+from rl_megatron.weights.formats.scaled import BLOCKS
 from rl_megatron.weights.formats.served import FORMATS, stored
 from rl_megatron.weights.servers.mirror import Mirror, dtypes, read, seal, shapes
 from rl_megatron.weights.servers.probe import Probe, ScoredText
@@ -45,7 +46,9 @@ def mirror_of(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> M
     """Random numbers of several sizes; a row and a block of zeros, a row of tiny numbers."""
     config = folder / "config.json"
     config.write_text(json.dumps({"torch_dtype": "bfloat16", "architectures": ["A"]}))
-    made = Mirror(folder / "w" / "model.safetensors", SHAPES, dtype, config, FORMATS[kind])
+    path = folder / "w" / "model.safetensors"
+    Mirror.make(path, SHAPES, dtype, config, FORMATS[kind])
+    made = Mirror(path, SHAPES, dtype, FORMATS[kind])
     for seed, tensor in enumerate(made.tensors.values()):
         generator = torch.Generator().manual_seed(seed)
         tensor.normal_(std=0.02, generator=generator)
@@ -113,6 +116,26 @@ def test_servers_read_numbers_within_half_a_step_of_the_learners(tmp_path: Path,
     assert torch.equal(zeros, torch.zeros_like(zeros))
 
 
+def test_engines_that_round_scales_up_to_powers_of_two_change_no_value() -> None:
+    """As vLLM with DeepGEMM does (fp8_utils.py), by the numbers that it reads."""
+    values = torch.empty(3 * 128, 5 * 128).normal_(generator=torch.Generator().manual_seed(0))
+    values *= torch.logspace(-3, 3, 640)
+    values[:128, :128] = 0.0
+    values[0, 128] = 448.0 * 2**9  # a power of two already
+    form, numbers, scales = FORMATS["fp8"], torch.empty(384, 640, dtype=torch.float8_e4m3fn), torch.empty(3, 5)
+    assert form is not None
+    form.write("a", values, numbers, scales)
+    largest = values.unflatten(0, (3, 128)).unflatten(2, (5, 128)).abs().amax((1, 3))
+    assert torch.equal(scales, torch.where(largest > 0, 2.0 ** (largest / 448).log2().ceil(), 1.0))
+    read = numbers.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    found = read.unflatten(0, (3, 128)).unflatten(2, (5, 128)).abs().amax((1, 3))
+    again = (2.0 ** (found.clamp(min=1e-4) / 448).log2().ceil()).repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal((read / again).to(torch.float8_e4m3fn).float() * again, read)
+    tiny = torch.full((1, 1), 1e-42)  # whose scale would have no exponent of its own
+    form.write("a", tiny, numbers[:1, :1], scales[:1, :1])
+    assert scales[0, 0] == 2.0**-126
+
+
 def test_a_matrix_in_bands_is_the_matrix_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_formats, "_BAND", 2 * 128 * 150)
     shape = (4 * 128 + 5, 150)
@@ -122,7 +145,8 @@ def test_a_matrix_in_bands_is_the_matrix_at_once(monkeypatch: pytest.MonkeyPatch
         weight = torch.empty(weight_shape, dtype=getattr(torch, kind.dtype))
         scales = torch.full(scale_shape, torch.nan)
         kind.write("a.weight", values, weight, scales)
-        numbers, factors = kind.quantise(values)
+        factors = kind.scales(kind.maxima(values, (0, 0), shape))
+        numbers = kind.round(divide(values, factors, (0, 0), kind.blocks.edges(shape)))
         assert torch.equal(weight.view(torch.int8), numbers.view(torch.int8))
         assert torch.equal(scales, factors)
 
@@ -143,7 +167,7 @@ def test_what_is_no_number_is_named_and_nothing_is_served(tmp_path: Path, kind: 
 @LOSES
 def test_the_seal_is_of_the_quantised_bytes(tmp_path: Path, kind: str) -> None:
     mirror = mirror_of(tmp_path, kind)
-    for name in (LAYER + "mlp.experts.0.down_proj.weight", LAYER + "self_attn.q_proj.weight" + FORMATS[kind].suffix):  # type: ignore[union-attr]
+    for name in (LAYER + "mlp.experts.0.down_proj.weight", LAYER + "self_attn.q_proj.weight" + BLOCKS[kind].suffix):
         mirror.serve(3)
         sealed = sealed_by([mirror.sums()], shapes(mirror.path))
         assert sealed == {n: checksum(t, tuple(t.shape)) for n, t in read(mirror.path, 3).items()}
@@ -205,8 +229,10 @@ def test_the_probe_tolerates_quantised_weights_and_refuses_exchanged_ones(tmp_pa
         form = FORMATS[kind]
         if form is None or not is_quantised("x." + name, tuple(tensor.shape)):
             return tensor
-        numbers, factors = form.quantise(tensor)
-        return dequantise(numbers, factors, (0, 0), form.edges(tuple(tensor.shape)))
+        shape = tuple(tensor.shape)
+        numbers, scales = torch.empty(shape, dtype=getattr(torch, form.dtype)), torch.empty(form.blocks.grid(shape))
+        form.write(name, tensor, numbers, scales)
+        return dequantise(numbers, scales, (0, 0), form.blocks.edges(shape))
 
     learner = scores(given)
     weights = {name: quantised(name, tensor) for name, tensor in given.items()}

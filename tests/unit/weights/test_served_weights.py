@@ -40,7 +40,9 @@ class Both:
 
     def __init__(self, folder: Path, off: int = 0, by: float = 0.0) -> None:
         (folder / "config.json").write_text("{}")
-        self.mirror = Mirror(folder / "w" / "model.safetensors", SHAPES, torch.float32, folder / "config.json")
+        path = folder / "w" / "model.safetensors"
+        Mirror.make(path, SHAPES, torch.float32, folder / "config.json")
+        self.mirror = Mirror(path, SHAPES, torch.float32)
         self.params = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         self.off, self.by, self.said, self.probes = off, by, list[str](), 0
         self.asked: list[tuple[tuple[int, ...], ...]] = []
@@ -57,7 +59,7 @@ class Both:
         return ServedWeights(learner=self, delivery=self.file(), trust=trust, servers=self)
 
     def file(self) -> FileDelivery:
-        return FileDelivery(learner=self, path=self.mirror.path, servers=self)
+        return FileDelivery(learner=self, path=self.mirror.path, servers=self, nodes=2)
 
     async def push(self, version: int) -> WeightUpdate:
         for tensor in self.mirror.tensors.values():
@@ -165,7 +167,7 @@ def test_a_version_is_served_where_nearly_all_texts_agree(
     both = Both(tmp_path, off, by)
     weights = both.weights(dp=dp, temperature=temperature)
     if served:
-        assert asyncio.run(weights.push(4)).num_bytes == 3 + both.mirror.path.stat().st_size
+        assert asyncio.run(weights.push(4)).num_bytes == 3 + 2 * both.mirror.path.stat().st_size
     else:
         with pytest.raises(SyncError, match=rf"version 4 arrived wrong.*\n  it: .*nats.*, in {off} of 4 texts"):
             asyncio.run(weights.push(4))
@@ -316,7 +318,7 @@ class Straight(DirectDelivery):
         keeper = Keeper("127.0.0.1", 5.0)
         how = {"transport": "process_group", "backend": "gloo"}
         super().__init__(file=both.file(), learner=both, servers=both, keeper=keeper, learner_ranks=1, **how)
-        self._both, self._rendezvous = both, keeper.rendezvous(1, **how)
+        self._both, self._rendezvous = both, keeper.rendezvous(1, learners=1, **how)
 
     async def _deliver(self, version: int, *, private: Kinds, meanwhile: Callable[[], None]) -> Delivered:
         both = self._both

@@ -35,7 +35,16 @@ _ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
 )
+_KEYS = {
+    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "tp"),
+    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), "pp"),
+    **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "--enable-dp-attention"), "dp"),
+    **dict.fromkeys(("--expert-parallel-size", "--ep-size", "--ep"), "ep"),
+    **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), "nodes"),
+}
 _LOADER = "rl_megatron.rollout.servers.sglang.worker.load"
+_OTHERS = 8  # behind the ports of the ranks' store and of dp attention
+_BLACKWELL = 10.0  # compute capability
 _MARGIN = 8  # tokens of its context that a request may not use
 
 
@@ -89,6 +98,12 @@ class SGLangAdapter(Adapter):
                 f"model_type={self._shape.family!r}: without AMX, SGLang's attention on CPUs takes the cached latents "
                 "for keys, and crashes at the first request; use rollout=vllm, or a GPU"
             )
+        options.refuse_extra(_KEYS)
+        if options.pp > 1:
+            raise ConfigError(
+                f"rollout.server.pp={options.pp}: a stage of SGLang 0.5.21 hands a push on to the next after its own "
+                "part, so stages cannot receive together; raise rollout.server.tp, dp and ep, or use rollout=vllm"
+            )
         if options.quantization == "int8":
             raise ConfigError(
                 "rollout.server.quantization=int8: SGLang 0.5.21 has compressed-tensors' int8 experts for NPUs only, "
@@ -102,8 +117,9 @@ class SGLangAdapter(Adapter):
                 # The model's end-of-sequence tokens would end completions, although a request does not name them.
                 *("--model-path", str(options.bare_folder), "--json-model-override-args", '{"eos_token_id": null}'),
                 *("--load-format", "dummy", "--custom-weight-loader", _LOADER),
-                *("--host", options.host, "--port", str(options.port)),
-                *("--dtype", options.dtype, "--tp-size", str(options.tp)),
+                # Other nodes answer /health, always with 200, and may be on this machine.
+                *("--host", options.host, "--port", str(options.port + (_OTHERS if options.node else 0))),
+                *("--dtype", options.dtype, *_degrees(options)),
                 *("--context-length", str(options.max_length + _MARGIN), "--max-running-requests", str(options.slots)),
                 *("--skip-server-warmup", "--sleep-on-idle", "--skip-tokenizer-init"),
                 *(("--enable-memory-saver",) if options.colocated and options.device != "cpu" else ()),
@@ -115,12 +131,29 @@ class SGLangAdapter(Adapter):
             environment={
                 "HF_HUB_OFFLINE": "1",
                 # Kernels for CPUs name the memory that a server's ranks share by them.
-                "MASTER_ADDR": options.host,
+                "MASTER_ADDR": options.head,
                 "MASTER_PORT": str(options.port),
                 # Else each rank needs its own NUMA node.
-                **({"SGLANG_CPU_OMP_THREADS_BIND": _cores(options.tp)} if options.device == "cpu" else {}),
+                **(
+                    {"SGLANG_CPU_OMP_THREADS_BIND": _cores(options.ranks // options.nodes)}
+                    if options.device == "cpu"
+                    else {}
+                ),
                 "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the margin may lie beyond the model's positions
             },
+        )
+
+    @override
+    def gpu_problem(self, quantization: str, extra: Sequence[str], capability: float) -> str:
+        if (
+            quantization != "fp8"
+            or capability < _BLACKWELL
+            or any(one.startswith("--fp8-gemm-backend") for one in extra)
+        ):
+            return ""
+        return (
+            "rollout.server.quantization=fp8: on Blackwell, SGLang 0.5.21 packs the scales of float8 for DeepGEMM and "
+            "cannot load others (sglang#9855); set rollout.server.options='--fp8-gemm-backend triton', or rollout=vllm"
         )
 
     @override
@@ -251,6 +284,19 @@ class SGLangAdapter(Adapter):
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
         order: dict[str, object] = {"do": "held", "private": sorted(private)}
         return [Report.from_json(one) for one in await self._order(server, path, order)]
+
+
+def _degrees(options: StartOptions) -> tuple[str, ...]:
+    """The options for the server's ranks, and for this node of several."""
+    out = ["--tp-size", str(options.tp * options.dp)]  # SGLang's counts all ranks of a stage
+    if options.dp > 1:
+        out += ["--dp-size", str(options.dp), "--enable-dp-attention"]
+    if options.ep > 1:
+        out += ["--ep-size", str(options.ep)]
+    if options.nodes > 1:
+        out += ["--nnodes", str(options.nodes), "--node-rank", str(options.node)]
+        out += ["--dist-init-addr", f"{options.head}:{options.port + 1}"]  # and the ports behind it
+    return tuple(out)
 
 
 def _cores(ranks: int) -> str:

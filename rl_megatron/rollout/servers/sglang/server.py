@@ -1,7 +1,7 @@
 """Starts SGLang's server for a run: ``python -m rl_megatron.rollout.servers.sglang.server <SGLang's options>``.
 
-Unlike SGLang's own command it requires a token that is on no command line and in no log (`engine_token`), and its ranks
-rendezvous in a file of this user, not at a port that is open to everybody. Runs in SGLang's interpreter. Written
+Unlike SGLang's own command it requires a token that is on no command line and in no log (`engine_token`). Ranks on one
+node rendezvous in a file of this user, not at a port that is open to everybody. Runs in SGLang's interpreter. Written
 against SGLang 0.5.21 (launch_server.py, entrypoints/http_server.py).
 """
 
@@ -31,7 +31,8 @@ def main() -> None:
 
     http_server.app.add_middleware(EngineToken)
     http_server._freeze_gc_after_server_warmup = _freeze
-    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{tempfile.mkdtemp()}/ranks"
+    if arguments.nnodes == 1:
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{tempfile.mkdtemp()}/ranks"
     try:
         run_server(arguments)
     finally:

@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from rl_megatron.durable import write_atomically
-from rl_megatron.errors import RLMegatronError
+from rl_megatron.errors import RLMegatronError, WeightError
 from rl_megatron.weights.checks.places import Held, record
 from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, not_private
 from rl_megatron.weights.servers import mirror
@@ -33,12 +33,14 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     path, rank = Path(order["path"]), get_parallel().tp_rank
     answer: dict[str, object] = {}
     try:
+        _refuse_packed_scales(model)
         if order["do"] == "boxes":
             answer = {name: one.box for name, (one,) in layout_of(model, path).items()}
         elif order["do"] == "join":
             places = [one for ones in layout_of(model, path).values() for one in ones]
             params = dict(model.named_parameters())
-            RECEIVERS[model] = Receiver(Rendezvous(**order["place"]), order["first"] + rank, places, params)
+            boxes = {one: one.of(params[one.param]) for one in places}
+            RECEIVERS[model] = Receiver(Rendezvous(**order["place"]), order["first"] + rank, boxes)
         elif order["do"] == "receive":
             answer = _receive(model, order["version"], order["private"]).to_json()
         elif order["do"] == "held":
@@ -49,6 +51,20 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     except RLMegatronError as error:
         answer = {"error": str(error)}
     write_atomically(Path(f"{order['answer']}.{rank}"), json.dumps(answer).encode())
+
+
+def _refuse_packed_scales(model: Any) -> None:
+    """Raises WeightError if kernels of Blackwell have packed float8's scales: a reload does not pack others again.
+
+    SGLang 0.5.21, fp8.py: `_process_weights_after_loading_block_quant`; sgl-project/sglang#9855.
+    """
+    packed = (name for name, param in model.named_parameters() if getattr(param, "format_ue8m0", False))
+    copied = (name for name, layer in model.named_modules() if getattr(layer, "block_fp8_mxfp8_ready", False))
+    if name := next(packed, None) or next(copied, None):
+        raise WeightError(
+            f"{name}: SGLang keeps the scales of float8 packed on these GPUs, and cannot load others (sglang#9855); "
+            "set rollout.server.options='--fp8-gemm-backend triton', or rollout=vllm"
+        )
 
 
 RECEIVERS: dict[Any, Receiver] = {}
@@ -66,6 +82,8 @@ def _receive(model: Any, version: int, private: Sequence[str]) -> Report:
 
     with one_thread():  # vLLM binds its threads itself, and lets nobody else
         RECEIVERS[model].receive(version, whole)
+    if (derive := getattr(model, "post_load_weights", None)) is not None:
+        derive()  # what `load_weights` computes at its end, as latent attention's absorbed matrices
     return beside.report()
 
 

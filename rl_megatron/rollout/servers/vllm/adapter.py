@@ -28,6 +28,13 @@ _NEEDED = (
     *("/inference/v1/generate", "/start_weight_update", "/update_weight_version", "/collective_rpc", "/pause"),
     *("/sleep", "/wake_up"),
 )
+_KEYS = {
+    **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tp"),
+    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "pp"),
+    **dict.fromkeys(("--data-parallel-size", "-dp"), "dp"),
+    **dict.fromkeys(("--enable-expert-parallel", "-ep"), "ep"),
+    **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--headless"), "nodes"),
+}
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
@@ -82,17 +89,24 @@ class VLLMAdapter(Adapter):
                 "algorithm.routing_replay=r3: vLLM 0.32.0 returns routes only from its second model runner, which "
                 "needs Triton and so does not run on CPUs; set rollout=local or sglang, or routing_replay=r2 or off"
             )
+        options.refuse_extra(_KEYS)
+        if "--enable-eplb" in options.extra:
+            raise ConfigError(
+                "rollout.server.options has --enable-eplb, which moves experts between ranks, but pushes send them "
+                "to where they were; leave it out"
+            )
         # Else a processor with AMX tiles uses kernels for latent attention that take bfloat16 alone.
         reference = options.device == "cpu" and self._shape.latent is not None and options.dtype != "bfloat16"
         return Command(
             arguments=(
                 str(options.python),
-                *("-m", "vllm.entrypoints.openai.api_server"),
+                *("-m", "rl_megatron.rollout.servers.vllm.server"),
                 *("--model", str(options.model_folder), "--served-model-name", "policy", "--load-format", "dummy"),
                 *("--host", options.host, "--port", str(options.port)),
                 *("--middleware", "rl_megatron.rollout.servers.engine_token.EngineToken"),
-                *("--dtype", options.dtype, "--tensor-parallel-size", str(options.tp)),
-                *("--max-model-len", str(options.max_length), "--max-num-seqs", str(options.slots)),
+                *("--dtype", options.dtype, "--max-model-len", str(options.max_length)),
+                *("--max-num-seqs", str(-(-options.slots // options.dp))),  # of each dp replica
+                *_degrees(options),
                 *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
                 *("--worker-extension-cls", "rl_megatron.rollout.servers.vllm.worker.WorkerExtension"),
                 *("--weight-transfer-config", json.dumps({"backend": "rl_megatron_mirror"})),
@@ -101,7 +115,6 @@ class VLLMAdapter(Adapter):
                 *(("--attention-backend", "CPU_MLA") if reference else ()),
                 *("--shutdown-timeout", "5"),  # else its processes are killed, and leave shared memory behind
                 *(("--enable-sleep-mode",) if options.colocated and options.device != "cpu" else ()),
-                *(("--distributed-executor-backend", "uni") if options.tp == 1 else ()),  # saves a process
                 *(("--gpu-memory-utilization", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(("--enable-return-routed-experts",) if options.routes else ()),
                 *options.extra,
@@ -112,6 +125,7 @@ class VLLMAdapter(Adapter):
                 "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, where it runs on a CPU
                 # Else every server binds its threads to the same cores, and each rank needs a NUMA node.
                 **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if options.device == "cpu" else {}),
+                **({"VLLM_HOST_IP": options.host} if options.nodes > 1 else {}),
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
             },
@@ -126,7 +140,7 @@ class VLLMAdapter(Adapter):
         model = (await server.get("/v1/models"))["data"][0]
         found: dict[str, str] = {}
         if not problems:
-            found = (await self._rpc(server, "rl_megatron_describe"))[0]
+            found = (await self._asked(server, "rl_megatron_describe"))[0]
             if found["logprobs_mode"] != "processed_logprobs":
                 problems.append(
                     f"its log-probs are {found['logprobs_mode']}; start it with --logprobs-mode processed_logprobs, "
@@ -213,7 +227,7 @@ class VLLMAdapter(Adapter):
 
     @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
-        return [boxes_of(said) for said in await self._rpc(server, "rl_megatron_boxes", str(path))]
+        return [boxes_of(said) for said in await self._asked(server, "rl_megatron_boxes", str(path))]
 
     @override
     async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
@@ -233,12 +247,40 @@ class VLLMAdapter(Adapter):
 
     @override
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
-        answers = await self._rpc(server, "rl_megatron_held", str(path), sorted(private))
+        answers = await self._asked(server, "rl_megatron_held", str(path), sorted(private))
         return [Report.from_json(said) for said in answers]
 
+    @override
+    async def ping(self, server: Server) -> None:
+        """Its /health is 200 as long as the first node's engine lives, whatever became of ranks on other nodes."""
+        await self._rpc(server, "rl_megatron_ping")
+
+    async def _asked(self, server: Server, method: str, *arguments: object) -> Any:
+        """The answer of each rank of the server.
+
+        vLLM returns those of the first dp replica's ranks alone. So each rank gathers the answers of all.
+        """
+        return (await self._rpc(server, method, *arguments))[0]
+
     async def _rpc(self, server: Server, method: str, *arguments: object) -> Any:
-        """The answer of each worker of the server."""
+        """The answer of each rank of the first dp replica."""
         return (await server.post("/collective_rpc", {"method": method, "args": list(arguments)}))["results"]
+
+
+def _degrees(options: StartOptions) -> tuple[str, ...]:
+    """The options for the server's ranks, and for this node of several."""
+    out = ["--tensor-parallel-size", str(options.tp), "--pipeline-parallel-size", str(options.pp)]
+    if options.dp > 1:  # one process answers requests for all
+        out += ["--data-parallel-size", str(options.dp)]
+    if options.ep > 1:
+        out += ["--enable-expert-parallel"]
+    one = options.tp * options.pp == 1  # then the engine's process is the rank's
+    out += ["--distributed-executor-backend", "uni" if one else "mp"]
+    if options.nodes > 1:
+        out += ["--nnodes", str(options.nodes), "--node-rank", str(options.node)]
+        out += ["--master-addr", options.head, "--master-port", str(options.port + 1)]
+        out += ["--data-parallel-address", options.head, "--data-parallel-rpc-port", str(options.port + 2)]
+    return (*out, *(("--headless",) if options.node else ("--api-server-count", "1")))
 
 
 def _completion(choice: _Choice, request: GenerationRequest, shape: ModelShape) -> Completion:

@@ -7,14 +7,14 @@ Written against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
+from vllm.distributed import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -31,16 +31,22 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
+from rl_megatron.errors import WeightError
+from rl_megatron.rollout.servers.vllm.window import Window
 from rl_megatron.weights.checks.places import Held, record
 from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, not_private
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.transports.engine_ends import Receiver
 from rl_megatron.weights.transports.joined import Rendezvous
+from rl_megatron.weights.transports.words import gather
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+T = TypeVar("T")
+
 BACKEND = "rl_megatron_mirror"
+_SMALL = 16  # scales and biases are less than this part of a layer's weight
 
 
 @dataclass
@@ -141,89 +147,100 @@ class WorkerExtension:
     model_runner: Any
     model_config: Any
     vllm_config: Any
-    rank: int
 
-    def rl_megatron_describe(self) -> dict[str, str]:
-        """What the trainer must know before it uses this server."""
-        return {
+    def rl_megatron_ping(self) -> None:
+        """Shows that this rank answers."""
+
+    def rl_megatron_describe(self) -> list[dict[str, str]]:
+        """What the trainer must know before it uses this server; of each rank, like all answers below."""
+        own = {
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": str(self.model_config.logprobs_mode),
             "architecture": ",".join(self.model_config.hf_config.architectures),
             "routes": str(self.vllm_config.aux_output_config.enable_return_routed_experts),
         }
+        return self._gathered(own)
 
     def rl_megatron_end_update(self) -> None:
         """End an update that failed; the layers get the kernels' tensors back."""
         abandon(self.model_runner.model)
         self._weight_update_active = False
 
-    def rl_megatron_held(self, path: str, private: list[str]) -> dict[str, object]:
-        """A `Report` on this rank's parameters. Only the probe checks those in a private layout of the kernels."""
+    def rl_megatron_held(self, path: str, private: list[str]) -> list[dict[str, object]]:
+        """A `Report` on each rank's parameters. Only the probe checks those in a private layout of the kernels."""
         model = self.model_runner.model
         places = not_private(layout_of(model, path, partial=True), private)
         report = checksums_of(places, dict(model.named_parameters()))
         read = READ.pop(model, Report(rows=(), seconds=0.0))
-        return Report(rows=report.rows, seconds=report.seconds + read.seconds, read=read.read).to_json()
+        own = replace(read, rows=report.rows, seconds=report.seconds + read.seconds)
+        return self._gathered(own.to_json())
 
-    def rl_megatron_boxes(self, path: str) -> dict[str, object]:
-        """The box of each Hugging Face tensor that this rank holds."""
-        return {one.hf: one.box for one in layout_of(self.model_runner.model, path)}
+    def rl_megatron_boxes(self, path: str) -> list[dict[str, object]]:
+        """The box of each Hugging Face tensor that each rank holds."""
+        return self._gathered({one.hf: one.box for one in layout_of(self.model_runner.model, path)})
 
     def rl_megatron_join(self, path: str, rendezvous: str, first: int) -> None:
-        """Join the group of learner and engine ranks, as ``first`` plus the rank in its server. Collective."""
+        """Join the group of learner and engine ranks, as ``first`` plus the rank in its server. Collective.
+
+        ``self.rank`` is a rank's number in its dp replica.
+        """
         model = self.model_runner.model
         abandon(model)
-        STRAIGHT[model] = Straight(model, path, Rendezvous(**json.loads(rendezvous)), first + self.rank)
+        STRAIGHT[model] = Straight(model, path, Rendezvous(**json.loads(rendezvous)), first + get_world_group().rank)
+
+    def _gathered(self, own: T) -> list[T]:
+        """The answers of all ranks of the server, in the order of their numbers. Collective; raises WeightError.
+
+        vLLM calls every rank, and returns what the first dp replica's ranks answer.
+        """
+        world, ranks = get_world_group(), self.vllm_config.parallel_config.world_size_across_dp
+        if world.world_size != ranks:
+            raise WeightError(f"{world.world_size} ranks of vLLM can answer, but it has {ranks}: tp * pp * dp")
+        return gather(own, world.cpu_group)
 
 
 class Straight:
-    """This rank's end of a transport, and the memory that it fills: the parameters as the loader expects them.
-
-    They are kept beside the kernels' own, so the rank holds its share of the model twice: while a version arrives, if
-    learner and engine take turns on the accelerator, else at all times.
-    """
+    """This rank's end of a transport, and the window through which layers arrive."""
 
     def __init__(self, model: nn.Module, path: str, rendezvous: Rendezvous, rank: int) -> None:
         places, device = layout_of(model, path), next(model.parameters()).device
-        self._layers: dict[nn.Module, dict[str, Tensor]] = {}
-        self._turns = rendezvous.turns
         wanted = {one.param for one in places}
+        modules: dict[nn.Module, dict[str, str]] = {}
         with as_loaded(model) as params:
-            self._made = {name: torch.zeros_like(params[name], device=device) for name in wanted}  # padding stays 0
             for prefix, layer in model.named_modules():
                 for name in get_layer_tensors(layer):
                     if (param := f"{prefix}.{name}" if prefix else name) in wanted:
-                        self._layers.setdefault(layer, {})[name] = self._made[param].detach()
-        self._receiver = Receiver(rendezvous, rank, places, self._made)
-        self._free()
+                        modules.setdefault(layer, {})[name] = param
+            self._window = Window(places, params, modules, device, give_to_kernels)
+        self._receiver = Receiver(rendezvous, rank, self._window.boxes)
 
     def receive(self, version: int) -> Report:
-        """Receive a version and convert it for the kernels, as vLLM does after a load. Returns its checksums."""
-        self._take()
-        beside = Beside()
-        self._receiver.receive(version, lambda one: beside.sent(one, self._made[one.param]))
-        report = beside.report()  # before kernels can write there
-        for layer, tensors in self._layers.items():
-            for name, tensor in tensors.items():
-                wanted, filled = getattr(layer, name), tensor.detach()
-                filled.__class__, filled.__dict__ = wanted.__class__, wanted.__dict__.copy()
-                setattr(layer, name, filled)
-            _layerwise_process(layer, get_layerwise_info(layer))
-        self._free()
-        return report
+        """Receive a version, and convert each layer for the kernels. Returns its checksums.
 
-    def _take(self) -> None:
-        """Allocate the memory if it was released, and zero it: padding is never sent."""
-        for tensor in self._made.values():
-            if not tensor.untyped_storage().nbytes():
-                tensor.untyped_storage().resize_(tensor.numel() * tensor.dtype.itemsize)
-                tensor.zero_()
+        After an error some layers are of this version and others of the last.
+        """
+        self._window.begin()
+        try:
+            self._receiver.receive(version, self._window.whole, self._window.coming)
+            return self._window.finish()
+        finally:
+            self._window.release()
 
-    def _free(self) -> None:
-        """Release the memory if it is the learner's turn; kernels have copied what they need."""
-        if self._turns:
-            for tensor in self._made.values():
-                tensor.untyped_storage().resize_(0)
+
+def give_to_kernels(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a layer's tensors to its kernels, which copy what they need, as vLLM does after a load.
+
+    Kernels of experts keep scales and biases themselves (FusedMoEQuantConfig), so these are copies: the memory of
+    ``tensors`` is released.
+    """
+    largest = max(tensor.numel() for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        wanted, filled = getattr(layer, name), tensor.detach()
+        if tensor.numel() * _SMALL <= largest:
+            filled = filled.clone()
+        filled.__class__, filled.__dict__ = wanted.__class__, wanted.__dict__.copy()
+        setattr(layer, name, filled)
+    _layerwise_process(layer, get_layerwise_info(layer))
 
 
 STRAIGHT: dict[Any, Straight] = {}

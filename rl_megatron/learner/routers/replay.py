@@ -35,6 +35,7 @@ class _Replay(RouterReplay):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self.learns = False  # whether the forward pass has a backward pass
         self.real = torch.zeros(0, dtype=torch.bool, device=device)  # [t] which tokens are not padding
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # tokens replayed; those with other experts
 
@@ -48,7 +49,10 @@ class _Replay(RouterReplay):
     ) -> tuple[Tensor, Tensor]:
         """RouterReplay's, and counts replayed tokens and those that the router would have sent to other experts."""
         probs, chosen = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
-        if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD and default_compute_topk is not None:
+        forward = self.router_replay_action is RouterReplayAction.REPLAY_FORWARD
+        if forward and (torch.is_grad_enabled() or not self.learns):  # else a backward pass replays it, from the queue
+            self.replay_backward_list.pop()
+        if forward and default_compute_topk is not None:
             _, own = default_compute_topk(scores.detach(), topk, num_groups, group_topk)
             other = (own.sort(-1).values != chosen.sort(-1).values).any(-1)
             self.counts += torch.stack([self.real.sum(), (other & self.real).sum()])
@@ -64,8 +68,6 @@ class Routing:
         models: Sequence[GPTModel],
         shape: ModelShape,
         device: torch.device,
-        *,
-        recomputes: bool,
     ) -> None:
         column = {layer: number for number, layer in enumerate(shape.moe_layers)}
         self._routers: dict[Any, list[tuple[int, _Replay]]] = {chunk: [] for chunk in chunks}
@@ -74,7 +76,7 @@ class Routing:
                 if layer.is_moe_layer:
                     layer.mlp.router.router_replay = replay = _Replay(device)
                     self._routers[chunk].append((column[layer.layer_number - 1], replay))
-        self._recomputes, self._num_experts, self._device = recomputes, shape.num_experts, device
+        self._num_experts, self._device = shape.num_experts, device
         self._size = (len(column), shape.experts_per_token)
         self.layers = tuple(number for routers in self._routers.values() for number, _ in routers)
         """This rank's MoE layers, as indices into all MoE layers; routes to replay have these layers, in this order."""
@@ -100,16 +102,15 @@ class Routing:
 
     @contextlib.contextmanager
     def replaying(self, chunk: Any, micro_batch: PackedMicroBatch) -> Iterator[None]:
-        """Makes the routers of ``chunk`` replay ``micro_batch.routes`` in the forward pass within."""
+        """Makes the routers of ``chunk`` replay ``micro_batch.routes``, if any, in the forward pass within."""
         routes = micro_batch.routes
-        assert routes is not None
-        own = _own_tokens(len(routes))
+        if routes is None:
+            yield
+            return
+        own = own_tokens(len(routes))
         mine, real = routes[own].to(torch.int64), (micro_batch.source[own] >= 0).to(self._device)
-        keep = self._recomputes and torch.is_grad_enabled()
         for number, router in self._routers[chunk]:
-            if not keep:  # routes that are set are also queued for the recompute of the layers
-                router.clear_indices()
-            router.real = real
+            router.learns, router.real = torch.is_grad_enabled(), real
             router.set_target_indices(mine[:, self.layers.index(number)])
             router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         yield
@@ -124,7 +125,7 @@ class Routing:
         for _, router in self._routers[chunk]:
             router.set_router_replay_action(RouterReplayAction.RECORD)
         yield
-        own = routes[_own_tokens(len(routes))]
+        own = routes[own_tokens(len(routes))]
         for column, router in self._routers[chunk]:
             own[:, column] = router.get_recorded_indices().to(routes.dtype)
 
@@ -133,7 +134,7 @@ class Routing:
         left = 0
         for routers in self._routers.values():
             for _, router in routers:
-                left += len(router.replay_backward_list) if self._recomputes and torch.is_grad_enabled() else 0
+                left += len(router.replay_backward_list)
                 router.clear_indices()
                 router.clear_router_replay_action()
         if left:
@@ -192,7 +193,7 @@ def gather_recorded(packed: Sequence[PackedMicroBatch], counts: Sequence[int]) -
     return list(everything.cpu().split(list(counts)))
 
 
-def _own_tokens(length: int) -> slice:
+def own_tokens(length: int) -> slice:
     """The tokens of a packed micro-batch that this TP rank routes, under sequence parallelism."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     rank, size = parallel_state.get_tensor_model_parallel_rank(), length // tp

@@ -1,0 +1,82 @@
+"""Dry runs of several ranks, each in a process of its own, which is this module: its answer is a line of JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from launcher.processes.environment import inherited
+from launcher.processes.parent import die_with
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.types import DryRun
+
+_SECONDS = 3600.0
+_SHOWN = 1500  # characters
+
+
+def dry_runs(config: RunConfig, model: str, ranks: Sequence[int]) -> list[DryRun]:
+    """Build each of ``ranks`` at its real size without its memory, and make a step of as many micro-batches as the
+    pipeline has stages. ``model`` is a known model's name or a folder.
+
+    The processes run side by side; each takes about a gigabyte, and a core for minutes. Raises RLMegatronError with the
+    reason if one fails.
+    """
+    with contextlib.ExitStack() as stack:
+        with inherited(threads=1, device="cpu"):
+            processes = [stack.enter_context(_asked(config, model, rank)) for rank in ranks]
+        return [_answer(rank, process) for rank, process in zip(ranks, processes, strict=True)]
+
+
+@contextlib.contextmanager
+def _asked(config: RunConfig, model: str, rank: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "launcher.programs.dry_run", str(os.getpid())]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdin is not None
+            with process.stdin as stream:
+                json.dump({"config": config.model_dump(mode="json"), "model": model, "rank": rank}, stream)
+            process.stdin = None  # or communicate() would flush it
+            yield process
+        finally:
+            process.kill()
+
+
+def _answer(rank: int, process: subprocess.Popen[str]) -> DryRun:
+    try:
+        said, errors = process.communicate(timeout=_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise RLMegatronError(f"the dry run of rank {rank} took more than {_SECONDS:g} s") from error
+    if process.returncode:
+        raise RLMegatronError(
+            f"the dry run of rank {rank} ended with status {process.returncode}:\n{errors.strip()[-_SHOWN:]}"
+        )
+    return DryRun(**json.loads(said.splitlines()[-1]))
+
+
+def main() -> None:
+    """Read what is asked from standard input, make the dry run and print it."""
+    die_with(int(sys.argv[1]))
+    from rl_megatron.learner.dry_run.rank import dry_run
+    from rl_megatron.weights.layouts.parsing import model_shape
+
+    asked = json.load(sys.stdin)
+    config = RunConfig.model_validate(asked["config"])
+    found = dry_run(
+        model_shape(asked["model"], config.learner.model),
+        config.learner,
+        asked["rank"],
+        sequence=config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
+        micro_batches=config.learner.pp,
+    )
+    print(json.dumps(asdict(found)))
+
+
+if __name__ == "__main__":
+    main()

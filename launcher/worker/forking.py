@@ -1,0 +1,143 @@
+"""Starts the ranks of a machine from one process that has imported for all of them: as its forks or, where it must not
+fork, as plain processes that run the same program."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import psutil
+
+HELD_BACK = frozenset({signal.SIGINT, signal.SIGTERM})
+"""Blocked in every rank and its parent: a terminal or Slurm sends them to all processes of a run."""
+_LEARNER = ("rl_megatron.learner.megatron", "rl_megatron.learner.world")
+_OTHERS = (  # they import nearly all that a rank imports until its second step
+    *("torch", "torch._dynamo", "launcher.worker.remote", "rl_megatron.observability.log"),
+    *("rl_megatron.weights.layouts.families", "rl_megatron.weights.layouts.learner", "launcher.runs.folder"),
+    *("rl_megatron.weights.transports.connect", "rl_megatron.weights.servers.mirror"),
+    *("rl_megatron.weights.checks.sources", "rl_megatron.rollout.local.engine", "rl_megatron.algorithms.losses"),
+    "rl_megatron.weights.checkpoints.safetensors_io",
+)
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED, cuda.h
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A rank's program: ``main(arguments)`` of ``module``. ``files``: this process's descriptors, by the numbers that
+    they have in the program."""
+
+    module: str
+    arguments: tuple[str, ...]
+    files: Mapping[int, int]
+
+
+def modules_of(device: str) -> tuple[str, ...]:
+    """The modules that all ranks of ``learner.device`` import.
+
+    With flash-attn installed, TransformerEngine asks the GPU for its kind when it is imported (its
+    attention/dot_product_attention/backends.py), and a process that has done so must not fork.
+    """
+    asks = all(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "flash_attn"))
+    return _OTHERS if device != "cpu" and asks else (*_LEARNER, *_OTHERS)
+
+
+def import_all(modules: Sequence[str]) -> None:
+    """Import before the first fork. Errors are ignored: a rank raises them again, and reports them."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, HELD_BACK)
+    quieten()
+    given = os.environ.get("OPENBLAS_NUM_THREADS")
+    os.environ["OPENBLAS_NUM_THREADS"] = given or "1"  # numpy's would start its threads now
+    with contextlib.suppress(BaseException):
+        importlib.import_module("numpy")
+    if given is None:
+        del os.environ["OPENBLAS_NUM_THREADS"]
+    for module in modules:
+        with contextlib.suppress(BaseException):
+            importlib.import_module(module)
+    gc.freeze()  # ranks' garbage collections skip it, so its pages stay shared
+
+
+def quieten() -> None:
+    """Silence megatron's warnings about missing packages, which `doctor` reports."""
+    warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")
+
+
+def hindrance() -> str:
+    """Why this process must not fork ranks: what of it would not work in them, or be shared; empty if it may."""
+    if (count := len(os.listdir("/proc/self/task"))) > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate())
+        return f"the imports started threads: there are {count} (known to Python: {names})"
+    if _gpu_in_use():
+        return "the imports initialised CUDA"
+    if found := psutil.Process().net_connections("inet"):
+        return f"the imports opened a socket at {found[0].laddr}"
+    if (mask := signal.pthread_sigmask(signal.SIG_BLOCK, ())) != HELD_BACK:
+        return f"the imports changed the blocked signals to {sorted(signal.Signals(n).name for n in mask)}"
+    return ""
+
+
+def _gpu_in_use() -> bool:
+    """Whether somebody has called cuInit, by torch or past it; asks the driver only if it is loaded."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return False
+    context = ctypes.c_void_p()
+    return bool(driver.cuCtxGetCurrent(ctypes.byref(context)) != _NOT_INITIALIZED)
+
+
+def start(program: Program, hindered: str, close: Iterable[int] = ()) -> int:
+    """Start a rank: a fork, or if that is ``hindered`` a new interpreter. Returns its pid.
+
+    ``close``: descriptors of this process that a fork must not keep.
+    """
+    if hindered:
+        options = ["-P"] if sys.flags.safe_path else []
+        command = [sys.executable, *options, "-m", program.module, *program.arguments]
+        actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in program.files.items()]
+        return os.posix_spawn(sys.executable, command, os.environ, file_actions=actions, setsigmask=HELD_BACK)
+    for output in (sys.stdout, sys.stderr):
+        output.flush()  # else the fork would write it again
+    pid = os.fork()
+    if pid == 0:
+        _be(program, close)
+    return pid
+
+
+def _be(program: Program, close: Iterable[int]) -> NoReturn:
+    code = 1
+    try:
+        for theirs, ours in program.files.items():
+            os.dup2(ours, theirs)
+        for descriptor in {*program.files.values(), *close}:
+            os.close(descriptor)
+        _draw_anew()
+        importlib.import_module(program.module).main(program.arguments)
+        code = 0
+    except BaseException:  # noqa: BLE001  the process boundary
+        traceback.print_exc()
+    finally:
+        for output in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                output.flush()
+        os._exit(code)
+
+
+def _draw_anew() -> None:
+    """Seed from the system, as a new interpreter does: forks would all draw alike. Python's own does so by itself."""
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()

@@ -1,0 +1,26 @@
+"""The ``slurm.speeds`` section: speeds of the cluster by which ``plan`` and ``submit`` estimate seconds."""
+
+from __future__ import annotations
+
+from rl_megatron.section import PositiveFloat, Section
+
+
+class SpeedsSection(Section):
+    """Speeds of the cluster, in GB/s (1e9 bytes) each way, by which ``plan`` and ``submit`` estimate pushes and
+    checkpoints. The defaults are assumed, not measured. A run reads none of these keys."""
+
+    nic: PositiveFloat = 50.0
+    """A GPU's share of the network between nodes; 50 is a link of 400 Gb/s for each GPU."""
+    nvlink: PositiveFloat = 450.0
+    """A GPU's links inside its node."""
+    memory: PositiveFloat = 10.0
+    """A file in a node's memory (/dev/shm) or on its own disk, for each process that writes or reads it."""
+    storage_node: PositiveFloat = 5.0
+    """The shared file system, for one node."""
+    storage: PositiveFloat = 100.0
+    """The shared file system, for all nodes together."""
+    tflops: PositiveFloat = 989.0
+    """Peak of a GPU in bfloat16, 1e12 FLOP/s, for the floor of a step's seconds; 989 is an H100's or H200's."""
+    step_seconds: PositiveFloat | None = None
+    """Seconds of a step, as in ``seconds/step`` of a run's metrics: ``plan`` and ``submit`` compare pushes and
+    checkpoints with it, and warn above a tenth; null: they compare with the floor, and do not warn."""

@@ -1,0 +1,155 @@
+"""Lets a step of megatron-core run without data: code that reads values gets even load and the sizes that are sent.
+
+It replaces functions in this process for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import megatron.core.distributed.param_and_grad_buffer as buffers
+import megatron.core.optimizer.clip_grads as clip_grads
+import megatron.core.pipeline_parallel.p2p_communication as p2p
+import megatron.core.tensor_parallel.random as random
+import megatron.core.transformer.moe.token_dispatcher as dispatcher
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import get_megatron_optimizer
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rl_megatron.learner import optimizer
+from rl_megatron.learner.dry_run.meter import Meter
+
+
+class WithoutData(Meter):
+    """Counts as a Meter does, within a FakeTensorMode. Every number that the program reads from a tensor is 1."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:  # two of three calls
+            return args[0].fake_device
+        if func is torch.ops.aten._local_scalar_dense.default:
+            kind = args[0].dtype
+            return True if kind is torch.bool else 1.0 if kind.is_floating_point else 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def install(hidden: Sequence[int]) -> None:
+    """Replace what reads tensors' values. ``hidden`` is the shape of what pipeline stages send each other."""
+    dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _even_counts
+    dispatcher.permute, dispatcher.sort_chunks_by_idxs = _permute, _sort_chunks
+    p2p.P2PCommunicator._communicate_shapes = _sent(p2p.P2PCommunicator._communicate_shapes, list(hidden))
+    random.CudaRNGStatesTracker.fork = _unforked
+    buffers._coalescing_manager = _one_by_one
+    clip_grads.l2_norm_impl = _norm
+    dist.__dict__["all_gather_object"] = _all_alike  # which megatron calls on the names of parameters
+    optimizer.__dict__["get_megatron_optimizer"] = partial(get_megatron_optimizer, use_gloo_process_groups=False)
+    torch.nn.functional.scaled_dot_product_attention = _attention  # type: ignore[assignment]
+    torch.nn.Module.bfloat16 = torch.nn.Module.to = _as_it_is  # type: ignore[method-assign,assignment]
+
+
+def _sent(original: Callable[..., Any], shape: list[int]) -> Callable[..., Any]:
+    """Sends shapes as before; each that comes is ``shape``."""
+
+    def communicate(*arguments: Any, **named: Any) -> tuple[list[int], list[int]]:
+        original(*arguments, **named)
+        return shape, shape
+
+    return communicate
+
+
+def _even_counts(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """In place of the copy of counts to the host: every expert is sent an equal share."""
+    if point != self.cuda_dtoh_point:
+        return tokens_per_expert
+    rows, ep, tp, local = self.num_out_tokens, self.ep_size, self.tp_size, self.num_local_experts
+    to_ranks = _shares(rows, ep)
+    self.input_splits = self.output_splits = to_ranks if ep * tp > 1 else None
+    self.output_splits_tp = np.array([rows] * tp) if tp > 1 else None
+    self.num_global_tokens_per_local_expert = np.stack([_shares(n, local) for _ in range(tp) for n in to_ranks])
+    return self.num_global_tokens_per_local_expert.sum(0)
+
+
+def _shares(total: int, parts: int) -> Any:
+    return np.diff(np.linspace(0, total, parts + 1).round().astype(int))
+
+
+def _permute(
+    tokens: Tensor, routing_map: Tensor, probs: Tensor, num_out_tokens: int, **_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Megatron's, but which rows are chosen is not looked at."""
+    index = torch.zeros(num_out_tokens, dtype=torch.int64, device=tokens.device)
+    return tokens.index_select(0, index), probs.T.contiguous().reshape(-1).index_select(0, index), index
+
+
+def _sort_chunks(
+    rows: Tensor, sizes: Any, order: Tensor, probs: Tensor | None = None, **_: object
+) -> tuple[Tensor, Tensor | None]:
+    """Megatron's, but the order of the chunks, which is a tensor, is not looked at."""
+    sizes = sizes.tolist()
+    return torch.cat(rows.split(sizes)), None if probs is None else torch.cat(probs.split(sizes))
+
+
+_on_cpu = torch.nn.functional.scaled_dot_product_attention
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **named: Any) -> Tensor:
+    """As GPUs' fused kernels, which keep no scores; CPUs' wants heads of queries and values of one width for that."""
+    if attn_mask is not None:  # GPUs' keep scores then, too
+        return _on_cpu(query, key, value, attn_mask=attn_mask, **named)
+    out: Tensor = _FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _FusedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows = query.transpose(1, 2)  # kernels lay the output out as their input is
+        out = rows.new_empty((*rows.shape[:-1], value.shape[-1])).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, out, torch.empty_like(query[..., 0], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
+@contextlib.contextmanager
+def _unforked(self: Any, *_: object) -> Iterator[None]:
+    """Random states are bytes that nothing here has."""
+    yield
+
+
+class _Done:
+    """The work of collectives that have returned."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+@contextlib.contextmanager
+def _one_by_one(*_: object, **__: object) -> Iterator[_Done]:
+    """Coalesced collectives have no rule for tensors without data."""
+    yield _Done()
+
+
+def _norm(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], *_: object) -> tuple[Tensor, None]:
+    """Megatron's makes a tensor of numbers that it reads one by one."""
+    return torch.linalg.vector_norm(torch.stack([x.norm() for x in lists[0]])).reshape(1), None
+
+
+def _all_alike(out: list[Any], mine: Any, group: object = None) -> None:
+    """A pickle has data: the others are taken to say the same."""
+    out[:] = [mine] * len(out)
+
+
+def _as_it_is(module: torch.nn.Module, *_: object, **__: object) -> torch.nn.Module:
+    """All parameters have their dtype from the start, and a fake one cannot be swapped."""
+    return module

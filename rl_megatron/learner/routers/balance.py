@@ -1,0 +1,210 @@
+"""Balances the load of experts: auxiliary losses, the z-loss, and the update of selection biases (``learner.router``).
+
+Letters: t tokens that a rank routes, E experts, k of them a token, N the batch's trained tokens (``num_tokens``).
+
+Only trained (masked-in) tokens count, so padding and prompts do not. Every loss of a layer is a sum of shares over
+tokens, each over N, and the layers' losses add up:
+
+- balance: ``E / N * sum over tokens and experts of f * p``, with the router's probability ``p`` of an expert (for
+  sigmoid scores, its share of a token's scores) and the share ``f`` of choices that fell on it. ``f`` is that of the
+  micro-batch over TP and CP (``aux_loss``), of the token's sequence (``seq_aux_loss``), or of all ranks' micro-batches
+  since the last optimizer step, this one included (``global_aux_loss``). The loss is 1 for an even load.
+- ``z_loss``: ``1 / N * sum over tokens of logsumexp(logits)^2``.
+
+So a micro-batch or a sequence weighs as many tokens as it has, ``seq_aux_loss`` and ``z_loss`` depend neither on the
+layout nor on how the batch was split, and the others do on the split by what their ``f`` is of. Choices are the best k
+probabilities, without selection biases, groups and replay, as in DeepSeek-V3 (arXiv:2412.19437); ``f`` has no gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    compute_routing_scores_for_aux_loss,
+    get_updated_expert_bias,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.learner.packed import PackedMicroBatch
+from rl_megatron.learner.routers.replay import own_tokens
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.routers import RouterSection
+from rl_megatron.types import Metric
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tokens:
+    """The tokens of a micro-batch that this rank routes."""
+
+    trained: Tensor  # [t] bool
+    segment_ids: Tensor  # [t]
+    num_segments: int
+    num_tokens: int  # N
+
+
+class _Balanced:
+    """One router: adds its losses where gradients are computed, and counts there the choices of trained tokens."""
+
+    def __init__(self, router: TopKRouter, section: RouterSection) -> None:
+        self.router, self.coefficients = router, section.losses
+        self.now: _Tokens | None = None  # in a forward pass of a step
+        self.later: deque[_Tokens] = deque()  # of forward passes without gradient, which the backward pass repeats
+        experts, device = router.config.num_moe_experts, router.weight.device
+        self.chosen = torch.zeros(experts, device=device)  # by this rank's tokens since the last step
+        self.everywhere = torch.zeros(experts, device=device)  # by all ranks' tokens; for global_aux_loss
+        self.values = torch.zeros(len(self.coefficients), device=device)  # this rank's shares, without coefficients
+        self._route: Callable[..., tuple[Tensor, Tensor]] = router.routing
+        router.routing = self._routing
+
+    def _routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """In place of ``router.routing``: [s, b, E] -> probabilities and choices, both [t, E]."""
+        tokens = self._tokens()
+        if tokens is None:
+            return self._route(logits, padding_mask)
+        if self.coefficients:
+            logits = MoEAuxLossAutoScaler.apply(logits, self._loss(logits.flatten(0, -2), tokens))
+        probs, chosen = self._route(logits, padding_mask)
+        self.chosen += (chosen.detach() & tokens.trained[:, None]).sum(0)
+        return probs, chosen
+
+    def _tokens(self) -> _Tokens | None:
+        """What is routed now, if its gradients are computed. Recomputed passes come in the order of the first ones."""
+        if torch.is_grad_enabled():
+            return self.now if self.now is not None or not self.later else self.later.popleft()
+        if self.now is not None:
+            self.later.append(self.now)
+        return None
+
+    def _loss(self, logits: Tensor, tokens: _Tokens) -> Tensor:
+        """This rank's share of the layer's losses, times their coefficients."""
+        chosen, p = compute_routing_scores_for_aux_loss(
+            logits, self.router.topk, self.router.score_function, padding_mask=~tokens.trained
+        )
+        count = max(tokens.num_tokens, 1)
+        parts = []
+        for kind in self.coefficients:
+            if kind == "z_loss":
+                parts.append((logits.logsumexp(-1).square() * tokens.trained).sum() / count)
+            else:
+                share = self._share(kind, chosen.to(p.dtype), tokens)
+                parts.append((share * p).sum() * (p.shape[1] / count))
+        losses = torch.stack(parts)
+        self.values += losses.detach()
+        return losses @ losses.new_tensor(list(self.coefficients.values()))
+
+    def _share(self, kind: str, chosen: Tensor, tokens: _Tokens) -> Tensor:
+        """The share of choices that fell on each expert, [E], or of those of each token's sequence, [t, E]."""
+        if kind == "seq_aux_loss":
+            zeros = chosen.new_zeros(tokens.num_segments, chosen.shape[1])
+            counts = _summed(zeros.index_add_(0, tokens.segment_ids, chosen), self.router.tp_cp_group)
+            return _normalised(counts)[tokens.segment_ids]
+        if kind == "aux_loss":
+            return _normalised(_summed(chosen.sum(0), self.router.tp_cp_group))
+        self.everywhere += _summed(chosen.sum(0), self.router.tp_dp_cp_group)
+        return _normalised(self.everywhere)
+
+
+class Balance:
+    """The balance of this rank's routers; without a key of ``section`` it leaves them alone.
+
+    ``chunks`` wrap ``models``; the pipeline schedule calls them. Every rank makes one and calls its methods at the same
+    points.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        models: Sequence[GPTModel],
+        shape: ModelShape,
+        section: RouterSection,
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._kinds, self._rate, self._layers = tuple(section.losses), section.bias_update_rate, len(shape.moe_layers)
+        self._routers: dict[Any, list[_Balanced]] = {chunk: [] for chunk in chunks}
+        if self._kinds or self._rate:
+            for chunk, model in zip(chunks, models, strict=True):
+                own = [layer.mlp.router for layer in model.decoder.layers if layer.is_moe_layer]
+                self._routers[chunk] = [_Balanced(router, section) for router in own]
+
+    @property
+    def _all(self) -> list[_Balanced]:
+        return [router for routers in self._routers.values() for router in routers]
+
+    @contextlib.contextmanager
+    def adding(self, chunk: Any, micro_batch: PackedMicroBatch, num_tokens: int) -> Iterator[None]:
+        """Adds the losses of ``chunk`` to those of the forward pass within; ``num_tokens`` are the batch's."""
+        own, device = own_tokens(len(micro_batch.segment_ids)), micro_batch.segment_ids.device
+        tokens = _Tokens(
+            trained=micro_batch.columns["mask"][own].to(device),
+            segment_ids=micro_batch.segment_ids[own],
+            num_segments=micro_batch.num_segments,
+            num_tokens=num_tokens,
+        )
+        for router in self._routers[chunk]:
+            router.now = tokens
+        try:
+            yield
+        finally:
+            for router in self._routers[chunk]:
+                router.now = None
+
+    def finish(self) -> None:
+        """After a backward pass. Raises RLMegatronError if routers that it should have recomputed were not."""
+        if left := sum(len(router.later) for router in self._all):
+            raise RLMegatronError(f"{left} routers should have been recomputed with their balance losses, but were not")
+
+    def clear(self) -> None:
+        """Forget what was counted since the last step."""
+        for router in self._all:
+            for counted in (router.chosen, router.everywhere, router.values):
+                counted.zero_()
+
+    def read(self) -> dict[str, Metric[float]]:
+        """``moe/<loss>`` for each loss with a coefficient: without it, the mean over layers. Every rank calls it."""
+        if not self._kinds:
+            return {}
+        none = torch.zeros(len(self._kinds), device=self._device)  # a stage may have no experts
+        total = torch.stack([none, *(router.values for router in self._all)]).sum(0)
+        dist.all_reduce(total)
+        values = (total / self._layers).tolist()
+        return {f"moe/{kind}": Metric(value=value) for kind, value in zip(self._kinds, values, strict=True)}
+
+    def move_biases(self) -> None:
+        """Lower the biases of experts with more choices than the mean, and raise those of others, by the rate."""
+        routers = self._all
+        if not (self._rate and routers):
+            return
+        biases = torch.stack([router.router.expert_bias for router in routers])
+        moved = get_updated_expert_bias(torch.stack([router.chosen for router in routers]), biases, self._rate)
+        for router, bias in zip(routers, moved, strict=True):
+            router.router.expert_bias.copy_(bias)
+
+
+def freeze_routers(models: Sequence[GPTModel]) -> None:
+    """Keep all parameters of routers out of gradients and optimizer. Call it before DistributedDataParallel."""
+    for model in models:
+        for layer in model.decoder.layers:
+            if layer.is_moe_layer:
+                layer.mlp.router.requires_grad_(False)
+
+
+def _summed(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() > 1:
+        dist.all_reduce(counts, group=group)
+    return counts
+
+
+def _normalised(counts: Tensor) -> Tensor:
+    return counts / counts.sum(-1, keepdim=True).clamp(min=1)

@@ -1,0 +1,59 @@
+"""Which layers compute the decoder: TransformerEngine's, or torch's. Options that depend on it ask here."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import TYPE_CHECKING
+
+from rl_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
+
+
+def uses_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool:
+    """Whether to use TransformerEngine's layers. Raises ConfigError if they are requested, but missing."""
+    there = importlib.util.find_spec("transformer_engine") is not None
+    if learner.layers == "transformer_engine" and not (there and learner.device == "cuda"):
+        raise ConfigError(
+            f"learner.layers=transformer_engine with learner.device={learner.device}: TransformerEngine is "
+            f"{'installed' if there else 'not installed'} and needs CUDA; set learner.layers=auto or torch"
+        )
+    return there and wants_transformer_engine(learner, shape)
+
+
+def wants_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool:
+    """Whether to use TransformerEngine's layers where it is installed: for plans, which a login node makes."""
+    able = torch_only(shape) is None and not half_attention_alone(learner)
+    return able and learner.device == "cuda" and learner.layers in ("auto", "transformer_engine")
+
+
+def torch_only(shape: ModelShape) -> str | None:
+    """The part that only our torch layers support, on GPUs too; None if TransformerEngine supports all."""
+    parts = {
+        "sliding windows": any(shape.windows),
+        "attention sinks": shape.sinks,
+        "norms over all heads": shape.qk_norm == "all",
+        "fused experts with biases": shape.expert_bias,
+        "a factor on rotary embeddings": shape.latent is None and shape.rope.attention_factor != 1,
+        "latent attention with these norms or rotary embeddings": not _has_latent(shape),
+    }
+    return next((part for part, there in parts.items() if there), None)
+
+
+def _has_latent(shape: ModelShape) -> bool:
+    """Whether megatron-core's own latent attention over TransformerEngine supports ``shape``."""
+    rope, latent = shape.rope, shape.latent
+    if latent is None:
+        return True
+    known = rope.kind == "default" or (rope.kind == "yarn" and rope.truncate)
+    factor = rope.grown(rope.paired_mscale) / rope.grown(rope.mscale_all_dim)
+    return known and math.isclose(rope.attention_factor, factor) and shape.norm_eps == latent.norm_eps
+
+
+def half_attention_alone(learner: LearnerSection) -> bool:
+    """Whether TransformerEngine 2.11 lacks an attention kernel: its unfused one does not support context parallelism,
+    and the fused ones need half precision."""
+    return learner.cp > 1 and learner.dtype == "float32"

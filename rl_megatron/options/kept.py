@@ -1,0 +1,141 @@
+"""What a decoder layer keeps of each token for its backward pass, in bytes, and what recomputing parts of it frees.
+
+Of torch's layers it is what tests/distributed/test_kept.py counts on real ones; of TransformerEngine's it follows from
+its source and megatron-core's. Attention keeps no scores (FlashAttention), and experts are evenly loaded. Not counted
+are rotary angles (once a micro-batch), the padding of sequences to a common length, and the masks that torch's
+attention needs for windows, sinks and cp > 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rl_megatron.options.implementation import wants_transformer_engine
+from rl_megatron.options.option import BYTES
+
+if TYPE_CHECKING:
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
+
+_FLOAT = 4  # bytes: norms' scales, softmax's sums and router's probabilities are float32
+_SINK = 8  # columns that a sink adds to queries, keys, values and the output
+
+
+def kept(learner: LearnerSection, shape: ModelShape, layer: int) -> float:
+    """Bytes that ``layer`` keeps of each token of a context-parallel rank, on one rank of a tensor-parallel group."""
+    fused = wants_transformer_engine(learner, shape)
+    norm = 2 * shape.hidden_size * BYTES[learner.dtype] + _FLOAT  # what comes in, what goes out, and the scale
+    attention = _grouped(learner, shape, fused) if shape.latent is None else _latent(learner, shape, fused)
+    mlp = _experts(learner, shape, fused) if layer in shape.moe_layers else _gated(shape.dense_width, learner, fused)
+    return (2 * norm + attention + mlp) / learner.tp
+
+
+def freed(learner: LearnerSection, shape: ModelShape, layer: int) -> Mapping[str, float]:
+    """How many of the bytes of `kept` each of megatron-core's ``recompute_modules`` frees; ``moe`` has its parts'."""
+    fused, size = wants_transformer_engine(learner, shape), BYTES[learner.dtype]
+    hidden = shape.hidden_size * size
+    out = {"core_attn": 0.0, "mla_up_proj": 0.0, "layernorm": 0.0}
+    if shape.latent is not None:
+        out["mla_up_proj"] = _up_projected(learner, shape, fused)
+    elif not fused:  # fused attention keeps no more than its inputs, which recomputing it needs
+        out["core_attn"] = _attended(learner, shape) - _attention_inputs(learner, shape)
+    if layer in shape.moe_layers:
+        out["moe"], out["moe_act"] = _experts(learner, shape, fused), _activated(learner, shape, fused)
+        out["shared_experts"] = _gated(shape.shared_width, learner, fused)
+    else:
+        out["mlp"] = hidden + _FLOAT + _gated(shape.dense_width, learner, fused)  # the norm is a part of it
+    if fused:  # of the norms, those that are no part of a linear
+        out["layernorm"] = hidden * ((shape.latent is not None) + (layer in shape.moe_layers))
+    return {module: count / learner.tp for module, count in out.items()}
+
+
+def _grouped(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
+    """Grouped-query attention: queries, keys and values as projected, normed and rotated, and the output."""
+    size, heads, groups, d = BYTES[learner.dtype], shape.num_heads, shape.num_kv_heads, shape.head_dim
+    if fused:
+        norms = _head_norms(learner, shape, copies=True, projected=False)
+        return 3 * (heads + groups) * d * size + heads * _FLOAT + norms
+    return _attended(learner, shape) + heads * d * size + _norms(learner, shape)
+
+
+def _attended(learner: LearnerSection, shape: ModelShape) -> float:
+    """What torch's attention keeps: sequences are laid out one to a row, with the keys and values of all cp ranks."""
+    heads, groups = shape.num_heads, shape.num_kv_heads
+    wide = shape.head_dim + (_SINK if shape.sinks else 0)
+    return (2 * heads + 2 * groups * learner.cp) * wide * BYTES[learner.dtype] + heads * _FLOAT
+
+
+def _attention_inputs(learner: LearnerSection, shape: ModelShape) -> float:
+    """What torch's attention needs to be recomputed, and its norms do not keep: queries, keys, and the projection."""
+    size, heads, groups = BYTES[learner.dtype], shape.num_heads, shape.num_kv_heads
+    copies = shape.qk_norm is not None or groups > learner.tp
+    projected = shape.qk_norm is None or (shape.qk_norm == "all" and size < _FLOAT)
+    columns = (heads if copies else 0) + (groups if shape.qk_norm else 0) + (heads + 2 * groups if projected else 0)
+    return columns * shape.head_dim * size
+
+
+def _norms(learner: LearnerSection, shape: ModelShape) -> float:
+    """The norms of queries and keys in torch's layers."""
+    if shape.qk_norm is None:
+        return 0.0
+    by_head = _head_norms(learner, shape, copies=shape.num_kv_heads > learner.tp, projected=True)
+    if shape.qk_norm == "head":
+        return by_head
+    size, both = BYTES[learner.dtype], (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    wide = both * _FLOAT if size < _FLOAT else by_head
+    return wide + both * size
+
+
+def _head_norms(learner: LearnerSection, shape: ModelShape, *, copies: bool, projected: bool) -> float:
+    """Norms of each head: their scales, a copy of the queries, and, if ``projected``, the projection that they read."""
+    if shape.qk_norm is None:
+        return 0.0
+    heads, groups = shape.num_heads, shape.num_kv_heads
+    columns = (heads if copies else 0) + (heads + 2 * groups if projected else 0)
+    return columns * shape.head_dim * BYTES[learner.dtype] + (heads + groups) * _FLOAT
+
+
+def _latent(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
+    """Latent attention: latents before and after their norms, queries, keys and values as attended, and the output."""
+    m, heads = shape.latent, shape.num_heads
+    assert m is not None
+    latents = 2 * (m.query_rank or 0) + 2 * m.kv_rank + m.rope_dim
+    head, value, ranks = m.nope_dim + m.rope_dim, m.value_dim, 1 if fused else learner.cp
+    attended = head + ranks * (head + value) + value
+    rows = 0 if fused else value  # the output, laid out as it was before attention
+    scales = (heads + 1 + (m.query_rank is not None)) * _FLOAT
+    return (latents + heads * (attended + rows)) * BYTES[learner.dtype] + scales
+
+
+def _up_projected(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
+    """Queries, keys and values of latent attention, and the normed latents that they are projected from."""
+    m, ranks = shape.latent, 1 if fused else learner.cp
+    assert m is not None
+    head, rank = m.nope_dim + m.rope_dim, (m.query_rank or 0) + m.kv_rank
+    columns = shape.num_heads * (head + ranks * (head + m.value_dim)) + rank
+    return columns * BYTES[learner.dtype] + (1 + (m.query_rank is not None)) * _FLOAT
+
+
+def _gated(width: int, learner: LearnerSection, fused: bool) -> float:
+    """SwiGLU: gate and up in one, and their product; torch's layers also keep the gate's silu and a copy of up."""
+    return (3 if fused else 5) * width * BYTES[learner.dtype]
+
+
+def _experts(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
+    """The router's choice, the rows of the chosen experts, and shared experts."""
+    size, hidden, width, chosen = BYTES[learner.dtype], shape.hidden_size, shape.expert_width, shape.experts_per_token
+    scores_all = shape.router.score == "sigmoid" or not shape.normalize_top_k
+    router = shape.num_experts * (12 if fused else 9 if scores_all else 5)
+    rows = hidden * learner.dims.etp + (3 if fused else 2) * width  # what arrives, gate and up, and their product
+    if shape.expert_bias:
+        rows = 2 * hidden + 7 * width
+    places = 24  # bytes of a choice: its expert, weight and place among the rows
+    return router + chosen * (rows * size + places) + _gated(shape.shared_width, learner, fused)
+
+
+def _activated(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
+    """What experts keep besides their rows: TransformerEngine's keep gate and up even where they are recomputed."""
+    width = shape.expert_width * (1 if fused else 2)
+    own = shape.hidden_size + 7 * shape.expert_width
+    return shape.experts_per_token * (own if shape.expert_bias else width) * BYTES[learner.dtype]

@@ -1,0 +1,89 @@
+"""``learner.offload``: state that waits in the host's memory."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rl_megatron.errors import ConfigError
+from rl_megatron.options.option import Keywords, Option, Rank, Terms
+from rl_megatron.section import Fraction, Section
+
+if TYPE_CHECKING:
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
+
+
+_MOMENTS = 8 / 12  # of the state's bytes
+
+
+class OffloadSection(Section):
+    """What a rank keeps in the host's memory, not in its GPU's."""
+
+    optimizer: Fraction = 0.0
+    """Share of the optimizer's moments, rounded up to whole parameters. Those parameters are stepped on the CPU, which
+    takes longer, and take 16 bytes each of the host's memory, more while ranks start: weight, moments and gradient in
+    float32."""
+
+
+class OffloadKeys(Section):
+    """The section of keys of `Offload`."""
+
+    offload: OffloadSection = OffloadSection()
+
+
+def _without_experts(learner: LearnerSection, shape: ModelShape) -> bool:
+    """Whether the first pipeline stage of a mixture of experts has none."""
+    layers = learner.stages[0] if learner.stages is not None else shape.num_layers // learner.pp
+    return shape.num_experts > 0 and learner.vpp == 1 and layers <= shape.dense_layers
+
+
+class Offload(Option):
+    """Steps a share of the parameters on the CPU (megatron-core's HybridDeviceOptimizer)."""
+
+    keys = OffloadKeys
+
+    def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+        """CPU ranks, whose state is in the host's memory already, and state that is not shared out."""
+        share = learner.offload.optimizer
+        if share and learner.device == "cpu":
+            yield f"learner.offload.optimizer={share:g} with learner.device=cpu would have no effect; leave it out"
+        lacking = {
+            "learner.optimizer.distributed=true": learner.optimizer.distributed,
+            "learner.dtype=bfloat16": learner.dtype == "bfloat16",
+        }
+        for key in (key for key, there in lacking.items() if share and not there):
+            yield f"learner.offload.optimizer={share:g}: megatron-core can do this only with {key}; set it"
+        if share and shape is not None and _without_experts(learner, shape):
+            yield (
+                f"learner.offload.optimizer={share:g}: the first pipeline stage has dense layers alone, where "
+                "megatron-core cannot save an offloaded optimizer; set learner.stage_layers so that it has experts "
+                "too, or learner.offload.optimizer=0"
+            )
+
+    def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
+        """The share, and copies that overlap with the step.
+
+        Raises ConfigError where TransformerEngine or apex is installed: their Adam counts steps for all parameters,
+        which an offloaded optimizer does not get back on a resume.
+        """
+        if not learner.offload.optimizer:
+            return Keywords()
+        for package in ("transformer_engine", "apex"):
+            if importlib.util.find_spec(package) is not None:
+                raise ConfigError(
+                    f"learner.offload.optimizer={learner.offload.optimizer:g}: {package} is installed, with whose Adam "
+                    "megatron-core 0.16.1 cannot resume an offloaded optimizer; set it to 0, or uninstall the package"
+                )
+        return Keywords(
+            optimizer={
+                "optimizer_cpu_offload": True,
+                "optimizer_offload_fraction": learner.offload.optimizer,
+                "overlap_cpu_optimizer_d2h_h2d": True,
+            }
+        )
+
+    def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
+        """Bytes of the optimizer's state that stay: float32 weights, which ranks exchange, stay too."""
+        return {**terms, "optimizer": terms["optimizer"] * (1 - _MOMENTS * learner.offload.optimizer)}

@@ -1,0 +1,46 @@
+"""Says where files of weights for servers are, and which learner ranks write each. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.weights import NODE_MEMORY
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.nodes import made_up_nodes
+from rl_megatron.placement.seats import seats_of
+
+
+def engines_apart(config: RunConfig) -> bool:
+    """Whether a run starts servers on nodes that no learner rank is on. Raises ConfigError if they do not fit."""
+    return any(node is None for node in _nodes_of_servers(config))
+
+
+def weights_folder(config: RunConfig) -> Path | None:
+    """The folder in which servers find weights: a path in each node's memory, or of one folder; None: the run's."""
+    return config.weights.folder or (None if engines_apart(config) else NODE_MEMORY)
+
+
+def writers_of_files(config: RunConfig) -> list[range]:
+    """The learner ranks that write a whole copy of the weights for servers together, one group for each file.
+
+    In the nodes' memory each node of the learner that has servers has a file, and so has the first, where the
+    controller is; else the first rank writes the only one. Raises ConfigError if the ranks do not fit the nodes.
+    """
+    folder, world = weights_folder(config), config.learner.dims.world_size
+    if folder is None or not folder.is_relative_to(NODE_MEMORY):
+        return [range(1)]
+    if config.run.launcher == "local":
+        return [range(world)]
+    each = config.slurm.tasks_per_node(world)
+    nodes = sorted({0, *(node for node in _nodes_of_servers(config) if node is not None)})
+    return [range(node * each, (node + 1) * each) for node in nodes]
+
+
+def _nodes_of_servers(config: RunConfig) -> list[int | None]:
+    """The number among the learner's nodes of each server's nodes; None: it is none of them."""
+    if config.run.launcher == "local":
+        return []
+    nodes = made_up_nodes(config)
+    numbers = {node: number for number, node in enumerate(nodes[LEARNER])}
+    return [numbers.get(seat.node) for seat in seats_of(config, nodes[LEARNER], nodes.get("engines", ()))]

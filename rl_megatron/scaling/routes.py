@@ -1,0 +1,118 @@
+"""Says how pushes of weights reach the engines: by which transport, and what the bytes cross. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.weights import NODE_MEMORY, TransportKind
+from rl_megatron.placement.files import weights_folder, writers_of_files
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.nodes import made_up_nodes
+from rl_megatron.placement.seats import seats_of
+
+_OTHERS = {"memory": "the node's memory", "nothing": "nothing, as learner and engine are one process"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How pushes reach the engines: the ``transport``, what its bytes cross, and the file that engines read, if any.
+
+    ``shared``: whether that file is on a file system that several nodes share.
+    """
+
+    transport: str
+    over: str  # between learner ranks and engines, or the ranks that write a file; empty if nothing
+    file: str | None = None
+    shared: bool = False
+
+    @property
+    def name(self) -> str:
+        """The route in a row of metrics; "shared_file" where a file system of several nodes carries the weights."""
+        return "shared_file" if self.shared else self.transport
+
+    def describe(self) -> str:
+        """What bytes cross, in order, for a line."""
+        return " and then through ".join(filter(None, (self.over, self.file)))
+
+
+def route_of(config: RunConfig) -> Route:
+    """The route of a run's pushes. Raises ConfigError if servers do not fit the job's nodes."""
+    kind, served, learner_apart = config.transport, config.rollout.served, _many_nodes(config)
+    if served and kind.direct:
+        nodes = engine_nodes(config)
+        together = any(node in range(config.slurm.nodes) for node in nodes)
+        over = _over(config, kind, learner_apart or any(nodes), together)
+        last = ", to the learner rank beside each of the servers' ranks" if kind.group == "learner" else ""
+        return Route(transport=kind.name, over=over + last)
+    if served:
+        filling = config.weights.filling(served=True).kind(served=False)
+        file, shared = _served_file(config)
+        alone = len(writers_of_files(config)[0]) == config.learner.dims.world_size  # they hold all that they write
+        over = "" if alone else _over(config, filling, learner_apart)
+        return Route(transport=kind.name, over=over, file=file, shared=shared)
+    if kind.crosses == "file":
+        folder = config.weights.folder
+        shared = learner_apart or (folder is None and config.run.launcher != "local")  # a job's run folder is shared
+        return Route(transport=kind.name, over="", file=_file(folder or "the run's folder", shared), shared=shared)
+    return Route(transport=kind.name, over=_over(config, kind, learner_apart))
+
+
+def engine_nodes(config: RunConfig) -> list[int]:
+    """The node of each rank of each server that the run starts, counted from the learner's first; of servers by address
+    only one each, as their ranks are not known. Raises ConfigError if servers do not fit the job's nodes."""
+    section = config.rollout.server
+    if section.addresses is not None:
+        hosts = _hosts(section.addresses)
+        return [0 if _is_here(host) else config.slurm.nodes + i for i, host in enumerate(hosts)]
+    if config.run.launcher == "local":
+        return [0] * (section.replicas * section.ranks)
+    by_role = made_up_nodes(config)
+    order = [node for nodes in by_role.values() for node in nodes]
+    seats = seats_of(config, by_role[LEARNER], by_role.get("engines", ()))
+    each = section.replicas * section.ranks // max(1, len(seats))
+    return [order.index(seat.node) for seat in seats for _ in range(each)]
+
+
+def _over(config: RunConfig, kind: TransportKind, apart: bool, together: bool = True) -> str:
+    """What a transport without a file crosses, between processes of several nodes (``apart``), of one, or of both."""
+    if kind.crosses != "links":
+        return _OTHERS.get(kind.crosses, f"what {kind.name} uses")
+    inside = "NVLink" if config.learner.device != "cpu" else "a node's loopback"
+    return " and ".join([inside] * (together or not apart) + ["the network"] * apart)
+
+
+def _many_nodes(config: RunConfig) -> bool:
+    """Whether the learner has more than one node."""
+    return config.run.launcher != "local" and config.slurm.nodes > 1
+
+
+def _served_file(config: RunConfig) -> tuple[str, bool]:
+    """The files that servers read, in words, and whether it is one on a file system that several nodes share."""
+    folder, nodes = weights_folder(config), engine_nodes(config)
+    if any(node >= config.slurm.nodes for node in nodes):
+        usual = "weights.folder (not given)" if config.rollout.server.addresses else "the run's folder"
+        return _file(config.weights.folder or usual, shared=True), True
+    if folder is not None and folder.is_relative_to(NODE_MEMORY) and any(nodes):
+        return f"a file in {folder} on each of {len(writers_of_files(config))} nodes", False
+    return _file(folder or "the run's folder", shared=any(nodes)), any(nodes)
+
+
+def _file(folder: Path | str, shared: bool) -> str:
+    return f"a file in {folder}, " + ("on a shared file system" if shared else "on one node")
+
+
+def _hosts(addresses: str) -> list[str]:
+    """The hosts of the servers at ``addresses``."""
+    return [urlsplit(address.strip()).hostname or "" for address in addresses.split(",")]
+
+
+def _is_here(host: str) -> bool:
+    """Whether a host is this machine by its name alone."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

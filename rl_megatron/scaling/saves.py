@@ -1,0 +1,77 @@
+"""Computes the bytes of a checkpoint and the seconds to write it at stated speeds. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.option import BYTES
+from rl_megatron.scaling.memory import GB, elements, trained_elements
+from rl_megatron.weights.layouts.learner import learner_layout
+
+_STATE = 12  # bytes: a float32 copy of the parameter, and both moments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """A checkpoint: bytes in all and by the busiest node, seconds at ``speed``, steps from one to the next."""
+
+    total: int
+    by_node: int
+    seconds: float
+    speed: str
+    every: int  # steps; 0: only after the last
+
+    def describe(self) -> str:
+        """A line to show."""
+        when = f"every {self.every} steps" if self.every else "after the last step"
+        return (
+            f"a checkpoint, {when}: {self.total / GB:,.1f} GB, up to {self.by_node / GB:,.1f} GB by one node: "
+            f"{self.seconds:,.1f} s at {self.speed}"
+        )
+
+    @property
+    def seconds_a_step(self) -> float:
+        """Seconds, shared out over the steps from one checkpoint to the next."""
+        return self.seconds / self.every if self.every else 0.0
+
+
+def bytes_by_rank(config: RunConfig, shape: ModelShape) -> dict[int, int]:
+    """Bytes of weights and optimizer that each learner rank writes; ranks left out write none.
+
+    Of ranks with the same parameters the first of a data-parallel group writes (megatron-core 0.16.1,
+    ``fully_reshardable`` gathers its optimizer state there), the experts' group for experts. What is whole on all
+    tensor-parallel ranks, norms and routers, counts for each.
+    """
+    layout, d = learner_layout(config, shape), config.learner.dims
+    each, inner = BYTES[config.learner.dtype], d.world_size // d.pp
+    out: dict[int, int] = {}
+    for stage in range(d.pp):
+        held, trained = elements(layout, stage), trained_elements(config, layout, stage)
+        for rank in range(max(d.tp, d.etp * d.ep)):
+            dense, experts = rank < d.tp, rank < d.etp * d.ep
+            out[stage * inner + rank] = dense * (held.dense * each + trained.dense * _STATE)
+            out[stage * inner + rank] += experts * (held.experts * each + trained.experts * _STATE)
+    return out
+
+
+def save_cost(config: RunConfig, shape: ModelShape) -> Save:
+    """A checkpoint of a run, with its critic's. In a job it goes to a shared file system, else to this machine's disk.
+
+    Raises ConfigError if the layout does not divide the model's sizes.
+    """
+    speeds, local = config.slurm.speeds, config.run.launcher == "local"
+    world, models = config.learner.dims.world_size, 2 if config.algorithm.needs_critic else 1
+    per_node = world if local else config.slurm.tasks_per_node(world)
+    by_node: Counter[int] = Counter()
+    for rank, count in bytes_by_rank(config, shape).items():
+        by_node[rank // per_node] += count
+    total, busiest = models * by_node.total(), max(by_node.values())  # one learner saves after the other
+    seconds = models * max(busiest / speeds.storage_node, by_node.total() / speeds.storage) / GB
+    speed = f"{speeds.storage_node:g} GB/s a node, {speeds.storage:g} in all"
+    if local:
+        seconds, speed = total / (speeds.memory * GB), f"{speeds.memory:g} GB/s"
+    together = 1 if "critic" in config.roles.separate else models  # on one node
+    return Save(total=total, by_node=together * busiest, seconds=seconds, speed=speed, every=config.checkpoint.every)

@@ -1,0 +1,146 @@
+"""Where a ``torch_dist`` checkpoint holds each parameter of a model, whoever saved it. No torch.
+
+megatron-core 0.16 writes one model in three ways, by ``metadata`` of ``sharded_state_dict`` and the model's kind:
+
+- layers and experts stacked: ``decoder.layers.mlp.experts.experts.linear_fc1.weight`` [layer, expert, ...];
+- each layer by its own (``non_homogeneous_layers``, or layers that differ): ``decoder.layers.3.mlp.…``;
+- experts as well, and gate and up of SwiGLU apart (``singleton_local_shards``):
+  ``decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w`` and ``…_v``.
+
+Megatron-LM and Megatron-Bridge save their models by it, under these names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_megatron.errors import WeightError
+from rl_megatron.weights.boxes import Shape
+from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.formats.hf_folder import raise_lines
+from rl_megatron.weights.layouts.layout import Layout
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+_HALVES = ("_w", "_v")  # of SwiGLU's first matrix: gate, up
+_DRAFT = "mtp."  # layers for multi-token prediction
+_STATE = re.compile(r"(chained_\d+\.)?optimizer\.|.*\._extra_state\b")
+_FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """A tensor that holds a parameter, or its rows from ``first`` on."""
+
+    key: str
+    index: Shape  # in the tensor's leading dims, which number layers and experts
+    first: int = 0
+    rows: int | None = None  # None: all
+
+
+def place_of(param: str, *, stacked: bool) -> tuple[str, Shape]:
+    """The stacked tensor and leading indices of a parameter with a global name (weights/layouts/tables).
+
+    ``stacked`` says whether layers are stacked; experts always are. So we write it.
+    """
+    layer = _LAYER.match(param)
+    if layer is None:
+        return param, ()
+    prefix, index = ("decoder.layers.", (int(layer[1]),)) if stacked else (f"decoder.layers.{layer[1]}.", ())
+    expert = _EXPERT.match(layer[2])
+    if expert is None:
+        return prefix + layer[2], index
+    return f"{prefix}mlp.experts.experts.{expert[1]}.weight", (*index, int(expert[2]))
+
+
+def _spellings(param: str) -> Iterator[tuple[str, Shape]]:
+    """Every tensor and index by which the parameter may be found."""
+    yield place_of(param, stacked=True)
+    yield place_of(param, stacked=False)
+    layer = _LAYER.match(param)
+    expert = _EXPERT.match(layer[2]) if layer else None
+    if layer and expert:
+        yield f"decoder.layers.{layer[1]}.mlp.experts.experts.{expert[2]}.{expert[1]}.weight", ()
+
+
+def find_homes(
+    source: Path, layout: Layout, sizes: Mapping[str, Shape], dtypes: Mapping[str, DType]
+) -> dict[str, tuple[Home, ...]]:
+    """The homes of every parameter of ``layout``'s only rank, among tensors of these global ``sizes`` and ``dtypes``.
+
+    Raises WeightError that names each parameter that is missing, and each tensor that is misshapen, of no float dtype
+    or unknown. Optimizer state and layers for multi-token prediction are left out.
+    """
+    params = layout.local_shapes(0)
+    homes = {param: _homes(param, shape, sizes) for param, shape in params.items()}
+    missing = sorted({place_of(param, stacked=layout.shape.uniform)[0] for param, found in homes.items() if not found})
+    if missing:
+        more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""
+        odd = (
+            ""
+            if (source / "metadata.json").is_file()
+            else ("; it has no metadata.json: only ckpt_format torch_dist is read, not fsdp_dtensor or torch_dcp")
+        )
+        raise WeightError(
+            f"{source} lacks {', '.join(missing[:20])}{more}; its config.json describes another model{odd}"
+        )
+    wanted = _wanted(homes, params)
+    padded = {spec.name for spec in layout.rows() if spec.padded}
+    used = {home.key for found in homes.values() for home in found}
+    raise_lines(
+        f"{source} does not fit the model of its config.json",
+        [
+            *_misshapen(wanted, sizes, padded, layout.shape.vocab_size),
+            *(
+                f"{key} is {dtypes[key]}; weights are one of {', '.join(_FLOATS)}"
+                for key in sorted(used)
+                if dtypes.get(key, DType.F32) not in _FLOATS
+            ),
+            *(f"{key} {sizes[key]} is unknown; the model has no such tensor" for key in _unknown(sizes, used)),
+        ],
+    )
+    return homes
+
+
+def _homes(param: str, shape: Shape, sizes: Mapping[str, Shape]) -> tuple[Home, ...]:
+    for key, index in _spellings(param):
+        if key in sizes:
+            return (Home(key=key, index=index),)
+        if all(key + half in sizes for half in _HALVES):
+            rows = shape[0] // 2
+            return tuple(Home(key=key + half, index=index, first=i * rows, rows=rows) for i, half in enumerate(_HALVES))
+    return ()
+
+
+def _wanted(homes: Mapping[str, tuple[Home, ...]], params: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The size that each tensor must have: of its stack, then of a parameter in it."""
+    out: dict[str, Shape] = {}
+    for param, found in homes.items():
+        for home in found:
+            rows, *others = params[param] or (0,)
+            stack = tuple(i + 1 for i in home.index)
+            own = (*stack, *((home.rows or rows, *others) if params[param] else ()))
+            out[home.key] = tuple(map(max, out.get(home.key, own), own))
+    return out
+
+
+def _misshapen(wanted: Mapping[str, Shape], sizes: Mapping[str, Shape], padded: Set[str], vocab: int) -> Iterator[str]:
+    """A line for each tensor of another size. A padded one may have any number of rows above the vocabulary's."""
+    for key, want in wanted.items():
+        have = sizes[key]
+        if key in padded and have[1:] == want[1:] and have[:1] >= (vocab,):
+            continue
+        if have != want:
+            yield f"{key} has shape {have}; it should have {want}"
+
+
+def _unknown(sizes: Mapping[str, Shape], used: Set[str]) -> list[str]:
+    return sorted(key for key in sizes if key not in used and not key.startswith(_DRAFT) and not _STATE.match(key))
+
+
+def has_draft(sizes: Mapping[str, Shape]) -> bool:
+    """Whether the checkpoint has layers for multi-token prediction, which no model here has."""
+    return any(key.startswith(_DRAFT) for key in sizes)

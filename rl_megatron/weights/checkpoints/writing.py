@@ -1,0 +1,219 @@
+"""Writes a checkpoint's files, alone or beside other processes that write the others; a kill costs the files in work.
+
+Files are written in a hidden folder beside the output: each under a temporary name, synced, renamed, with its digest
+and its writer's notes in ``.conversion``. A ``.conversion.json`` says what is converted to what; who comes later, after
+a kill or as another part, must find the same there. Who finds every file written adds the index and renames the folder.
+That may be several at once: each writes the same bytes in a folder of its own in ``.conversion`` and moves them from
+there, so that a rename by another under its feet leaves nothing half written. No part waits for another.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_megatron.digests import Digest, digest_file
+from rl_megatron.durable import sync, write_atomically
+from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Files, OnBytes, Sink
+
+Notes = Mapping[str, list[dict[str, object]]]
+"""What each file's writer said of its tensors."""
+
+_FILES_A_CORE = 2  # written at once: while one waits for the disk to sync, another is copied
+_BOOK = ".conversion.json"
+_NOTES = ".conversion"
+_GONE = (errno.ENOENT, errno.ESTALE, errno.EEXIST)  # the last of a mkdir that found the folder, then did not
+_SEEN_SECONDS = 60  # until a network file system shows what another node renamed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one of ``count`` processes writes: every ``count``-th file from ``index`` on."""
+
+    index: int = 0
+    count: int = 1
+
+
+def write_files(
+    source: Path,
+    out: Path,
+    sinks: Sequence[Sink],
+    files: Files,
+    on_bytes: OnBytes,
+    finish: Callable[[Path, Notes], None],
+    *,
+    options: Mapping[str, object],
+    share: Share,
+) -> list[int]:
+    """Write the missing ``sinks`` of ``share``. If none is missing then, call ``finish`` and give the folder its name.
+
+    Returns the indices of the shares that lack files; none if ``out`` is complete. Files that an earlier process wrote
+    are kept if they have their digests. Raises CheckpointError if ``out`` exists, the disk is
+    full, or an earlier process began with another source or other ``options``; WeightError as `numbers`.
+    """
+    book = json.loads(json.dumps({"source": _fingerprint(source), "files": [sink.name for sink in sinks], **options}))
+    partial = out.with_name(f".{out.name}.partial")
+    if _is_made(out, book, share):
+        return []
+    try:
+        _begin(partial, out, book)
+        if _is_made(out, book, share):  # between the two lines above
+            shutil.rmtree(partial)
+            return []
+        _write_own(partial, sinks[share.index :: share.count], files, on_bytes)
+        missing = {i % share.count for i, sink in enumerate(sinks) if not _is_there(partial, sink)}
+        if not missing:
+            _publish(partial, out, book, finish)
+        return sorted(missing)
+    except WeightError:  # the source is bad: another attempt would fail too
+        if share.count == 1:
+            shutil.rmtree(partial)
+        raise
+    except OSError as error:
+        if share.count > 1 and error.errno in _GONE and _others_made(out, book):
+            shutil.rmtree(out / _NOTES, ignore_errors=True)  # what this one wrote there
+            return []
+        raise CheckpointError(
+            f"{partial}: {error.strerror or error}; complete files stay there, and running the same command again "
+            "continues with them"
+        ) from error
+
+
+def _is_made(out: Path, book: Mapping[str, Any], share: Share) -> bool:
+    """Whether other parts have completed ``out``. Raises CheckpointError if anything else is there."""
+    if not out.exists():
+        return False
+    if share.count == 1 or _differing(_read(out / _BOOK), book):
+        raise CheckpointError(f"{out} exists; remove it or give another name")
+    return True
+
+
+def _others_made(out: Path, book: Mapping[str, Any]) -> bool:
+    """Whether another part has published the folder under this one's feet."""
+    for _ in range(_SEEN_SECONDS):
+        if not _differing(_read(out / _BOOK), book):
+            return True
+        time.sleep(1)
+    return False
+
+
+def _begin(partial: Path, out: Path, book: Mapping[str, Any]) -> None:
+    """Make the folder, or find it begun with the same ``book``. Raises CheckpointError."""
+    path = partial / _NOTES / _BOOK
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_file():
+        if any(not name.startswith(".") for name in os.listdir(partial)):
+            raise CheckpointError(f"{partial} was left by another version or program; remove it")
+        write_atomically(path, json.dumps(book).encode())
+    differing = _differing(_read(path), book)
+    if differing:
+        raise CheckpointError(
+            f"{partial} holds a conversion with another {', '.join(differing)}; continue it with its own source and "
+            f"options, remove it, or give another name than {out.name}"
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise CheckpointError(f"{path} is torn ({str(error)[:200]}); remove {path.parent}") from error
+
+
+def _differing(found: Mapping[str, Any], book: Mapping[str, Any]) -> list[str]:
+    return [key for key, value in book.items() if found.get(key) != value]
+
+
+def _write_own(partial: Path, sinks: Sequence[Sink], files: Files, on_bytes: OnBytes) -> None:
+    with ThreadPoolExecutor(_FILES_A_CORE * len(os.sched_getaffinity(0))) as pool:
+        try:
+            for _ in pool.map(lambda sink: _write_file(partial, sink, files, on_bytes), sinks):
+                pass
+        except (WeightError, OSError):
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _write_file(folder: Path, sink: Sink, files: Files, on_bytes: OnBytes) -> None:
+    final, notes_path = folder / sink.name, _notes_path(folder, sink.name)
+    if _is_kept(final, notes_path):
+        on_bytes(sum(tensor.num_bytes for tensor in sink.tensors))
+        return
+    for left in folder.glob(f".{sink.name}.*.tmp"):
+        left.unlink()
+    since = 0
+
+    def counted(n: int) -> None:
+        nonlocal since
+        since += n
+        if since > FORGET_BYTES:
+            files.forget()
+            since = 0
+        on_bytes(n)
+
+    temporary = folder / f".{sink.name}.{secrets.token_hex(4)}.tmp"
+    with temporary.open("wb", buffering=0) as file:
+        notes = sink.write(file, sink.tensors, counted)
+    files.forget()
+    sync(temporary)
+    write_atomically(notes_path, json.dumps({"digest": asdict(digest_file(temporary)), "notes": notes}).encode())
+    temporary.rename(final)
+
+
+def _is_kept(final: Path, notes_path: Path) -> bool:
+    """Whether an earlier process wrote the file, and it has its digest; another file is removed."""
+    if not final.is_file():
+        return False
+    if notes_path.is_file() and digest_file(final) == Digest(**_read(notes_path)["digest"]):
+        return True
+    try:
+        final.unlink()
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{final} had another digest than when it was written, and another part has published it; remove the "
+            "output and convert again"
+        ) from error
+    return False
+
+
+def _is_there(folder: Path, sink: Sink) -> bool:
+    return (folder / sink.name).is_file() and _notes_path(folder, sink.name).is_file()
+
+
+def _notes_path(folder: Path, name: str) -> Path:
+    return folder / _NOTES / f"{name}.json"
+
+
+def _publish(partial: Path, out: Path, book: Mapping[str, Any], finish: Callable[[Path, Notes], None]) -> None:
+    """Raises FileNotFoundError at any point where another process has renamed the folder."""
+    noted = {name: json.loads(_notes_path(partial, name).read_bytes()) for name in book["files"]}
+    own = partial / _NOTES / secrets.token_hex(4)
+    own.mkdir()
+    finish(own, {name: note["notes"] for name, note in noted.items()})
+    digests = {name: note["digest"] for name, note in noted.items()}
+    write_atomically(own / _BOOK, json.dumps({**book, "digests": digests}).encode())
+    for path in own.iterdir():
+        path.replace(partial / path.name)
+    sync(partial)
+    partial.rename(out)
+    sync(out.parent)
+    shutil.rmtree(out / _NOTES, ignore_errors=True)
+
+
+def _fingerprint(folder: Path) -> list[list[object]]:
+    """Name, size and time of every file, to recognise the same source."""
+    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]

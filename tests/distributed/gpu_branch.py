@@ -1,0 +1,83 @@
+"""What ranks compute in the learner's branch for GPUs, and what they make the host wait for."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_megatron.config.run import TinyModelSection
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.data.packing import pack
+from rl_megatron.training.measures import Made
+from rl_megatron.types import Samples
+from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
+from tests.distributed.ragged import ragged_samples
+from tests.optimizer_step import train_step
+from tests.rows import policy_loss
+
+if TYPE_CHECKING:
+    from rl_megatron.learner.scorer import MegatronScorer
+
+TINY = TinyModelSection(num_layers=2)
+STEPS = 2
+GRPO = policy_loss(objective="cispo", aggregation="token_mean")
+
+
+def make_samples() -> Samples:
+    """8 ragged sequences with an advantage each."""
+    g = torch.Generator().manual_seed(5)
+    samples = ragged_samples(8, g)
+    advantages = torch.repeat_interleave(torch.randn(8, generator=g), samples.cu_seqlens.diff())
+    return replace(samples, advantages=advantages)
+
+
+def fill(scorer: MegatronScorer, learner: LearnerSection, rank: int, model: Path) -> None:
+    """Give a model the weights of a Hugging Face folder."""
+    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
+
+    shape = read_shape(model)
+    layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple)
+    read_boxes(HFFolder(model), hf_layout(shape), layout, rank, dict(scorer.tensors))
+    scorer.adopt()
+
+
+def batch_of(learner: LearnerSection, rank: int) -> tuple[Sequence[Samples], dict[str, int]]:
+    """The micro-batches of a rank, and the counts of the whole batch."""
+    batch = pack(make_samples(), dims=learner.dims, max_tokens=96)
+    row = batch.micro_batches[learner.dims.dp_rank(rank)]
+    return row, {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
+
+
+def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> None:
+    """One rank: score with routes, save, train, and write what it saw to ``folder``."""
+    torch.set_num_threads(1)
+    from rl_megatron.learner import world
+    from rl_megatron.learner.megatron import make_policy
+    from tests.distributed.pretended.collectives import CALLS
+    from tests.distributed.pretended.waits import WAITS
+
+    shape = read_shape(model)
+    device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
+    seen: dict[str, Any] = {"first": CALLS[:1], "device": str(device), "steps": []}
+    policy = make_policy(shape, learner, device, temperature=0.7)
+    fill(policy, learner, rank, model)
+    row, counts = batch_of(learner, rank)
+    said = policy.score(row, frozenset({"logprobs", "routes"}))
+    if said is not None:
+        seen |= {name: [x.tolist() for x in found] for name, found in said.items()}
+    (folder / "saved").mkdir(exist_ok=True)
+    policy.save(folder / "saved")  # makes the optimizer's state, which a first step would make
+    for _ in range(STEPS):
+        before = Counter(WAITS)  # by line
+        made = train_step(policy, row, GRPO, 1e-3, **counts)
+        seen["waits"] = dict(Counter(WAITS) - before)
+        if isinstance(made, Made):
+            seen["steps"].append((made.loss, made.step.grad_norm))
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+    world.leave()

@@ -1,0 +1,306 @@
+"""Learner shards into engine ranks of two pretended nodes, handed on by the learner rank beside each."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from rl_megatron.errors import ConfigError, SyncError
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.boxes import Box, whole_box
+from rl_megatron.weights.checks.compare import compare
+from rl_megatron.weights.checks.places import Held, record
+from rl_megatron.weights.checks.reports import Beside
+from rl_megatron.weights.checks.sources import sources_of
+from rl_megatron.weights.checks.whole import sealed_by
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout
+from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from rl_megatron.weights.plans.carriers import Place, carriers_of
+from rl_megatron.weights.transports import carried, engine_ends
+from rl_megatron.weights.transports.engine_ends import Receiver, Sender
+from rl_megatron.weights.transports.joined import Keeper, Rendezvous
+from rl_megatron.weights.transports.process_group import Exchange
+from tests.distributed import test_transport as base
+from tests.distributed.ranks import LIMIT, run_ranks
+
+SHAPE = replace(base.SHAPE, hidden_size=32, num_experts=8, expert_width=24, vocab_size=60)
+HF = Layout(table=HF_QWEN3_MOE, shape=SHAPE)
+DIMS = ParallelDims(tp=2, ep=2, dp=2)
+LEARNER = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=DIMS)
+LEARNERS = ENGINES = 4
+BUCKET = 4096  # a page, of which slots are multiples
+WHOLE, FLIPPED, LOST = 3, 4, 5  # versions: what happens on the way
+HEARD, FAR = 60.0, LIMIT * 10  # seconds that a rank waits for another: who waits for FAR fails the test
+
+
+def share(rank: int) -> dict[str, Box]:
+    """What an engine rank holds: a quarter of the experts whole, half of all else that a tp of 2 cuts."""
+    out: dict[str, Box] = {}
+    for name, shape in HF.local_shapes(0).items():
+        parts, box = name.split("."), list(whole_box(shape))
+        if "experts" in parts and int(parts[5]) // (SHAPE.num_experts // ENGINES) != rank:
+            continue
+        cut = (
+            1
+            if "o_proj" in parts
+            else 0
+            if {"q_proj", "k_proj", "v_proj", "embed_tokens", "lm_head"} & {*parts}
+            else None
+        )
+        if cut is not None:
+            half = shape[cut] // 2
+            box[cut] = (half * (rank % 2), half * (rank % 2) + half)
+        out[name] = tuple(box)
+    return out
+
+
+def boxes() -> EngineLayout:
+    ranks: list[Boxes] = [share(rank) for rank in range(ENGINES)]
+    return recorded_layout(HF, ranks)
+
+
+def of(box: Box, tensor: Tensor) -> Tensor:
+    return tensor[tuple(slice(low, high) for low, high in box)]
+
+
+def tensors_of(version: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator) for name, shape in HF.local_shapes(0).items()}
+
+
+def cut(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """`megatron_tensors` for this file's sizes."""
+    theirs, base.SHAPE = base.SHAPE, SHAPE
+    try:
+        return base.megatron_tensors(tensors, DIMS, rank)
+    finally:
+        base.SHAPE = theirs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    rendezvous: Rendezvous
+    folder: Path
+    nodes: str  # of each rank, the learner's first
+    versions: tuple[int, ...]
+    flips: int  # the learner rank that flips a bit
+
+
+class Wire:
+    """Bytes that a learner rank gave its process group to send and to receive."""
+
+    sent = received = 0
+
+
+def process(rank: int, job: Job) -> None:
+    torch.set_num_threads(1)
+    engine_ends._BUCKET_BYTES = engine_ends._SLOT_BYTES = BUCKET
+    carried.own_place = lambda tensors: Place(node=job.nodes[rank], name=f"node {job.nodes[rank]}", gpu="")
+    said = learner(rank, job) if rank < LEARNERS else engine(rank - LEARNERS, job)
+    torch.save(said, job.folder / f"{rank}.pt")
+
+
+def learner(rank: int, job: Job) -> dict[str, Any]:
+    start: Callable[..., Any] = Exchange.start
+
+    def counting(self: Exchange, ops: Any, version: int) -> Any:
+        for op, buffer, _ in ops if version == WHOLE else ():
+            Wire.sent += buffer.nbytes * (op is dist.isend)
+            Wire.received += buffer.nbytes * (op is dist.irecv)
+        return start(self, ops, version)
+
+    Exchange.start = counting  # type: ignore[method-assign]
+    src = {n: torch.zeros_like(t) for n, t in cut(tensors_of(0), rank).items()}
+    sender = Sender(job.rendezvous, rank, (LEARNER, boxes()), src, sources_of(LEARNER, HF)[rank])
+    out: dict[str, Any] = {"reports": [], "staged": staged(sender), "flipped": "", "lost": ""}
+    for version in job.versions:
+        for name, tensor in cut(tensors_of(version), rank).items():
+            src[name].copy_(tensor)
+        if version == FLIPPED and rank == job.flips:
+            out["flipped"] = flip_one(sender._transport)
+        try:
+            out["reports"].append(sender.send(version)[1])
+        except SyncError as error:
+            out["lost"] = str(error)
+        if out["lost"]:  # and the error, which refers to the group, is gone
+            wait_for_others(sender, rank)
+    out |= {"sent": Wire.sent, "received": Wire.received, "groups": groups()}
+    sender.close()
+    return out
+
+
+def wait_for_others(end: Sender | Receiver, rank: int) -> None:
+    """Until all ranks but the lost one know of it: nobody shall know it by the end of another's process."""
+    store = end._member._store
+    store.set(f"lost/{rank}", "")
+    store.wait([f"lost/{other}" for other in range(LEARNERS + ENGINES - 1)])
+
+
+def staged(sender: Sender) -> int:
+    """Bytes of the buffers in which parcels are, sent and received ones and those of rings."""
+    transport: Any = sender._transport
+    parcels = [p for step in transport.steps for p in (step.send, step.receive) if p is not None]
+    storages = {p.buffer.untyped_storage().data_ptr(): p.buffer.untyped_storage().nbytes() for p in parcels}
+    return sum(storages.values())
+
+
+def groups() -> list[int]:
+    """The sizes of the process groups that this process is in."""
+    return [group.size() for group in distributed_c10d._world.pg_map]
+
+
+def flip_one(transport: Any) -> str:
+    """Have a bit flip in a parcel that is handed on, after it arrived; the tensor to which it belongs."""
+    parcel = next(s.receive for s in transport.steps if s.receive is not None and not s.receive.leaving)
+    arrived = transport.arrived
+
+    def flipping(one: Any, version: int) -> None:
+        if one is parcel:
+            one.payload[0] ^= 1
+            transport.arrived = arrived
+        arrived(one, version)
+
+    transport.arrived = flipping
+    return str(parcel.bucket.parts[0].dst_param)
+
+
+def engine(rank: int, job: Job) -> dict[str, Any]:
+    params = {name: torch.zeros([high - low for low, high in box]) for name, box in share(rank).items()}
+
+    def load(tensors: Any) -> None:
+        for name, tensor in tensors:
+            if name in params:
+                params[name].copy_(of(share(rank)[name], tensor))
+
+    shapes = HF.local_shapes(0)
+    held = record(load, shapes, params, dict.fromkeys(shapes, torch.float32))
+    receiver = Receiver(job.rendezvous, LEARNERS + rank, {one: one.of(params[one.param]) for one in held})
+    out: dict[str, Any] = {"reports": [], "bytes": [], "groups": groups(), "lost": ""}
+    for version in job.versions:
+        expected, beside = tensors_of(version), Beside()
+
+        def coming(turn: int, held: Sequence[Held], version: int = version) -> None:
+            if version == LOST and rank == ENGINES - 1:
+                os._exit(0)
+
+        def whole(one: Held, beside: Beside = beside) -> None:
+            beside.sent(one, params[one.param])
+
+        try:
+            out["bytes"].append(receiver.receive(version, whole, coming).num_bytes)
+        except SyncError as error:
+            out["lost"] = str(error)
+        if out["lost"]:
+            wait_for_others(receiver, LEARNERS + rank)
+            break
+        for name, box in share(rank).items() if version == WHOLE else ():
+            assert torch.equal(params[name], of(box, expected[name])), name
+        out["reports"].append(beside.report())
+    receiver.close()
+    return out
+
+
+def run(folder: Path, transport: str, nodes: str, *versions: int, seconds: float = HEARD, flips: int = 0) -> list[Any]:
+    keeper = Keeper("127.0.0.1", seconds)
+    rendezvous = keeper.rendezvous(LEARNERS + ENGINES, learners=LEARNERS, transport=transport, backend="gloo")
+    job = Job(rendezvous=rendezvous, folder=folder, nodes=nodes, versions=versions, flips=flips)
+    run_ranks(process, LEARNERS + ENGINES, job)
+    return [
+        torch.load(path, weights_only=False) if path.exists() else None
+        for path in (folder / f"{r}.pt" for r in range(8))
+    ]
+
+
+def missing(carrier: int, rank: int) -> int:
+    """How many elements of an engine rank its carrier does not hold, by a number in each element."""
+    ends = torch.tensor([0, *(tensor.numel() for tensor in tensors_of(0).values())]).cumsum(0)
+    numbers = {
+        name: torch.arange(1 + int(first), 1 + int(first) + tensor.numel()).view(tensor.shape)
+        for (name, tensor), first in zip(tensors_of(0).items(), ends, strict=False)
+    }
+    held = torch.cat([tensor.flatten() for tensor in cut(numbers, carrier).values()])
+    needed = torch.cat([of(box, numbers[name]).flatten() for name, box in share(rank).items()])
+    return int((~torch.isin(needed, held)).sum())
+
+
+@pytest.mark.parametrize(
+    ("transport", "nodes", "carriers"),
+    [
+        ("carried", "AABBBBAA", [2, 3, 0, 1]),
+        ("carried", "AABBABBB", [0, 2, 3, 2]),  # the second learner rank carries nobody, the third two
+        ("process_group", "AABBBBAA", []),
+    ],
+    ids=["one-each", "two-on-one", "process-group"],
+)
+def test_learner_ranks_hand_on_what_their_engine_rank_needs_and_no_more(
+    tmp_path: Path, transport: str, nodes: str, carriers: list[int]
+) -> None:
+    """Bit for bit what torch cuts, as over one group of all."""
+    needed = Counter[int]()
+    for rank, carrier in enumerate(carriers):
+        needed[carrier] += 4 * missing(carrier, rank)
+    flips = max(needed, key=needed.__getitem__, default=0)
+    said = run(tmp_path, transport, nodes, WHOLE, *([FLIPPED] if carriers else []), flips=flips)
+    learners, engines = said[:LEARNERS], said[LEARNERS:]
+    for rank, one in enumerate(engines):
+        assert one["bytes"][0] == 4 * sum(
+            of(box, torch.empty(HF.local_shapes(0)[n])).numel() for n, box in share(rank).items()
+        )
+    found = compare(
+        sealed_by([one["reports"][0] for one in learners], HF.local_shapes(0)),
+        HF.local_shapes(0),
+        [one["reports"][0] for one in engines],
+        frozenset(),
+    )
+    assert not found.differing
+    if not carriers:
+        return
+    assert [one["groups"] for one in said] == [[LEARNERS]] * LEARNERS + [[]] * ENGINES
+    assert [one["received"] for one in learners] == [needed[rank] for rank in range(LEARNERS)]
+    sent = [one["sent"] for one in learners]
+    assert sum(sent) == needed.total()
+    for rank, one in enumerate(learners):
+        assert one["staged"] <= (2 + 2 * carriers.count(rank)) * BUCKET
+    if len(set(carriers)) == LEARNERS:
+        assert max(sent) <= 1.05 * sum(sent) / LEARNERS
+        assert max(needed.values()) > 8 * BUCKET
+    found = compare(
+        sealed_by([one["reports"][1] for one in learners], HF.local_shapes(0)),
+        HF.local_shapes(0),
+        [one["reports"][1] for one in engines],
+        frozenset(),
+    )
+    assert set(found.differing) == {learners[flips]["flipped"]}
+
+
+def test_an_engine_rank_that_is_lost_leaves_nobody_waiting(tmp_path: Path) -> None:
+    said = run(tmp_path, "carried", "ABCDDCBA", LOST, seconds=FAR)  # whose carriers all need something of others
+    assert said.pop() is None
+    assert all("version 5 is not served" in one["lost"] for one in said)
+
+
+def test_an_engine_rank_needs_a_learner_rank_on_its_gpu_and_shares_it_with_none() -> None:
+    places = [Place(node=node, name=f"node-{node}", gpu=gpu) for node in "ab" for gpu in ("x", "y")]
+    assert carriers_of([*places, *reversed(places)], 4) == [3, 2, 1, 0]
+    away = Place(node="c", name="node-c", gpu="x")
+    with pytest.raises(ConfigError, match="carried: engine rank 1 is on node-c, GPU x, where no learner rank is that"):
+        carriers_of([*places, places[0], away], 4)
+    with pytest.raises(ConfigError, match="engine rank 1 is on node-a, GPU x, as another engine rank is; give each a"):
+        carriers_of([*places, places[0], places[0]], 4)
+    cpus = [replace_gpu(place) for place in places]
+    assert carriers_of([*cpus, cpus[0], cpus[3], cpus[0], cpus[0]], 4) == [0, 2, 1, 0]
+
+
+def replace_gpu(place: Place) -> Place:
+    return place._replace(gpu="")

@@ -1,0 +1,100 @@
+"""The dry run of a rank counts what the real rank holds and sends, and what the plan says of a recipe's stages."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.learner import logprobs
+from rl_megatron.learner.dry_run.meter import Meter
+from rl_megatron.models.named import NAMED
+from tests.distributed.ranks import run_ranks
+
+SEQUENCE = 128
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2-ep2": {"tp": 2, "ep": 2, "router": {"seq_aux_loss": 0.1, "z_loss": 0.1}},
+    "pp2, recomputed, float32 head": {"pp": 2, "recompute": {"uniform": 1}, "head_dtype": "float32"},
+}
+SHAPE = replace(
+    NAMED["qwen3-30b-a3b"],
+    num_layers=4,
+    hidden_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    num_experts=8,
+    experts_per_token=2,
+    expert_width=64,
+    vocab_size=64,  # most bytes are then a layer's
+)
+
+
+def learner_of(layout: str) -> LearnerSection:
+    keys = {"dtype": "bfloat16", "max_tokens_per_micro_batch": 1024, "timeout_seconds": 120, **LAYOUTS[layout]}
+    return LearnerSection.model_validate(keys)
+
+
+def real(rank: int, layout: str, folder: Path) -> None:
+    """A rank with weights, in a world of two, whose routers choose all experts equally often."""
+    torch.set_num_threads(1)
+    from rl_megatron.learner import world
+    from rl_megatron.learner.dry_run.rank import micro_batch, policy
+
+    learner = learner_of(layout)
+    world.join(learner, rank=rank, rendezvous=f"file://{folder}/{layout}", seed=1)
+    logprobs.CPU_CHUNK_BYTES = 1 << 62
+    packed = micro_batch(learner, SEQUENCE)
+    even = torch.arange(len(packed.source) * SHAPE.experts_per_token) % SHAPE.num_experts
+    layers = SHAPE.num_layers // learner.pp
+    routes = even.view(-1, 1, SHAPE.experts_per_token).expand(-1, layers, -1).to(torch.uint8)
+    with Meter() as meter:
+        made = policy(SHAPE, learner, replace(packed, routes=routes))
+        for tensor in made.tensors.values():
+            tensor.normal_(std=0.02)
+        made.adopt()
+        found = made.counted(meter, learner.pp, rank)
+    (folder / f"{layout} real {rank}.json").write_text(json.dumps(asdict(found)))
+    world.leave()
+
+
+def dry(_: int, layout: str, rank: int, folder: Path) -> None:
+    from rl_megatron.learner.dry_run.rank import dry_run
+
+    learner = learner_of(layout)
+    found = dry_run(SHAPE, learner, rank, sequence=SEQUENCE, micro_batches=learner.pp)
+    (folder / f"{layout} dry {rank}.json").write_text(json.dumps(asdict(found)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_counts_what_a_real_rank_holds_and_sends(layout: str, tmp_path: Path) -> None:
+    run_ranks(real, 2, layout, tmp_path)
+    for rank in (0, 1):
+        run_ranks(dry, 1, layout, rank, tmp_path)
+        said, true = (json.loads((tmp_path / f"{layout} {kind} {rank}.json").read_text()) for kind in ("dry", "real"))
+        assert {key: said[key] for key in ("stage", "parameters", "gradients")} == {
+            key: true[key] for key in ("stage", "parameters", "gradients")
+        }
+        assert said["optimizer"] == pytest.approx(true["optimizer"], rel=0.01)
+        assert said["passes"] == pytest.approx(true["passes"], rel=0.03)
+        assert said["collectives"] == true["collectives"]
+
+
+def test_a_meter_counts_what_lives_and_what_is_sent() -> None:
+    with Meter() as meter:
+        kept = torch.zeros(1000)
+        more = kept + 1
+        assert (meter.live, meter.peak) == (8000, 8000)
+        part = more[:10]
+        del more
+        assert meter.live == 8000  # a view holds all of it
+        del part
+        assert (meter.live, meter.peak) == (4000, 8000)
+        meter.restart()
+        kept.add_(1)
+        assert (meter.live, meter.peak, meter.calls) == (4000, 4000, {})

@@ -1,0 +1,145 @@
+"""Learner ranks of two pretended nodes write a mirror file in each: whole, received once, shared out evenly."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_megatron.errors import SyncError
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.boxes import volume
+from rl_megatron.weights.formats.served import FORMATS
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.qwen3_moe import MEGATRON_QWEN3_MOE
+from rl_megatron.weights.plans.copies import plan_into_copies
+from rl_megatron.weights.plans.plan import Plan
+from rl_megatron.weights.servers import mirror
+from rl_megatron.weights.servers.mirror import Mirror
+from rl_megatron.weights.transports.process_group import ProcessGroupTransport
+from tests.distributed import test_transport as base
+from tests.distributed.test_carried import HF, SHAPE, tensors_of
+
+RANKS = 4
+SHAPES = HF.local_shapes(0)
+PIPELINE, EXPERTS = ParallelDims(pp=2, tp=2, ep=2), ParallelDims(ep=4, dp=4)
+Groups = tuple[tuple[int, ...], ...]
+TWO, FIRST, ALL = ((0, 1), (2, 3)), ((0, 1),), ((0, 1, 2, 3),)
+
+
+def cut(tensors: dict[str, Tensor], dims: ParallelDims, rank: int) -> dict[str, Tensor]:
+    theirs, base.SHAPE = base.SHAPE, SHAPE
+    try:
+        return base.megatron_tensors(tensors, dims, rank)
+    finally:
+        base.SHAPE = theirs
+
+
+def plan_of(dims: ParallelDims, groups: Groups) -> Plan:
+    return plan_into_copies(Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=dims), HF, groups)
+
+
+def process(dims: ParallelDims, groups: Groups, quantization: str, rank: int, folder: Path) -> None:
+    """Two versions into the file of this rank's group, as a learner rank does it."""
+    group: tuple[int, ...] = next((group for group in groups if rank in group), ())
+    path, kind = (
+        folder / f"node-{groups.index(group) if group else 'none'}" / "model.safetensors",
+        FORMATS[quantization],
+    )
+    if group and rank == group[0]:
+        Mirror.make(path, SHAPES, torch.bfloat16, folder / "config.json", kind, writers=len(group))
+    dist.barrier()
+    moves, src = (
+        plan_of(dims, groups),
+        {name: torch.zeros_like(t) for name, t in cut(tensors_of(0), dims, rank).items()},
+    )
+    wanted = {transfer.dst_param for transfer in moves.receives(rank)}
+    made = Mirror(path, SHAPES, torch.bfloat16, kind, writer=group.index(rank), writers=len(group)) if group else None
+    dst = {name: tensor for name, tensor in made.tensors.items() if name in wanted} if made else {}
+    transport, received, sent = ProcessGroupTransport(moves, src=src, dst=dst, bucket_bytes=4096), 0, 0
+    for version in (1, 2):
+        for name, tensor in cut(tensors_of(version), dims, rank).items():
+            src[name].copy_(tensor)
+        if made:
+            made.withdraw()
+        received = transport.move(version).num_bytes
+        dist.barrier()
+        if made and version == 2 and rank != group[-1]:
+            made.serve(version)
+        dist.barrier()
+        if made and version == 2 and rank == group[-1]:
+            if len(group) > 1:
+                with pytest.raises(SyncError, match="holds version None, not 2"):  # one writer has not served it
+                    mirror.read(path, version)
+            made.serve(version)
+    dist.barrier()
+    sent = transport.ends.bytes_sent.total()
+    written = sum(volume(t.dst_box) for t in moves.receives(rank))
+    said = {"received": received, "sent": sent, "written": written, "sums": made.sums().rows if made else []}
+    torch.save(said, folder / f"{rank}.pt")
+
+
+def run(folder: Path, dims: ParallelDims, groups: Groups, quantization: str = "none") -> list[dict[str, Any]]:
+    (folder / "config.json").write_text("{}")
+    base.spawn(RANKS, partial(process, dims, groups, quantization), folder)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+
+
+def lacking(dims: ParallelDims, group: tuple[int, ...]) -> int:
+    """How many elements no rank of the group holds, by a number in each element."""
+    ends = torch.tensor([0, *(prod(shape) for shape in SHAPES.values())]).cumsum(0)
+    numbers = {
+        name: torch.arange(1 + int(first), 1 + int(first) + prod(shape)).view(shape)
+        for (name, shape), first in zip(SHAPES.items(), ends, strict=False)
+    }
+    held = torch.cat([tensor.flatten() for rank in group for tensor in cut(numbers, dims, rank).values()])
+    return int(ends[-1]) - int(held[held > 0].unique().numel())  # 0 is padding
+
+
+@pytest.mark.parametrize(
+    ("dims", "groups"),
+    [(PIPELINE, TWO), (EXPERTS, TWO), (EXPERTS, FIRST), (PIPELINE, ALL)],
+    ids=["stages", "experts", "one-of-two", "one-node"],
+)
+def test_each_node_has_the_whole_model_from_its_own_ranks(tmp_path: Path, dims: ParallelDims, groups: Groups) -> None:
+    """Bytes received ÷ needed is 1.00, where what a rank of the node holds is not needed."""
+    said = run(tmp_path, dims, groups)
+    total, needed = sum(map(prod, SHAPES.values())), 0
+    for number, group in enumerate(groups):
+        found, truth = mirror.read(tmp_path / f"node-{number}" / "model.safetensors", 2), tensors_of(2)
+        assert found.keys() == truth.keys()
+        assert all(torch.equal(tensor, truth[name].bfloat16()) for name, tensor in found.items())
+        assert sum(said[rank]["received"] for rank in group) == 2 * lacking(dims, group)
+        assert sum(said[rank]["written"] for rank in group) == total  # each element once
+        assert max(said[rank]["written"] for rank in group) <= 1.05 * total / len(group)
+        needed += lacking(dims, group)
+    sent = [one["sent"] for one in said]
+    assert sum(sent) == 2 * needed
+    senders = [rank for rank in range(RANKS) if needed and (len(groups) > 1 or rank not in groups[0])]
+    assert sum(sent[rank] for rank in senders) == sum(sent)
+    assert max(sent) * max(1, len(senders)) <= 1.05 * sum(sent)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_writers_quantise_together_as_one_does(tmp_path: Path, quantization: str) -> None:
+    said, kind = run(tmp_path, PIPELINE, TWO, quantization), FORMATS[quantization]
+    alone = tmp_path / "alone" / "model.safetensors"
+    Mirror.make(alone, SHAPES, torch.bfloat16, tmp_path / "config.json", kind)
+    one = Mirror(alone, SHAPES, torch.bfloat16, kind)
+    for name, tensor in tensors_of(2).items():
+        one.tensors[name].copy_(tensor)
+    one.serve(2)
+    wanted, sealed = mirror.read(alone, 2), mirror.seal(alone, 2, {})
+    for number, group in enumerate(TWO):
+        path = tmp_path / f"node-{number}" / "model.safetensors"
+        found = mirror.read(path, 2)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(t.view(torch.uint8), wanted[name].view(torch.uint8)) for name, t in found.items())
+        assert mirror.seal(path, 2, {}).error == sealed.error
+        assert sorted(row for rank in group for row in said[rank]["sums"]) == sorted(one.sums().rows)

@@ -1,0 +1,123 @@
+"""The learner's branch for GPUs on pretended ones: equal to the CPU's, and within the rules of CUDA and NCCL."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.scaling.memory import footprints
+from tests.distributed import gpu_branch, offloaded
+from tests.distributed.pretended.ranks import World, run_worlds
+from tests.distributed.ranks import run_ranks
+
+LAYOUTS = {"one": {}, "tp2-ep2": {"tp": 2, "ep": 2}, "pp2": {"pp": 2}}
+
+
+def refusals(rank: int, folder: Path) -> None:
+    """What a GPU refuses, each planted here."""
+    import torch
+    import torch.distributed as dist
+
+    gpu, host = torch.arange(6.0, device="cuda").view(2, 3), torch.ones(2, 3)
+    with pytest.raises(RuntimeError, match=r"same device: add at tests/.*test_pretended_gpu.py:\d+ got \(2, 3\)"):
+        gpu + host
+    with pytest.raises(RuntimeError, match="same device: mul"):
+        (gpu.clone().requires_grad_() * host).sum().backward()
+    with pytest.raises(RuntimeError, match="same device: index"):
+        host[gpu[0].long()]
+    with pytest.raises(TypeError, match="to numpy"):
+        gpu.numpy()
+    assert (gpu + 1.0 + host.sum()).device.type == "cuda"  # scalars may be the host's
+    assert gpu[host[:, 0].long() - 1].tolist() == [[0, 1, 2], [0, 1, 2]]  # and so may indices
+    assert gpu.new_tensor([1.0]).is_cuda
+    assert (gpu.cpu() + host).is_cpu
+    dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=1)
+    with pytest.raises(RuntimeError, match=r"allreduce_: Tensors must be contiguous, not \(3, 2\)"):
+        dist.all_reduce(gpu.t())
+    with pytest.raises(RuntimeError, match=r"allreduce_ of torch\.int16, which NCCL does not know"):
+        dist.all_reduce(gpu.to(torch.int16))
+    with pytest.raises(RuntimeError, match="has tensors of the host among those of GPUs"):
+        dist.all_gather([torch.empty(2, 3)], gpu)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By layout, what each rank saw; ``cpu``: one rank of ``learner.device=cpu``."""
+    root = tmp_path_factory.mktemp("worlds")
+    model = make_tiny_model(gpu_branch.TINY, root, seed=3)
+    worlds = []
+    for name, keys in LAYOUTS.items():
+        learner = LearnerSection.model_validate({"device": "cuda", **keys})
+        arguments = (learner, root / name, model)
+        worlds.append(World(main=gpu_branch.rank_main, size=learner.dims.world_size, arguments=arguments))
+    for name in (*LAYOUTS, "cpu", "refusals", "offloaded"):
+        (root / name).mkdir()
+    others = {"refusals": refusals, "offloaded": offloaded.rank_main}
+    worlds += [World(main=main, size=1, arguments=(root / name,)) for name, main in others.items()]
+    run_worlds(worlds)
+    run_ranks(gpu_branch.rank_main, 1, LearnerSection(), root / "cpu", model)
+    files = {name: sorted((root / name).glob("rank*.json")) for name in (*LAYOUTS, "cpu", "offloaded")}
+    return {name: [json.loads(path.read_text()) for path in paths] for name, paths in files.items()}
+
+
+def test_one_rank_computes_what_the_cpu_does(seen: Any) -> None:
+    (gpu,), (cpu,) = seen["one"], seen["cpu"]
+    assert (gpu["device"], cpu["device"]) == ("cuda:0", "cpu")
+    assert gpu["routes"] == cpu["routes"]
+    for name in ("logprobs", "steps"):
+        for found, wanted in zip(gpu[name], cpu[name], strict=True):
+            assert found == pytest.approx(wanted, rel=1e-6)  # other kernels: measured 9e-10 in loss and norm
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
+def test_every_layout_computes_what_one_rank_does(name: str, seen: Any) -> None:
+    (cpu,) = seen["cpu"]
+    ranks = [rank for rank in seen[name] if rank["steps"]]
+    assert ranks
+    for rank in ranks:
+        for found, wanted in zip(rank["steps"], cpu["steps"], strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+
+
+WAITS = {  # of a step of two layers and three micro-batches, by file
+    "megatron/core/transformer/moe/moe_utils.py": 24,  # masks and counts of the dispatcher, twice a layer and pass
+    "megatron/core/utils.py": 49,  # the norm of each parameter's gradient, without TransformerEngine and apex
+    "megatron/core/optimizer/clip_grads.py": 1,
+    "rl_megatron/learner/reduce.py": 2,  # sums; extremes
+    "rl_megatron/learner/observers/experts.py": 1,
+}
+
+
+def test_a_step_makes_the_host_wait_no_more_often_than_is_known(seen: Any) -> None:
+    by_line = seen["one"][0]["waits"]
+    found = Counter[str]()
+    for line, count in by_line.items():
+        found[line.rsplit(":", 1)[0]] += count
+    assert not found - Counter(WAITS), f"more than is known, by line: {by_line}"
+
+
+def test_all_ranks_make_the_first_call_of_the_default_group(seen: Any) -> None:
+    """NCCL connects them in it; a push's first call comes from some of them."""
+    assert [rank["first"] for name in LAYOUTS for rank in seen[name]] == [["allreduce_"]] * 5
+
+
+def test_an_offloaded_optimizer_steps_as_one_on_the_gpu_and_resumes_with_any_share(seen: Any) -> None:
+    (found,) = seen["offloaded"]
+    shares = found["shares"]
+    alone = shares["0.0"]["steps"]
+    assert found["resumed"] == [alone[offloaded.BEFORE]] * len(offloaded.RESUMED)
+    for share, said in shares.items():
+        assert said["steps"] == alone
+        config = RunConfig(learner=offloaded.learner(float(share)))
+        (planned,) = {m.terms["optimizer"] for m in footprints(config, offloaded.MOE)}
+        assert said["bytes"]["cuda"] == pytest.approx(planned, rel=0.08)  # the share is of whole parameters
+    weights = shares["0.0"]["bytes"]["cuda"] // 12
+    assert [shares[share]["bytes"]["cpu"] for share in ("0.0", "1.0")] == [0, 16 * weights]

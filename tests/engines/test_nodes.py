@@ -1,0 +1,90 @@
+"""Servers on two nodes, which here are two guards on one machine; transformers' forward is the oracle."""
+
+from __future__ import annotations
+
+import os
+import signal
+from math import prod
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.servers.site import Site
+from rl_megatron.weights.layouts.families import hf_layout, read_shape
+from tests.engines.benches import REPO, ServedBench, served, words_of
+from tests.engines.conftest import needs
+from tests.engines.straight import FolderSender, direct
+from tests.engines.test_models import PROMPTS, bytes_of, samples_from
+from tests.engines.test_restarts import check, until_healthy
+from tests.exposure import check_sockets, family
+
+TWO = [[Site(), Site()]]
+
+
+def holds_all_once(server: ServedBench, folder: Path) -> None:
+    """Two ranks answer; they hold the whole model, and each element of an expert once between them."""
+    (ranks,) = server.run(server.engine.weights.boxes(server.path)).values()
+    assert len(ranks) == 2
+    shapes = hf_layout(read_shape(folder)).local_shapes(0)
+    assert set().union(*ranks) == shapes.keys()
+    held = sum(bytes_of({name: box for name, box in rank.items() if ".experts." in name}) for rank in ranks)
+    assert held == sum(4 * prod(shape) for name, shape in shapes.items() if ".experts." in name)
+
+
+@pytest.mark.parametrize(
+    ("engine", "keys"),
+    [
+        ("vllm", {"tp": 2}),
+        ("vllm", {"dp": 2, "ep": 2, "options": "'--worker-extension-cls vllm_ranks.WorkerExtension'"}),
+        ("sglang", {"tp": 2}),
+    ],
+    ids=["vllm-tp2", "vllm-dp2-ep2", "sglang-tp2"],
+)
+def test_a_server_on_two_nodes_samples_from_what_was_pushed(
+    engine: str,
+    keys: dict[str, object],
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Through the file and straight into its ranks; it comes back when its second node is lost. 60 seconds."""
+    needs(engine)
+    monkeypatch.setenv("PYTHONPATH", f"{REPO / 'tests' / 'engines'}")
+    with served(engine, models[0], tmp_path, sites=TWO, nodes=2, routes=False, backoff_seconds=0.1, **keys) as server:
+        server.push(models[1], 1)
+        samples_from(server, models[1], 1)
+        samples_from(server, models[1], 1, PROMPTS[:1])  # beside ranks without a request
+        if engine == "vllm" and "ep" not in keys:  # the others have ports that speak no HTTP
+            (url,) = [replica.url for replica in server.engine.servers]
+            store = int(url.rpartition(":")[2]) + 1
+            assert check_sockets(its_processes(), everywhere={store})["An engine server"] == 1
+        holds_all_once(server, models[0])
+        sender = FolderSender(models[0])
+        with direct(server, sender):
+            sender.hold(models[0], lambda tensors: None)
+            server.sync.folder = models[0]
+            update = server.run(server.weights.push(2))
+            assert update.num_bytes == sender.least_bytes
+            samples_from(server, models[0], 2)
+        if "ep" in keys:
+            return  # what follows is the same code
+        server.push(models[1], 3)
+        os.killpg(second_node().pid, signal.SIGKILL)
+        until_healthy(server, 1)
+        check(server, models[1], [], 3, restarts=1)
+
+
+def its_processes() -> list[psutil.Process]:
+    """Of the server on two nodes: tests before may have servers of their own."""
+    guards = [p for p in psutil.Process().children() if "--node-rank" in words_of(p)]
+    return [p for guard in guards for p in family(guard.pid)]
+
+
+def second_node() -> psutil.Process:
+    """The process of the server on its second node; its guard has the same words in its command line."""
+    found = [p for p in psutil.Process().children(recursive=True) if "--node-rank" in words_of(p)]
+    (server,) = [
+        p for p in found if p.ppid() != os.getpid() and words_of(p)[words_of(p).index("--node-rank") + 1] == "1"
+    ]
+    return server

@@ -1,0 +1,37 @@
+"""The recipes of large models: their first, middle and last stage build and step, and hold what the plan says.
+
+Minutes each. `make test` does not run them, `make test-dry-run` does; CI runs the smallest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from launcher.programs.dry_run import dry_runs
+from rl_megatron.config.io import load_config
+from rl_megatron.models.named import NAMED
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.scaling.memory import footprints
+
+FILES = ["data.train=train.jsonl", "data.eval=test.jsonl", "model.path=/models/given"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["qwen3_30b_a3b", "qwen3_235b_a22b", "deepseek_v3"])
+def test_stages_build_step_and_hold_what_is_planned(recipe: str) -> None:
+    """Takes 2, 4 and 10 minutes on an idle core a stage."""
+    config = load_config(recipe, FILES)
+    name = config.model.name
+    assert name is not None
+    shape, d = NAMED[name], config.learner.dims
+    stages = sorted({0, d.pp // 2, d.pp - 1})
+    planned = {found.stage: found.terms for found in reversed(footprints(config, shape)) if found.role == LEARNER}
+    for run in dry_runs(config, name, [stage * d.world_size // d.pp for stage in stages]):
+        terms: dict[str, Any] = dict(planned[run.stage])
+        assert run.parameters == terms["parameters"]
+        assert run.gradients == terms["gradients"]
+        assert run.optimizer == pytest.approx(terms["optimizer"], rel=1e-4)  # a count of steps for each tensor
+        passes = terms["activations"] + terms["logits"]
+        assert 0.75 * passes <= run.passes <= 1.03 * passes  # the working set of a layer is an upper bound

@@ -1,0 +1,153 @@
+"""All ranks of a large run connect at the same moment, and some never do."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.controller.arrivals import Awaited, ConnectedRank, arrivals
+from launcher.processes import limits
+from launcher.wire import channel
+from launcher.wire.greetings import Hello
+from rl_megatron.errors import WorkerDied
+from rl_megatron.placement.ranks import place
+from rl_megatron.types import ParallelDims
+
+TOKEN = b"t" * channel.TOKEN_BYTES
+RANKS, EACH, THREADS = 384, 8, 32
+DIMS = ParallelDims(dp=RANKS)
+NODES = [f"node{number}" for number in range(RANKS // EACH)]
+
+
+made: list[ConnectedRank] = []
+
+
+class Counted(ConnectedRank):
+    """A rank that is counted once it is known."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        made.append(self)
+
+
+@pytest.fixture(autouse=True)
+def _counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And both sides have the files that they need."""
+    monkeypatch.setattr("launcher.controller.arrivals.ConnectedRank", Counted)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits.raise_open_files()
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def connect(listener: socket.socket, ranks: Collection[int], held: dict[int, Connection]) -> threading.Thread:
+    """Connect all ranks before the first is accepted; then they greet from threads, the last first. Returns the last
+    of the threads, which waits for the others."""
+    waiting = [(rank, socket.create_connection(listener.getsockname(), 10)) for rank in sorted(ranks, reverse=True)]
+
+    def greet(mine: list[tuple[int, socket.socket]]) -> None:
+        for rank, stream in mine:
+            held[rank] = channel._proven(stream, TOKEN, ours=b"rank", theirs=b"controller")
+            hello = Hello(rank=rank, node=NODES[rank // EACH], pid=rank, store="", step="", hindered="a thread")
+            held[rank].send_bytes(hello.line())
+
+    def all_greet() -> None:
+        threads = [threading.Thread(target=greet, args=(waiting[i::THREADS],)) for i in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    last = threading.Thread(target=all_greet)
+    last.start()
+    return last
+
+
+async def once_all_have_come(count: int) -> str:
+    """What starts the ranks does not end. Once so many are here, the loop's clock goes to the end of every limit."""
+    loop = asyncio.get_running_loop()
+    late = loop.time() + 1000
+    while len(made) < count or len(asyncio.all_tasks()) > 4:  # main, this, and two of _welcome, which waits
+        await asyncio.sleep(0.005)
+    loop.time = lambda: late  # type: ignore[method-assign]
+    return await loop.create_future()
+
+
+def arrived(folder: Path, absent: Collection[int], blamed: list[str]) -> Mapping[int, ConnectedRank]:
+    """Those that `arrivals` returns when all but the ``absent`` connect at once. Checks that every stream is whole."""
+    held: dict[int, Connection] = {}
+    made.clear()
+
+    async def main() -> list[ConnectedRank]:
+        with channel.listen("127.0.0.1", backlog=RANKS) as listener:
+            last = connect(listener, set(range(RANKS)) - set(absent), held)
+            awaited = Awaited(
+                placement=place(DIMS, NODES, EACH),
+                token=TOKEN,
+                started=once_all_have_come(RANKS - len(absent)),
+                seconds=900,
+                folder=folder,
+                files="rank-*.txt",
+                blame=blamed.append,
+                name_slow=lambda _: None,
+            )
+            try:
+                return await arrivals(listener, awaited)
+            finally:
+                await asyncio.to_thread(last.join)
+
+    try:
+        ranks = asyncio.run(main())
+        for rank in ranks:
+            rank.connection.send_bytes(str(rank.rank).encode())
+            assert held[rank.rank].recv_bytes() == str(rank.rank).encode()
+            rank.connection.close()
+            rank._stream.close()
+        return {rank.rank: rank for rank in ranks}
+    finally:
+        for stream in held.values():
+            stream.close()
+
+
+def test_384_ranks_arrive_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = threading.active_count()
+    ranks = arrived(tmp_path, (), [])
+    assert list(ranks) == list(range(RANKS))
+    assert {rank.hello.node for rank in ranks.values()} == set(NODES)
+    assert threading.active_count() <= before + 32
+    assert [record.getMessage() for record in caplog.records] == [
+        f"ranks on {', '.join(NODES)} start slower, each with imports of its own: a thread"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("absent", "named", "to_blame"),
+    [
+        ((3, 4, 380), "rank 3, 4 on node0, rank 380 on node47", []),
+        ((8, 9, 11), "rank 8, 9, 11 on node1", ["node1"]),
+    ],
+)
+def test_three_that_never_come_are_named_with_their_nodes(
+    tmp_path: Path, absent: tuple[int, ...], named: str, to_blame: list[str]
+) -> None:
+    blamed: list[str] = []
+    with pytest.raises(
+        WorkerDied,
+        match=rf"^learner.timeout_seconds=900 passed before {named} connected; rank-\*.txt in .* have their output$",
+    ):
+        arrived(tmp_path, absent, blamed)
+    assert blamed == to_blame
+
+
+def test_many_missing_ranks_are_named_by_ranges(tmp_path: Path) -> None:
+    rest = ", ".join(f"rank {8 * i}-{8 * i + 7} on node{i}" for i in range(2, 48))
+    with pytest.raises(WorkerDied, match=f"before rank 1, 2 on node0, rank 8-10, 12-15 on node1, {rest} connected"):
+        arrived(tmp_path, set(range(RANKS)) - {0, 3, 4, 5, 6, 7, 11}, [])

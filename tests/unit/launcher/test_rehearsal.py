@@ -1,0 +1,235 @@
+"""What a rehearsal asks of nodes, finds in their answers, and writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.rehearsal import machine
+from launcher.rehearsal.messages import Survey
+from launcher.rehearsal.rehearsed import NotReached, RehearsedRun
+from launcher.rehearsal.report import RehearsalReport, with_hidden_hosts
+from launcher.rehearsal.settings import MINUTES, rehearsal_of, run_of
+from launcher.rehearsal.slow import slow_nodes, unlike
+from launcher.rehearsal.survey import Surveyed, read_answers
+from launcher.rehearsal.table import TableLine
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.models.tiny import make_tiny_model
+
+MACHINE = {"python": "3.11", "torch": "2", "megatron-core": "0.16.1", "kernel": "6"}
+
+
+def survey_of(*nodes: tuple[str, int]) -> Survey:
+    fields = {"groups": (), "store": ("h", 1), "device": "cpu", "threads": 1, "num_bytes": 4, "seconds": 1.0}
+    return Survey(nodes=nodes, answers="a", disks=(), **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 33])
+def test_each_node_is_in_two_pairs_and_none_waits_for_more_than_three_rounds(count: int) -> None:
+    survey = survey_of(*((f"n{i}", 3) for i in range(count)))
+    pairs = survey.pairs()
+    assert len(pairs) == len({frozenset(pair) for pair in pairs}) == (count if count > 2 else count - 1)
+    busy = [process for pair in pairs for process in pair]
+    assert all(busy.count(3 * i) == (2 if count > 2 else count - 1) for i in range(count))
+    done: dict[int, int] = {}  # rounds: a pair begins when both are free
+    for one, other in pairs:
+        done[one] = done[other] = max(done.get(one, 0), done.get(other, 0)) + 1
+    assert max(done.values(), default=0) <= 2 + count % 2
+
+
+def test_a_survey_arrives_as_it_was_sent() -> None:
+    survey = survey_of(("a", 2), ("b", 1))
+    assert Survey.read(survey.line().decode()).line() == survey.line()
+    assert survey.processes("b") == range(2, 3)
+    with pytest.raises(ValueError, match="this node, c, is none of a, b"):
+        survey.processes("c")
+
+
+def test_a_node_that_fails_is_named_with_its_cause(tmp_path: Path) -> None:
+    """Of four, one answers not at all, one without its links, one with a rank's error."""
+    answer = {"problems": [], "links": [{"process": 0}]}
+    bad = {"process": 2, "error": "RuntimeError: NCCL error: unhandled system error"}
+    found = {
+        "a": answer,
+        "c": {"problems": ["/data: No space left on device"]},
+        "d": {"problems": [], "links": [bad, {**bad, "process": 3}]},
+    }
+    for node, said in found.items():
+        (tmp_path / f"{node}.json").write_text(json.dumps(said))
+    (tmp_path / "survey.txt").write_text("srun: error: Node failure on b\n")
+    survey = survey_of(("a", 1), ("b", 1), ("c", 1), ("d", 2))
+    failures = read_answers(survey, tmp_path, seconds=9.0, limit=180.0).failures
+    assert {node: len(what) for node, what in failures.items()} == {"b": 1, "c": 2, "d": 1}
+    assert "no answer in 9 s" in failures["b"][0]
+    assert "Node failure on b" in failures["b"][0]
+    assert failures["c"] == ["/data: No space left on device", "its links were not measured in 180 s"]
+    assert failures["d"] == [bad["error"]]
+
+
+def surveyed(
+    pairs: Sequence[float], *, disks: Mapping[str, float] | None = None, **machines: Mapping[str, Any]
+) -> Surveyed:
+    """Nodes n0, n1, ... of one process each; ``pairs[i]``: GB/s from node i to the next."""
+    count = max(len(pairs), 2)
+    answers = {
+        f"n{i}": {
+            "machine": {**MACHINE, **machines.get(f"n{i}", {})},
+            "disks": {"/d": {"write": 1e9 * (disks or {}).get(f"n{i}", 1.0), "read": 1e9}},
+            "links": [
+                {
+                    "process": i,
+                    "flops": 1e12,
+                    "time": 100.0,
+                    "pairs": [[(i + 1) % count, pairs[i] * 1e9]] if i < len(pairs) else [],
+                }
+            ],
+        }
+        for i in range(count)
+    }
+    return Surveyed(seconds=1.0, answers=answers, failures={}, by_process={i: f"n{i}" for i in range(count)})
+
+
+@pytest.mark.parametrize(
+    ("pairs", "slow"),
+    [
+        ([10, 10, 10], []),
+        ([1, 10, 1], ["n0"]),  # n2-n0 and n0-n1
+        ([1, 1, 10], ["n1"]),
+        ([10, 1, 10, 10], []),  # either end, or the cable between
+        ([10, 6, 6, 10], []),  # not twice as slow
+        ([1, 1, 10, 10, 10, 10, 1, 1], ["n0", "n1", "n7"]),  # three neighbours
+        ([1], []),  # two nodes: nobody knows whose end
+    ],
+)
+def test_a_node_is_slow_whose_links_to_both_neighbours_are(pairs: list[float], slow: list[str]) -> None:
+    assert list(slow_nodes(surveyed(pairs))) == slow
+
+
+def test_a_slow_disk_is_named_with_its_node() -> None:
+    found = slow_nodes(surveyed([1, 1, 1], disks={"n1": 0.3}))
+    assert found == {"n1": ["writes in /d: 0.3 GB/s, 3.3 times slower than usual"]}
+
+
+def test_a_slow_group_inside_a_node_is_compared_with_those_of_other_nodes() -> None:
+    """Rates over nodes do not count: a group is as slow as its slowest link."""
+    found = surveyed([1, 1, 1])
+    for i, (near, far) in enumerate(((9e9, 1e9), (2e9, 2e7), (8e9, 1e9))):
+        found.answers[f"n{i}"]["links"][0]["groups"] = {"tp": [[i], near], "dp": [[i, (i + 1) % 3], far]}
+    assert slow_nodes(found) == {"n1": ["its tp group of ranks 1-1: 4.5 times slower than usual"]}
+
+
+def test_what_differs_between_nodes_is_said() -> None:
+    found = surveyed([1, 1, 1], n1={"torch": "3"})
+    found.answers["n2"]["links"][0]["time"] = 160.0
+    gpu = {"name": "H100", "used_mb": "30000", "memory_mb": "81559", "ecc_errors": "2"}
+    found.answers["n0"]["gpus"] = [{**gpu, "used_mb": "1", "ecc_errors": "[N/A]"}, gpu]  # type: ignore[index]
+    assert list(unlike(found)) == [
+        "torch differs: 2 on n0, n2; 3 on n1",
+        "the clock of n2 is +60 s from the others'",
+        "GPU 1 of n0 (H100) is in use: 30000 of 81559 MB are taken",
+        "GPU 1 of n0 (H100) has 2 uncorrected memory errors",
+    ]
+
+
+def driver(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "nvidia-smi").chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_the_driver_is_asked_for_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "NVIDIA H100 80GB HBM3, 550.54, 81559, 12, 1980, 0, 31, 0x0000000000000000"
+    driver(tmp_path / "good", f"for i in 0 1; do echo '{line}'; done", monkeypatch)
+    found = machine.gpus()
+    assert len(found) == 2
+    assert (found[1]["name"], found[1]["memory_mb"], found[1]["ecc_errors"]) == ("NVIDIA H100 80GB HBM3", "81559", "0")
+    driver(tmp_path / "bad", "echo 'Unable to determine the device handle for GPU 3: Lost'; exit 15", monkeypatch)
+    with pytest.raises(OSError, match="GPU 3: Lost"):
+        machine.gpus()
+
+
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_SECONDS", 0.05)
+    found = machine.disk(tmp_path)
+    assert found["written"] >= machine._BLOCK
+    assert min(found["write"], found["read"]) > 0
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="Not a directory"):
+        machine.disk(tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [
+        (TableLine(what="", unit="s", measured=None, predicted=1.0), "not measured"),
+        (TableLine(what="", unit="s", measured=3.0, bound=2.0), "OUT OF BOUND"),
+        (TableLine(what="", unit="s", measured=2.0, bound=2.0), "ok"),
+        (TableLine(what="", unit="GB/s", measured=2.0, bound=3.0, least=True), "OUT OF BOUND"),
+        (TableLine(what="", unit="GB/s", measured=2.0, predicted=5.0, least=True), "2.5 times worse than predicted"),
+        (TableLine(what="", unit="GB/s", measured=50.0, predicted=5.0, least=True), "as predicted"),
+        (TableLine(what="", unit="s", measured=50.0, predicted=5.0), "10.0 times worse than predicted"),
+        (TableLine(what="", unit="s", measured=0.05, predicted=1e-5), "as predicted"),
+        (TableLine(what="", unit="GB", measured=0.0, predicted=0.0), "as predicted"),
+        (TableLine(what="", unit="GB", measured=2.0, predicted=0.0), "2 more than predicted"),
+        (TableLine(what="", unit="s", measured=2.0), ""),
+    ],
+)
+def test_the_verdict_of_a_line(line: TableLine, verdict: str) -> None:
+    assert line.verdict == verdict
+
+
+def config(*keys: str) -> RunConfig:
+    return load_config("tiny_cpu", list(keys))
+
+
+def test_the_job_is_short_and_ends_for_good_and_the_run_is_the_real_one_but_short(tmp_path: Path) -> None:
+    keys = ("run.name=x", "checkpoint.every=7", "slurm.array=0-3", "train.lr_decay=cosine", "log.wandb=online")
+    job = rehearsal_of(config(*keys, "slurm.environment.HF_TOKEN=secret"))
+    assert (job.run.name, job.slurm.time, job.slurm.requeues, job.slurm.array) == ("x-rehearsal", str(MINUTES), 0, None)
+    assert rehearsal_of(job) == job
+    assert job.checkpoint.every == 7  # the table's bound is of the run's own
+    run = run_of(job)
+    assert (run.checkpoint.every, run.warm_start.steps, run.log.wandb, run.run.slow_steps) == (1, 0, "off", 2)
+    same = ("model", "reward", "algorithm", "rollout", "learner", "roles", "weights")
+    assert all(getattr(run, section) == getattr(config(*keys), section) for section in same)
+
+
+def test_weights_are_made_up_where_the_folder_has_none(tmp_path: Path) -> None:
+    model = make_tiny_model(TinyModelSection(), tmp_path, 0)
+    given = config(f"model.path={model}")
+    assert not rehearsal_of(given).model.random_weights
+    (model / "model.safetensors").unlink()
+    assert rehearsal_of(given).model.random_weights
+
+
+def test_the_file_to_send_holds_no_secret_and_other_names_for_nodes_if_asked(tmp_path: Path) -> None:
+    job = rehearsal_of(config("run.name=x", "slurm.environment.HF_TOKEN=sesame", "slurm.account=acme"))
+    failed = "start: rank 3 on gpu-7, gpu-70 and gpu-7b"
+    report = RehearsalReport(config=job, slow={"gpu-7": ["its network"]}, failures=[failed])
+    report.nodes, report.hosts = {"gpu-7": {}}, ["gpu-7", "gpu-70"]  # one gave no answer
+    path = report.write(tmp_path, hide_hosts=True)
+    text = path.read_text()
+    assert not re.search(r"sesame|HF_TOKEN|acme|gpu-7\b", text)
+    assert "gpu-70" not in text
+    assert "and gpu-7b" in text  # another word
+    (name,) = json.loads(text)["slow"]
+    assert re.fullmatch(r"host-[0-9a-f]{8}", name)
+    assert f"rank 3 on {name}, host-" in text
+    assert "gpu-7" in (tmp_path / "rehearsal.txt").read_text()
+    assert with_hidden_hosts("gpu-7", ["gpu-7"]) != with_hidden_hosts("gpu-7", ["gpu-7"])
+
+
+def test_a_run_that_cannot_start_is_told_with_its_last_words(tmp_path: Path) -> None:
+    (tmp_path / "rehearsal").mkdir()
+    attempts = RehearsedRun(file=tmp_path / "none.yaml", folder=tmp_path, allocation=None)
+    with pytest.raises(NotReached, match=r"(?s)the run ended before the first step;.*none\.yaml"):
+        attempts.start(60.0)

@@ -1,0 +1,32 @@
+"""The order in which a rank joins its world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_megatron.config.sections.learner import LearnerSection
+
+
+def test_all_ranks_are_in_the_first_call_of_the_default_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL connects ranks in a group's first call; that of a push would come from a part of them alone."""
+    from rl_megatron.learner import world
+
+    heard: list[object] = []
+
+    def notes(name: str) -> Any:
+        return lambda *args, **kwargs: heard.append(name)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: heard.append(device))
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: device)
+    monkeypatch.setattr(world.dist, "init_process_group", notes("init"))
+    monkeypatch.setattr(world.dist, "all_reduce", lambda x: heard.append(("all_reduce", x)))
+    monkeypatch.setattr(world.parallel_state, "initialize_model_parallel", notes("megatron"))
+    monkeypatch.setattr(world, "model_parallel_cuda_manual_seed", notes("seed"))
+    device = torch.device("cuda", 3)
+    assert world.join(LearnerSection(device="cuda"), rank=1, rendezvous="file:///x", seed=1, first_device=2) == device
+    assert heard == [device, "init", ("all_reduce", device), "megatron", "seed"]

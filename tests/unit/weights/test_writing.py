@@ -1,0 +1,111 @@
+"""Conversions that are killed, go on, and are shared: real processes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.commands.convert import part_of_step
+from rl_megatron.config.run import TinyModelSection
+from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.checkpoints.writing import Share
+from tests.unit.weights.conversions import tree
+from tools.conversion import read_share
+
+ROOT = Path(__file__).parents[3]
+SPEC = TinyModelSection(hidden_size=16, expert_width=8, num_layers=1, num_experts=2, head_dim=8, num_heads=2)
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(SPEC, tmp_path_factory.mktemp("models"), seed=4)
+
+
+@pytest.fixture(scope="module")
+def megatron(hf: Path) -> Path:
+    convert.hf_to_megatron(hf, hf.parent / "megatron", shard_bytes=6_000)
+    return hf.parent / "megatron"
+
+
+def said_by(kind: str, hf: Path, megatron: Path, folder: Path) -> str:
+    command = [sys.executable, "-m", "tests.unit.weights.conversions", kind, *map(str, (hf, megatron, folder))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_conversion_killed_at_many_steps_goes_on_to_the_same_bytes(hf: Path, megatron: Path, tmp_path: Path) -> None:
+    """SIGKILL before a sync, removal or block: the folder is absent or whole, and its files are kept."""
+    steps = re.fullmatch(r"(?:whole after (\d+) steps or fewer\n){2}", said := said_by("kills", hf, megatron, tmp_path))
+    assert steps, said
+    assert int(steps[1]) > 50
+
+
+def test_parts_side_by_side_write_what_one_process_writes(hf: Path, megatron: Path, tmp_path: Path) -> None:
+    assert said_by("parts", hf, megatron, tmp_path) == ""
+
+
+def test_a_conversion_is_continued_only_with_its_own_source_and_options(hf: Path, tmp_path: Path) -> None:
+    out, first = tmp_path / "out", Share(index=0, count=2)
+    assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=first) == [1]
+    before = tree(tmp_path / ".out.partial")
+    other = make_tiny_model(SPEC, tmp_path / "models", seed=5)
+    for source, options, message in (
+        (other, {}, "a conversion with another source; continue it with its own source and options, remove it, or"),
+        (hf, {"dtype": DType.BF16}, "a conversion with another files, dtype; "),
+        (hf, {"shard_bytes": 7_000}, "a conversion with another shard_bytes; "),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            convert.hf_to_megatron(source, out, **{"shard_bytes": 6_000, **options})
+    assert tree(tmp_path / ".out.partial") == before
+    assert convert.hf_to_megatron(hf, out, shard_bytes=6_000) == []
+    with pytest.raises(CheckpointError, match="out exists; remove it"):
+        convert.hf_to_megatron(other, out, shard_bytes=6_000, share=first)
+    (tmp_path / ".foreign.partial").mkdir()
+    (tmp_path / ".foreign.partial" / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="was left by another version or program; remove it"):
+        convert.hf_to_megatron(hf, tmp_path / "foreign")
+
+
+def test_a_kept_file_of_another_digest_is_written_again(hf: Path, tmp_path: Path) -> None:
+    convert.hf_to_megatron(hf, tmp_path / "whole", shard_bytes=6_000)
+    convert.hf_to_megatron(hf, tmp_path / "out", shard_bytes=6_000, share=Share(index=0, count=2))
+    kept = tmp_path / ".out.partial" / "__0_0.distcp"
+    data = bytearray(kept.read_bytes())
+    data[len(data) // 2] ^= 1
+    kept.write_bytes(data)
+    convert.hf_to_megatron(hf, tmp_path / "out", shard_bytes=6_000)
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    book = json.loads((tmp_path / "out" / ".conversion.json").read_text())
+    assert book["digests"].keys() == {path.name for path in (tmp_path / "out").glob("*.distcp")}
+
+
+def test_the_part_is_an_option_or_the_task_of_a_step() -> None:
+    assert part_of_step({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "2", "SLURM_NTASKS": "8"}) == "3/8"
+    assert part_of_step({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
+    assert part_of_step({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) is None  # a batch script outside of srun
+    assert (read_share("3/8"), read_share(None)) == (Share(index=2, count=8), Share())
+    for given in ("0/2", "3/2", "2", "a/b", "-1/2"):
+        with pytest.raises(ConfigError, match=rf"part '{given}' must be K/N with 1 <= K <= N, as 2/8"):
+            read_share(given)
+
+
+def test_the_command_says_what_the_other_parts_have_to_write(hf: Path, tmp_path: Path) -> None:
+    def run(part: str) -> str:
+        command = [sys.executable, "-m", "launcher", "convert", str(hf), str(tmp_path / "out")]
+        done = subprocess.run(
+            [*command, "--shard-gb", "6e-6", "--part", part], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    assert run("2/3").startswith("part 2 of 3 is written; not yet: 1, 3. The part that ends last completes")
+    assert run("3/3").startswith("part 3 of 3 is written; not yet: 1. ")
+    assert f"{tmp_path / 'out'}: megatron torch_dist" in run("1/3")
