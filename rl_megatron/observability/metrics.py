@@ -141,7 +141,8 @@ METRICS: Mapping[str, Documented] = _rows(
     (
         "moe/routing_entropy",
         "",
-        "mean entropy of a router's distribution over experts, over that of the uniform one; near 0 it has collapsed",
+        "mean entropy of a router's distribution over experts, over that of the uniform one; near 0 it has collapsed. "
+        "Prompts and padding count, and layers that are computed twice count twice",
     ),
     (
         "moe/rerouted_fraction",
