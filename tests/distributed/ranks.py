@@ -1,19 +1,13 @@
-"""Learner ranks in separate processes, forked from one that has done their imports.
-
-`FORKS` is what every test here starts processes from: its server, one for each pytest process, imports torch, megatron
-and our learner once, 2 s of CPU time, and a fork of it takes milliseconds. It has one thread, so that forks are sound:
-it runs no kernel and opens no group. What a test sets in ``os.environ`` does not reach it: hand it over as an argument.
-"""
+"""Learner ranks in separate processes."""
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
+from tests.forks import FORKS
+
 LIMIT = 300.0  # seconds; an idle machine needs a tenth of it
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.distributed.imports"])
 
 
 def run_ranks(main: Callable[..., None], world_size: int, *arguments: Any) -> None:

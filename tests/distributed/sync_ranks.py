@@ -26,8 +26,8 @@ from rl_megatron.weights.transports.delta import DeltaTransport
 from rl_megatron.weights.transports.ends import Parcel
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
-from tests.distributed.ranks import FORKS
 from tests.distributed.test_transport import SHAPE, hf_tensors, megatron_tensors
+from tests.forks import FORKS
 
 LEARNERS, ENGINES = 4, 2
 WORLD = LEARNERS + ENGINES

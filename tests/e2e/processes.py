@@ -9,15 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from launcher import entry
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.metrics import deterministic
+from tests.forks import FORKS
 
 LIMIT = 300.0  # seconds any wait may take; an idle machine needs a few
 PROGRAM = Path(sys.executable).with_name("rl-megatron")
@@ -77,12 +79,55 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
+class Fork:
+    """The command line in a fork of a process that has its imports, half of a start's CPU time; with what tests call of
+    Popen. All forks have one seed of Python's hashes, which new interpreters draw."""
+
+    def __init__(self, arguments: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str]) -> None:
+        self._process = FORKS.Process(target=_run_forked, args=(arguments, folder, output, environment))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, limit: float) -> int:
+        self._process.join(limit)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("rl-megatron", limit)
+        return code
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+
+def _run_forked(arguments: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str]) -> None:
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    with output.open("w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    sys.argv = [str(PROGRAM), *arguments]
+    entry.main()
+
+
 @dataclass(kw_only=True)
 class Run:
     """One process of the command line, leader of a session of its own."""
 
     folder: Path
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Fork
     output: Path
     seen: set[psutil.Process] = field(default_factory=set)
 
@@ -161,9 +206,14 @@ class Place:
 
     def start(self, name: str, *arguments: str, resume: bool = False) -> Run:
         """Start ``rl-megatron train`` on a tiny run; later arguments overrule earlier ones."""
-        data = () if "data=gsm8k" in arguments else ("data.num_eval=16",)
-        keys = (*TINY, *data, f"model.cache_dir={self.cache}", f"run.name={name}", *arguments)
-        return self._start(name, ["train", *keys, *(["--resume"] if resume else [])])
+        return self._start(name, self._training(name, arguments, resume))
+
+    def fork(self, name: str, *arguments: str, resume: bool = False) -> Run:
+        """The same in a fork, for files whose subject is not how a run starts."""
+        (output := self._output()).touch()
+        said, environment = self._training(name, arguments, resume), self._environment()
+        process = Fork(said, folder=self.folder, output=output, environment=environment)
+        return self._add(name, process, output)
 
     def call(self, *arguments: str) -> Run:
         """Run the given command line to its end."""
@@ -171,8 +221,19 @@ class Place:
         run.end()
         return run
 
+    def _training(self, name: str, arguments: Sequence[str], resume: bool) -> list[str]:
+        data = () if "data=gsm8k" in arguments else ("data.num_eval=16",)
+        keys = (*TINY, *data, f"model.cache_dir={self.cache}", f"run.name={name}", *arguments)
+        return ["train", *keys, *(["--resume"] if resume else [])]
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
+
+    def _output(self) -> Path:
+        return self.folder / f"output-{len(self.runs)}.txt"
+
     def _start(self, name: str, arguments: list[str]) -> Run:
-        output = self.folder / f"output-{len(self.runs)}.txt"
+        output = self._output()
         with output.open("w") as file:
             process = subprocess.Popen(
                 [str(PROGRAM), *arguments],
@@ -181,9 +242,12 @@ class Place:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
+                env=self._environment(),
                 text=True,
             )
+        return self._add(name, process, output)
+
+    def _add(self, name: str, process: subprocess.Popen[str] | Fork, output: Path) -> Run:
         self.runs.append(Run(folder=self.folder / "runs" / name, process=process, output=output))
         return self.runs[-1]
 

@@ -66,7 +66,7 @@ def test_a_killed_ppo_run_resumes_with_its_critic_reference_and_memory(place: Pl
     """Critic and reference have ranks of their own, and one of the critic's dies; then it is in the learner's, and the
     reference in actors of Ray."""
     pytest.importorskip("ray")
-    run = place.start("ppo-killed", *PPO, "roles.critic=separate", "roles.reference=separate")
+    run = place.fork("ppo-killed", *PPO, "roles.critic=separate", "roles.reference=separate")
     run.until_row(step=3)
     workers = run.workers()
     assert len(workers) == 6
@@ -75,7 +75,7 @@ def test_a_killed_ppo_run_resumes_with_its_critic_reference_and_memory(place: Pl
     assert f"error: critic rank 1 (pid {workers[3].pid}) was killed by signal 9" in run.text()
     assert not any(map(alive, workers))
     assert "2 learner processes, 2 critic processes, 2 reference processes" in run.text()
-    run = place.start("ppo-killed", *PPO, "roles.reference=separate", "run.launcher=ray", resume=True)
+    run = place.fork("ppo-killed", *PPO, "roles.reference=separate", "run.launcher=ray", resume=True)
     run.finish()
     assert run.record() == ppo.record()
     assert {path.name for path in (run.folder / "ray").glob("*-?.txt")} == {
@@ -88,7 +88,7 @@ def test_a_killed_ppo_run_resumes_with_its_critic_reference_and_memory(place: Pl
 def test_a_critic_starts_from_a_checkpoint_and_may_train_alone_at_first(place: Place, ppo: Run) -> None:
     path = ppo.folder / "checkpoints/step_000006/critic"
     keys = (f"algorithm.critic.path={path}", "algorithm.critic.only_steps=1", "train.steps=2")
-    run = place.start("from-critic", "algorithm=vapo", HALF_RIGHT, CUTS_COUNT, *keys)
+    run = place.fork("from-critic", "algorithm=vapo", HALF_RIGHT, CUTS_COUNT, *keys)
     run.finish()
     first, second = (row for row in run.rows() if row["step"])
     assert abs(first["critic/explained_variance"]) > 0  # it says something from the start
@@ -100,7 +100,7 @@ def test_a_critic_starts_from_a_checkpoint_and_may_train_alone_at_first(place: P
 def test_kl_in_the_loss_to_a_reference_of_ones_own(place: Place, ppo: Run) -> None:
     folder = ppo.folder / "hf_start"
     keys = ("algorithm.kl.coefficient=0.1", f"algorithm.kl.reference={folder}", "train.steps=2", "seed=1")
-    run = place.start("own-reference", "algorithm=grpo", HALF_RIGHT, *keys)
+    run = place.fork("own-reference", "algorithm=grpo", HALF_RIGHT, *keys)
     run.finish()
     rows = [row for row in run.rows() if row["step"]]
     assert rows[0]["kl/reference"] > 0.01  # another seed's model
@@ -109,7 +109,7 @@ def test_kl_in_the_loss_to_a_reference_of_ones_own(place: Place, ppo: Run) -> No
 
 
 def test_dpo_on_pairs_of_the_group(place: Place) -> None:
-    run = place.start("dpo", "algorithm=dpo", HALF_RIGHT, "train.steps=3")
+    run = place.fork("dpo", "algorithm=dpo", HALF_RIGHT, "train.steps=3")
     run.finish()
     rows = [row for row in run.rows() if row["step"]]
     assert all(1 <= row["preference/pairs"] <= 4 and row["grad_norm"] > 0 for row in rows)
@@ -132,20 +132,20 @@ def test_dpo_on_pairs_of_a_file_samples_nothing(place: Place) -> None:
         "train.steps=8",
         "train.learning_rate=3e-3",
     )
-    run = place.start("offline", "algorithm=dpo", *keys, "data.rejected_field=bad")
+    run = place.fork("offline", "algorithm=dpo", *keys, "data.rejected_field=bad")
     run.finish()
     rows = [row for row in run.rows() if row["step"]]
     assert [row["preference/pairs"] for row in rows] == [36] * 8
     assert rows[0]["loss"] == pytest.approx(0.693, abs=0.01)  # log 2: the policy is the reference
     assert rows[-1]["preference/accuracy"] > 0.9
-    refused = place.start("refused", *keys, "data.rejected_field=bad")
+    refused = place.fork("refused", *keys, "data.rejected_field=bad")
     assert refused.end() != 0
     assert "data.rejected_field makes pairs, which algorithm=dpo trains on" in refused.text()
 
 
 def test_old_log_probs_between_stale_rollouts_and_the_policy(place: Place) -> None:
     keys = ("algorithm=decoupled_ppo", "algorithm.old_logprobs=interpolated", "train.max_staleness=2", HALF_RIGHT)
-    run = place.start("interpolated", *keys, "train.steps=4")
+    run = place.fork("interpolated", *keys, "train.steps=4")
     run.finish()
     rows = [row for row in run.rows() if row["step"]]
     assert [row["staleness/max"] for row in rows] == [0, 1, 2, 2]

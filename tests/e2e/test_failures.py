@@ -27,18 +27,18 @@ def test_a_dead_learner_process_ends_the_run_and_is_named(place: Place) -> None:
 
 
 def test_an_update_that_is_not_finite_ends_the_run_with_what_to_do(place: Place) -> None:
-    run = place.start("nan", ONE, EVEN, "train.learning_rate=1e30", "train.steps=20")
+    run = place.fork("nan", ONE, EVEN, "train.learning_rate=1e30", "train.steps=20")
     assert run.end() == 1
     assert "log-probs by weight version" in run.text()
     assert "resume from the last checkpoint with a lower learning rate" in run.text()
     assert "Traceback" not in run.text()
-    run = place.start("nan", ONE, EVEN, "train.learning_rate=1e-3", "train.steps=4", resume=True)
+    run = place.fork("nan", ONE, EVEN, "train.learning_rate=1e-3", "train.steps=4", resume=True)
     run.finish()
     assert [row["step"] for row in run.rows() if row["phase"] == "rl"] == [0, 1, 2, 3, 4]
 
 
 def test_a_reward_that_raises_ends_the_run_naming_it_and_the_prompt(place: Place) -> None:
-    run = place.start("raising", ONE, "reward.function=my_rewards:raising", "warm_start.steps=0")
+    run = place.fork("raising", ONE, "reward.function=my_rewards:raising", "warm_start.steps=0")
     assert run.end() == 1
     assert "error: reward 'my_rewards:raising' of prompt '" in run.text()
     assert "raised KeyError: 'price list'" in run.text()
@@ -54,8 +54,8 @@ def test_rewards_that_are_nan_are_dropped_or_replaced_and_counted(place: Place) 
         "train.steps=2",
         "rollout.prompts_per_step=16",
     )
-    dropping = place.start("dropping", *keys, "reward.on_error=drop")
-    scoring = place.start("scoring", *keys, "reward.on_error=-1")  # beside it
+    dropping = place.fork("dropping", *keys, "reward.on_error=drop")
+    scoring = place.fork("scoring", *keys, "reward.on_error=-1")  # beside it
     for run in (dropping, scoring):
         run.finish()
         rows = [row for row in run.rows() if row["step"]]
@@ -85,7 +85,7 @@ def test_what_the_data_has_wrong_is_told_before_anything_is_trained(place: Place
         ),
         "gone": ("data.train=gone.jsonl: no such file",),
     }
-    runs = {name: place.start(f"data-{name}", *_files(name)) for name in expected}
+    runs = {name: place.fork(f"data-{name}", *_files(name)) for name in expected}
     for name, texts in expected.items():
         assert runs[name].end() == 1, runs[name].text()
         for text in texts:

@@ -74,31 +74,31 @@ def test_a_checkpoint_has_the_bytes_that_are_planned(reference: Run) -> None:
 
 
 def test_killed_at_every_kind_of_moment(place: Place, reference: Run) -> None:
-    run = place.start("killed", *ONE)
+    run = place.fork("killed", *ONE)
     run.until_row(warm_start_step=2)
     run.kill()
     assert not list(run.folder.glob("checkpoints/*"))
 
-    run = place.start("killed", *ONE, resume=True)  # nothing is saved yet: it starts over
+    run = place.fork("killed", *ONE, resume=True)  # nothing is saved yet: it starts over
     run.until_file("checkpoints/.writing-step_000000")
     run.kill()
     assert not list(run.folder.glob("checkpoints/step_*"))
 
-    run = place.start("killed", *ONE, resume=True)
+    run = place.fork("killed", *ONE, resume=True)
     run.until_file("checkpoints/step_000000")  # right after the first checkpoint
     run.kill()
 
-    run = place.start("killed", *ONE, resume=True)
+    run = place.fork("killed", *ONE, resume=True)
     run.until_file("checkpoints/.writing-step_000002/learner/*")
     run.kill()
     assert not (run.folder / "checkpoints/step_000002").exists()
 
-    run = place.start("killed", *ONE, resume=True)
+    run = place.fork("killed", *ONE, resume=True)
     run.until_row(step=3)  # between two checkpoints
     run.kill()
 
     (place.folder / "hold").touch()
-    run = place.start("killed", *ONE, resume=True)
+    run = place.fork("killed", *ONE, resume=True)
     run.until((place.folder / "holding").exists, "a step")
     (worker,) = run.workers()
     worker.kill()
@@ -106,7 +106,7 @@ def test_killed_at_every_kind_of_moment(place: Place, reference: Run) -> None:
     assert run.end() == 1
     assert f"rank 0 (pid {worker.pid}) was killed by signal 9" in run.text()
 
-    run = place.start("killed", *ONE, resume=True)
+    run = place.fork("killed", *ONE, resume=True)
     run.finish()
     assert run.record() == reference.record()
     assert sorted(p.name for p in run.folder.glob("checkpoints/*")) == ["step_000004", "step_000006"]
@@ -114,7 +114,7 @@ def test_killed_at_every_kind_of_moment(place: Place, reference: Run) -> None:
 
 
 def test_stopped_by_ctrl_c_in_the_warm_start_and_between_checkpoints(place: Place, reference: Run) -> None:
-    run = place.start("stopped", *ONE)
+    run = place.fork("stopped", *ONE)
     run.until_row(warm_start_step=2)
     run.process.send_signal(signal.SIGINT)
     run.finish()
@@ -122,21 +122,21 @@ def test_stopped_by_ctrl_c_in_the_warm_start_and_between_checkpoints(place: Plac
     assert saved.name in ("warm_start_000002", "warm_start_000003", "warm_start_000004")
     assert "--resume goes on" in run.text()
 
-    run = place.start("stopped", *ONE, resume=True)
+    run = place.fork("stopped", *ONE, resume=True)
     run.until_row(step=3)
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to the workers too
     run.finish()
     last = max(int(p.name[-6:]) for p in run.folder.glob("checkpoints/step_*"))
     assert 3 <= last < 6
 
-    run = place.start("stopped", *ONE, resume=True)
+    run = place.fork("stopped", *ONE, resume=True)
     run.finish()
     assert f"resuming from runs/stopped/checkpoints/step_{last:06d}" in run.text()
     assert run.record() == reference.record()
 
 
 def test_a_second_ctrl_c_ends_at_once(place: Place) -> None:
-    run = place.start("impatient", *ONE, "train.steps=100000")
+    run = place.fork("impatient", *ONE, "train.steps=100000")
     run.until_row(step=1)
     children = run.workers()
     run.process.send_signal(signal.SIGINT)
@@ -148,15 +148,15 @@ def test_a_second_ctrl_c_ends_at_once(place: Place) -> None:
 
 
 def test_a_pipeline_with_rollouts_ahead_resumes_its_buffer_and_exports_what_sampled(place: Place) -> None:
-    reference = place.start("ahead", *PIPELINE, "train.steps=4")
+    reference = place.fork("ahead", *PIPELINE, "train.steps=4")
     reference.finish()
-    run = place.start("ahead-killed", *PIPELINE, "train.steps=3")
+    run = place.fork("ahead-killed", *PIPELINE, "train.steps=3")
     run.until_row(step=2)
     assert len(run.workers()) == 2
     run.kill()
-    run = place.start("ahead-killed", *PIPELINE, "train.steps=3", resume=True)
+    run = place.fork("ahead-killed", *PIPELINE, "train.steps=3", resume=True)
     run.finish()
-    run = place.start("ahead-killed", *PIPELINE, "train.steps=4", resume=True)
+    run = place.fork("ahead-killed", *PIPELINE, "train.steps=4", resume=True)
     run.finish()
     rows, _ = run.record()
     assert [row["staleness/max"] for row in rows if row["step"]] == [0, 1, 1, 1]
@@ -189,7 +189,7 @@ def test_a_shard_that_changed_is_named_by_the_rank_that_reads_it(place: Place, r
     flipped[len(flipped) // 2] ^= 1
     shard.write_bytes(flipped)
     try:
-        run = place.start("reference", *ONE, resume=True)
+        run = place.fork("reference", *ONE, resume=True)
         assert run.end() == 1
     finally:
         shard.write_bytes(before)

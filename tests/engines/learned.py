@@ -23,8 +23,9 @@ from launcher.worker.learner_rank import Worker
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.tiny import byte_tokenizer
-from tests.distributed.ranks import FORKS, LIMIT
+from tests.distributed.ranks import LIMIT
 from tests.family_models import BASE, DENSE, MODELS
+from tests.forks import FORKS
 
 SHARED = "qwen3_moe"  # the family of `conftest.models`
 SIZES: Mapping[str, Any] = {

@@ -1,0 +1,22 @@
+"""The modules that test ranks and runs import before they are forked (tests/forks.py)."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest  # noqa: F401  as every test file does
+import torch._dynamo  # noqa: F401  as an optimizer's first step does
+
+warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")
+
+from transformers import AutoTokenizer  # noqa: E402, F401  as a controller does
+
+import launcher.commands.train  # noqa: E402
+import launcher.preflight.checks  # noqa: E402
+import launcher.programs.train  # noqa: E402, F401
+import rl_megatron.learner.megatron  # noqa: E402
+import rl_megatron.rollout.local.engine  # noqa: E402, F401
+
+gc.collect()
+gc.freeze()  # megatron collects garbage several times at each save and load, and looks at all that is imported
