@@ -133,6 +133,8 @@ class Roles:
     weights: WeightSync
     engine_metrics: Callable[[], Mapping[str, int]] = dict
     """What a row of metrics says of the engine's servers."""
+    gpus: Sequence[str] = ()
+    """CUDA's name for the GPU of each rank of the policy; none of CPUs."""
     rank_metrics: Callable[[], Mapping[str, float]] = dict
     """What a row of metrics says of the ranks' speed since the last call; every step calls it once, at its end."""
 

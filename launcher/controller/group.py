@@ -29,6 +29,7 @@ class WorkerGroup:
 
     def __init__(self, workers: Sequence[WorkerHandle], failure: Failure) -> None:
         self.workers, self._failure = workers, failure
+        self.gpus: Sequence[str] = ()  # CUDA's name for each rank's, once they are ready; none of CPUs
 
     async def each(self, name: str, *arguments: Any) -> list[Any]:
         """Make the same call on every rank. Returns answers in rank order."""
@@ -59,7 +60,7 @@ class WorkerGroup:
         limit = setup.config.learner.timeout_seconds
         try:
             async with asyncio.timeout(limit):
-                await self.gather(answers)
+                self.gpus = [name for name in await self.gather(answers) if name is not None]
         except TimeoutError as error:
             late = [str(w.rank) for w, answer in zip(self.workers, answers, strict=True) if not answer.done()]
             raise WorkerDied(

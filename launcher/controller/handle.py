@@ -44,7 +44,7 @@ class WorkerHandle:
             threading.Thread(target=target, name=f"{target.__name__} {name}", daemon=True).start()
 
     def prepare(self, setup: Setup) -> asyncio.Future[Any]:
-        """Send the setup that the worker waits for; done when it is ready to serve."""
+        """Send the setup that the worker waits for; the name of its GPU, if any, once it is ready to serve."""
         return self._send("prepare", setup)
 
     def call(self, name: str, *arguments: Any) -> asyncio.Future[Any]:

@@ -28,5 +28,6 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig, speeds: Speed
         frozen=others,
         engine=EngineGroup(group),
         weights=WeightGroup(group),
+        gpus=group.gpus,
         rank_metrics=speeds.row,
     )

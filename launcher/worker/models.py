@@ -63,6 +63,13 @@ class RankModels:
         self._hf = hf_layout(self._shape)
         self._layout = learner_layout(config, self._shape)
 
+    @property
+    def gpu(self) -> str | None:
+        """CUDA's name for this rank's GPU; None on a CPU."""
+        import torch
+
+        return None if self._device.type == "cpu" else torch.cuda.get_device_name(self._device)
+
     def _make_learners(self, config: RunConfig, role: str) -> dict[str, MegatronLearner]:
         from rl_megatron.learner.megatron import make_critic, make_policy
 

@@ -71,7 +71,7 @@ def run_worker(connection: Connection, rank: int, store: int | None = None) -> N
     threading.Thread(target=_hear, args=(connection, calls), name="hear", daemon=True).start()
     with run_log(setup.run_folder, role="rank" if setup.role == LEARNER else setup.role, rank=rank):
         worker = (Worker if setup.role == LEARNER else RankModels)(setup, rank, store)
-        say(connection, "ok", None)
+        say(connection, "ok", worker.gpu)
         _serve(connection, worker, calls)
 
 

@@ -34,7 +34,7 @@ class Documented:
     @property
     def is_timing(self) -> bool:
         """Whether it depends on the clock or on when the run saved, so that it differs between equal runs."""
-        return self.unit in ("s", "tokens/s", "rank", "s/s") or self.name.startswith(("checkpoint/", "memory/"))
+        return self.unit in ("s", "tokens/s", "rank", "s/s") or self.name.startswith(("checkpoint/", "memory/", "mfu/"))
 
 
 def _rows(*rows: tuple[str, str, str]) -> dict[str, Documented]:
@@ -177,6 +177,12 @@ METRICS: Mapping[str, Documented] = _rows(
     ("tokens/train", "tokens", "positions of the optimizer steps, prompts included, padding excluded"),
     ("tokens_per_second/rollout", "tokens/s", "tokens/rollout over seconds/rollout"),
     ("tokens_per_second/train", "tokens/s", "tokens/train over seconds/train"),
+    (
+        "mfu/train",
+        "",
+        "FLOPs of the policy's model in forward and backward over tokens/train, without what is computed again, over "
+        "seconds/train at the bfloat16 peak of its GPUs; only where that is known (rl_megatron/scaling/flops.py)",
+    ),
     ("seconds/rollout", "s", "sampling and rewards"),
     ("seconds/logprobs", "s", "log-probs of the old policy by the learner"),
     ("seconds/reference", "s", "log-probs of the reference; on separate ranks, only the wait after seconds/logprobs"),
@@ -243,8 +249,8 @@ def render_docs() -> str:
 `runs/<name>/metrics.jsonl` holds one JSON object per line: one for each recorded supervised step of the warm start,
 then one for each RL step. Names are stable. A value that was NaN or infinite is `null`. TensorBoard tags and W&B keys
 are the same names, prefixed by `warm_start/` in rows of the warm start. Log-probs, entropies and KLs are in nats.
-Metrics in s, s/s, tokens/s and rank depend on the clock, those of a checkpoint on when the run saved; all others are
-equal to the bit in equal runs.
+Metrics in s, s/s, tokens/s and rank, and mfu, depend on the clock, those of a checkpoint on when the run saved; all
+others are equal to the bit in equal runs.
 
 | name | unit | meaning |
 |---|---|---|

@@ -89,6 +89,7 @@ class Stopwatch:
         self._seconds: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
         self._bytes: dict[str, int] = {}
+        self._at_peak: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -107,6 +108,10 @@ class Stopwatch:
         """Record how many bytes ``phase`` wrote, for ``<phase>/bytes``."""
         self._bytes[phase] = num_bytes
 
+    def at_peak(self, phase: str, seconds: float) -> None:
+        """Add seconds that ``phase`` would take GPUs at their peak, for ``mfu/<phase>``."""
+        self._at_peak[phase] = self._at_peak.get(phase, 0.0) + seconds
+
     def row(self) -> dict[str, float]:
         """Metrics of all phases so far, and ``seconds/step`` since the stopwatch started."""
         rates = {
@@ -116,4 +121,9 @@ class Stopwatch:
         }
         seconds = {f"seconds/{phase}": value for phase, value in self._seconds.items()}
         sizes = {f"{phase}/bytes": value for phase, value in self._bytes.items()}
-        return {**seconds, **rates, **sizes, "seconds/step": time.perf_counter() - self._began}
+        shares = {
+            f"mfu/{phase}": least / self._seconds[phase]
+            for phase, least in self._at_peak.items()
+            if self._seconds.get(phase)
+        }
+        return {**seconds, **rates, **sizes, **shares, "seconds/step": time.perf_counter() - self._began}

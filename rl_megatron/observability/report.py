@@ -143,6 +143,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Seconds a step", metric="seconds/step", compared=True),
             Curve(title="Rollout speed", metric="tokens_per_second/rollout"),
             Curve(title="Training speed", metric="tokens_per_second/train"),
+            Curve(title="Share of the GPUs' peak in training (MFU)", metric="mfu/train"),
             Curve(title="Seconds of weight digests", metric="seconds/verify"),
             Curve(title="Passes, median and slowest rank", metric="seconds/passes_median", peak="seconds/passes_max"),
             Curve(title="A fixed computation, slowest rank over median", metric="ranks/slowness"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.scaling.flops import training_flops
 from rl_megatron.scaling.pushes import Push, push_cost
 from rl_megatron.scaling.saves import Save, save_cost
 
@@ -100,10 +101,9 @@ def _step(config: RunConfig, shape: ModelShape) -> StepTime | None:
 def floor_seconds(config: RunConfig, shape: ModelShape) -> float:
     """Seconds that no step on GPUs can beat if all completions have full length: training alone, at peak.
 
-    A token takes 6 FLOPs of each weight that it is multiplied by, forward and backward (arXiv:2001.08361, section 2.1).
-    Attention's own, recomputing and sampling are left out.
+    Forward and backward at the peak (`flops`); recomputing and sampling are left out.
     """
     rollout, peak = config.rollout, config.slurm.speeds.tflops * 1e12
-    tokens = config.completions_per_step * (rollout.max_prompt_tokens + rollout.max_new_tokens)
-    flops = 6.0 * shape.active_parameters * tokens * config.train.epochs
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    flops = training_flops(shape, [longest]) * config.completions_per_step * config.train.epochs
     return flops / (config.learner.dims.world_size * peak)

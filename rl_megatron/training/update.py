@@ -6,7 +6,7 @@ Runs in the controller process; every tensor here is on the CPU. Randomness is a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
@@ -48,6 +48,8 @@ class Update:
     config: RunConfig
     roles: Roles
     attention_cost: float
+    seconds_at_peak: Callable[[Iterable[int]], float] | None = None
+    """Of training the policy on sequences of such lengths; None where its GPUs' peak is not known."""
     state: AlgorithmState = field(init=False)
     _selection: Selection = field(init=False)
     _packer: Packer = field(init=False)
@@ -211,6 +213,8 @@ class Update:
                     valued = at_once.begin("critic", asked)
                 if trained is not None:
                     policy_steps.append(await at_once.end(trained))
+                    if self.seconds_at_peak is not None:
+                        watch.at_peak("train", self.seconds_at_peak(_lengths(batch)))
                 if valued is not None:
                     critic_steps.append(await at_once.end(valued))
         row["steps/skipped"] = [*policy_steps, *critic_steps].count(None)
@@ -250,6 +254,11 @@ class AtOnce:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _lengths(batch: Batch) -> list[int]:
+    """Positions of every sequence that ranks compute."""
+    return [n for row in batch.micro_batches for samples in row for n in samples.cu_seqlens.diff().tolist()]
 
 
 def _by_own_routes(batch: Batch) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -160,3 +161,22 @@ def test_the_row_tells_the_means_of_the_optimizer_steps_of_each_model() -> None:
         assert row[name + "grad_norm"] == pytest.approx(sum(float(g.norm()) for g in gradients) / 2, rel=1e-2)
     assert row["critic/learning_rate"] == 0.5
     assert "critic/explained_variance" in row
+
+
+def test_the_policys_share_of_its_gpus_peak_is_of_every_sequence_of_every_pass() -> None:
+    config = RunConfig.model_validate({"algorithm": CRITIC, "train": {"minibatches": 2, "epochs": 3}})
+    policy, critic = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(table(VOCABULARY, seed=2))
+    unused, heard = Toy(torch.zeros(1)), list[int]()
+    roles: Any = Roles(learners={"policy": policy, "critic": critic}, frozen={}, engine=unused, weights=unused)
+
+    def a_second_a_position(lengths: Iterable[int]) -> float:
+        heard.extend(added := list(lengths))
+        return float(sum(added))
+
+    sampled, watch = groups(3, table(VOCABULARY, VOCABULARY, seed=4)), Stopwatch()
+    update = Update(config=config, roles=roles, attention_cost=0.0, seconds_at_peak=a_second_a_position)
+    row = asyncio.run(update(sampled, 3, watch))
+    whole = [len(c.token_ids) - 1 for group in sampled for t in group.trajectories for c in t.chains]
+    assert sorted(heard) == sorted(3 * whole)
+    found = watch.row()
+    assert found["mfu/train"] == pytest.approx(float(row["tokens/train"] or 0) / found["seconds/train"])

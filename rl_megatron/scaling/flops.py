@@ -1,0 +1,175 @@
+"""Floating-point operations of a model's steps, and peaks of known GPUs: the share of a peak that a run uses (MFU).
+
+A multiplication and an addition are two. Counted are the matrix products of a model's parameters and of attention, with
+the keys that a position attends to, and of experts those that a token chose: the model's work whatever computes it.
+Left out are norms, activations, rotary angles, softmax and the optimizer, padding, and what is computed again, which is
+counted apart. PaLM (arXiv:2204.02311, appendix B) defines MFU so, but counts every key as attended to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.models.shape import LatentAttention, ModelShape
+from rl_megatron.options.implementation import wants_transformer_engine
+
+PASSES = 3
+"""Forward passes that a training step costs: the backward pass has two products for each of the forward's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """A GPU's dense peak, 1e12 FLOP/s, without sparsity; ``float8`` is None where the GPU has none.
+
+    ``names`` are parts of the name that CUDA gives it. Sources, all NVIDIA's: the data sheets of A100 (June 2021), H100
+    (2024), H200 (2024), of H100 NVL and H200 NVL the halves of their sparse figures, the Blackwell architecture brief
+    (2024) for B200 at 1,000 W and GB200 at 1,200 W.
+    """
+
+    names: Sequence[str]
+    bfloat16: float
+    float8: float | None
+
+
+PEAKS: Sequence[Peak] = (  # the first that fits
+    Peak(names=("A100",), bfloat16=312.0, float8=None),
+    Peak(names=("H100 PCIe",), bfloat16=756.0, float8=1513.0),
+    Peak(names=("H100 NVL", "H200 NVL"), bfloat16=835.5, float8=1671.0),
+    Peak(names=("H100", "H200", "H800", "GH200"), bfloat16=989.5, float8=1979.0),
+    Peak(names=("GB200",), bfloat16=2500.0, float8=5000.0),
+    Peak(names=("B200",), bfloat16=2250.0, float8=4500.0),
+)
+
+
+def peak_of(name: str) -> Peak | None:
+    """The peak of the GPU that CUDA calls ``name``; None if it is not in the table, or a part of one (MIG)."""
+    words = name.replace("-", " ").split()
+    if "MIG" in words:
+        return None
+    return next((peak for peak in PEAKS if any(_has(words, known.split()) for known in peak.names)), None)
+
+
+def seconds_at_peak(shape: ModelShape, gpus: Sequence[str]) -> Callable[[Iterable[int]], float] | None:
+    """Says how many seconds training on sequences of such lengths takes ``gpus``, by name, at their bfloat16 peak.
+
+    Over the seconds that it took it is the MFU. None if there is no GPU, or the peak of one is not known.
+    """
+    known = [peak for name in gpus if (peak := peak_of(name)) is not None]
+    if not known or len(known) < len(gpus):
+        return None
+    together = sum(peak.bfloat16 for peak in known) * 1e12
+    return lambda lengths: training_flops(shape, lengths) / together
+
+
+def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
+    """Of forward and backward over sequences of so many positions, each attended to causally, without recomputation."""
+    return PASSES * forward_flops(shape, lengths)
+
+
+def forward_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
+    """Of one forward pass, the output layer at every position included."""
+    batch = _Batch.of(shape, lengths)
+    return _head(shape, batch) + sum(sum(_layer(shape, layer, batch).values()) for layer in range(shape.num_layers))
+
+
+def recomputed_flops(learner: LearnerSection, shape: ModelShape, lengths: Iterable[int]) -> float:
+    """What the backward pass computes again, by ``learner.recompute`` and ``learner.head_dtype``.
+
+    With `training_flops` it is what the hardware computes, but for padding.
+    """
+    batch = _Batch.of(shape, lengths)
+    again = 0.0 if learner.head_dtype is None else _head(shape, batch)
+    whole = _whole_layers(learner, shape)
+    for layer in range(shape.num_layers):
+        parts = _layer(shape, layer, batch)
+        again += sum(parts.values()) if layer in whole else _parts_again(learner, shape, parts)
+    return again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """Positions, and by window the (query, key) pairs of causal attention."""
+
+    tokens: int
+    pairs: Mapping[int, float]
+
+    @classmethod
+    def of(cls, shape: ModelShape, lengths: Iterable[int]) -> _Batch:
+        each = list(lengths)
+        return cls(tokens=sum(each), pairs={w: sum(_pairs(n, w) for n in each) for w in {0, *shape.windows}})
+
+
+def _pairs(length: int, window: int) -> float:
+    """(query, key) pairs of a sequence whose positions see themselves and ``window`` - 1 before; 0: all before."""
+    full = min(length, window or length)
+    return full * (full + 1) / 2 + (length - full) * full
+
+
+def _layer(shape: ModelShape, layer: int, batch: _Batch) -> dict[str, float]:
+    """Forward FLOPs of a layer by part, in megatron-core's words for what it can recompute."""
+    parts = dict(_per_token(shape, sparse=layer in shape.moe_layers))
+    pairs = batch.pairs[shape.windows[layer] if shape.windows else 0]
+    key_dim = shape.head_dim
+    value_dim = shape.latent.value_dim if shape.latent else shape.head_dim
+    scores = 2 * pairs * shape.num_heads * (key_dim + value_dim)
+    return {"core_attn": scores, **{name: batch.tokens * flops for name, flops in parts.items()}}
+
+
+@cache
+def _per_token(shape: ModelShape, *, sparse: bool) -> Mapping[str, float]:
+    """Forward FLOPs of a layer's parameters for one position."""
+    hidden, m = shape.hidden_size, shape.latent
+    parts = {"attention": 2.0 * hidden * (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim}
+    if m is not None:
+        parts = _latent(shape, m)
+    if not sparse:
+        return {**parts, "mlp": 6.0 * hidden * shape.dense_width}
+    return {
+        **parts,
+        "router": 2.0 * hidden * shape.num_experts,
+        "experts": 6.0 * hidden * shape.experts_per_token * shape.expert_width,
+        "shared_experts": 6.0 * hidden * shape.shared_width,
+    }
+
+
+def _latent(shape: ModelShape, m: LatentAttention) -> dict[str, float]:
+    """Down into latents and out of the heads; and up from the latents, which can be recomputed."""
+    hidden, heads = shape.hidden_size, shape.num_heads
+    queries = heads * (m.nope_dim + m.rope_dim)
+    down = hidden * (m.query_rank or queries) + hidden * (m.kv_rank + m.rope_dim) + heads * m.value_dim * hidden
+    up = (m.query_rank or 0) * queries + m.kv_rank * heads * (m.nope_dim + m.value_dim)
+    return {"attention": 2.0 * down, "mla_up_proj": 2.0 * up}
+
+
+def _head(shape: ModelShape, batch: _Batch) -> float:
+    return 2.0 * batch.tokens * shape.hidden_size * shape.vocab_size
+
+
+def _whole_layers(learner: LearnerSection, shape: ModelShape) -> range | set[int]:
+    """The layers of which only inputs are kept."""
+    section, chunks = learner.recompute, learner.pp * learner.vpp
+    if section.uniform is not None:
+        return range(shape.num_layers)
+    out, first = set[int](), 0
+    for size in learner.stages or [shape.num_layers // chunks] * chunks:
+        out |= set(range(first, first + min(size, section.block or 0)))
+        first += size
+    return out
+
+
+def _parts_again(learner: LearnerSection, shape: ModelShape, parts: Mapping[str, float]) -> float:
+    """Of a layer that keeps more than its input. Torch's experts compute gate and up again for their activation."""
+    of = {name: [name] for name in ("core_attn", "mla_up_proj", "mlp", "shared_experts")}
+    of["moe"] = ["router", "experts", "shared_experts"]
+    again = sum(parts.get(part, 0.0) for module in learner.recompute.modules for part in of.get(module, ()))
+    if learner.recompute.moe_act and not wants_transformer_engine(learner, shape):
+        again += parts.get("experts", 0.0) * 2 / 3
+    return again
+
+
+def _has(words: Sequence[str], part: Sequence[str]) -> bool:
+    """Whether ``part`` stands among the words, one after the other."""
+    return any(list(words[i : i + len(part)]) == list(part) for i in range(len(words)))

@@ -1,0 +1,164 @@
+"""FLOPs against torch's own count of transformers' models, forward and backward, and against published forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.models.named import NAMED
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.scaling.flops import PEAKS, forward_flops, peak_of, recomputed_flops, seconds_at_peak, training_flops
+from rl_megatron.weights.layouts.families import read_shape
+from tests.family_models import save_model
+
+LENGTHS = (7, 16)
+FAMILIES = (
+    *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral_window", "mixtral", "glm4_moe", "glm4_moe_air"),
+    *("deepseek_v2", "deepseek_v3", "moonlight", "gpt_oss", "minimax_m2"),
+)
+
+
+def masked_pairs(shape: ModelShape, layer: int, length: int) -> int:
+    """(query, key) pairs that causality or a window hides: transformers' eager attention multiplies them all the same,
+    and masks."""
+    window = shape.windows[layer] if shape.windows else 0
+    visible = sum(1 for q in range(length) for k in range(length) if k <= q and (not window or q - k < window))
+    return length * length - visible
+
+
+def counted(model: Any, shape: ModelShape) -> float:
+    """What torch counts in forward and backward of each sequence, without the products that a mask hides."""
+    model.set_experts_implementation("eager")
+    total = 0.0
+    for length in LENGTHS:
+        ids = torch.randint(3, 61, (1, length), generator=torch.Generator().manual_seed(length))
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=ids, labels=ids).loss.backward()
+        total += counter.get_total_flops()
+        widths = shape.head_dim + (shape.latent.value_dim if shape.latent else shape.head_dim)
+        hidden = sum(masked_pairs(shape, layer, length) for layer in range(shape.num_layers))
+        total -= 3 * 2 * hidden * shape.num_heads * widths
+    return total
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_training_step_has_the_products_that_torch_counts(name: str, tmp_path: Path) -> None:
+    """Rotary angles are left out, which torch counts as products: less than 1 % even of models as small as these."""
+    model = save_model(name, tmp_path)
+    shape = read_shape(tmp_path)
+    wanted = counted(model, shape)
+    assert training_flops(shape, LENGTHS) == pytest.approx(wanted, rel=1e-12)
+
+
+def gpt(hidden: int, layers: int, vocab: int) -> ModelShape:
+    """Four and eight times hidden² of weights in attention and MLP, as a GPT's, whose MLP has two matrices."""
+    sizes = {"num_layers": layers, "hidden_size": hidden, "dense_width": 8 * hidden // 3, "vocab_size": vocab}
+    heads = {"num_heads": hidden // 64, "num_kv_heads": hidden // 64, "head_dim": 64}
+    return replace(NAMED["qwen3-30b-a3b"], **sizes, **heads, num_experts=0)
+
+
+def test_it_is_megatrons_published_form_of_a_gpt() -> None:
+    """arXiv:2104.04473, equation 3: 96 B s l h² (1 + s / 6h + V / 16lh) with every layer computed again; attention
+    there multiplies every key, here those before."""
+    batch, s, layers, h, vocab = 5, 96, 7, 192, 1000
+    shape, lengths = gpt(h, layers, vocab), [s] * batch
+    visible = (s + 1) / 2
+    published = 96 * batch * s * layers * h**2 * (1 + visible / (6 * h) + vocab / (16 * layers * h))
+    again = recomputed_flops(LearnerSection.model_validate({"recompute": {"uniform": 1}}), shape, lengths)
+    assert training_flops(shape, lengths) + again == pytest.approx(published, rel=1e-12)
+    head = 6 * batch * s * h * vocab
+    assert 3 * again + head == pytest.approx(training_flops(shape, lengths), rel=1e-12)
+
+
+LLAMA_405B = {"num_layers": 126, "hidden_size": 16384, "num_heads": 128, "num_kv_heads": 8, "head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("shape", "gigaflops"),
+    [
+        (NAMED["deepseek-v3"], 250),
+        (replace(NAMED["qwen3-30b-a3b"], **LLAMA_405B, num_experts=0, dense_width=53248, vocab_size=128256), 2448),
+    ],
+)
+def test_a_token_costs_what_deepseek_published(shape: ModelShape, gigaflops: float) -> None:
+    """arXiv:2505.09343, table 2: training of a token in sequences of 4,096, without draft layers."""
+    assert training_flops(shape, [4096]) / 4096 / 1e9 == pytest.approx(gigaflops, rel=0.0105)
+
+
+def again_of(learner: dict[str, Any], shape: ModelShape) -> float:
+    return recomputed_flops(LearnerSection.model_validate(learner), shape, LENGTHS)
+
+
+def test_what_is_computed_again_is_counted_apart_and_by_hand() -> None:
+    shape, tokens = NAMED["deepseek-v3"], sum(LENGTHS)
+    pairs = sum(n * (n + 1) / 2 for n in LENGTHS)
+    scores = 2 * pairs * 128 * (192 + 128)
+    experts, shared, router = 6 * 7168 * 8 * 2048, 6 * 7168 * 2048, 2 * 7168 * 256
+    up = 2 * (1536 * 128 * 192 + 512 * 128 * 256)
+    torch_layers = {"device": "cuda", "layers": "torch"}
+    by_hand = {
+        "core_attn": 61 * scores,
+        "mla_up_proj": 61 * tokens * up,
+        "mlp": 3 * tokens * 6 * 7168 * 18432,
+        "moe": 58 * tokens * (experts + shared + router),
+        "shared_experts": 58 * tokens * shared,
+        "moe_act": 58 * tokens * experts * 2 / 3,
+    }
+    for module, wanted in by_hand.items():
+        assert again_of({**torch_layers, "recompute": {module: True}}, shape) == pytest.approx(wanted, rel=1e-12)
+    assert again_of({"device": "cuda", "recompute": {"moe_act": True}}, shape) == 0  # TransformerEngine's activation
+    assert again_of({"head_dtype": "float32"}, shape) == 2 * tokens * 7168 * 129280
+    assert again_of({}, shape) == 0
+    whole = forward_flops(shape, LENGTHS) - 2 * tokens * 7168 * 129280
+    assert again_of({"recompute": {"uniform": 1}}, shape) == pytest.approx(whole, rel=1e-12)
+    staged = {"pp": 2, "stage_layers": "31+30", "recompute": {"block": 3}}  # three dense layers, and three of experts
+    dense = scores + tokens * (6 * 7168 * 18432 + up + 2 * _down())
+    sparse = scores + tokens * (experts + shared + router + up + 2 * _down())
+    assert again_of(staged, shape) == pytest.approx(3 * dense + 3 * sparse, rel=1e-12)
+
+
+def _down() -> int:
+    return 7168 * 1536 + 7168 * (512 + 64) + 128 * 128 * 7168
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA GH200 480GB", 989.5),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("a pretended GPU", None),
+    ],
+)
+def test_a_gpus_peak_by_the_name_that_cuda_gives_it(name: str, tflops: float | None) -> None:
+    peak = peak_of(name)
+    assert (None if peak is None else peak.bfloat16) == tflops
+
+
+def test_the_peaks_of_the_same_chip_are_twice_as_high_in_fp8() -> None:
+    for peak in PEAKS:
+        assert peak.float8 is None or peak.float8 == pytest.approx(2 * peak.bfloat16, rel=2e-3)
+
+
+def test_a_step_at_the_peak_of_all_gpus_together_takes_these_seconds() -> None:
+    shape = NAMED["deepseek-v3"]
+    two = seconds_at_peak(shape, ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
+    assert two is not None
+    assert two([4096] * 3) == pytest.approx(3 * 4096 * 250e9 / (989.5e12 + 312e12), rel=0.01)
+    assert seconds_at_peak(shape, []) is None
+    assert seconds_at_peak(shape, ["NVIDIA H200", "a pretended GPU"]) is None
