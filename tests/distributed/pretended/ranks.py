@@ -47,7 +47,7 @@ def _nurse(parent: int, worlds: Sequence[World], default: str) -> None:
     from tests.distributed.pretended import machine
 
     machine.install()
-    import tests.distributed.imports  # noqa: F401
+    import tests.imports  # noqa: F401
 
     set_default(default)
     fork = multiprocessing.get_context("fork")
