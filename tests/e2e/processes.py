@@ -209,15 +209,18 @@ class Place:
         return self._start(name, self._training(name, arguments, resume))
 
     def fork(self, name: str, *arguments: str, resume: bool = False) -> Run:
-        """The same in a fork, for files whose subject is not how a run starts."""
-        (output := self._output()).touch()
-        said, environment = self._training(name, arguments, resume), self._environment()
-        process = Fork(said, folder=self.folder, output=output, environment=environment)
-        return self._add(name, process, output)
+        """The same in a fork, for tests whose subject is not how a run starts."""
+        return self._fork(name, self._training(name, arguments, resume))
 
     def call(self, *arguments: str) -> Run:
         """Run the given command line to its end."""
         run = self._start("none", list(arguments))
+        run.end()
+        return run
+
+    def call_in_fork(self, *arguments: str) -> Run:
+        """The same in a fork."""
+        run = self._fork("none", list(arguments))
         run.end()
         return run
 
@@ -245,6 +248,11 @@ class Place:
                 env=self._environment(),
                 text=True,
             )
+        return self._add(name, process, output)
+
+    def _fork(self, name: str, arguments: list[str]) -> Run:
+        (output := self._output()).touch()
+        process = Fork(arguments, folder=self.folder, output=output, environment=self._environment())
         return self._add(name, process, output)
 
     def _add(self, name: str, process: subprocess.Popen[str] | Fork, output: Path) -> Run:

@@ -76,16 +76,16 @@ def test_a_finished_run_its_name_and_its_configuration(place: Place) -> None:
     keys = ("learner.ep=1", "reward.function=my_rewards:even", "warm_start.steps=0", "train.steps=1")
     first = place.start("unnamed", *keys, "run.name=null")
     first.until(lambda: (place.folder / "runs/tiny_cpu/config.yaml").exists(), "its folder")
-    second = place.start("busy", *keys, "run.name=tiny_cpu", resume=True)
+    second = place.fork("busy", *keys, "run.name=tiny_cpu", resume=True)
     assert second.end() == 1
     assert "runs/tiny_cpu: another process runs in it" in second.text()
-    third = place.start("third", *keys, "run.name=null")
+    third = place.fork("third", *keys, "run.name=null")
     for run in (first, third):
         run.finish()
     assert (place.folder / "runs/tiny_cpu/metrics.jsonl").exists()
     assert (place.folder / "runs/tiny_cpu-2/metrics.jsonl").exists()
 
-    other = place.start("tiny_cpu", *keys, "data.digits=3", "algorithm=cispo", "learner.ep=2", resume=True)
+    other = place.fork("tiny_cpu", *keys, "data.digits=3", "algorithm=cispo", "learner.ep=2", resume=True)
     assert other.end() == 1
     said = refused(other)
     assert "data.digits: 2 then, 3 now" in said
@@ -93,10 +93,10 @@ def test_a_finished_run_its_name_and_its_configuration(place: Place) -> None:
     assert "learner.ep" not in said
     assert "train.steps" not in said
 
-    longer = place.call("train", "--config", "runs/tiny_cpu/config.yaml", "--resume", "train.steps=2")
+    longer = place.call_in_fork("train", "--config", "runs/tiny_cpu/config.yaml", "--resume", "train.steps=2")
     assert longer.process.returncode == 0, longer.text()
     assert [row["step"] for row in _rows(place, "tiny_cpu")] == [0, 1, 2]
-    again = place.call("train", "--config", "runs/tiny_cpu/config.yaml", "--resume")
+    again = place.call_in_fork("train", "--config", "runs/tiny_cpu/config.yaml", "--resume")
     assert again.process.returncode == 0, again.text()
     assert [row["step"] for row in _rows(place, "tiny_cpu")] == [0, 1, 2]
 
@@ -106,7 +106,7 @@ def test_the_doctor_of_a_mismatch(place: Place) -> None:
     sound = place.call("doctor", "mismatch", "runs/tiny_cpu", "--prompts", "8", "--completions", "2")
     assert sound.process.returncode == 0, sound.text()
     assert "runs/tiny_cpu/checkpoints/step_000002" in sound.text()
-    sick = place.call("doctor", "mismatch", "runs/tiny_cpu", "rollout.top_p=0.5", "learner.tp=2")
+    sick = place.call_in_fork("doctor", "mismatch", "runs/tiny_cpu", "rollout.top_p=0.5", "learner.tp=2")
     assert sick.process.returncode == 1, sick.text()
     report = json.loads((place.folder / "runs/tiny_cpu/doctor/mismatch.json").read_text())
     found = {f["cause"]: f for f in report["findings"]}

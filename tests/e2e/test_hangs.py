@@ -38,7 +38,7 @@ def stacks(run: Run) -> dict[str, str]:
 
 
 def test_a_learner_process_that_stands_still_ends_the_run_at_the_limit(place: Place) -> None:
-    run = place.start("still", *TWO, "learner.timeout_seconds=60")
+    run = place.fork("still", *TWO, "learner.timeout_seconds=60")
     run.until_row(step=1)
     workers = run.workers()
     workers[1].send_signal(signal.SIGSTOP)

@@ -92,7 +92,7 @@ def ranks(run: Run) -> list[psutil.Process]:
 
 
 def test_actors_train_as_processes_do_and_a_dead_one_ends_the_run_by_name(place: Place) -> None:
-    local = place.start("local", *KEYS)
+    local = place.fork("local", *KEYS)
     local.finish()
     run = place.start("actors", *KEYS, "run.launcher=ray")
     run.finish()
