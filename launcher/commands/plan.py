@@ -18,9 +18,10 @@ from rl_megatron.config.sections.speeds import SpeedsSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.scaling.estimates import estimate
-from rl_megatron.scaling.memory import GB, Footprint, check_memory, footprints
+from rl_megatron.scaling.memory import GB, Footprint, check_memory, footprints, fullest
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
@@ -170,6 +171,7 @@ def show_config(config_name: str, overrides: Sequence[str], *, exact: bool = Fal
     shape = model_shape(model, config.learner.model)
     expect(config.model.name, shape)
     show_memory(config_name, config, shape)
+    print(_counted_layers(config, shape))
     if exact:
         show_dry_runs(config, shape, model)
     if check_memory(config, shape) is not None:
@@ -177,6 +179,19 @@ def show_config(config_name: str, overrides: Sequence[str], *, exact: bool = Fal
     found = estimate(config, shape)
     for line in (*found.lines(), *(f"note: {warning}" for warning in found.warnings())):
         print(line)
+
+
+def _counted_layers(config: RunConfig, shape: ModelShape) -> str:
+    """Whose layers keep the activations that the table counts."""
+    learner = config.learner
+    if not wants_transformer_engine(learner, shape):
+        return "The activations are those of torch's layers."
+    torch = learner.model_copy(update={"layers": "torch"})
+    most = fullest(config.model_copy(update={"learner": torch}), shape).total / GB
+    return (
+        "The activations are those of TransformerEngine's layers, which learner ranks use where it is installed; with "
+        f"torch's the fullest GPU needs {most:.1f} GB (learner.layers)."
+    )
 
 
 def show_dry_runs(config: RunConfig, shape: ModelShape, model: str) -> None:

@@ -6,6 +6,7 @@ That real ranks hold what is said here: tests/distributed/test_learner_parity.py
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -246,3 +247,29 @@ def test_plan_shows_a_column_a_stage(capsys: pytest.CaptureFixture[str]) -> None
     assert len(together.split("│")) == 2 + 1 + config.learner.dims.pp
     assert f"{fullest(config, shape).total / GB:.1f}" in together
     assert "It fits in slurm.gpu_memory_gb=80." in said
+
+
+def test_plan_says_whose_layers_it_counts_and_what_the_others_need(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = ("learner.recompute.uniform=null", "slurm.gpu_memory_gb=1000")
+
+    def said(*keys: str) -> str:
+        with pytest.raises(SystemExit):
+            main(
+                [
+                    "plan",
+                    "--config",
+                    "qwen3_30b_a3b",
+                    "learner.recompute.uniform=null",
+                    "slurm.gpu_memory_gb=1000",
+                    *keys,
+                ]
+            )
+        return capsys.readouterr().out
+
+    here, torchs = said(), said("learner.layers=torch")
+    most = re.search(r"TransformerEngine's layers.* with torch's the fullest GPU needs ([\d.]+) GB", here)
+    assert most is not None
+    (together,) = (re.findall(r"[\d.]+", line) for line in torchs.splitlines() if "together" in line)
+    assert most[1] == max(together, key=float)
+    assert most[1] not in re.findall(r"together .*", here)[0]
+    assert "The activations are those of torch's layers." in torchs
