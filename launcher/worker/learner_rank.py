@@ -154,6 +154,7 @@ class Worker(RankModels):
 
         Returns a CorruptionError instead of raising it, because the weights can be moved again.
         """
+        self._learners["policy"].gather()
         try:
             return self._staging.stage(version)
         except CorruptionError as error:
@@ -200,6 +201,7 @@ class Worker(RankModels):
     def send(self, version: int) -> tuple[WeightUpdate, Report] | SyncError:
         """Send this rank's shards to the engine ranks. Returns a SyncError if these fail."""
         assert self._sender is not None
+        self._learners["policy"].gather()
         try:
             return self._sender.send(version)
         except SyncError as error:

@@ -90,6 +90,9 @@ class Float32Head(VocabHead):
     logits are float32 products of them and of the output layer's weight, a chunk at a time."""
 
     model: GPTModel
+    announces: bool
+    """Whether the weight's gradient, which autograd does not see, is announced to it by one of zeros: megatron reduces
+    a bucket when autograd has been at all of its parameters (``learner.overlap.gradients``)."""
 
     @property
     def _weight(self) -> Tensor:
@@ -101,7 +104,7 @@ class Float32Head(VocabHead):
     @override
     def _logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         weight = self._weight
-        return head_logprobs(hidden, weight, targets, **self._cut(len(weight)))
+        return head_logprobs(hidden, weight, targets, announce=self.announces, **self._cut(len(weight)))
 
     @override
     def _logits(self, hidden: Tensor) -> Tensor:

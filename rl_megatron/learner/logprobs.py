@@ -58,16 +58,18 @@ def head_logprobs(
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
     chunk: int = 1024,
+    announce: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `token_logprobs`, of the logits ``hidden`` [T, H] times ``weight`` [V, H], multiplied in float32.
 
     The backward pass computes the logits again. If ``weight`` has a ``main_grad`` (megatron's
-    DistributedDataParallel), its gradient is added to that and is nowhere else; gradients of other uses of ``weight``
-    reach it as ever. The gradient of ``hidden`` is this TP rank's share.
+    DistributedDataParallel), its gradient is added to that and is nowhere else, but to ``announce`` it autograd gets
+    one of zeros; gradients of other uses of ``weight`` reach it as ever. The gradient of ``hidden`` is this TP rank's
+    share.
     """
     valid = min(max(vocab_size - vocab_start, 0), weight.shape[0])
     logprobs, entropy = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, 1.0 / temperature, valid, vocab_start, group, chunk
+        hidden, weight, targets, 1.0 / temperature, valid, vocab_start, group, chunk, announce
     )
     return logprobs, entropy
 
@@ -168,6 +170,7 @@ class _HeadLogprobs(torch.autograd.Function):
         vocab_start: int,
         group: dist.ProcessGroup | None,
         chunk: int,
+        announce: bool,
     ) -> tuple[Tensor, Tensor]:
         local = targets - vocab_start
         here = (local >= 0) & (local < valid)
@@ -191,7 +194,7 @@ class _HeadLogprobs(torch.autograd.Function):
         log_z = sums[0].log()
         logprobs, entropy = sums[2] - log_z, log_z - sums[1] / sums[0]
         ctx.save_for_backward(hidden, local, here, peak + log_z, entropy)
-        ctx.weight, ctx.scale, ctx.valid, ctx.chunk = weight, scale, valid, chunk
+        ctx.weight, ctx.scale, ctx.valid, ctx.chunk, ctx.announce = weight, scale, valid, chunk, announce
         ctx.set_materialize_grads(False)  # most losses do not use the entropy
         return logprobs, entropy
 
@@ -221,7 +224,7 @@ class _HeadLogprobs(torch.autograd.Function):
         if of_weight is not None and main_grad is not None:
             if not direct:
                 main_grad.add_(of_weight)
-            of_weight = None
+            of_weight = torch.zeros_like(whole) if ctx.announce else None
         if of_weight is not None:
             of_weight = of_weight.to(whole.dtype)
-        return of_hidden, of_weight, None, None, None, None, None, None
+        return of_hidden, of_weight, None, None, None, None, None, None, None

@@ -70,4 +70,7 @@ def _vocab_head(
     if learner.head_dtype is None:
         return VocabHead(temperature=temperature, vocab_size=vocab_size, chunk=chunk)
     stop_before_output_layer(models)
-    return Float32Head(temperature=temperature, vocab_size=vocab_size, chunk=chunk, model=models[-1])
+    announces = learner.overlap.gradients
+    return Float32Head(
+        temperature=temperature, vocab_size=vocab_size, chunk=chunk, model=models[-1], announces=announces
+    )

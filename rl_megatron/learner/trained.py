@@ -32,6 +32,7 @@ from rl_megatron.learner.heads import Head, ValueHead
 from rl_megatron.learner.model.build import with_dtypes
 from rl_megatron.learner.model.decoder_config import DecoderConfig
 from rl_megatron.learner.optimizer import adopt, make_optimizer, step
+from rl_megatron.learner.overlap import Buckets
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.learner.reduce import reduce_outputs
 from rl_megatron.learner.routers.balance import Balance, freeze_routers
@@ -66,6 +67,7 @@ class MegatronLearner(MegatronScorer):
             for i, m in enumerate(modules(config, models))
         ]
         self._optimizer = make_optimizer(self._trained, given)
+        self._buckets = Buckets(config, self._trained)
         self._heap = cpu.Heap()
         self._added: list[Added] = []  # since the last step
         config.grad_scale_func = self._optimizer.scale_loss
@@ -75,6 +77,11 @@ class MegatronLearner(MegatronScorer):
     def adopt(self) -> None:
         """Use the parameters that were written into ``tensors``: copies them into the optimizer's float32 weights."""
         adopt(self._optimizer)
+
+    def gather(self) -> None:
+        """Make ``tensors`` hold the weights of the last step, which with ``learner.overlap.parameters`` the next pass
+        gathers otherwise."""
+        self._buckets.gather()
 
     def load_weights(self, folder: Path) -> None:
         """Load the model of a ``torch_dist`` checkpoint, except a critic's value layer. Raises CheckpointError."""
@@ -88,13 +95,16 @@ class MegatronLearner(MegatronScorer):
         """Accumulate the gradients of this DP rank's micro-batches with those since the last ``step``.
 
         Returns ``loss`` and its metrics on last-stage ranks, else None. ``step`` all-reduces the gradients once;
-        megatron's schedule would do so after each call, and so count the first ones again.
+        megatron's schedule would do so after each call, and so count the first ones again. Raises RLMegatronError for a
+        second call before ``step`` with ``learner.overlap.gradients``.
         """
+        self._buckets.begin(again=bool(self._added))
         if not self._added:
             self._clear()
         add = partial(self._add, loss=loss, num_tokens=num_tokens, num_sequences=num_sequences)
         packed = self._pack(micro_batches)
         outputs = add(packed)
+        self._buckets.end()
         self._added.append((micro_batches, add))
         return reduce_outputs(outputs) if parallel_state.is_pipeline_last_stage() else None
 
@@ -155,7 +165,7 @@ class MegatronLearner(MegatronScorer):
         for number, (micro_batch, add) in enumerate(each):
             activity.part(f"the gradient is not finite: micro-batch {number + 1} of {len(each)} by itself")
             self._clear()
-            with self._observers.unseen(), self._routing.unseen():
+            with self._buckets.held_back(), self._observers.unseen(), self._routing.unseen():
                 add(self._pack([micro_batch]))
             buffers = [buffer for chunk in self._trained for buffer in chunk.buffers]
             if self._dims.ep == 1:
@@ -167,6 +177,7 @@ class MegatronLearner(MegatronScorer):
 
     def save(self, folder: Path) -> dict[str, Digest]:
         """Write this rank's shards into ``folder``. Returns its files' digests, by name. Raises CheckpointError."""
+        self.gather()
         return checkpoint.save(folder, self._trained, self._optimizer)
 
     def load(self, folder: Path) -> None:

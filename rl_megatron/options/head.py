@@ -41,7 +41,8 @@ class OutputHead(Option):
         """Bytes on the last stage beside two float32 copies of a chunk.
 
         Hidden states, logits, the gradients of both and of the weight; or, with a float32 head, hidden states, their
-        gradient, a float32 block of the weight, and its gradient in float32, unless all are added up in that."""
+        gradient, a float32 block of the weight, and its gradient in float32, unless all are added up in that; then,
+        where gradients overlap, zeros of its size for autograd."""
         if rank.stage < learner.pp - 1:
             return {**terms, "logits": 0.0}
         rows, size = shape.vocab_size / learner.tp, BYTES[learner.dtype]
@@ -52,4 +53,5 @@ class OutputHead(Option):
             return {**terms, "logits": hidden + logits + 2 * chunk}
         block = min(rows, WEIGHT_ROWS) * shape.hidden_size * 4 if size < 4 else 0.0
         of_weight = 0.0 if learner.gradient_dtype == "float32" else rows * shape.hidden_size * 4
-        return {**terms, "logits": hidden + of_weight + chunk + max(chunk, block)}
+        announced = rows * shape.hidden_size * size if learner.overlap.gradients else 0.0
+        return {**terms, "logits": hidden + max(of_weight + chunk + max(chunk, block), announced)}

@@ -43,10 +43,10 @@ class Optimizer(Option):
     keys = OptimizerKeys
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """AdamW's settings. One bucket makes ranks reduce all gradients at once, after the backward pass."""
+        """AdamW's settings."""
         section = learner.optimizer
         return Keywords(
-            ddp={"use_distributed_optimizer": section.distributed, "bucket_size": None},
+            ddp={"use_distributed_optimizer": section.distributed},
             optimizer={
                 "optimizer": "adam",
                 "lr": 0.0,

@@ -22,6 +22,7 @@ from rl_megatron.options.layers import Layers
 from rl_megatron.options.offload import Offload
 from rl_megatron.options.optimizer import Optimizer
 from rl_megatron.options.option import Keywords, Option, Rank, Terms
+from rl_megatron.options.overlap import Overlap
 from rl_megatron.options.pipeline import Pipeline
 from rl_megatron.options.recompute import Recompute
 from rl_megatron.options.replicas import Replicas
@@ -49,6 +50,7 @@ OPTIONS: Mapping[str, Option] = {
     "routers": Routers(),
     "head": OutputHead(),
     "optimizer": Optimizer(),
+    "overlap": Overlap(),
     "offload": Offload(),
 }
 """This package's options by the name of their file, in the order in which they act on a rank's bytes: what layers keep

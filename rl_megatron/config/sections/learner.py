@@ -14,6 +14,7 @@ from rl_megatron.options.head import HeadKeys
 from rl_megatron.options.layers import LayersKeys
 from rl_megatron.options.offload import OffloadKeys
 from rl_megatron.options.optimizer import OptimizerKeys
+from rl_megatron.options.overlap import OverlapKeys
 from rl_megatron.options.pipeline import PipelineKeys
 from rl_megatron.options.recompute import RecomputeKeys
 from rl_megatron.options.replicas import ReplicaKeys
@@ -51,6 +52,7 @@ class WorldKeys(Section):
 @with_installed_keys
 class LearnerSection(  # pydantic takes the keys of the last base first
     OffloadKeys,
+    OverlapKeys,
     OptimizerKeys,
     RouterKeys,
     WorldKeys,

@@ -96,9 +96,8 @@ class GroupedColumnLinear(torch.nn.Module):
             set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
             self.register_parameter(f"weight{expert}", weight)
 
-    @property
-    def weights(self) -> list[Tensor]:
-        """The weights, in the order of the experts."""
+    def forward(self) -> list[Tensor]:
+        """The weights, in the order of the experts. Megatron waits for weights on their way when a module is called."""
         return [getattr(self, f"weight{expert}") for expert in range(self.num_gemms)]
 
     def sharded_state_dict(
@@ -139,7 +138,7 @@ class GroupedMLP(TEGroupedMLP):
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Tokens [n, h] sorted by expert -> ([n, h], None), scaled by ``probs`` [n]."""
-        weights = self.linear_fc1.weights, self.linear_fc2.weights
+        weights = self.linear_fc1(), self.linear_fc2()
         return expert_mlp(x, probs, tokens_per_expert.tolist(), *weights, recompute=self.activation_recompute), None
 
 

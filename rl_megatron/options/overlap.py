@@ -1,0 +1,74 @@
+"""``learner.overlap``: data-parallel communication while other layers compute (arXiv:2104.04473, section 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rl_megatron.options.option import Keywords, Option
+from rl_megatron.section import Positive, Section
+
+if TYPE_CHECKING:
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
+
+
+class OverlapSection(Section):
+    """Communication between data-parallel ranks that runs while they compute. It changes no result; how much time it
+    saves is not measured."""
+
+    gradients: bool = False
+    """Whether ranks reduce the gradients of a bucket as soon as the last micro-batch's backward pass has computed
+    them; false: all together after it. The first step after a start still reduces them then."""
+    parameters: bool = False
+    """Whether ranks gather the parameters that an optimizer step changed during the next forward pass, a bucket ahead
+    of it; false: at the end of the step. A push or a checkpoint right after the step gathers them first."""
+    bucket_parameters: Positive | None = None
+    """Parameters after which a bucket ends; null: 40 million, or a million for each data-parallel rank if that is
+    more. Only the first chunk of the first pipeline stage has several buckets."""
+
+
+class OverlapKeys(Section):
+    """The section of keys of `Overlap`."""
+
+    overlap: OverlapSection = OverlapSection()
+
+
+class Overlap(Option):
+    """Buckets of gradients and parameters, which ranks reduce and gather by themselves."""
+
+    keys = OverlapKeys
+
+    def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+        """Keys without effect, and what megatron-core's gathering of parameters lacks."""
+        section, d = learner.overlap, learner.dims
+        if section.gradients and d.dp * d.cp == 1 and d.tp == d.ep * d.etp:
+            yield (
+                "learner.overlap.gradients=true: each rank has parameters of its own, so there is nothing to reduce; "
+                "leave it out, or raise learner.dp"
+            )
+        if section.bucket_parameters is not None and not section.gradients:
+            yield (
+                f"learner.overlap.bucket_parameters={section.bucket_parameters} without learner.overlap.gradients=true "
+                "would have no effect: there is one bucket; leave it out"
+            )
+        if not section.parameters:
+            return
+        lacking = {
+            "learner.overlap.gradients=true": section.gradients,
+            "learner.optimizer.distributed=true": learner.optimizer.distributed,
+        }
+        for key in (key for key, there in lacking.items() if not there):
+            yield f"learner.overlap.parameters=true: megatron-core can do this only with {key}; set it"
+        if learner.own_layers is not None:
+            yield (
+                f"learner.overlap.parameters=true with learner.layers={learner.own_layers}: parameters are waited for "
+                "when the module that has them is called, and layers of your own may read them otherwise; leave it out"
+            )
+
+    def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
+        """What overlaps, and the size of buckets. Without ``gradients`` there is one bucket, reduced after the pass."""
+        section = learner.overlap
+        gather = {"overlap_param_gather": True} if section.parameters else {}
+        reduce = {"overlap_grad_reduce": True} if section.gradients else {}
+        return Keywords(ddp={"bucket_size": section.bucket_parameters, **reduce, **gather}, optimizer=gather)

@@ -1,0 +1,267 @@
+"""Communication that overlaps with computation changes no result: losses, gradient norms, weights and checkpoints of
+three steps are those of the same layout without it. All layouts run in four processes that are started once.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import TinyModelSection
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.data.packing import pack
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.types import Batch, SkippedStep
+from rl_megatron.weights.layouts.families import read_shape
+from tests.distributed.ragged import ragged_samples
+from tests.distributed.ranks import run_ranks
+from tests.family_models import save_model
+from tests.rows import policy_loss
+
+STEPS, SEQUENCES, VOCABULARY, PUSHING = 3, 12, 61, 2
+LOSS = policy_loss(objective="cispo", aggregation="token_mean")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "dp2": {"dp": 2},
+    "ep2": {"ep": 2},
+    "pp2-vpp2-dp2": {"pp": 2, "vpp": 2, "dp": 2},
+}
+REDUCED = {"gradients": True, "bucket_parameters": 3000}
+OVERLAPS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "gradients": {"overlap": REDUCED},
+    "both, one bucket": {"overlap": {"gradients": True, "parameters": True}},
+    "both": {"overlap": REDUCED | {"parameters": True}},  # the last, because it goes on with the weights of none
+}
+HEAD = {"head_dtype": "float32", "dtype": "bfloat16", "gradient_dtype": "bfloat16"}
+
+
+def section(layout: str, **keys: Any) -> LearnerSection:
+    """Without clipping, which would multiply weights by a norm that buckets sum in another order."""
+    return LearnerSection.model_validate({**LAYOUTS[layout], "optimizer": {"clip_grad": 0.0}, **keys})
+
+
+def make_batch(learner: LearnerSection) -> Batch:
+    g = torch.Generator().manual_seed(5)
+    samples = ragged_samples(SEQUENCES, g)
+    ids, targets = samples.input_ids % VOCABULARY, samples.targets % VOCABULARY
+    advantages = torch.repeat_interleave(torch.randn(SEQUENCES, generator=g), samples.cu_seqlens.diff())
+    samples = replace(samples, input_ids=ids, targets=targets, advantages=advantages)
+    return pack(samples, dims=learner.dims, max_tokens=120)
+
+
+def make(folder: Path, learner: LearnerSection, rank: int, device: torch.device) -> Any:
+    from rl_megatron.learner.megatron import make_policy
+    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
+    from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
+
+    shape = read_shape(folder)
+    policy = make_policy(shape, learner, device, temperature=0.7)
+    layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple)
+    read_boxes(HFFolder(folder), hf_layout(shape), layout, rank, dict(policy.tensors))
+    policy.adopt()
+    return policy
+
+
+def train(policy: Any, batch: Batch, dp: int, *, scored: bool) -> list[Any]:
+    """Loss, norm and, if ``scored``, log-probs after each step. The last step leaves weights to be gathered."""
+    seen: list[Any] = []
+    counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
+    for _ in range(STEPS):
+        said = policy.backward(batch.micro_batches[dp], LOSS, **counts)
+        seen.append([said["loss"].value if said else None, policy.step(1e-2).grad_norm])
+        if scored:
+            found = policy.score(batch.micro_batches[dp], frozenset({"logprobs"}))
+            seen[-1].append([x.tolist() for x in found["logprobs"]] if found else None)
+    said = policy.backward(batch.micro_batches[dp], LOSS, **counts)
+    seen.append([said["loss"].value if said else None, policy.step(1e-2).grad_norm])
+    return seen
+
+
+def differing(policy: Any, other: Any) -> int:
+    return sum(not torch.equal(tensor, other.tensors[name]) for name, tensor in policy.tensors.items())
+
+
+def compare(model: Path, layout: str, keys: dict[str, Any], rank: int, device: torch.device, to: Path) -> Any:
+    """What each kind of overlap says of the same steps, and how its weights differ from those without."""
+    found: dict[str, Any] = {}
+    plain: Any = None
+    for name, overlap in OVERLAPS.items():
+        if keys and "gradients" in name:
+            continue
+        learner = section(layout, **keys, **overlap)
+        if next(learner_problems(learner), None) is not None:
+            continue
+        import time
+
+        t = time.time()
+        batch, policy = make_batch(learner), make(model, learner, rank, device)
+        one: dict[str, Any] = {"steps": train(policy, batch, learner.dims.dp_rank(rank), scored="bucket" in name)}
+        plain = plain or policy
+        one["buckets"] = sum(len(c.bucket_groups) + len(c.expert_parallel_bucket_groups) for c in policy._trained)
+        one["differ before"] = differing(policy, plain)
+        policy.gather()
+        one["differ"] = differing(policy, plain)
+        if name == "both":
+            one |= after(policy, plain, batch, learner.dims.dp_rank(rank), to)
+        print(layout, name, rank, time.time() - t, flush=True)
+        found[name] = one
+    return found
+
+
+def learner_problems(learner: LearnerSection) -> Any:
+    from rl_megatron.options.table import problems
+
+    return problems(learner)
+
+
+def after(policy: Any, plain: Any, batch: Batch, dp: int, to: Path) -> dict[str, Any]:
+    """A checkpoint right after a step, which the other loads; a skipped step; two passes in a step."""
+    row, counts = batch.micro_batches[dp], {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
+    for one in (policy, plain):
+        one.backward(row, LOSS, **counts)
+        one.step(1e-2)
+    policy.save(to)
+    wanted = {name: tensor.clone() for name, tensor in plain.tensors.items()}
+    plain.load(to)
+    loaded = sum(not torch.equal(tensor, plain.tensors[name]) for name, tensor in wanted.items())
+    bad = [replace(m, advantages=torch.full_like(m.advantages, torch.inf)) if not n else m for n, m in enumerate(row)]
+    culprits = []
+    for one in (policy, plain):
+        one.backward(bad if dp == 0 else row, LOSS, **counts)
+        skipped = one.step(1e-2)
+        assert isinstance(skipped, SkippedStep)
+        culprits.append([(c.data_rank, c.micro_batch) for c in skipped.culprits])
+    for one in (policy, plain):
+        one.backward(row, LOSS, **counts)
+    with pytest.raises(RLMegatronError, match="a step takes one backward pass"):
+        policy.backward(row, LOSS, **counts)
+    norms = [one.step(1e-2).grad_norm for one in (policy, plain)]
+    policy.gather()
+    return {"loaded": loaded, "culprits": culprits, "norms": norms, "differ later": differing(policy, plain)}
+
+
+def rank_main(rank: int, root: Path) -> None:
+    torch.set_num_threads(1)
+    import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
+    from rl_megatron.learner import world
+
+    import time
+
+    t = time.time()
+    for layout in LAYOUTS:
+        print(layout, rank, time.time() - t, flush=True)
+        learner = section(layout)
+        if rank >= learner.dims.world_size:
+            continue
+        device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-{layout}", seed=1)
+        found = {"experts": compare(root / "experts", layout, {}, rank, device, root / f"saved-{layout}-experts")}
+        if layout == "dp2":
+            for model in ("tied", "untied"):
+                found[model] = compare(root / model, layout, HEAD, rank, device, root / f"saved-{layout}-{model}")
+        (root / f"{layout}-{rank}.json").write_text(json.dumps(found))
+        world.leave()
+    for name in ("none", "both") if rank < PUSHING else ():
+        (root / f"pushed-{name}-{rank}.json").write_text(json.dumps(pushed(root, name, rank)))
+
+
+def pushed(root: Path, name: str, rank: int) -> dict[str, int]:
+    """Checksums of what the in-process engine of a rank holds after a push right after the third step."""
+    from launcher.wire.setup import Setup
+    from launcher.worker.learner_rank import Worker
+
+    learner = section("dp2", **OVERLAPS[name])
+    config = load_config("tiny_cpu", ["rollout.slots=8"]).model_copy(update={"learner": learner})
+    setup = Setup(
+        config=config,
+        model_folder=root / "experts",
+        run_folder=root / f"run-{name}",
+        rendezvous=f"file://{root}/rendezvous-{name}",
+    )
+    worker, batch = Worker(setup, rank, None), make_batch(learner)
+    for _ in range(STEPS):
+        row = batch.micro_batches[learner.dims.dp_rank(rank)]
+        worker.backward("policy", row, LOSS, batch.num_tokens, batch.num_sequences)
+        worker.step("policy", 1e-2)
+    worker.stage(1)
+    worker.commit(1)
+    sums = worker.checksums()
+    worker.close()
+    return sums
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What every rank of a layout says of every model."""
+    root = tmp_path_factory.mktemp("overlap")
+    (root / "made").mkdir()
+    made = make_tiny_model(TinyModelSection(num_layers=4), root / "made", seed=3)
+    made.rename(root / "experts")
+    save_model("qwen2", root / "tied")
+    save_model("qwen3", root / "untied")
+    for layout in LAYOUTS:
+        for model in ("experts", "tied", "untied"):
+            (root / f"saved-{layout}-{model}").mkdir()
+    run_ranks(rank_main, 4, root)
+    layouts = [*LAYOUTS, "pushed-none", "pushed-both"]
+    return {layout: [json.loads(p.read_text()) for p in sorted(root.glob(f"{layout}-?.json"))] for layout in layouts}
+
+
+SEVERAL = [layout for layout in LAYOUTS if layout != "one"]
+CASES = [(layout, "experts", name) for layout in SEVERAL for name in OVERLAPS if name != "none"]
+CASES += [("dp2", model, name) for model in ("tied", "untied") for name in ("both, one bucket", "both")]
+
+
+@pytest.mark.parametrize(("layout", "model", "name"), CASES)
+def test_it_changes_no_bit(layout: str, model: str, name: str, seen: Any) -> None:
+    for rank in seen[layout]:
+        plain, ours = rank[model]["none"], rank[model][name]
+        for (loss, norm, *_), (wanted, wanted_norm, *_) in zip(ours["steps"], plain["steps"], strict=True):
+            assert loss == wanted
+            assert norm == pytest.approx(wanted_norm, rel=1e-6)
+        assert ours["differ"] == 0
+
+
+@pytest.mark.parametrize("layout", SEVERAL)
+def test_layouts_agree_with_one_process(layout: str, seen: Any) -> None:
+    (alone,) = seen["one"]
+    wanted = alone["experts"]["none"]["steps"]
+    for rank in seen[layout]:
+        for step, (wanted_loss, wanted_norm, *_) in zip(rank["experts"]["both"]["steps"], wanted, strict=True):
+            loss, norm, *_ = step
+            assert loss is None or loss == pytest.approx(wanted_loss, rel=1e-5, abs=1e-7)
+            assert norm == pytest.approx(wanted_norm, rel=1e-4)
+
+
+def test_buckets_end_where_they_are_told_to(seen: Any) -> None:
+    for rank in seen["dp2"]:
+        counts = {name: one["buckets"] for name, one in rank["experts"].items()}
+        assert counts["none"] == counts["both, one bucket"] == 2  # of experts and of the others
+        assert counts["both"] == counts["gradients"] > 20
+
+
+def test_weights_wait_for_the_next_pass_or_a_push(seen: Any) -> None:
+    for rank in seen["dp2"]:
+        assert rank["experts"]["gradients"]["differ before"] == 0
+        assert rank["experts"]["both"]["differ before"] > 20
+    assert seen["pushed-both"] == seen["pushed-none"]
+    assert seen["pushed-both"][0] == seen["pushed-both"][1] != {}
+
+
+@pytest.mark.parametrize("layout", ["dp2", "ep2", "pp2-vpp2-dp2"])
+def test_checkpoints_and_skipped_steps_are_those_without_it(layout: str, seen: Any) -> None:
+    """A checkpoint of many buckets is loaded into one."""
+    for number, rank in enumerate(seen[layout]):
+        one = rank["experts"]["both"]
+        assert one["loaded"] == one["differ later"] == 0
+        assert one["norms"][0] == pytest.approx(one["norms"][1], rel=1e-6)
+        assert one["culprits"][0] == one["culprits"][1], number
+    blamed = [place for rank in seen[layout] for place in rank["experts"]["both"]["culprits"][0]]
+    assert [0, 0] in blamed
