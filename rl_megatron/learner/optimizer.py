@@ -24,6 +24,7 @@ _NO_PARAMETER = "no parameter"  # the key of a state that has a step alone
 def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -> MegatronOptimizer:
     """The optimizer of this rank's chunks. Every rank calls it. The learning rate is set before each step."""
     _fix_torch_adam()
+    _fix_places_of_state()
     HybridDeviceOptimizer._move_new_state_to_right_device = _move_state
     config = OptimizerConfig(**with_dtypes(given.optimizer))
     optimizer = get_megatron_optimizer(config, list(chunks))
@@ -131,6 +132,32 @@ def _move_state(hybrid: HybridDeviceOptimizer) -> None:
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
                     state[name] = value.to(weight.device)
+
+
+def _fix_places_of_state() -> None:
+    """Fix which state DistributedOptimizer saves for a parameter behind the first bucket (0.16.1).
+
+    It joins the buckets' states without the padding between them, and then cuts parameters out at their places in the
+    buffer, which count the padding. Here the joined state keeps it.
+    """
+    cls = distrib_optimizer.DistributedOptimizer
+    if getattr(cls, "places_fixed", False):
+        return
+    original = cls.sharded_param_state_fully_reshardable
+
+    def sharded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        padded = [part for buffer in self.buffers for part in (buffer, *buffer.buckets)]
+        unpadded = [part.numel_unpadded for part in padded]
+        for part in padded:
+            part.numel_unpadded = part.grad_data.numel()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for part, count in zip(padded, unpadded, strict=True):
+                part.numel_unpadded = count
+
+    cls.sharded_param_state_fully_reshardable = sharded
+    cls.places_fixed = True
 
 
 def _fix_torch_adam() -> None:
