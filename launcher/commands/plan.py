@@ -21,7 +21,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.scaling.estimates import estimate
-from rl_megatron.scaling.memory import GB, Footprint, check_memory, footprints, fullest
+from rl_megatron.scaling.memory import GB, Footprint, check_memory, footprints, fullest, parked_bytes
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
@@ -238,7 +238,7 @@ def show_memory(config_name: str, config: RunConfig, shape: ModelShape) -> None:
     """Print the memory on the fullest GPU of each pipeline stage."""
     stages: dict[str, Footprint] = {}
     for found in footprints(config, shape):
-        stage = str(found.stage) if found.role == LEARNER else f"{found.role} {found.stage}"
+        stage = " ".join(filter(None, (found.role if found.role != LEARNER else "", str(found.stage), found.phase)))
         if stage not in stages or found.total > stages[stage].total:
             stages[stage] = found
     table = Table("stage", *stages)
@@ -255,6 +255,9 @@ def show_memory(config_name: str, config: RunConfig, shape: ModelShape) -> None:
     gpus = config.learner.dims.world_size * (1 + len(config.roles.separate))
     console.print(f"{config_name}: GB on the fullest GPU of each pipeline stage, {gpus} GPUs in all", soft_wrap=True)
     console.print(table)
+    if parked := parked_bytes(config, shape):
+        said = f"{parked / GB:.1f} GB of a node's memory, pinned, for what leaves its GPUs while servers sample"
+        console.print(said, soft_wrap=True)
 
 
 def _texts(layouts: Sequence[str]) -> dict[str, str]:

@@ -39,7 +39,7 @@ _QUANTISED_TOLERANCE = 1.0  # nats
 
 
 class ServedLauncher(Launcher):
-    """Starts engine servers while ``inner`` starts the learners."""
+    """Starts engine servers while ``inner`` starts the learners; before that, where learners leave GPUs to servers."""
 
     def __init__(
         self,
@@ -66,6 +66,8 @@ class ServedLauncher(Launcher):
             servers = ServedEngines(config, adapter, self._model_folder, self._run_folder, self._shape, self._sites)
             starting = asyncio.create_task(stack.enter_async_context(servers.running(path)))
             try:
+                if config.learner.offload.while_sampling:  # once learners are there, GPUs have no room for a start
+                    await (await starting).weights.release()
                 roles = await stack.enter_async_context(self._inner.start(config, tell))
             except BaseException:
                 starting.cancel()

@@ -16,6 +16,7 @@ from rl_megatron import digests
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
+from rl_megatron.options.offload import leaving
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.types import Counts, Loss, Metric, Samples, SkippedStep, StepResult, Want
 
@@ -40,6 +41,7 @@ class RankModels:
         """``store``: see ``world.join``."""
         from rl_megatron.learner import world
         from rl_megatron.observability import speed
+        from rl_megatron.weights.bytes.parked import Parked
         from rl_megatron.weights.layouts.families import hf_layout, read_shape
         from rl_megatron.weights.layouts.learner import learner_layout
 
@@ -60,6 +62,8 @@ class RankModels:
             speed.begin(self._device)
         self._scorers: dict[str, MegatronScorer] = {**self._learners, **self._make_frozen(config, setup.role)}
         self._reference: dict[str, Tensor] = {}  # weights that replace the policy's when it scores as the reference
+        self._leaving, self._parked = leaving(config.learner), Parked()
+        self._shares_gpus = setup.role == LEARNER  # with servers; separate roles have nodes of their own
         self._hf = hf_layout(self._shape)
         self._layout = learner_layout(config, self._shape)
 
@@ -103,12 +107,15 @@ class RankModels:
         from rl_megatron.weights.checkpoints.made_up import MadeUp
         from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, TensorSource, read_boxes
 
+        if role in self._learners:
+            self._learners[role].unpark()
         random = self._made_up is not None and folder == self._model_folder
         if not random and role in self._learners and is_megatron(folder):
             self._learner(role).load_weights(folder)
             return
         tensors = dict(self._scorer(role).tensors)
         if role not in self._scorers:
+            self._parked.back("reference")
             tensors = self._reference = {name: torch.empty_like(t) for name, t in tensors.items()}
         like = next(iter(tensors.values()))
         shapes = self._layout.local_shapes(self._rank).items()  # a critic has no output layer: these values are dropped
@@ -120,9 +127,14 @@ class RankModels:
         self._scorer(role).adopt()
 
     def release(self) -> None:
-        """Return to the device what torch's allocator keeps of its memory; weights and optimizer stay."""
+        """Return to the device what torch's allocator keeps of its memory, and on the learner's ranks what
+        ``learner.offload.while_sampling`` says; `score`, `backward` and `step` take again what they need."""
         import torch
 
+        for role, learner in self._learners.items() if self._shares_gpus else ():
+            learner.park(pushed=role == "policy")
+        if self._shares_gpus and "models" in self._leaving:
+            self._parked.leave("reference", self._reference.values())
         torch.cuda.empty_cache()
 
     def _scorer(self, role: str) -> MegatronScorer:
@@ -140,6 +152,8 @@ class RankModels:
         self, role: str, micro_batches: Sequence[Samples], want: frozenset[Want]
     ) -> dict[Want, list[Tensor]] | None:
         """The scores in ``want`` of each micro-batch; None except on the rank that reports for its DP rank."""
+        if role == "reference":
+            self._parked.back("reference")
         return self._scorer(role).score(micro_batches, want, {} if role in self._scorers else self._reference)
 
     def routed_layers(self, role: str) -> tuple[int, ...]:

@@ -323,7 +323,12 @@ def _separate_problems(c: RunConfig) -> list[str]:
 
 def _colocation_problems(c: RunConfig) -> list[str]:
     if not (c.rollout.served and c.rollout.server.colocated):
-        return []
+        if (level := c.learner.offload.while_sampling) is None:
+            return []
+        return [
+            f"learner.offload.while_sampling={level}, but no servers take turns with the learner; set "
+            "rollout.server.colocated=true with rollout=vllm or sglang, or leave it out"
+        ]
     out, turns = [], "rollout.server.colocated=true lets learner and servers take turns"
     if c.train.max_staleness:
         out.append(

@@ -5,11 +5,12 @@ Every rank calls `save` and both loads. The caller makes the folder atomic: shar
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from rl_megatron.digests import Digest, digests
@@ -70,13 +75,38 @@ def _write(writer: Any, rank: int, buckets: list[Any], results: queue.SimpleQueu
 
 
 def _sharded_state(
-    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, *, loading: bool
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    *,
+    loading: bool,
+    values: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> dict[str, Any]:
+    """``values`` gives the tensor with the values of one that holds none now."""
     create_state(optimizer)
     state: dict[str, Any] = {_key(i, len(chunks)): _weights(chunk) for i, chunk in enumerate(chunks)}
     models = state["model"] if len(chunks) == 1 else dict(state)
-    state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=loading, metadata=dict(_METADATA))
+    with _gathering(optimizer, values):
+        state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=loading, metadata=dict(_METADATA))
+    for part in nested_values(state):
+        if isinstance(part, ShardedBase) and isinstance(part.data, Tensor):
+            part.data = values(part.data)
     return state
+
+
+@contextlib.contextmanager
+def _gathering(optimizer: MegatronOptimizer, values: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Has a distributed optimizer gather ``values`` of its shards."""
+    parts = [part for part in inner_optimizers(optimizer) if isinstance(part, DistributedOptimizer)]
+    for part in parts:
+        part._get_main_param_and_optimizer_states = partial(_values_of, values, part)
+    yield
+    for part in parts:
+        del part._get_main_param_and_optimizer_states
+
+
+def _values_of(values: Callable[[Tensor], Tensor], part: DistributedOptimizer, parameter: Tensor) -> dict[str, Tensor]:
+    held = DistributedOptimizer._get_main_param_and_optimizer_states(part, parameter)
+    return {name: values(tensor) for name, tensor in held.items() if isinstance(tensor, Tensor)}
 
 
 def _weights(chunk: Any, without: str | None = None) -> dict[str, Any]:
@@ -112,11 +142,19 @@ def _inner(chunk: Any) -> Any:
     return chunk
 
 
-def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> dict[str, Digest]:
-    """Write this rank's shards into the existing ``folder``. Returns the digest of each file it wrote, by name."""
+def save(
+    folder: Path,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    values: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> dict[str, Digest]:
+    """Write this rank's shards into the existing ``folder``. Returns the digest of each file it wrote, by name.
+
+    ``values`` gives the tensor with the values of one that holds none now.
+    """
     try:
         dist_checkpointing.save(
-            _sharded_state(chunks, optimizer, loading=False),
+            _sharded_state(chunks, optimizer, loading=False, values=values),
             str(folder),
             sharded_strategy=_SaveInProcess("torch_dist", 1, thread_count=1),
             content_metadata=dict(_METADATA),

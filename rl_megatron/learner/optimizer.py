@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
@@ -65,6 +65,16 @@ def step(optimizer: MegatronOptimizer, learning_rate: float) -> float:
             megatron_optimizer.clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm, decoupled)
     optimizer.step_with_ready_grads()
     return norm
+
+
+def state_of(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
+    """Float32 weights, or the parameters themselves where these are stepped, and moments, wherever they are."""
+    for part in inner_optimizers(optimizer):
+        adam = part.optimizer
+        for one in (adam, *adam.sub_optimizers) if isinstance(adam, HybridDeviceOptimizer) else (adam,):
+            yield from (parameter for group in one.param_groups for parameter in group["params"])
+            for state in one.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def adopt(optimizer: MegatronOptimizer) -> None:

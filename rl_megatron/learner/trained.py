@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from torch import Tensor
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.digests import Digest
@@ -31,7 +32,7 @@ from rl_megatron.learner.forward import run_loss
 from rl_megatron.learner.heads import Head, ValueHead
 from rl_megatron.learner.model.build import with_dtypes
 from rl_megatron.learner.model.decoder_config import DecoderConfig
-from rl_megatron.learner.optimizer import adopt, make_optimizer, step
+from rl_megatron.learner.optimizer import adopt, create_state, make_optimizer, state_of, step
 from rl_megatron.learner.overlap import Buckets
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.learner.reduce import reduce_outputs
@@ -39,8 +40,10 @@ from rl_megatron.learner.routers.balance import Balance, freeze_routers
 from rl_megatron.learner.scorer import MegatronScorer, modules
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability import activity
+from rl_megatron.options.offload import leaving
 from rl_megatron.options.table import keywords
-from rl_megatron.types import Counts, Culprit, Loss, LossOutput, Metric, Samples, SkippedStep, StepResult
+from rl_megatron.types import Counts, Culprit, Loss, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
+from rl_megatron.weights.bytes.parked import Parked
 
 Added = tuple[Sequence[Samples], Callable[[Sequence[PackedMicroBatch]], object]]
 """Micro-batches, and the function that accumulates the gradients of micro-batches."""
@@ -70,12 +73,14 @@ class MegatronLearner(MegatronScorer):
         self._buckets = Buckets(config, self._trained)
         self._heap = cpu.Heap()
         self._added: list[Added] = []  # since the last step
+        self._leaving, self._parked = leaving(learner), Parked()
         config.grad_scale_func = self._optimizer.scale_loss
         super().__init__(shape, learner, device, models, head, self._trained)
         self._balance = Balance(self._trained, models, shape, learner.router, device)
 
     def adopt(self) -> None:
         """Use the parameters that were written into ``tensors``: copies them into the optimizer's float32 weights."""
+        self.unpark()
         adopt(self._optimizer)
 
     def gather(self) -> None:
@@ -85,9 +90,40 @@ class MegatronLearner(MegatronScorer):
 
     def load_weights(self, folder: Path) -> None:
         """Load the model of a ``torch_dist`` checkpoint, except a critic's value layer. Raises CheckpointError."""
+        self.unpark()
         is_critic = isinstance(self._head, ValueHead)
         checkpoint.load_weights(folder, self._trained, without="output_layer." if is_critic else None)
         self.adopt()
+
+    def park(self, *, pushed: bool) -> None:
+        """Leave the GPU's memory that nothing needs while servers sample, as ``learner.offload.while_sampling`` says.
+
+        Whatever needs it next takes it again. Weights stay if they are ``pushed``. Gradients that no step has taken yet
+        are kept.
+        """
+        self.gather()  # into the weights' memory, which may leave
+        if "gradients" in self._leaving:
+            if not self._added:
+                self._optimizer.zero_grad()  # frees copies in float32
+            buffers = [buffer.grad_data for chunk in self._trained for buffer in _buffers(chunk)]
+            self._parked.leave("gradients", buffers, kept=bool(self._added))
+        weights = [parameter for chunk in self._trained for parameter in chunk.parameters()]
+        if "optimizer" in self._leaving:
+            create_state(self._optimizer)  # else a checkpoint would
+            self._parked.leave("optimizer", state_of(self._optimizer), besides=weights)
+        if "models" in self._leaving and not pushed:
+            self._parked.leave("weights", weights)
+
+    def unpark(self) -> None:
+        """Take the GPU's memory again for all that `park` has left."""
+        self._parked.back()
+
+    def score(
+        self, micro_batches: Sequence[Samples], want: frozenset[Want], weights: Mapping[str, Tensor] | None = None
+    ) -> dict[Want, list[Tensor]] | None:
+        """As `MegatronScorer.score`, with the weights back in the GPU's memory."""
+        self._parked.back("weights")
+        return super().score(micro_batches, want, weights)
 
     def backward(
         self, micro_batches: Sequence[Samples], loss: Loss, *, num_tokens: int, num_sequences: int
@@ -98,6 +134,7 @@ class MegatronLearner(MegatronScorer):
         megatron's schedule would do so after each call, and so count the first ones again. Raises RLMegatronError for a
         second call before ``step`` with ``learner.overlap.gradients``.
         """
+        self._parked.back("weights", "gradients")
         self._buckets.begin(again=bool(self._added))
         if not self._added:
             self._clear()
@@ -115,6 +152,7 @@ class MegatronLearner(MegatronScorer):
         """
         if not self._added:
             raise RLMegatronError("there is no gradient to step with; call backward before step")
+        self.unpark()
         added, self._added = self._added, []
         self._heap.step()
         activity.part("optimizer")
@@ -176,10 +214,18 @@ class MegatronLearner(MegatronScorer):
         return tuple(Culprit(data_rank=data_rank, micro_batch=m, rank=rank, node=node) for m in found)
 
     def save(self, folder: Path) -> dict[str, Digest]:
-        """Write this rank's shards into ``folder``. Returns its files' digests, by name. Raises CheckpointError."""
+        """Write this rank's shards into ``folder``. Returns its files' digests, by name. Raises CheckpointError.
+
+        What has left the GPU's memory is written from the host's.
+        """
         self.gather()
-        return checkpoint.save(folder, self._trained, self._optimizer)
+        return checkpoint.save(folder, self._trained, self._optimizer, self._parked.on_host)
 
     def load(self, folder: Path) -> None:
         """Load the shards that ``save`` wrote. Raises CheckpointError."""
+        self.unpark()
         checkpoint.load(folder, self._trained, self._optimizer)
+
+
+def _buffers(chunk: DistributedDataParallel) -> list[Any]:
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]

@@ -1,10 +1,10 @@
-"""``learner.offload``: state that waits in the host's memory."""
+"""``learner.offload``: state that waits in the host's memory, always or while servers sample on the same GPUs."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.options.option import Keywords, Option, Rank, Terms
@@ -25,6 +25,17 @@ class OffloadSection(Section):
     """Share of the optimizer's moments, rounded up to whole parameters. Those parameters are stepped on the CPU, which
     takes longer, and take 16 bytes each of the host's memory, more while ranks start: weight, moments and gradient in
     float32."""
+    while_sampling: Literal["gradients", "optimizer"] | None = None
+    """What leaves the GPU before servers that take turns with the learner (``rollout.server.colocated``) wake, until it
+    is needed again: the memory of gradients, which costs nothing; or that, the optimizer's state, and the weights of a
+    critic and a reference, which wait in as much pinned memory of the host."""
+
+
+def leaving(learner: LearnerSection) -> frozenset[str]:
+    """What leaves a GPU while servers sample: "gradients", without a copy, and with a copy in the host's memory
+    "optimizer", and "models", those whose weights are not pushed."""
+    kinds = {"gradients": ("gradients",), "optimizer": ("gradients", "optimizer", "models")}
+    return frozenset(kinds[learner.offload.while_sampling] if learner.offload.while_sampling else ())
 
 
 class OffloadKeys(Section):
@@ -49,6 +60,11 @@ class Offload(Option):
         share = learner.offload.optimizer
         if share and learner.device == "cpu":
             yield f"learner.offload.optimizer={share:g} with learner.device=cpu would have no effect; leave it out"
+        if (level := learner.offload.while_sampling) and learner.device == "cpu":
+            yield (
+                f"learner.offload.while_sampling={level} with learner.device=cpu would have no effect: there is no GPU "
+                "to leave; leave it out"
+            )
         lacking = {
             "learner.optimizer.distributed=true": learner.optimizer.distributed,
             "learner.dtype=bfloat16": learner.dtype == "bfloat16",

@@ -2,21 +2,24 @@
 
 Parameters, gradients and optimizer state are exact except for padding. Activations follow from the layers' shapes, for
 attention that keeps no scores (FlashAttention) and evenly loaded experts (arXiv:2205.05198); logits are counted as
-`learner.logprobs` makes them. An engine takes its configured memory fraction.
+`learner.logprobs` makes them. An engine takes its configured memory fraction; where it takes turns with the learner
+(``rollout.server.colocated``), it holds that while it samples, and the learner activations and logits while it trains.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options import table as options
 from rl_megatron.options.kept import kept
+from rl_megatron.options.offload import leaving
 from rl_megatron.options.option import BYTES, Elements, Rank
 from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.nodes import made_up_nodes
@@ -59,12 +62,16 @@ CHANGES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes that ``rank``'s GPU must hold, by purpose, in the order of `CHANGES`, then installed options' terms."""
+    """Bytes that ``rank``'s GPU must hold, by purpose, in the order of `CHANGES`, then installed options' terms.
+
+    ``phase``: in "training" or "sampling", where learner and servers take turns; else it is empty.
+    """
 
     rank: int
     stage: int
     terms: Mapping[str, float]
     role: str = LEARNER
+    phase: Literal["", "training", "sampling"] = ""
 
     @property
     def total(self) -> float:
@@ -79,7 +86,7 @@ class Footprint:
 
 def footprints(config: RunConfig, shape: ModelShape) -> list[Footprint]:
     """Footprints of the ranks that may be the fullest: the first of each pipeline stage, also of separate roles, and
-    those that share a GPU with an engine server.
+    those that share a GPU with an engine server, in each phase.
 
     Raises ConfigError if the layout does not divide the model's sizes.
     """
@@ -89,15 +96,29 @@ def footprints(config: RunConfig, shape: ModelShape) -> list[Footprint]:
     stages = [_rank(config, layout, stage) for stage in range(learner.dims.pp)]
     firsts = {rank.stage * inner for rank in stages}
     return [
-        Footprint(
-            rank=r,
-            stage=r // inner,
-            terms=_terms(config, shape, stages[r // inner], role=role, served=r in beside),
-            role=role,
-        )
+        Footprint(rank=r, stage=r // inner, terms=terms, role=role, phase=phase)
         for role, ranks in ((LEARNER, {*beside, *firsts}), *((role, firsts) for role in config.roles.separate))
         for r in sorted(ranks)
+        for phase, terms in _phases(
+            config, role, _terms(config, shape, stages[r // inner], role=role, served=r in beside)
+        )
     ]
+
+
+def parked_bytes(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes of the host's memory, on the fullest node, for what leaves its GPUs while servers sample.
+
+    Raises as `footprints`.
+    """
+    learner, layout = config.learner, learner_layout(config, shape)
+    inner, each = learner.dims.world_size // learner.dims.pp, config.slurm.gpus_per_node or learner.dims.world_size
+    by_stage = []
+    for stage in range(learner.dims.pp):
+        terms = _terms(config, shape, _rank(config, layout, stage), role=LEARNER, served=False)
+        stay, without_copies = (_parked(terms, kinds) for kinds in (leaving(learner), {"gradients"}))
+        by_stage.append(sum(without_copies.values()) - sum(stay.values()) if leaving(learner) else 0.0)
+    held = [by_stage[rank // inner] for rank in range(learner.dims.world_size)]
+    return max(sum(held[first : first + each]) for first in range(0, len(held), each))
 
 
 def fullest(config: RunConfig, shape: ModelShape) -> Footprint:
@@ -112,10 +133,13 @@ def check_memory(config: RunConfig, shape: ModelShape) -> Footprint | None:
     most, room = fullest(config, shape), config.slurm.gpu_memory_gb * GB
     if most.total > room:
         change = {**CHANGES, **options.changes()}[most.largest]
+        when = {"": "", "training": " while it trains", "sampling": " while servers sample"}[most.phase]
+        if most.phase == "sampling" and config.learner.offload.while_sampling != "optimizer":
+            change += "; or set learner.offload.while_sampling=optimizer"
         terms = ", ".join(f"{term} {held / GB:.1f}" for term, held in most.terms.items() if held >= 0.05 * GB)
         raise ConfigError(
             f"slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}: {called(most.role, most.rank)} needs "
-            f"{most.total / GB:.1f} GB ({terms}). Largest: {most.largest}; {change}"
+            f"{most.total / GB:.1f} GB{when} ({terms}). Largest: {most.largest}; {change}"
         )
     share, per_gpu = config.rollout.server.memory_fraction, server_weights(config, shape)
     starts = config.rollout.served and config.rollout.server.addresses is None
@@ -234,6 +258,28 @@ def _terms(config: RunConfig, shape: ModelShape, rank: Rank, *, role: str, serve
         if config.transport.has_rings_on_gpus:
             terms["weight push"] += _RING * config.rollout.server.replicas * config.rollout.server.ranks
     return terms
+
+
+def _phases(
+    config: RunConfig, role: str, terms: Mapping[str, float]
+) -> Iterator[tuple[Literal["", "training", "sampling"], Mapping[str, float]]]:
+    """What ``terms`` are in each phase."""
+    if role != LEARNER or not (config.rollout.served and config.rollout.server.colocated):
+        yield "", terms
+        return
+    yield "training", {**terms, "engine": 0.0}
+    yield "sampling", {**_parked(terms, leaving(config.learner)), "activations": 0.0, "logits": 0.0}
+
+
+def _parked(terms: Mapping[str, float], kinds: Collection[str]) -> Mapping[str, float]:
+    """What stays of the terms of a rank of the learner once ``kinds`` of `leaving` have left its GPU."""
+    out = dict(terms)
+    for kind in {"gradients", "optimizer"} & set(kinds):
+        out[kind] = 0.0
+        out["critic"] -= terms[kind] if terms["critic"] else 0.0
+    if "models" in kinds:
+        out |= {"critic": 0.0, "reference": 0.0}
+    return out
 
 
 def _group(config: RunConfig, shape: ModelShape, rank: Rank) -> float:

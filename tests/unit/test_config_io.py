@@ -171,6 +171,14 @@ def test_rules_between_keys_stay_readable() -> None:
         "with train.max_staleness=2 servers sample while the learner trains; set one of them to its default",
         "slurm.engines.nodes=1 are for servers alone; leave one of them out",
     ]
+    alone = ["learner.offload.while_sampling=gradients", "learner.device=cuda"]
+    turns = "set rollout.server.colocated=true with rollout=vllm or sglang, or leave it out"
+    for engine in ("local", "vllm"):
+        (line,) = problems("tiny_cpu", [*alone, f"rollout={engine}"])
+        assert line == f"learner.offload.while_sampling=gradients, but no servers take turns with the learner; {turns}"
+    on_cpus = ["learner.offload.while_sampling=optimizer", "rollout=vllm", "rollout.server.colocated=true"]
+    (line,) = problems("tiny_cpu", on_cpus)
+    assert "with learner.device=cpu would have no effect: there is no GPU to leave; leave it out" in line
 
 
 def test_layers_without_an_attention_kernel_are_refused() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,8 +16,14 @@ import torch
 from launcher.controller.group import WorkerGroup
 from launcher.controller.learner import LearnerGroup
 from launcher.servers.colocated import colocated
+from launcher.servers.launcher import ServedLauncher
+from launcher.servers.pool import ServedEngines
 from launcher.worker.models import RankModels
-from rl_megatron.interfaces import Roles, RolloutEngine, WeightSync
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import ConfigError
+from rl_megatron.interfaces import Launcher, Roles, RolloutEngine, WeightSync
+from rl_megatron.models.tiny import tiny_shape
 from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.types import Batch, Loss, ParallelDims
 
@@ -83,8 +93,51 @@ def test_models_release_their_memory_before_a_push_and_servers_before_models_com
     ]
 
 
-def test_a_rank_returns_what_torch_keeps_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_start_before_learners_that_leave_them_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A learner that keeps its GPUs starts at once with servers; here these find GPUs empty, and leave them."""
     heard: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def running(self: object, path: Path) -> AsyncIterator[SimpleNamespace]:
+        heard.append("servers start")
+        yield SimpleNamespace(weights=Servers(heard))
+
+    class Learners(Launcher):
+        def start(self, config: RunConfig, tell: object = None) -> AbstractAsyncContextManager[Roles]:
+            heard.append("learners start")
+            raise ConfigError("that is enough")
+
+    monkeypatch.setattr(ServedEngines, "running", running)
+    for level in ("null", "gradients"):
+        keys = ("rollout=vllm", "rollout.server.colocated=true", "rollout.server.memory_fraction=0.5")
+        config = load_config("tiny_cpu", [*keys, "learner.device=cuda", f"learner.offload.while_sampling={level}"])
+        launcher = ServedLauncher(Learners(), tmp_path, tmp_path, tiny_shape(config.model.tiny))
+
+        async def start(launcher: ServedLauncher = launcher, config: RunConfig = config) -> None:
+            async with launcher.start(config):
+                pass
+
+        with pytest.raises(ConfigError, match="that is enough"):
+            asyncio.run(start())
+        assert heard[: -1 if level == "gradients" else 1] == (
+            ["servers start", "servers release"] if level == "gradients" else ["learners start"]
+        )
+        heard.clear()
+
+
+def test_a_rank_leaves_its_gpu_by_model_and_returns_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy's weights stay, for the push; ranks of separate roles share no GPU with servers."""
+    heard: list[object] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: heard.append("empty"))
-    RankModels.release(cast(RankModels, None))
-    assert heard == ["empty"]
+
+    def model(role: str) -> SimpleNamespace:
+        return SimpleNamespace(park=lambda *, pushed: heard.append((role, pushed)))
+
+    for shares in (True, False):
+        rank = RankModels.__new__(RankModels)
+        rank._learners = cast(Any, {role: model(role) for role in ("policy", "critic")})
+        rank._shares_gpus, rank._leaving = shares, frozenset()
+        rank.release()
+    assert heard == [("policy", True), ("critic", False), "empty", "empty"]

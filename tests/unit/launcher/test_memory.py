@@ -28,6 +28,7 @@ from rl_megatron.scaling.memory import (
     elements,
     footprints,
     fullest,
+    parked_bytes,
     server_window,
 )
 from rl_megatron.weights.layouts.families import megatron_layout
@@ -185,6 +186,28 @@ def test_logits_of_the_last_stage_by_hand() -> None:
 def test_what_does_not_fit_is_told_with_the_key_to_change(name: str, keys: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_memory(*recipe(name, *keys))
+
+
+def test_learner_and_servers_that_take_turns_are_counted_apart() -> None:
+    """By hand: 8 GPUs of 141 GB, half of each an engine's; what has no copy on the host is gradients."""
+    turns = ("rollout.server.colocated=true", "rollout.server.memory_fraction=0.5", "weights.transport=file")
+    apart = fullest(*recipe("qwen3_30b_a3b")).terms
+    weights, state = apart["parameters"], apart["optimizer"]
+    assert apart["gradients"] == 2 * weights
+    room, pushed = 141 * GB, apart["reserved"] + 4 * 256 * 2**20
+    for level, stays in (("null", 3 * weights + state), ("gradients", weights + state), ("optimizer", weights)):
+        config, shape = recipe("qwen3_30b_a3b", *turns, f"learner.offload.while_sampling={level}")
+        sums = {found.phase: found.total for found in footprints(config, shape) if found.rank == 0}
+        assert sums["sampling"] == pytest.approx(stays + 0.5 * room + pushed)
+        assert sums["training"] == pytest.approx(3 * weights + state + apart["activations"] + apart["logits"] + pushed)
+        assert parked_bytes(config, shape) == (8 * state if level == "optimizer" else 0)
+    assert recipe_fits(*turns, "rollout.server.memory_fraction=0.85", "learner.offload.while_sampling=optimizer")
+    with pytest.raises(ConfigError, match=r"GB while servers sample \(.* or set learner\.offload\.while_sampling=opt"):
+        recipe_fits(*turns, "rollout.server.memory_fraction=0.85", "learner.offload.while_sampling=gradients")
+
+
+def recipe_fits(*keys: str) -> bool:
+    return check_memory(*recipe("qwen3_30b_a3b", *keys)) is not None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,125 @@
+"""What learner ranks compute and hold while servers of the same GPUs sample, with what leaves the GPUs meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.data.packing import pack
+from rl_megatron.types import Samples
+from tests.distributed.ragged import ragged_samples
+from tests.rows import policy_loss
+
+if TYPE_CHECKING:
+    from launcher.worker.learner_rank import Worker
+
+TINY = TinyModelSection(num_layers=1)
+GRPO = policy_loss(objective="cispo", aggregation="token_mean")
+RUNS = {"all stays": None, "optimizer": "optimizer", "resumed": "gradients"}  # what leaves the GPUs in each
+SIZE = 2
+STEPS = 3
+SAVED = 2  # the push after which a checkpoint is written, while servers would sample; ``resumed`` makes this step alone
+KEYS = (
+    *("rollout=vllm", "rollout.server.colocated=true", "rollout.server.memory_fraction=0.3"),
+    *("learner.device=cuda", "learner.dtype=bfloat16", "learner.ep=2", "learner.dp=2", "learner.threads=1"),
+    *("algorithm=ppo", "algorithm.kl.coefficient=0.05", "algorithm.kl.placement=token_reward"),
+    *("algorithm.kl.estimator=k1", "weights.delta=false", "weights.transport=file", "slurm.gpus_per_node=2"),
+    "run.slow_factor=null",  # whose probe holds memory of its own, and takes long on a CPU
+)
+
+
+def config_of(level: str | None, folder: Path, *keys: str) -> RunConfig:
+    given = () if level is None else (f"learner.offload.while_sampling={level}",)
+    return load_config("tiny_cpu", [*KEYS, *given, f"weights.folder={folder}", *keys])
+
+
+def rank_main(rank: int, name: str, keys: Sequence[str], root: Path, model: Path) -> None:
+    """One rank of a run; that of "resumed" goes on from the checkpoint of "optimizer"."""
+    torch.set_num_threads(1)
+    import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
+    from launcher.wire.setup import Setup
+    from launcher.worker.learner_rank import Worker
+
+    folder, resumed = root / name, name == "resumed"
+    config = config_of(RUNS[name], folder, *keys)
+    setup = Setup(config=config, model_folder=model, run_folder=folder, rendezvous=f"file://{folder}/rendezvous")
+    worker = Worker(setup, rank, None)
+    worker.start_from("reference", model)
+    worker.start_from("critic", model)
+    for role in ("policy", "critic") if resumed else ():
+        worker.load(role, root / "optimizer" / role)
+    seen = {}
+    for version in (SAVED,) if resumed else range(1, STEPS + 1):
+        worker.release()
+        worker.stage(version)
+        worker.commit(version)
+        said = {"sampling": alive(), "pushed": worker.checksums()}
+        if version == SAVED:
+            said["saved"] = saved(worker, folder)
+        seen[version] = said | step(worker, config, rank, interrupted=version == STEPS)
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+    worker.close()
+
+
+def saved(worker: Worker, folder: Path) -> int:
+    """Bytes that are alive after a checkpoint."""
+    for role in ("policy", "critic"):
+        (folder / role).mkdir(exist_ok=True)
+        worker.save(role, folder / role)
+    return alive()
+
+
+def step(worker: Worker, config: RunConfig, rank: int, *, interrupted: bool) -> dict[str, Any]:
+    """Scores of reference and critic, loss and gradient norm of both that are trained, and bytes that are alive.
+
+    ``interrupted``: GPUs are left between backward and step too.
+    """
+    from rl_megatron.algorithms.auxiliary import ValueLoss
+
+    dims, g = config.learner.dims, torch.Generator().manual_seed(5)
+    samples = ragged_samples(4, g)
+    batch = pack(replace(samples, advantages=samples.mask.float()), dims=dims, max_tokens=96)
+    row, counts = batch.micro_batches[dims.dp_rank(rank)], (batch.num_tokens, batch.num_sequences)
+    reference = worker.score("reference", row, frozenset({"logprobs"}))
+    values = worker.score("critic", row, frozenset({"values"}))
+    assert reference is not None
+    assert values is not None
+    said: dict[str, Any] = {
+        "reference": [x.tolist() for x in reference["logprobs"]],
+        "values": [x.tolist() for x in values["values"]],
+    }
+    scored = [with_scores(*each) for each in zip(row, reference["logprobs"], values["values"], strict=True)]
+    for role, loss in (("policy", GRPO), ("critic", ValueLoss(clip=0.2))):
+        found = worker.backward(role, scored, loss, *counts)
+        assert found is not None
+        if interrupted:
+            worker.release()
+            said["interrupted"] = alive()
+        said[role] = found["loss"].value, worker.step(role, 1e-3).grad_norm
+    return said | {"training": alive()}
+
+
+def with_scores(samples: Samples, reference: torch.Tensor, values: torch.Tensor) -> Samples:
+    old = torch.zeros_like(reference)
+    return replace(samples, old_logprobs=reference, old_values=values, returns=values + 1, rollout_logprobs=old)
+
+
+def alive() -> int:
+    """Bytes of the pretended GPU's storages that are alive in this process."""
+    from tests.distributed.pretended.tensor import OnGpu
+
+    gc.collect()
+    storages = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), OnGpu):  # as isinstance, without a look at each object
+            storage = one.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
