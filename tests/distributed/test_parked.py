@@ -64,7 +64,7 @@ def test_while_servers_sample_gpus_hold_what_is_planned(seen: Any, root: Path, m
             assert rank[second]["training"] == before[second]["training"]  # all is back
             after = [said[moment] for said in rank.values() for moment in MOMENTS if moment in said]
             assert max(after) < stays + REST * everything, name
-            assert len({*after[1:]} | {rank[second]["sampling"]}) == 1, name  # after the first step
+            assert max(after[1:]) - min(after[1:]) < 256, name  # after the first step
 
 
 def test_the_host_holds_what_has_left_but_gradients(model: Path, root: Path) -> None:
