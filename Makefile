@@ -5,6 +5,7 @@
 # make try-newest-engines                      a part of them with the newest vLLM and SGLang, beside the tested ones
 # make test-cluster                            jobs on a real Slurm of twenty-two nodes on this machine (root, Debian)
 # make test-pretended-gpu                      the learner's tests again, on pretended GPUs: half an hour on two cores
+# make test-gpu [HALF=1|2] [GPU_PYTHON=python3]  the kit for one GPU, ten minutes a half; prints a table of figures
 # make mutants [ARGS="--sample 40 --seed 1"]   are 400 faults put into the arithmetic seen by a test? up to an hour
 # make lint                                    linters alone (what pre-commit runs)
 # make clean                                   remove the environment and caches; runs/ stays
@@ -13,8 +14,11 @@ PYTHON := $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 ENVIRONMENT := .venv/.installed
 ARGS ?=
+HALF ?=
+GPU_PYTHON ?=
 
-.PHONY: train test test-dry-run test-engines try-newest-engines test-cluster test-pretended-gpu mutants lint clean
+.PHONY: train test test-dry-run test-engines try-newest-engines test-cluster test-pretended-gpu test-gpu mutants lint \
+	clean
 .DELETE_ON_ERROR:
 
 train: $(ENVIRONMENT)
@@ -39,6 +43,11 @@ test-pretended-gpu: $(ENVIRONMENT)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile -p tests.distributed.pretended.plugin \
 		$(addprefix tests/distributed/test_, learner_gradient.py learner_parity.py losses_in_layouts.py families.py \
 		routing_replay.py)
+
+# With GPU_PYTHON in an interpreter's own environment, of which nothing is changed (docs/install.md).
+test-gpu: $(if $(GPU_PYTHON),,$(ENVIRONMENT))
+	OMP_NUM_THREADS=4 $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q -rs -m gpu \
+		$(if $(filter 1,$(HALF)),tests/gpu/first,$(if $(filter 2,$(HALF)),tests/gpu/second,tests/gpu)) $(ARGS)
 
 try-newest-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
 	$(BIN)/python -m tests.engines.newest $(ARGS)

@@ -149,7 +149,10 @@ def _install_cuda() -> None:
     patches: dict[str, Any] = {
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), lambda *given, **named: True),
         **dict.fromkeys(("_lazy_init", "init", "synchronize", "empty_cache", "ipc_collect"), _nothing),
-        **dict.fromkeys(("manual_seed", "manual_seed_all", "set_rng_state", "reset_peak_memory_stats"), _nothing),
+        **dict.fromkeys(
+            ("manual_seed", "manual_seed_all", "set_rng_state", "reset_peak_memory_stats", "set_sync_debug_mode"),
+            _nothing,
+        ),
         **dict.fromkeys(("Stream", "Event"), Stream),
         **dict.fromkeys(("current_stream", "default_stream"), lambda *given, **named: Stream()),
         **dict.fromkeys(("stream", "device"), around),

@@ -1,0 +1,163 @@
+"""What a rank of the kit computes: scores, optimizer steps, values, resumed steps, and a family's logits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.data.packing import pack
+from rl_megatron.models.named import NAMED
+from rl_megatron.types import Samples
+from tests.distributed.ragged import ragged_samples
+from tests.optimizer_step import train_step
+from tests.rows import policy_loss
+
+if TYPE_CHECKING:
+    from rl_megatron.learner.scorer import MegatronScorer
+
+SHAPE = replace(
+    NAMED["qwen3-30b-a3b"],
+    num_layers=4,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    num_experts=8,
+    experts_per_token=2,
+    expert_width=48,
+    vocab_size=259,
+    max_positions=256,
+)
+STEPS, RATE = 5, 1e-3
+LOSS = policy_loss(objective="cispo", aggregation="token_mean")
+FLOAT32 = {"device": "cuda", "layers": "torch"}
+BFLOAT16 = {**FLOAT32, "dtype": "bfloat16"}
+
+
+def make_samples() -> Samples:
+    """12 ragged sequences with an advantage and a return each; equal on every machine."""
+    g = torch.Generator().manual_seed(5)
+    samples = ragged_samples(12, g)
+    lengths = samples.cu_seqlens.diff()
+    advantages, returns = (torch.repeat_interleave(torch.randn(12, generator=g), lengths) for _ in range(2))
+    return replace(samples, advantages=advantages, returns=returns, old_values=torch.zeros(len(returns)))
+
+
+def fill(scorer: MegatronScorer) -> None:
+    """Weights that are equal on every machine, whichever layers compute."""
+    for number, name in enumerate(sorted(scorer.tensors)):
+        tensor = scorer.tensors[name]
+        g = torch.Generator().manual_seed(number)
+        scale = 0.5 if "router" in name else 0.05
+        made = torch.ones(tensor.shape) if "norm" in name else torch.randn(tensor.shape, generator=g) * scale
+        tensor.copy_(made)
+    scorer.adopt()
+
+
+def micro_batches(learner: LearnerSection) -> tuple[Sequence[Samples], dict[str, int]]:
+    """Those of one rank, and the counts of the batch."""
+    batch = pack(make_samples(), dims=learner.dims, max_tokens=128)
+    return batch.micro_batches[0], {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
+
+
+def begin(rank: int, folder: Path, keys: Mapping[str, Any]) -> tuple[LearnerSection, torch.device]:
+    """Join a world of one process, without TF32."""
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    from rl_megatron.learner import world
+
+    learner = LearnerSection.model_validate(keys)
+    device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
+    return learner, device
+
+
+def end(folder: Path, seen: Mapping[str, Any]) -> None:
+    """Write what was seen, and leave."""
+    from rl_megatron.learner import world
+
+    (folder / "seen.json").write_text(json.dumps(seen))
+    world.leave()
+
+
+def policy_main(rank: int, folder: Path, keys: Mapping[str, Any], steps: int = STEPS) -> None:
+    """Score, then train."""
+    learner, device = begin(rank, folder, keys)
+    from rl_megatron.learner.megatron import make_policy
+
+    policy = make_policy(SHAPE, learner, device, temperature=0.7)
+    fill(policy)
+    row, counts = micro_batches(learner)
+    said = policy.score(row, frozenset({"logprobs", "routes"}))
+    assert said is not None
+    logits = policy.score(row[:1], frozenset({"logits"}))
+    assert logits is not None
+    seen: dict[str, Any] = {name: [x.tolist() for x in found] for name, found in said.items()}
+    seen |= {"logits": logits["logits"][0][::16, ::16].tolist(), "device": str(device)}
+    seen["inputs"] = sum(float(tensor.double().abs().sum()) for tensor in policy.tensors.values())
+    made = [train_step(policy, row, LOSS, RATE, **counts) for _ in range(steps)]
+    seen["steps"] = [(one.loss, one.step.grad_norm) for one in made]
+    end(folder, seen)
+
+
+def critic_main(rank: int, folder: Path, keys: Mapping[str, Any]) -> None:
+    """Values, then steps of a critic."""
+    learner, device = begin(rank, folder, keys)
+    from rl_megatron.algorithms.auxiliary import ValueLoss
+    from rl_megatron.learner.megatron import make_critic
+
+    critic = make_critic(SHAPE, learner, device)
+    fill(critic)
+    row, counts = micro_batches(learner)
+    said = critic.score(row, frozenset({"values"}))
+    assert said is not None
+    seen: dict[str, Any] = {"values": [x.tolist() for x in said["values"]]}
+    made = [train_step(critic, row, ValueLoss(), RATE, **counts) for _ in range(2)]
+    end(folder, {**seen, "steps": [(one.loss, one.step.grad_norm) for one in made]})
+
+
+def resumed_main(rank: int, folder: Path, keys: Mapping[str, Any], saved: Path, again: bool) -> None:
+    """Train and save, or load what such a one saved; then two steps."""
+    learner, device = begin(rank, folder, keys)
+    from rl_megatron.learner.megatron import make_policy
+
+    policy = make_policy(SHAPE, learner, device, temperature=0.7)
+    row, counts = micro_batches(learner)
+    if again:
+        policy.load(saved)
+    else:
+        fill(policy)
+        train_step(policy, row, LOSS, RATE, **counts)
+        saved.mkdir()
+        policy.save(saved)
+    made = [train_step(policy, row, LOSS, RATE, **counts) for _ in range(2)]
+    end(folder, {"steps": [(one.loss, one.step.grad_norm) for one in made]})
+
+
+def family_main(rank: int, folder: Path, keys: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Largest difference of logits from transformers' own, by family; its folders are beside this one."""
+    learner, device = begin(rank, folder, keys)
+    from rl_megatron.learner.megatron import make_policy
+    from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
+    from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
+    from tests.distributed import test_families as families
+
+    seen = {}
+    for name in names:
+        model = folder.parent / name
+        shape = read_shape(model)
+        policy = make_policy(shape, learner, device, temperature=1.0)
+        layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple)
+        read_boxes(HFFolder(model), hf_layout(shape), layout, rank, dict(policy.tensors))
+        policy.adopt()
+        said = policy.score([families.make_samples()], frozenset({"logits"}))
+        assert said is not None
+        wanted: Tensor = torch.load(model / "logits.pt")
+        seen[name] = float((said["logits"][0].cpu() - wanted).abs().max())
+    end(folder, seen)

@@ -1,0 +1,36 @@
+"""Pushes into the embedded engine, digests on the device, and greedy tokens as on the CPU. 40 seconds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.gpu import branch, engine
+from tests.gpu.first.test_03_float32 import worst
+from tests.gpu.machine import Machine
+from tests.gpu.reference import FILE
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory, machine: Machine) -> Any:
+    folder = tmp_path_factory.mktemp("engine")
+    return machine.seen(folder, {"engine": (engine.engine_main, branch.FLOAT32)})["engine"]
+
+
+def test_both_transports_write_the_weights_and_checksums_are_the_hosts(seen: Any) -> None:
+    assert seen["memory"] == seen["process_group"] == seen["on the host"]
+
+
+def test_a_flipped_bit_changes_the_checksum(seen: Any) -> None:
+    ((name, found),) = seen["flipped"].items()
+    assert found != seen["memory"][name]
+
+
+def test_greedy_tokens_are_those_of_the_cpu(seen: Any) -> None:
+    wanted = json.loads(FILE.read_text())["engine"]
+    assert seen["tokens"] == wanted["tokens"]
+    assert worst(seen["logprobs"], wanted["logprobs"]) < 1e-3
