@@ -202,9 +202,11 @@ def show_dry_runs(config: RunConfig, shape: ModelShape, model: str) -> None:
     """
     learner = config.learner
     unseen = [f"recompute.{part}" for part in ("layernorm", "mla_up_proj") if getattr(learner.recompute, part)]
-    for key in (*unseen, *(["offload.optimizer"] if learner.offload.optimizer else [])):
+    unseen += ["offload.optimizer"] if learner.offload.optimizer else []
+    unseen += [] if learner.dispatcher == "alltoall" else ["dispatcher"]
+    for key in unseen:
         raise ConfigError(
-            f"learner.{key}: --exact makes a step of torch's layers on a CPU, which does not show what that frees; "
+            f"learner.{key}: --exact makes a step of torch's layers on a CPU, which does not show what that does; "
             "leave it out beside --exact"
         )
     config = config.model_copy(update={"learner": learner.model_copy(update={"layers": "torch"})})

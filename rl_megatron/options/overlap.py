@@ -1,4 +1,4 @@
-"""``learner.overlap``: data-parallel communication while other layers compute (arXiv:2104.04473, section 3.3)."""
+"""``learner.overlap``: communication while layers compute (arXiv:2104.04473, section 3.3)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 class OverlapSection(Section):
-    """Communication between data-parallel ranks that runs while they compute. It changes no result; how much time it
-    saves is not measured."""
+    """Communication that runs while ranks compute. It changes no result; how much time it saves is not measured."""
 
     gradients: bool = False
     """Whether ranks reduce the gradients of a bucket as soon as the last micro-batch's backward pass has computed
@@ -23,6 +22,8 @@ class OverlapSection(Section):
     parameters: bool = False
     """Whether ranks gather the parameters that an optimizer step changed during the next forward pass, a bucket ahead
     of it; false: at the end of the step. A push or a checkpoint right after the step gathers them first."""
+    shared_experts: bool = False
+    """Whether shared experts compute while tokens are sent to the other experts and back."""
     bucket_parameters: Positive | None = None
     """Parameters after which a bucket ends; null: 40 million, or a million for each data-parallel rank if that is
     more. Only the first chunk of the first pipeline stage has several buckets."""
@@ -52,6 +53,7 @@ class Overlap(Option):
                 f"learner.overlap.bucket_parameters={section.bucket_parameters} without learner.overlap.gradients=true "
                 "would have no effect: there is one bucket; leave it out"
             )
+        yield from _shared_problems(learner, shape)
         if not section.parameters:
             return
         lacking = {
@@ -71,4 +73,30 @@ class Overlap(Option):
         section = learner.overlap
         gather = {"overlap_param_gather": True} if section.parameters else {}
         reduce = {"overlap_grad_reduce": True} if section.gradients else {}
-        return Keywords(ddp={"bucket_size": section.bucket_parameters, **reduce, **gather}, optimizer=gather)
+        shared = {"moe_shared_expert_overlap": True} if section.shared_experts else {}
+        ddp = {"bucket_size": section.bucket_parameters, **reduce, **gather}
+        return Keywords(model=shared, ddp=ddp, optimizer=gather)
+
+
+def _shared_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """Nothing to overlap, and what megatron-core's overlap of shared experts lacks."""
+    if not learner.overlap.shared_experts:
+        return
+    d = learner.dims
+    if d.ep * d.etp == 1:
+        yield (
+            "learner.overlap.shared_experts=true with learner.ep=1 and learner.etp=1: no token leaves its rank, so "
+            "there is nothing to overlap with; leave it out"
+        )
+    if shape is not None and not shape.shared_width:
+        yield f"learner.overlap.shared_experts=true: model_type={shape.family!r} has no shared experts; leave it out"
+    if learner.dispatcher != "alltoall":
+        yield (
+            f"learner.overlap.shared_experts=true with learner.dispatcher={learner.dispatcher}: megatron-core can do "
+            "this only with alltoall; set one of the two"
+        )
+    if learner.recompute.shared_experts:
+        yield (
+            "learner.overlap.shared_experts=true with learner.recompute.shared_experts=true: megatron-core cannot "
+            "recompute what overlaps; set one of the two"
+        )

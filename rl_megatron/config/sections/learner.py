@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from rl_megatron.options.device import DeviceKeys
+from rl_megatron.options.dispatcher import DispatcherKeys
 from rl_megatron.options.dtype import DtypeKeys
 from rl_megatron.options.experts import ExpertKeys
 from rl_megatron.options.gradients import GradientKeys
@@ -60,6 +61,7 @@ class LearnerSection(  # pydantic takes the keys of the last base first
     HeadKeys,
     WorkKeys,
     ReplicaKeys,
+    DispatcherKeys,
     ExpertKeys,
     PipelineKeys,
     TensorKeys,

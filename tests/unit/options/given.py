@@ -115,6 +115,8 @@ LEARNERS: Mapping[str, Mapping[str, Any]] = {
     "optimizer": {"optimizer": OPTIMIZER},
     "float32 head": {"dtype": "bfloat16", "head_dtype": "float32"},
     "overlapping": {"dp": 2, "overlap": {"gradients": True, "parameters": True, "bucket_parameters": 1000}},
+    "deepep": {"device": "cuda", "dtype": "bfloat16", "ep": 2, "dispatcher": "deepep"},
+    "shared experts overlap": {"ep": 2, "overlap": {"shared_experts": True}},
     "frozen routers": {"router": {"frozen": True}},
     "moving biases": {"router": {"bias_update_rate": 0.001}},
     "balanced": {"router": {"aux_loss": 0.01, "z_loss": 0.001}},
@@ -165,6 +167,9 @@ REFUSED = [  # over the default run's keys
     "learner.ep=1 learner.overlap.gradients=true",
     "learner.overlap.parameters=true learner.overlap.bucket_parameters=7 learner.optimizer.distributed=false",
     "learner.overlap.gradients=true learner.overlap.parameters=true learner.layers=a.package:layers",
+    "learner.dispatcher=deepep learner.ep=1",
+    "learner.overlap.shared_experts=true learner.ep=1 learner.recompute.shared_experts=true",
+    "learner.overlap.shared_experts=true learner.dispatcher=hybridep learner.device=cuda learner.dtype=bfloat16",
     "learner.recompute.uniform=1 learner.recompute.moe=true learner.recompute.moe_act=true",
     "learner.recompute_layers=true",
     "learner.pp=2 learner.vpp=2 learner.stage_layers=1+3",
@@ -276,6 +281,7 @@ def given() -> Iterator[tuple[str, str, bool]]:
     yield from (("dense", learner, False) for learner in ("frozen routers", "moving biases", "balanced"))
     yield "shared expert, half of a head turns", "moving biases", False
     yield "biases, windows, sinks", "ep, etp", False
+    yield "shared expert, half of a head turns", "shared experts overlap", False
     yield from (("latent, no stretch", name, True) for name in ("latents recomputed", "cuda, recomputed parts"))
     yield "latent, no stretch", "cuda, recomputed parts", False
     for shape in ("biases, windows, sinks", "norm over all heads", "latent, other norms"):
