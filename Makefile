@@ -24,7 +24,7 @@ GPU_PYTHON ?=
 train: $(ENVIRONMENT)
 	$(BIN)/rl-megatron train $(ARGS)
 
-test: lint
+test: lint .venv/te/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-dry-run: $(ENVIRONMENT)
@@ -74,6 +74,11 @@ $(ENVIRONMENT): pyproject.toml constraints.txt
 
 .venv/.mutants-installed: $(ENVIRONMENT)
 	$(BIN)/pip install -q -c constraints.txt -e .[mutants]
+	touch $@
+
+# TransformerEngine's Python sources alone, where only the test of its names looks for them.
+.venv/te/.installed: tests/te.txt $(ENVIRONMENT)
+	$(BIN)/pip install -q --no-deps --upgrade --target .venv/te -r $<
 	touch $@
 
 # Engines want other versions than the learner and than each other. SGLang has no CPU kernels: stand-ins go into its

@@ -21,9 +21,12 @@ class World:
     arguments: tuple[Any, ...] = ()
 
 
-def run_worlds(worlds: Sequence[World], *, default: str = "cpu") -> None:
-    """Run one world after the other; fails if a rank does. ``default`` is that of ``learner.device``."""
-    nursery = multiprocessing.get_context("spawn").Process(target=_nurse, args=(os.getpid(), worlds, default))
+def run_worlds(worlds: Sequence[World], *, default: str = "cpu", before: Callable[[], None] | None = None) -> None:
+    """Run one world after the other; fails if a rank does. ``default`` is that of ``learner.device``.
+
+    ``before`` is called in the ranks' parent before megatron is imported.
+    """
+    nursery = multiprocessing.get_context("spawn").Process(target=_nurse, args=(os.getpid(), worlds, default, before))
     nursery.start()
     try:
         nursery.join(LIMIT + LIMIT * len(worlds) / 2)
@@ -41,12 +44,14 @@ def set_default(device: str) -> None:
     LearnerSection.model_rebuild(force=True)
 
 
-def _nurse(parent: int, worlds: Sequence[World], default: str) -> None:
+def _nurse(parent: int, worlds: Sequence[World], default: str, before: Callable[[], None] | None) -> None:
     """Has one thread, so that forks are sound."""
     die_with(parent)
     from tests.distributed.pretended import machine
 
     machine.install()
+    if before is not None:
+        before()
     import tests.imports  # noqa: F401
 
     set_default(default)

@@ -1,0 +1,64 @@
+"""TransformerEngine's own Python classes without its compiled parts: they can be built, and compute nothing.
+
+Its wheel of Python sources alone (0.7 MB) lies in a folder of its own (`make .venv/te/.installed`), so that no other
+test finds it. Names of the C++ extension and of kernels stand for themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+FOLDER = Path(sys.prefix) / "te"
+_KERNELS = ("onnx_extensions", "triton", "triton.pad", "triton.permutation", "triton.cross_entropy")
+
+
+class _Name(type):
+    """A name of the extension; so are its attributes, as those of an enumeration."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(cls, name, _Name(name, (), {}))
+        return getattr(cls, name)
+
+
+class _Compiled(ModuleType):
+    """A module that has every name."""
+
+    __getattr__ = _Name.__getattr__
+
+
+def load() -> None:
+    """Make ``transformer_engine`` importable in this process, for good."""
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # loads no library
+    sys.path.insert(0, str(FOLDER))  # its version, too
+    package = ModuleType("transformer_engine")
+    package.__path__ = [str(FOLDER / package.__name__)]
+    package.__spec__ = ModuleSpec(package.__name__, None, is_package=True)
+    sys.modules[package.__name__] = package
+    common: Any = importlib.import_module("transformer_engine.common")
+    common.load_framework_extension = lambda framework: None
+    compiled: Any = _Compiled("transformer_engine_torch")
+    compiled.get_cudnn_version = lambda: 91300
+    sys.modules[compiled.__name__] = compiled
+    for name in _KERNELS:
+        sys.modules[f"transformer_engine.pytorch.{name}"] = _Compiled(name)
+    for name in ("common", "pytorch"):
+        setattr(package, name, importlib.import_module(f"transformer_engine.{name}"))
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("transformer_engine.") and "canonicalize_device" in vars(module):
+            vars(module)["canonicalize_device"] = _device
+
+
+def _device(device: Any) -> torch.device:
+    """As TransformerEngine's, which hands a GPU's number to `torch.device`: a build for CPUs refuses it."""
+    number = torch.cuda.current_device() if device is None or device == torch.device("cuda") else device
+    return torch.device("cuda", number) if isinstance(number, int) else torch.device(number)

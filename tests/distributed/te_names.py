@@ -1,0 +1,69 @@
+"""What a rank's model is called in TransformerEngine's layers and in torch's, by family, and what checkpoints carry."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_megatron.config.sections.learner import LearnerSection
+
+LAYERS = ("torch", "transformer_engine")
+LAYOUTS = {"one": {}, "tp2-ep2": {"tp": 2, "ep": 2}}
+
+
+def rank_main(rank: int, layout: str, families: list[str], root: Path) -> None:
+    """Write every family's names; of one rank save each model in each kind of layers, and load it into the other."""
+    torch.set_num_threads(1)
+    from rl_megatron.learner import world
+    from rl_megatron.learner.megatron import make_policy
+    from rl_megatron.weights.layouts.families import read_shape
+
+    seen: dict[str, Any] = {}
+    given = [
+        LearnerSection.model_validate({**LAYOUTS[layout], "device": "cuda", "dtype": "bfloat16", "layers": layers})
+        for layers in LAYERS
+    ]
+    device = world.join(given[0], rank=rank, rendezvous=f"file://{root}/rendezvous-{layout}", seed=1)
+    for family in families:
+        shape = read_shape(root / family)
+        policies = [make_policy(shape, learner, device, temperature=1.0) for learner in given]
+        seen[family] = {layers: named(policy) for layers, policy in zip(LAYERS, policies, strict=True)}
+        carried = []
+        for source, target in (policies, policies[::-1]) if layout == "one" else ():
+            g = torch.Generator().manual_seed(len(carried))
+            for tensor in source.tensors.values():
+                tensor.copy_(torch.randn(tensor.shape, generator=g))
+            source.adopt()
+            folder = root / f"{family}-{len(carried)}"
+            folder.mkdir()
+            source.save(folder)
+            target.load(folder)
+            theirs = dict(target.tensors)
+            carried.append(all(torch.equal(tensor, theirs[name]) for name, tensor in source.tensors.items()))
+        seen[family]["carried"] = carried
+    (root / f"{layout}-{rank}.json").write_text(json.dumps(seen))
+    world.leave()
+
+
+def named(policy: Any) -> dict[str, Any]:
+    """Parameters by name, the parts of a checkpoint by key, and the class of the first layer's projection."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
+
+    from rl_megatron.learner import checkpoint
+
+    state = [checkpoint._weights(chunk) for chunk in policy._trained]
+    parts = [part for part in nested_values(state) if isinstance(part, ShardedBase)]
+    projection = policy._models[0].decoder.layers[0].self_attention.linear_proj
+    return {
+        "tensors": {name: (list(t.shape), str(t.dtype)) for name, t in sorted(policy.tensors.items())},
+        "shards": sorted(str((p.key, *where(p))) for p in parts),
+        "classes": type(projection).__module__.split(".")[0:4],
+    }
+
+
+def where(part: Any) -> tuple[object, ...]:
+    return tuple(getattr(part, name, None) for name in ("global_shape", "global_offset", "replica_id"))

@@ -1,0 +1,54 @@
+"""TransformerEngine's classes and torch's layers have the same names, and each loads the other's checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_megatron.options.implementation import torch_only
+from rl_megatron.weights.layouts.families import read_shape
+from tests.distributed import te_names
+from tests.distributed.pretended import te
+from tests.distributed.pretended.ranks import World, run_worlds
+from tests.family_models import DENSE, MODELS, save_model
+
+pytestmark = pytest.mark.skipif(not te.FOLDER.exists(), reason="needs `make .venv/te/.installed`")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By layout, what each rank saw of each family that TransformerEngine supports."""
+    root = tmp_path_factory.mktemp("te")
+    for name in MODELS:
+        save_model(name, root / name)
+    able = [name for name in MODELS if torch_only(read_shape(root / name)) is None]
+    families = {"one": able, "tp2-ep2": [name for name in able if name not in DENSE]}
+    sizes = {"one": 1, "tp2-ep2": 2}
+    run_worlds(
+        [
+            World(main=te_names.rank_main, size=size, arguments=(layout, families[layout], root))
+            for layout, size in sizes.items()
+        ],
+        before=te.load,
+    )
+    paths = {layout: sorted(Path(root).glob(f"{layout}-[01].json")) for layout in sizes}
+    return {layout: [json.loads(path.read_text()) for path in found] for layout, found in paths.items()}
+
+
+@pytest.mark.parametrize("layout", te_names.LAYOUTS)
+def test_names_shapes_and_shards_are_the_same(layout: str, seen: Any) -> None:
+    for rank in seen[layout]:
+        assert len(rank) >= (8 if layout == "one" else 4)
+        for family, said in rank.items():
+            ours, theirs = (said[layers] for layers in te_names.LAYERS)
+            assert (ours["classes"] == theirs["classes"]) is False, family
+            assert ours["tensors"] == theirs["tensors"], family
+            assert ours["shards"] == theirs["shards"], family
+
+
+def test_each_loads_the_others_checkpoints(seen: Any) -> None:
+    (rank,) = seen["one"]
+    assert {family: said["carried"] for family, said in rank.items()} == {family: [True, True] for family in rank}
