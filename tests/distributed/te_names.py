@@ -11,11 +11,12 @@ import torch
 from rl_megatron.config.sections.learner import LearnerSection
 
 LAYERS = ("torch", "transformer_engine")
+CARRIED = ("qwen2", "qwen3_moe", "deepseek_v3")  # biases; experts; latent attention
 LAYOUTS = {"one": {}, "tp2-ep2": {"tp": 2, "ep": 2}}
 
 
 def rank_main(rank: int, layout: str, families: list[str], root: Path) -> None:
-    """Write every family's names; of one rank save each model in each kind of layers, and load it into the other."""
+    """Write every family's names; of one rank save some models in each kind of layers, and load them into the other."""
     torch.set_num_threads(1)
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_policy
@@ -32,7 +33,7 @@ def rank_main(rank: int, layout: str, families: list[str], root: Path) -> None:
         policies = [make_policy(shape, learner, device, temperature=1.0) for learner in given]
         seen[family] = {layers: named(policy) for layers, policy in zip(LAYERS, policies, strict=True)}
         carried = []
-        for source, target in (policies, policies[::-1]) if layout == "one" else ():
+        for source, target in (policies, policies[::-1]) if layout == "one" and family in CARRIED else ():
             g = torch.Generator().manual_seed(len(carried))
             for tensor in source.tensors.values():
                 tensor.copy_(torch.randn(tensor.shape, generator=g))

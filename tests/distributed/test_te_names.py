@@ -51,4 +51,5 @@ def test_names_shapes_and_shards_are_the_same(layout: str, seen: Any) -> None:
 
 def test_each_loads_the_others_checkpoints(seen: Any) -> None:
     (rank,) = seen["one"]
-    assert {family: said["carried"] for family, said in rank.items()} == {family: [True, True] for family in rank}
+    carried = {family: said["carried"] for family, said in rank.items() if said["carried"]}
+    assert carried == {family: [True, True] for family in te_names.CARRIED}
