@@ -1,4 +1,7 @@
-"""TransformerEngine's classes and torch's layers have the same names, and each loads the other's checkpoints."""
+"""TransformerEngine's classes and torch's layers have the same names, and each loads the other's checkpoints.
+
+Latent attention is not among them: the test models' norms are those that torch's layers alone support.
+"""
 
 from __future__ import annotations
 
