@@ -81,8 +81,8 @@ $(ENVIRONMENT): pyproject.toml constraints.txt
 	$(BIN)/pip install -q --no-deps --upgrade --target .venv/te -r $<
 	touch $@
 
-# Engines want other versions than the learner and than each other. SGLang has no CPU kernels: stand-ins go into its
-# environment, where every process of its loads them.
+# Engines want other versions than the learner and than each other. Stand-ins for what they lack on a CPU go into their
+# environments, where every process of theirs loads them.
 .engines/%/.installed: tests/engines/%.txt
 	$(PYTHON) -m venv .engines/$*
 	.engines/$*/bin/pip install -q --no-deps -r $<
@@ -91,3 +91,5 @@ $(ENVIRONMENT): pyproject.toml constraints.txt
 	touch $@
 
 .engines/sglang/.installed: $(wildcard tests/engines/sglang_cpu/*)
+
+.engines/vllm/.installed: $(wildcard tests/engines/vllm_cpu/*)
