@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
 
 
+GPU = "cuda"
+"""``learner.device`` of ranks on GPUs."""
+
+
 class DeviceKeys(Section):
     """The key of `Device`."""
 

@@ -1,0 +1,144 @@
+"""A learner's step on one device, in a process of its own: ``python -m launcher.programs.gpu_step PARENT``.
+
+Standard input is the device and whether sizes are small; the answer is a line of JSON, of two steps on one batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from launcher.processes.environment import inherited
+from launcher.processes.parent import die_with
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rl_megatron.types import Samples
+
+_SECONDS = 300.0
+_SHOWN = 1500  # characters
+_STEPS, _RATE = 2, 1e-3
+LENGTH, SEQUENCES = 64, 8
+
+
+def learner_of(device: str) -> LearnerSection:
+    """Torch's layers in float32, which both devices compute alike."""
+    return LearnerSection.model_validate(
+        {"device": device, "layers": "torch", "max_tokens_per_micro_batch": LENGTH * SEQUENCES}
+    )
+
+
+def shape_of(small: bool) -> ModelShape:
+    """A Qwen3-MoE of 180 million parameters; a small one has 0.1."""
+    return ModelShape(
+        num_layers=2 if small else 4,
+        hidden_size=64 if small else 1024,
+        num_heads=4 if small else 16,
+        num_kv_heads=2 if small else 4,
+        head_dim=16 if small else 64,
+        num_experts=8 if small else 16,
+        experts_per_token=2,
+        expert_width=32 if small else 512,
+        vocab_size=256 if small else 32768,
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        normalize_top_k=True,
+        tie_embeddings=False,
+        max_positions=LENGTH,
+    )
+
+
+def ask(device: str, *, small: bool = False) -> dict[str, Any]:
+    """The answer of a process, which sees GPUs only for ``device`` cuda. Raises RLMegatronError with its last words."""
+    with inherited(threads=max(1, len(os.sched_getaffinity(0)) // 2), device=device):
+        done = subprocess.run(
+            [sys.executable, "-m", "launcher.programs.gpu_step", str(os.getpid())],
+            input=json.dumps({"device": device, "small": small}),
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+        )
+    if done.returncode:
+        raise RLMegatronError(f"a step with learner.device={device} failed:\n{done.stderr.strip()[-_SHOWN:]}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def steps(device: str, *, small: bool) -> dict[str, Any]:
+    """In this process: log-probs' mean, then losses and gradient norms, the most bytes that the GPU held, its name."""
+    import torch
+
+    from rl_megatron.algorithms.losses import CrossEntropy
+    from rl_megatron.learner import world
+    from rl_megatron.learner.megatron import make_policy
+    from rl_megatron.types import StepResult
+
+    learner, shape = learner_of(device), shape_of(small)
+    with tempfile.TemporaryDirectory() as folder:
+        on = world.join(learner, rank=0, rendezvous=f"file://{folder}/rendezvous", seed=0)
+        policy = make_policy(shape, learner, on, temperature=1.0)
+        _fill(policy.tensors)
+        policy.adopt()
+        samples = _samples(shape.vocab_size)
+        counts = {"num_tokens": LENGTH * SEQUENCES, "num_sequences": SEQUENCES}
+        out: dict[str, Any] = {"losses": [], "norms": []}
+        for _ in range(_STEPS):
+            said = policy.backward([samples], CrossEntropy(), **counts)
+            made = policy.step(_RATE)
+            assert said is not None
+            assert isinstance(made, StepResult)
+            out["losses"].append(said["loss"].value)
+            out["norms"].append(made.grad_norm)
+        out["bytes"] = 0 if on.type == "cpu" else torch.cuda.max_memory_allocated(on)
+        out["gpu"] = "" if on.type == "cpu" else torch.cuda.get_device_name(on)
+        world.leave()
+    return out
+
+
+def _fill(tensors: Mapping[str, Tensor]) -> None:
+    """Weights that are the same on every device."""
+    import torch
+
+    for number, name in enumerate(sorted(tensors)):
+        shape = tensors[name].shape
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(number)) * 0.02
+        tensors[name].copy_(torch.ones(shape) if "norm" in name else drawn)
+
+
+def _samples(vocabulary: int) -> Samples:
+    import torch
+
+    from rl_megatron.types import Samples
+
+    count = LENGTH * SEQUENCES
+    ids, targets = torch.randint(0, vocabulary, (2, count), generator=torch.Generator().manual_seed(1))
+    zeros = torch.zeros(count)
+    return Samples(
+        input_ids=ids,
+        targets=targets,
+        mask=torch.ones(count, dtype=torch.bool),
+        advantages=zeros,
+        rollout_logprobs=zeros,
+        old_logprobs=zeros,
+        cu_seqlens=torch.arange(0, count + 1, LENGTH),
+    )
+
+
+def main() -> None:
+    """Read what is asked, make the steps and print the answer."""
+    die_with(int(sys.argv[1]))
+    asked = json.load(sys.stdin)
+    print(json.dumps(steps(asked["device"], small=asked["small"])))
+
+
+if __name__ == "__main__":
+    main()
