@@ -76,7 +76,7 @@ def test_a_finished_run_its_name_and_its_configuration(place: Place) -> None:
     keys = ("learner.ep=1", "reward.function=my_rewards:even", "warm_start.steps=0", "train.steps=1")
     first = place.start("unnamed", *keys, "run.name=null")
     first.until(lambda: (place.folder / "runs/tiny_cpu/config.yaml").exists(), "its folder")
-    second = place.fork("busy", *keys, "run.name=tiny_cpu", resume=True)
+    second = place.start("busy", *keys, "run.name=tiny_cpu", resume=True)
     assert second.end() == 1
     assert "runs/tiny_cpu: another process runs in it" in second.text()
     third = place.fork("third", *keys, "run.name=null")
