@@ -218,8 +218,9 @@ def test_bytes_that_are_not_utf8_are_named(conf: Path) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) -> None:
-    none = ["slurm.engines.nodes=0", "weights.folder=null"]  # no servers, no nodes and no file for them
-    where = none if choice == "rollout=local" else []
+    none = ["slurm.engines.nodes=0", "slurm.heterogeneous=false", "weights.transport=auto", "weights.folder=null"]
+    none += [f"slurm.engines.{key}=null" for key in ("gpus_per_node", "memory_per_node")]
+    where = none if choice == "rollout=local" else []  # no servers: no nodes, no route and no file for them
     assert isinstance(load_config(name, [choice, "model.path=/given", *where]), RunConfig)
 
 

@@ -20,6 +20,8 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.placement.seats import seats_here
+from rl_megatron.scaling.estimates import push_cost
 from rl_megatron.scaling.memory import (
     CHANGES,
     GB,
@@ -34,10 +36,17 @@ from rl_megatron.scaling.memory import (
 from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.learner import learner_layout
 
-RECIPES = {  # name: nodes, GPUs of the learner
-    "qwen3_30b_a3b": (1, 8),
-    "qwen3_235b_a22b": (16, 96),
-    "deepseek_v3": (40, 256),
+CONF = Path(__file__).parents[3] / "conf"
+RECIPES = {  # name: GPUs of the learner, and of servers that have their own
+    "qwen3_30b_a3b": (8, 0),
+    "qwen3_30b_a3b_80gb": (8, 0),
+    "qwen3_30b_a3b_disaggregated": (6, 2),
+    "qwen3_235b_a22b": (96, 32),
+    "qwen3_235b_a22b_colocated": (128, 0),
+    "deepseek_v3": (256, 64),
+    "deepseek_v3_colocated": (512, 0),
+    "kimi_k2": (384, 96),
+    "kimi_k2_colocated": (512, 0),
 }
 QWEN3 = {  # the fields of the published config.json that its reader wants
     "model_type": "qwen3_moe",
@@ -74,6 +83,7 @@ def recipe(name: str, *keys: str) -> tuple[RunConfig, ModelShape]:
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
         ("deepseek-v3", 671_026_419_200 - 58 * 256),  # without its routers' biases, which are buffers
+        ("kimi-k2", 1_026_408_232_448 - 60 * 384),
     ],
 )
 def test_parameters_are_as_many_as_published(name: str, published: int) -> None:
@@ -94,12 +104,17 @@ def test_qwen3_has_the_parameters_of_its_closed_form() -> None:
 def test_a_recipe_fills_its_gpus_and_no_more(name: str) -> None:
     config, shape = recipe(name)
     d, slurm = config.learner.dims, config.slurm
-    assert slurm.nodes + slurm.engines.nodes == RECIPES[name][0]
-    assert d.world_size == RECIPES[name][1] == slurm.nodes * slurm.gpus_per_node
+    learner, engines = RECIPES[name]
+    assert d.world_size == learner == slurm.nodes * slurm.gpus_per_node
+    assert engines == slurm.engines.nodes * slurm.engine_gpus
     assert slurm.gpus_per_node % d.tp == 0
+    server = config.rollout.server
+    assert server.replicas * server.ranks == (engines or learner)  # every GPU samples, and each for one server
+    assert slurm.gpu_memory_gb == (141 if name == "qwen3_30b_a3b" else 80)
     layout = learner_layout(config, shape)  # heads, kv heads, experts, vocabulary and layers divide
     assert sum(layout.stages or (shape.num_layers,)) == shape.num_layers
-    most = fullest(config, shape)
+    most = check_memory(config, shape)
+    assert most is not None
     assert 0.4 * slurm.gpu_memory_gb * GB < most.total < slurm.gpu_memory_gb * GB  # type: ignore[operator]
     assert {term: held for term, held in most.terms.items() if held < 0} == {}
 
@@ -113,7 +128,47 @@ def test_all_ranks_together_hold_the_model_once_for_each_copy(name: str) -> None
     cut = sum(part.dense for part in parts) * d.tp
     assert whole.dense <= cut < 1.01 * d.tp * whole.dense  # norms and routers are whole on each rank
     state = [m.terms["optimizer"] for m in footprints(config, shape) if m.rank % (d.tp * d.cp * d.dp) == 0]
-    assert sum(state) * d.tp * d.cp * d.dp == pytest.approx(12 * (whole.experts + cut))  # each element once, but tp's
+    each = 12 - 8 * config.learner.offload.optimizer  # bytes that stay on GPUs: the moments may not
+    assert sum(state) * d.tp * d.cp * d.dp == pytest.approx(each * (whole.experts + cut))  # once, but what tp repeats
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_byte_of_a_push_crosses_a_file_system(name: str) -> None:
+    config, shape = recipe(name)
+    (hop,) = push_cost(config, shape).hops
+    assert hop.where.startswith(("over NVLink", "over the network"))
+    assert (config.transport.crosses, config.weights.folder) == ("links", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        (
+            "qwen3_30b_a3b_80gb",
+            "learner.dp=4 learner.ep=16 slurm.nodes=2 rollout.server.replicas=2 weights.transport=carried",
+        ),
+        (
+            "qwen3_30b_a3b_disaggregated",
+            "learner.tp=4 learner.pp=1 learner.ep=8 learner.dp=2 slurm.gpus_per_node=8 rollout.server.tp=8 "
+            "slurm.engines.gpus_per_node=8",
+        ),
+    ],
+)
+def test_what_8_gpus_hold_only_with_moments_on_the_host_16_hold_with_transformer_engine(name: str, keys: str) -> None:
+    """The keys are those of the comment in the recipe."""
+    fused = ["learner.offload.optimizer=0", "learner.layers=auto"]
+    with pytest.raises(ConfigError, match="Largest: optimizer"):
+        check_memory(*recipe(name, *fused))
+    config, shape = recipe(name, *fused, *keys.split())
+    assert check_memory(config, shape) is not None
+    assert config.slurm.nodes * config.slurm.gpus_per_node + config.slurm.engines.nodes * config.slurm.engine_gpus == 16
+    comment = (CONF / f"{name}.yaml").read_text().replace("\n#", " ")
+    assert " ".join([*fused, *keys.split()]) in " ".join(comment.split())
+
+
+def test_a_machine_of_8_gpus_has_6_for_the_learner_and_2_for_its_server() -> None:
+    config, _ = recipe("qwen3_30b_a3b_disaggregated")
+    assert [seat.gpus for seat in seats_here(config, 8)] == [(6, 7)]
 
 
 def test_each_term_grows_with_what_its_advice_names() -> None:

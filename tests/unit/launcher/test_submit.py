@@ -21,6 +21,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from tests.unit.launcher.sites import site
 from tests.unit.launcher.test_memory import QWEN3
+from tests.unit.launcher.test_memory import RECIPES as LARGE
 
 REPO = Path(__file__).resolve().parents[3]
 GOLDEN = Path(__file__).parent / "golden"
@@ -100,11 +101,7 @@ CASES = {
     ),
 }
 CLUSTER = ("slurm.account=lab", "slurm.partition=gpu", "slurm.container=/images/rl.sqsh")
-RECIPES = {  # what is the user's to give
-    "qwen3_30b_a3b": CLUSTER,
-    "qwen3_235b_a22b": CLUSTER,
-    "deepseek_v3": CLUSTER,
-}
+RECIPES = dict.fromkeys(LARGE, CLUSTER)  # what is the user's to give
 
 
 def config_of(*keys: str) -> RunConfig:

@@ -28,15 +28,14 @@ from rl_megatron.learner.model import build
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape, Rope, Router
 from rl_megatron.scaling.memory import footprints
+from tests.unit.launcher.test_memory import RECIPES as LARGE
 
 STORED = Path(__file__).with_name("given.json")
 CONF = Path(__file__).parents[3] / "conf"
 FILES = ["data.train=train.jsonl", "data.eval=test.jsonl"]
 RECIPES: Mapping[str, list[str]] = {  # what is the user's to give
-    "deepseek_v3": [*FILES, "model.path=/models/given"],
+    **{name: [*FILES, "model.path=/models/given"] for name in LARGE},
     "gsm8k_tiny": FILES,
-    "qwen3_235b_a22b": [*FILES, "model.path=/models/given"],
-    "qwen3_30b_a3b": [*FILES, "model.path=/models/given"],
     "tiny_cpu": [],
 }
 TINY = replace(
