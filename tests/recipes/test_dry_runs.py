@@ -20,12 +20,17 @@ from tests.unit.launcher.test_memory import RECIPES
 
 FILES = ["data.train=train.jsonl", "data.eval=test.jsonl", "model.path=/models/given"]
 
+HERE = [
+    "learner.offload.optimizer=0",
+    "learner.offload.while_sampling=null",
+]  # as plan --exact: there is no other device
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_stages_build_step_and_hold_what_is_planned(recipe: str) -> None:
-    """Takes 1 to 15 minutes on an idle core a stage. Moments on the host, as plan --exact has none, are counted too."""
-    config = load_config(recipe, [*FILES, "learner.offload.optimizer=0"])
+    """Takes 1 to 15 minutes on an idle core a stage."""
+    config = load_config(recipe, [*FILES, *HERE])
     name = config.model.name
     assert name is not None
     shape, d = NAMED[name], config.learner.dims

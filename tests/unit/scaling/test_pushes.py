@@ -35,7 +35,11 @@ REPO = Path(__file__).resolve().parents[3]
 RECIPES = sorted(path.stem for path in (REPO / "conf").glob("*.yaml"))
 ENGINES = sorted(path.stem for path in (REPO / "conf" / "rollout").glob("*.yaml"))
 SHAPE = tiny_shape(load_config("tiny_cpu", []).model.tiny.model_copy(update={"head_dim": 32}))
-APART = "slurm.engines.nodes=0"  # what the in-process engine needs of a recipe with servers
+APART = "slurm.engines.nodes=0"
+WITHOUT_SERVERS = (  # what the in-process engine needs of a recipe with servers
+    *(APART, "slurm.heterogeneous=false", "slurm.engines.gpus_per_node=null", "slurm.engines.memory_per_node=null"),
+    *("learner.offload.while_sampling=null", "weights.transport=process_group"),
+)
 BY_ADDRESS = (  # of running servers, whose degrees nobody states
     *("rollout.server.addresses=http://engine1:8000,http://engine2:8000", "slurm.engines.nodes=0"),
     *("rollout.server.replicas=1", "rollout.server.tp=1", "rollout.server.memory_fraction=null"),
@@ -58,7 +62,7 @@ def named(config: RunConfig) -> ModelShape:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_recipe_pushes_through_a_shared_file_system(recipe: str, engine: str) -> None:
-    config = job(recipe, f"rollout={engine}", *([APART] if engine == "local" else ()))
+    config = job(recipe, f"rollout={engine}", *(WITHOUT_SERVERS if engine == "local" else ()))
     route = route_of(config)
     assert not route.shared, route
     assert route.name == config.transport.name
