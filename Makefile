@@ -6,6 +6,7 @@
 # make test-cluster                            jobs on a real Slurm of twenty-two nodes on this machine (root, Debian)
 # make test-pretended-gpu                      the learner's tests again, on pretended GPUs: half an hour on two cores
 # make test-gpu [HALF=1|2] [GPU_PYTHON=python3]  the kit for one GPU, ten minutes a half; prints a table of figures
+# make test-images                             the learner's steps of an image, in a new environment: minutes, and the index
 # make mutants [ARGS="--sample 40 --seed 1"]   are 400 faults put into the arithmetic seen by a test? up to an hour
 # make lint                                    linters alone (what pre-commit runs)
 # make clean                                   remove the environment and caches; runs/ stays
@@ -17,7 +18,7 @@ ARGS ?=
 HALF ?=
 GPU_PYTHON ?=
 
-.PHONY: train test test-dry-run test-engines try-newest-engines test-cluster test-pretended-gpu test-gpu mutants lint \
+.PHONY: train test test-dry-run test-engines try-newest-engines test-cluster test-pretended-gpu test-gpu test-images mutants lint \
 	clean
 .DELETE_ON_ERROR:
 
@@ -48,6 +49,9 @@ test-pretended-gpu: $(ENVIRONMENT)
 test-gpu: $(if $(GPU_PYTHON),,$(ENVIRONMENT))
 	OMP_NUM_THREADS=4 $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q -rs -m gpu \
 		$(if $(filter 1,$(HALF)),tests/gpu/first,$(if $(filter 2,$(HALF)),tests/gpu/second,tests/gpu)) $(ARGS)
+
+test-images: $(ENVIRONMENT)
+	$(BIN)/pytest -q tests/images
 
 try-newest-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
 	$(BIN)/python -m tests.engines.newest $(ARGS)

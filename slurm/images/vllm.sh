@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# The engine in an environment of its own, $PREFIX/vllm: it wants other versions than the learner.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=slurm/images/versions
+. "$here/versions"
+engine=${PREFIX:-/opt}/vllm
+"${PYTHON:-python3}" -m venv "$engine"
+"$engine/bin/pip" install --no-cache-dir -c "$here/../../tests/engines/vllm.txt" "vllm==$VLLM"
