@@ -19,6 +19,7 @@ def problems_of(config: RunConfig) -> list[str]:
     return [
         *_model_problems(config),
         *option_problems(config.learner),
+        *_critic_problems(config),
         *_transport_problems(config),
         *_batch_problems(config),
         *_group_problems(config),
@@ -52,6 +53,15 @@ def _model_problems(c: RunConfig) -> list[str]:
             "or leave learner.model out: this package has the tiny model's family"
         )
     return out
+
+
+def _critic_problems(c: RunConfig) -> list[str]:
+    """What options refuse of the critic's optimizer and not of the policy's."""
+    if not c.algorithm.needs_critic:
+        return []
+    own = c.learner.model_copy(update={"optimizer": c.algorithm.critic.optimizer})
+    known = set(option_problems(c.learner))
+    return [f"of algorithm.critic.optimizer: {line}" for line in option_problems(own) if line not in known]
 
 
 def _transport_problems(c: RunConfig) -> list[str]:

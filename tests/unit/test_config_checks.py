@@ -86,3 +86,11 @@ def test_a_step_of_pairs_from_a_file_has_two_completions_of_each() -> None:
     RunConfig.model_validate(tree | {"train": {"minibatches": 4}})
     with pytest.raises(ValueError, match=r"minibatches=5 is more than the 4 completions of a step .* \* 2 of a pair"):
         RunConfig.model_validate(tree | {"train": {"minibatches": 5}})
+
+
+def test_options_see_the_critics_own_optimizer() -> None:
+    overlap = ["learner.dp=2", "learner.overlap.gradients=true", "learner.overlap.parameters=true"]
+    critic = ["algorithm=ppo", "algorithm.unfinished_reward=null", "algorithm.critic.optimizer.distributed=false"]
+    with pytest.raises(ConfigError, match="^of algorithm.critic.optimizer: learner.overlap.parameters=true"):
+        load_config("tiny_cpu", [*overlap, *critic])
+    load_config("tiny_cpu", [*overlap, *critic[:2]])
