@@ -15,18 +15,25 @@ if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
 
 
+_DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
+"""Groups of ranks that DeepEP has settings for (deep_ep/buffer.py, get_dispatch_config)."""
+
+
 class DispatcherKeys(Section):
     """The key of `Dispatcher`."""
 
-    dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
+    dispatcher: Literal["alltoall", "deepep"] = "alltoall"
     """What sends tokens to the ranks of their experts. alltoall: NCCL's or gloo's all-to-all, a copy of a token for
-    each of its experts. deepep: DeepEP's kernels, a copy for each node that has some; hybridep: those of DeepEP's
-    branch hybrid-ep. Both need GPUs and bfloat16, and take buffers of their own that no plan counts; neither has been
-    run."""
+    each of its experts. deepep: DeepEP's kernels, a copy for each node that has some; they need GPUs and bfloat16, take
+    buffers of their own that no plan counts, and have not been run."""
 
 
 class Dispatcher(Option):
-    """Chooses megatron-core's dispatcher. Its all-gather needs micro-batches of equal length, and ours are packed."""
+    """Chooses megatron-core's dispatcher.
+
+    Ours are packed micro-batches, whose lengths differ: megatron-core's all-gather takes equal ones, and the buffer of
+    its HybridEP is as long as the first (moe/fused_a2a.py).
+    """
 
     keys = DispatcherKeys
 
@@ -41,6 +48,12 @@ class Dispatcher(Option):
             yield f"{given} with learner.dtype=float32: its kernels send bfloat16; set learner.dtype=bfloat16"
         if d.ep * d.etp == 1:
             yield f"{given} with learner.ep=1 and learner.etp=1: no token leaves its rank; leave it out"
+        elif d.ep * d.etp not in _DEEPEP_RANKS:
+            known = ", ".join(map(str, _DEEPEP_RANKS))
+            yield (
+                f"{given} with learner.ep={d.ep} and learner.etp={d.etp}: DeepEP has no settings for {d.ep * d.etp} "
+                f"ranks, only for {known}; change their product to one of them"
+            )
         if shape is not None and not shape.num_experts:
             yield f"{given}: model_type={shape.family!r} has no experts; leave it out"
 
@@ -55,8 +68,7 @@ class Dispatcher(Option):
         if importlib.util.find_spec("deep_ep") is None:
             raise ConfigError(
                 f"learner.dispatcher={learner.dispatcher}: the package deep_ep is not installed here "
-                "(https://github.com/deepseek-ai/DeepEP; hybridep needs its branch hybrid-ep); install it, or set "
-                "learner.dispatcher=alltoall"
+                "(https://github.com/deepseek-ai/DeepEP); install it, or set learner.dispatcher=alltoall"
             )
         backend = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": learner.dispatcher}
         return Keywords(model={**backend, **lengths})

@@ -168,7 +168,7 @@ REFUSED = [  # over the default run's keys
     "learner.overlap.gradients=true learner.overlap.parameters=true learner.layers=a.package:layers",
     "learner.dispatcher=deepep learner.ep=1",
     "learner.overlap.shared_experts=true learner.ep=1 learner.recompute.shared_experts=true",
-    "learner.overlap.shared_experts=true learner.dispatcher=hybridep learner.device=cuda learner.dtype=bfloat16",
+    "learner.overlap.shared_experts=true learner.dispatcher=deepep learner.device=cuda learner.dtype=bfloat16",
     "learner.recompute.uniform=1 learner.recompute.moe=true learner.recompute.moe_act=true",
     "learner.recompute_layers=true",
     "learner.pp=2 learner.vpp=2 learner.stage_layers=1+3",
