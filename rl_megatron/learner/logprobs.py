@@ -224,6 +224,7 @@ class _HeadLogprobs(torch.autograd.Function):
         if of_weight is not None and main_grad is not None:
             if not direct:
                 main_grad.add_(of_weight)
+            of_weight = None  # before zeros take as much
             of_weight = torch.zeros_like(whole) if ctx.announce else None
         if of_weight is not None:
             of_weight = of_weight.to(whole.dtype)

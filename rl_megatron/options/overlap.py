@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class OverlapSection(Section):
-    """Communication that runs while ranks compute. It changes no result; how much time it saves is not measured."""
+    """Communication that runs while ranks compute. Results are the same but for the order of sums: that of a norm which
+    clips gradients, and of gradients of more than two ranks. How much time it saves is not measured."""
 
     gradients: bool = False
     """Whether ranks reduce the gradients of a bucket as soon as the last micro-batch's backward pass has computed

@@ -81,7 +81,7 @@ def alive(process: psutil.Process) -> bool:
 
 class Fork:
     """The command line in a fork of a process that has its imports, half of a start's CPU time; with what tests call of
-    Popen. All forks have one seed of Python's hashes, which new interpreters draw."""
+    Popen. All forks have one seed of Python's hashes, which new interpreters draw, and run no ``atexit`` handlers."""
 
     def __init__(self, arguments: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str]) -> None:
         self._process = FORKS.Process(target=_run_forked, args=(arguments, folder, output, environment))
