@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from launcher.programs import gpu_step
 from launcher.rehearsal import machine
 from launcher.rehearsal.survey import survey
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.options.device import GPU
 from rl_megatron.scaling.flops import peak_of
 from rl_megatron.scaling.memory import GB, footprints
@@ -36,17 +37,17 @@ _PACKAGES = (
 def examine() -> bool:
     """Print what is found on this node's GPUs. Returns whether all that was measured is as it should be.
 
-    Raises ConfigError without a GPU that torch can use, RLMegatronError if a step fails.
+    Each GPU makes the steps, one after the other. Raises ConfigError without a GPU that torch can use, RLMegatronError
+    if a step on the CPU fails.
     """
     count = _count()
     wrong: list[str] = []
     for line in _versions():
         print(line, flush=True)
-    cpu, gpu = gpu_step.ask("cpu"), gpu_step.ask(GPU)
-    for lines in (compared(gpu, cpu), remembered(gpu), linked(count)):
-        for fits, line in lines:
-            print(("ok: " if fits else "WRONG: ") + line, flush=True)
-            wrong += [] if fits else [line]
+    cpu = gpu_step.ask("cpu")
+    for fits, line in chain(*(stepped(number, cpu) for number in range(count)), linked(count)):
+        print(("ok: " if fits else "WRONG: ") + line, flush=True)
+        wrong += [] if fits else [line]
     print(f"{len(wrong)} of these are wrong" if wrong else "all that was measured is as it should be", flush=True)
     return not wrong
 
@@ -85,6 +86,18 @@ def _versions() -> Iterator[str]:
             yield f"{name} {importlib.metadata.version(name)}"
         except importlib.metadata.PackageNotFoundError:
             yield f"{name}: not installed ({purpose})"
+
+
+def stepped(number: int, cpu: Mapping[str, Any], *, small: bool = False) -> Iterator[tuple[bool, str]]:
+    """The steps of the GPU of this number, in a process of their own: whether each finding fits, and a line that names
+    the GPU. Steps that fail are a line too."""
+    try:
+        gpu = gpu_step.ask(GPU, number, small=small)
+    except RLMegatronError as error:
+        yield False, f"GPU {number}: {error}"
+        return
+    for fits, line in chain(compared(gpu, cpu), remembered(gpu, small=small)):
+        yield fits, f"GPU {number} ({gpu['gpu']}): {line}"
 
 
 def compared(gpu: Mapping[str, Any], cpu: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:

@@ -1,6 +1,7 @@
 """A learner's step on one device, in a process of its own: ``python -m launcher.programs.gpu_step PARENT``.
 
-Standard input is the device and whether sizes are small; the answer is a line of JSON, of two steps on one batch.
+Standard input is the device, the number of a GPU and whether sizes are small; the answer is a line of JSON, of two
+steps on one batch.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from launcher.processes.parent import die_with
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.device import GPU
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_megatron.types import Samples
 
-_SECONDS = 300.0
+_SECONDS = {"cpu": 300.0, GPU: 120.0}
 _SHOWN = 1500  # characters
 _STEPS, _RATE = 2, 1e-3
 LENGTH, SEQUENCES = 64, 8
@@ -57,15 +59,18 @@ def shape_of(small: bool) -> ModelShape:
     )
 
 
-def ask(device: str, *, small: bool = False) -> dict[str, Any]:
-    """The answer of a process, which sees GPUs only for ``device`` cuda. Raises RLMegatronError with its last words."""
+def ask(device: str, number: int = 0, *, small: bool = False) -> dict[str, Any]:
+    """The answer of a process, which sees GPUs only for ``device`` cuda and computes on the ``number``-th of those.
+
+    It takes 300 seconds at most on the CPU, 120 on a GPU. Raises RLMegatronError with the process's last words.
+    """
     with inherited(threads=max(1, len(os.sched_getaffinity(0)) // 2), device=device):
         done = subprocess.run(
             [sys.executable, "-m", "launcher.programs.gpu_step", str(os.getpid())],
-            input=json.dumps({"device": device, "small": small}),
+            input=json.dumps({"device": device, "number": number, "small": small}),
             capture_output=True,
             text=True,
-            timeout=_SECONDS,
+            timeout=_SECONDS[device],
         )
     if done.returncode:
         raise RLMegatronError(f"a step with learner.device={device} failed:\n{done.stderr.strip()[-_SHOWN:]}")
@@ -73,7 +78,7 @@ def ask(device: str, *, small: bool = False) -> dict[str, Any]:
     return answer
 
 
-def steps(device: str, *, small: bool) -> dict[str, Any]:
+def steps(device: str, number: int = 0, *, small: bool) -> dict[str, Any]:
     """In this process: log-probs' mean, then losses and gradient norms, the most bytes that the GPU held, its name."""
     import torch
 
@@ -84,7 +89,7 @@ def steps(device: str, *, small: bool) -> dict[str, Any]:
 
     learner, shape = learner_of(device), shape_of(small)
     with tempfile.TemporaryDirectory() as folder:
-        on = world.join(learner, rank=0, rendezvous=f"file://{folder}/rendezvous", seed=0)
+        on = world.join(learner, rank=0, rendezvous=f"file://{folder}/rendezvous", seed=0, first_device=number)
         policy = make_policy(shape, learner, on, temperature=1.0)
         _fill(policy.tensors)
         policy.adopt()
@@ -99,6 +104,7 @@ def steps(device: str, *, small: bool) -> dict[str, Any]:
             out["losses"].append(said["loss"].value)
             out["norms"].append(made.grad_norm)
         out["bytes"] = 0 if on.type == "cpu" else torch.cuda.max_memory_allocated(on)
+        out["device"] = str(on)
         out["gpu"] = "" if on.type == "cpu" else torch.cuda.get_device_name(on)
         world.leave()
     return out
@@ -137,7 +143,7 @@ def main() -> None:
     """Read what is asked, make the steps and print the answer."""
     die_with(int(sys.argv[1]))
     asked = json.load(sys.stdin)
-    print(json.dumps(steps(asked["device"], small=asked["small"])))
+    print(json.dumps(steps(asked["device"], asked["number"], small=asked["small"])))
 
 
 if __name__ == "__main__":

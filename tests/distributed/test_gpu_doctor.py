@@ -16,7 +16,7 @@ from tests.distributed.pretended.ranks import World, run_worlds
 
 
 def rank_main(rank: int, folder: Path) -> None:
-    (folder / "seen.json").write_text(json.dumps(gpu_step.steps("cuda", small=True)))
+    (folder / "seen.json").write_text(json.dumps(gpu_step.steps("cuda", 3, small=True)))
 
 
 def test_two_steps_are_those_of_a_process_on_the_cpu(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_two_steps_are_those_of_a_process_on_the_cpu(tmp_path: Path) -> None:
     run_worlds([World(main=rank_main, size=1, arguments=(tmp_path,))])
     found: dict[str, Any] = json.loads((tmp_path / "seen.json").read_text())
     cpu = gpu_step.ask("cpu", small=True)
-    assert found["gpu"] == "a pretended GPU"
+    assert (found["device"], found["gpu"]) == ("cuda:3", "a pretended GPU")
     assert [fits for fits, _ in gpu.compared(found, cpu)] == [True, True]
     assert cpu["losses"][0] > cpu["losses"][1] > 5
     assert cpu["losses"][0] == pytest.approx(5.545, abs=0.05)  # log(256): it knows nothing yet
@@ -45,6 +45,14 @@ def test_memory_above_the_plan_is_named(gigabytes: float, fits: bool) -> None:
     ((found, told),) = gpu.remembered({"bytes": gigabytes * GB})
     assert found == fits
     assert f"held {gigabytes:.2f} GB; planned 3." in told
+
+
+def test_a_gpu_whose_steps_fail_is_named_and_the_next_is_asked() -> None:
+    """10 seconds: here the process finds no GPU."""
+    for number in (0, 5):
+        ((fits, told),) = gpu.stepped(number, {}, small=True)
+        assert not fits
+        assert told.startswith(f"GPU {number}: a step with learner.device=cuda failed:\n")
 
 
 def test_links_between_ranks_that_it_starts_are_measured() -> None:
