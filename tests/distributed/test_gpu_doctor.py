@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,14 @@ def test_two_steps_are_those_of_a_process_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm", "fits"), [(9e-6, 9e-5, [True, True]), (2e-5, 0, [False, True]), (0, 2e-4, [True, False])]
+    ("loss", "norm", "fits"),
+    [
+        (9e-6, 9e-5, [True, True]),
+        (2e-5, 0, [False, True]),
+        (0, 2e-4, [True, False]),
+        (math.nan, 0, [False, True]),
+        (0, math.inf, [True, False]),
+    ],
 )
 def test_a_difference_above_the_bound_is_named(loss: float, norm: float, fits: list[bool]) -> None:
     cpu = {"losses": [5.0, 4.0], "norms": [1.0, 2.0]}

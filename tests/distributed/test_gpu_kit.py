@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.gpu.differences import largest, worst
 
 REPO = Path(__file__).parents[2]
 FILES = ("first/test_03_float32.py", "first/test_04_bfloat16.py", "first/test_05_resume.py", "first/test_06_engine.py")
@@ -32,6 +35,13 @@ def test_its_first_half_passes_and_prints_a_table() -> None:
         "| resumed, bfloat16 | equal",
     ):
         assert line in done.stdout
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_infinitely_far(broken: float) -> None:
+    assert worst([[1.0, 1.0 + 2e-7], [broken]], [[1.0, 1.0], [1.0]]) == math.inf
+    assert largest([1e-7, broken]) == math.inf
+    assert largest([1e-7, -3e-7]) == 3e-7
 
 
 def test_without_a_gpu_it_is_skipped_with_the_way_out() -> None:

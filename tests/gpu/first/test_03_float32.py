@@ -9,19 +9,12 @@ import pytest
 import torch
 
 from tests.gpu import branch
+from tests.gpu.differences import largest, worst
 from tests.gpu.machine import Machine, note
 from tests.gpu.reference import FILE
 
 pytestmark = pytest.mark.gpu
 REFERENCE = json.loads(FILE.read_text())
-
-
-def worst(found: Any, wanted: Any) -> float:
-    """The largest difference of numbers in lists of one form."""
-    if isinstance(found, list):
-        assert len(found) == len(wanted)
-        return max((worst(a, b) for a, b in zip(found, wanted, strict=True)), default=0.0)
-    return abs(found - wanted)
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +37,13 @@ def test_scores_routes_and_five_steps_are_those_of_the_cpu(name: str, seen: Any)
     for part, most in (("logprobs", 1e-4), ("logits", 1e-3)):
         assert error[part] < most, part
     pairs = list(zip(found["steps"], wanted["steps"], strict=False))
-    losses, norms = ([abs(a[i] / b[i] - 1) for a, b in pairs] for i in range(2))
+    losses, norms = (largest(a[i] / b[i] - 1 for a, b in pairs) for i in range(2))
     note(
         f"float32, {name}, beside the CPU",
-        f"log-probs {error['logprobs']:.1e}, losses {max(losses):.1e}, norms {max(norms):.1e}",
+        f"log-probs {error['logprobs']:.1e}, losses {losses:.1e}, norms {norms:.1e}",
     )
-    assert max(losses) < 1e-5
-    assert max(norms) < 1e-4
+    assert losses < 1e-5
+    assert norms < 1e-4
 
 
 def test_a_critics_values_and_steps_are_those_of_the_cpu(seen: Any) -> None:

@@ -10,7 +10,8 @@ import torch
 from tests.distributed.test_families import LENGTHS, make_samples
 from tests.family_models import MODELS, save_model
 from tests.gpu import branch
-from tests.gpu.first.test_03_float32 import REFERENCE, worst
+from tests.gpu.differences import largest, worst
+from tests.gpu.first.test_03_float32 import REFERENCE
 from tests.gpu.machine import Machine, note
 
 pytestmark = pytest.mark.gpu
@@ -38,12 +39,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory, machine: Machine) -> dict[str
 def test_bfloat16_is_float32_rounded(seen: Any) -> None:
     found, wanted = seen["kept"], REFERENCE["policy"]
     error = worst(found["logprobs"], wanted["logprobs"])
-    losses = [abs(a[0] - b[0]) for a, b in zip(found["steps"], wanted["steps"], strict=True)]
-    norms = [abs(a[1] / b[1] - 1) for a, b in zip(found["steps"], wanted["steps"], strict=True)]
-    note("bfloat16 beside float32", f"log-probs {error:.1e}, losses {max(losses):.1e}, norms {max(norms):.1e}")
+    losses = largest(a[0] - b[0] for a, b in zip(found["steps"], wanted["steps"], strict=True))
+    norms = largest(a[1] / b[1] - 1 for a, b in zip(found["steps"], wanted["steps"], strict=True))
+    note("bfloat16 beside float32", f"log-probs {error:.1e}, losses {losses:.1e}, norms {norms:.1e}")
     assert error < 0.3
-    assert max(losses) < 5e-3
-    assert max(norms) < 0.1
+    assert losses < 5e-3
+    assert norms < 0.1
 
 
 def test_recomputation_changes_nothing(seen: Any) -> None:
@@ -53,6 +54,6 @@ def test_recomputation_changes_nothing(seen: Any) -> None:
 
 
 def test_every_familys_logits_are_transformers_own(seen: Any) -> None:
-    note("logits of families beside transformers, worst", f"{max(seen['families'].values()):.1e}")
+    note("logits of families beside transformers, worst", f"{largest(seen['families'].values()):.1e}")
     for name, error in seen["families"].items():
         assert error < 1e-3, name

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import branch
+from tests.gpu.differences import largest
 from tests.gpu.machine import Machine, note
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +25,6 @@ def test_two_more_steps_are_those_of_the_process_that_saved(machine: Machine, tm
     seen = machine.seen(tmp_path, calls)
     for dtype in KEYS:
         went_on, resumed = ([x for step in seen[f"{dtype} {again}"]["steps"] for x in step] for again in (False, True))
-        error = max(abs(a / b - 1) for a, b in zip(resumed, went_on, strict=True))
+        error = largest(a / b - 1 for a, b in zip(resumed, went_on, strict=True))
         note(f"resumed, {dtype}", "equal to the bit" if resumed == went_on else f"{error:.1e}")
         assert error < 1e-6

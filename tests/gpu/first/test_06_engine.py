@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import branch, engine
-from tests.gpu.first.test_03_float32 import worst
+from tests.gpu.differences import worst
 from tests.gpu.machine import Machine
 from tests.gpu.reference import FILE
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import branch
-from tests.gpu.first.test_03_float32 import worst
+from tests.gpu.differences import worst
 from tests.gpu.machine import Machine, note
 
 pytestmark = [
