@@ -17,13 +17,13 @@ FILES = ("first/test_03_float32.py", "first/test_04_bfloat16.py", "first/test_05
 
 
 @pytest.mark.slow
-def test_its_first_half_passes_and_prints_a_table() -> None:
+def test_its_first_half_passes_and_prints_a_table(tmp_path: Path) -> None:
     """So a day with a GPU does not begin with a mistake in the kit, and reference.json has this code's numbers."""
     options = ["-q", "-rs", "-m", "gpu", "-p", "tests.gpu.pretended", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *(f"tests/gpu/{name}" for name in FILES)],
         cwd=REPO,
-        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+        env={n: value for n, value in os.environ.items() if not n.startswith("PYTEST_")} | {"OUT": str(tmp_path)},
         capture_output=True,
         text=True,
     )
@@ -35,6 +35,10 @@ def test_its_first_half_passes_and_prints_a_table() -> None:
         "| resumed, bfloat16 | equal",
     ):
         assert line in done.stdout
+    (kept,) = tmp_path.glob("test-gpu-*.md")
+    assert f"figures are in {kept} as soon as" in done.stdout
+    assert kept.read_text() in done.stdout
+    assert kept.read_text().count("\n| ") >= 5
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])

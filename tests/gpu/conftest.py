@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.machine import MACHINE, NOTES, Machine, table, versions
+from tests.gpu.machine import FILE, MACHINE, NOTES, Machine, table, versions
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,15 @@ def on_gpu(machine: Machine) -> Machine:
     return machine
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Say where figures are, should the run be ended before its table."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(f"figures are in {FILE} as soon as they are measured")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The table, also if tests failed."""
+    """The table, also if tests failed, and then what it was measured on, which a GPU that hangs may not say."""
     if NOTES:
-        terminalreporter.write(f"\n{table(versions())}\n")
+        terminalreporter.write(f"\n{table()}\n", flush=True)
+        terminalreporter.write(f"Measured on {', '.join(versions())}.\n")

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 from tests.distributed.pretended.ranks import World, run_worlds
 
-LIMIT = 240.0  # seconds that a process may take
+LIMIT = 90.0  # seconds that the processes of a world may take
 REPO = Path(__file__).parents[2]
 
 
@@ -34,12 +36,13 @@ class Machine:
             ranks = [spawn.Process(target=world.main, args=(rank, *world.arguments)) for rank in range(world.size)]
             for process in ranks:
                 process.start()
+            until = time.monotonic() + LIMIT
             for process in ranks:
-                process.join(LIMIT)
+                process.join(max(0.0, until - time.monotonic()))
             codes = [process.exitcode for process in ranks]
             for process in ranks:
                 process.kill()
-            assert codes == [0] * world.size, (world.main.__name__, codes)
+            assert codes == [0] * world.size, f"{world.main.__name__}: {codes}; None has not ended in {LIMIT:g} s"
 
     def seen(self, folder: Path, calls: Mapping[str, tuple[Any, ...]]) -> dict[str, dict[str, Any]]:
         """What one process for each call wrote to seen.json, by the call's name.
@@ -72,15 +75,20 @@ NOTES: list[tuple[str, str]] = []
 """What was measured, and the figure with its unit."""
 
 
+FILE = Path(os.environ.get("OUT") or tempfile.gettempdir()) / f"test-gpu-{os.getpid()}.md"
+"""Has the figures as soon as they are measured, should the run be ended before its table."""
+
+
 def note(what: str, figure: str) -> None:
-    """Keep a figure for the table."""
+    """Keep a figure for the table, and in the file."""
+    with FILE.open("a") as file:
+        file.write(f"| {what} | {figure} |\n")
     NOTES.append((what, figure))
 
 
-def table(versions: Sequence[str]) -> str:
+def table() -> str:
     """The figures in Markdown, for docs/benchmarks.md."""
-    head = f"Measured on {', '.join(versions)}.\n\n| what | figure |\n|---|---|\n"
-    return head + "".join(f"| {what} | {figure} |\n" for what, figure in NOTES)
+    return "| what | figure |\n|---|---|\n" + "".join(f"| {what} | {figure} |\n" for what, figure in NOTES)
 
 
 def versions() -> list[str]:
@@ -89,11 +97,14 @@ def versions() -> list[str]:
 
     gpu, driver = "a pretended GPU", "no driver"
     if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name(0)
+        try:
+            gpu = torch.cuda.get_device_name(0)
+        except RuntimeError as error:  # of CUDA, after a GPU has failed
+            gpu = f"a GPU that does not answer ({str(error).splitlines()[0]})"
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         try:
             answer = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout.split()
-        except OSError:
+        except (OSError, subprocess.TimeoutExpired):
             answer = []
         driver = f"driver {answer[0] if answer else 'unknown'}"
     python = ".".join(map(str, sys.version_info[:3]))
