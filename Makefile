@@ -47,7 +47,7 @@ test-pretended-gpu: $(ENVIRONMENT)
 
 # With GPU_PYTHON in an interpreter's own environment, of which nothing is changed (docs/install.md).
 test-gpu: $(if $(GPU_PYTHON),,$(ENVIRONMENT))
-	OMP_NUM_THREADS=4 $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q -rs -m gpu \
+	OMP_NUM_THREADS=4 $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q -rs -m gpu --continue-on-collection-errors \
 		$(if $(filter 1,$(HALF)),tests/gpu/first,$(if $(filter 2,$(HALF)),tests/gpu/second,tests/gpu)) $(ARGS)
 
 test-images: $(ENVIRONMENT)

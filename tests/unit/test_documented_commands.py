@@ -6,9 +6,13 @@ tests/e2e/test_own_data.py.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,3 +141,20 @@ def test_recipes_of_who_moves_here_fit_their_gpus(command: Command) -> None:
     own = ("model.path=", "data.train=", "data.eval=", "rollout.python=", "reward.function='my_rewards")
     assert [text for text in found.texts("problem") if not text.startswith(own)] == []
     assert found.texts("note") == []
+
+
+def test_a_machine_with_its_own_torch_names_all_packages_that_are_missing() -> None:
+    """Every package that this one depends on; here none is missing, and without site-packages all are."""
+    (asked,) = (c for c in EVERY if c.place.startswith("docs/install.md") and c.words[:2] == ("python3", "-c"))
+    program = asked.words[2]
+    named = set(program.split('"""')[1].split())
+    wanted = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["dependencies"]
+    distributions = {re.split("[=>]", line)[0] for line in wanted}
+    imported = {"megatron-core": "megatron", "pyyaml": "yaml"}
+    assert {imported.get(name, name.replace("-", "_")) for name in distributions} <= named
+    here, bare = (
+        subprocess.run([sys.executable, *flags, "-c", program], capture_output=True, text=True, check=True).stdout
+        for flags in ([], ["-I", "-S"])
+    )
+    assert here == "[]\n"
+    assert set(ast.literal_eval(bare)) == named
