@@ -91,6 +91,6 @@ def test_a_step_of_pairs_from_a_file_has_two_completions_of_each() -> None:
 def test_options_see_the_critics_own_optimizer() -> None:
     overlap = ["learner.dp=2", "learner.overlap.gradients=true", "learner.overlap.parameters=true"]
     critic = ["algorithm=ppo", "algorithm.unfinished_reward=null", "algorithm.critic.optimizer.distributed=false"]
-    with pytest.raises(ConfigError, match="^of algorithm.critic.optimizer: learner.overlap.parameters=true"):
+    with pytest.raises(ConfigError, match=r"^of algorithm.critic.optimizer: learner.overlap.parameters=true"):
         load_config("tiny_cpu", [*overlap, *critic])
     load_config("tiny_cpu", [*overlap, *critic[:2]])
