@@ -82,6 +82,12 @@ def _versions() -> Iterator[str]:
         peak = peak_of(gpu["name"])
         known = "peak not known" if peak is None else f"peak {peak.bfloat16:g} TFLOP/s in bfloat16"
         yield f"{gpu['name']}: driver {gpu['driver']}, {gpu['used_mb']} of {gpu['memory_mb']} MB used, {known}"
+    for name in gpu_step.TF32:
+        if os.environ.get(name, "0") != "0":
+            yield (
+                f"{name}={os.environ[name]}: a learner here multiplies float32 in TF32, with 10 bits; the steps below "
+                "are made without it"
+            )
     for name, purpose in _PACKAGES:
         try:
             yield f"{name} {importlib.metadata.version(name)}"

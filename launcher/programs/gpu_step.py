@@ -30,6 +30,8 @@ _SECONDS = {"cpu": 300.0, GPU: 120.0}
 _SHOWN = 1500  # characters
 _STEPS, _RATE = 2, 1e-3
 LENGTH, SEQUENCES = 64, 8
+TF32 = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
+"""Variables that turn TF32 on, for torch and for cuBLAS, whatever a program sets; NVIDIA's containers set the first."""
 
 
 def learner_of(device: str) -> LearnerSection:
@@ -70,6 +72,7 @@ def ask(device: str, number: int = 0, *, small: bool = False) -> dict[str, Any]:
             input=json.dumps({"device": device, "number": number, "small": small}),
             capture_output=True,
             text=True,
+            env={**os.environ, **dict.fromkeys(TF32, "0")},
             timeout=_SECONDS[device],
         )
     if done.returncode:
@@ -88,6 +91,7 @@ def steps(device: str, number: int = 0, *, small: bool) -> dict[str, Any]:
     from rl_megatron.types import StepResult
 
     learner, shape = learner_of(device), shape_of(small)
+    torch.backends.cuda.matmul.allow_tf32 = False
     with tempfile.TemporaryDirectory() as folder:
         on = world.join(learner, rank=0, rendezvous=f"file://{folder}/rendezvous", seed=0, first_device=number)
         policy = make_policy(shape, learner, on, temperature=1.0)
@@ -111,12 +115,17 @@ def steps(device: str, number: int = 0, *, small: bool) -> dict[str, Any]:
 
 
 def _fill(tensors: Mapping[str, Tensor]) -> None:
-    """Weights that are the same on every device."""
+    """Weights that are the same on every device.
+
+    Rounding decides the sign of AdamW's first step where a gradient is almost 0, and so moves a weight by `_RATE`:
+    routers have larger weights, so that this changes no token's experts.
+    """
     import torch
 
     for number, name in enumerate(sorted(tensors)):
         shape = tensors[name].shape
-        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(number)) * 0.02
+        scale = 0.5 if "router" in name else 0.02
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(number)) * scale
         tensors[name].copy_(torch.ones(shape) if "norm" in name else drawn)
 
 

@@ -17,7 +17,11 @@ from tests.distributed.pretended.ranks import World, run_worlds
 
 
 def rank_main(rank: int, folder: Path) -> None:
-    (folder / "seen.json").write_text(json.dumps(gpu_step.steps("cuda", 3, small=True)))
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = True
+    seen = gpu_step.steps("cuda", 3, small=True)
+    (folder / "seen.json").write_text(json.dumps({**seen, "tf32": torch.backends.cuda.matmul.allow_tf32}))
 
 
 def test_two_steps_are_those_of_a_process_on_the_cpu(tmp_path: Path) -> None:
@@ -26,6 +30,7 @@ def test_two_steps_are_those_of_a_process_on_the_cpu(tmp_path: Path) -> None:
     found: dict[str, Any] = json.loads((tmp_path / "seen.json").read_text())
     cpu = gpu_step.ask("cpu", small=True)
     assert (found["device"], found["gpu"]) == ("cuda:3", "a pretended GPU")
+    assert not found["tf32"]
     assert [fits for fits, _ in gpu.compared(found, cpu)] == [True, True]
     assert cpu["losses"][0] > cpu["losses"][1] > 5
     assert cpu["losses"][0] == pytest.approx(5.545, abs=0.05)  # log(256): it knows nothing yet
