@@ -77,7 +77,7 @@ def ask(device: str, number: int = 0, *, small: bool = False) -> dict[str, Any]:
         )
     if done.returncode:
         raise RLMegatronError(f"a step with learner.device={device} failed:\n{done.stderr.strip()[-_SHOWN:]}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
 
@@ -152,7 +152,10 @@ def main() -> None:
     """Read what is asked, make the steps and print the answer."""
     die_with(int(sys.argv[1]))
     asked = json.load(sys.stdin)
-    print(json.dumps(steps(asked["device"], asked["number"], small=asked["small"])))
+    own = os.dup(1)
+    os.dup2(2, 1)  # what libraries print, as NCCL its version, goes to the last words
+    with os.fdopen(own, "w") as answer:
+        json.dump(steps(asked["device"], asked["number"], small=asked["small"]), answer)
 
 
 if __name__ == "__main__":
