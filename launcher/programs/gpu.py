@@ -78,10 +78,13 @@ def _versions() -> Iterator[str]:
 
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     yield f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}"
-    for gpu in machine.gpus():
-        peak = peak_of(gpu["name"])
-        known = "peak not known" if peak is None else f"peak {peak.bfloat16:g} TFLOP/s in bfloat16"
-        yield f"{gpu['name']}: driver {gpu['driver']}, {gpu['used_mb']} of {gpu['memory_mb']} MB used, {known}"
+    try:
+        for gpu in machine.gpus():
+            peak = peak_of(gpu["name"])
+            known = "peak not known" if peak is None else f"peak {peak.bfloat16:g} TFLOP/s in bfloat16"
+            yield f"{gpu['name']}: driver {gpu['driver']}, {gpu['used_mb']} of {gpu['memory_mb']} MB used, {known}"
+    except OSError as error:
+        yield f"driver not asked: {error}"
     for name in gpu_step.TF32:
         if os.environ.get(name, "0") != "0":
             yield (

@@ -67,18 +67,29 @@ def ask(device: str, number: int = 0, *, small: bool = False) -> dict[str, Any]:
     It takes 300 seconds at most on the CPU, 120 on a GPU. Raises RLMegatronError with the process's last words.
     """
     with inherited(threads=max(1, len(os.sched_getaffinity(0)) // 2), device=device):
-        done = subprocess.run(
-            [sys.executable, "-m", "launcher.programs.gpu_step", str(os.getpid())],
-            input=json.dumps({"device": device, "number": number, "small": small}),
-            capture_output=True,
-            text=True,
-            env={**os.environ, **dict.fromkeys(TF32, "0")},
-            timeout=_SECONDS[device],
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "launcher.programs.gpu_step", str(os.getpid())],
+                input=json.dumps({"device": device, "number": number, "small": small}),
+                capture_output=True,
+                text=True,
+                env={**os.environ, **dict.fromkeys(TF32, "0")},
+                timeout=_SECONDS[device],
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RLMegatronError(
+                f"a step with learner.device={device} has not ended in {_SECONDS[device]:g} s:\n{_last(error.stderr)}"
+            ) from error
     if done.returncode:
-        raise RLMegatronError(f"a step with learner.device={device} failed:\n{done.stderr.strip()[-_SHOWN:]}")
+        raise RLMegatronError(f"a step with learner.device={device} failed:\n{_last(done.stderr)}")
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
+
+
+def _last(said: str | bytes | None) -> str:
+    """Words of a process; bytes are of one that was ended."""
+    text = said.decode(errors="replace") if isinstance(said, bytes) else said or ""
+    return text.strip()[-_SHOWN:]
 
 
 def steps(device: str, number: int = 0, *, small: bool) -> dict[str, Any]:

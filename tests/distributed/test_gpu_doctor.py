@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,21 @@ def test_a_gpu_whose_steps_fail_is_named_and_the_next_is_asked() -> None:
         ((fits, told),) = gpu.stepped(number, {}, small=True)
         assert not fits
         assert told.startswith(f"GPU {number}: a step with learner.device=cuda failed:\n")
+
+
+def test_steps_that_do_not_end_are_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu_step._SECONDS, "cuda", 0.5)
+    ((fits, told),) = gpu.stepped(1, {}, small=True)
+    assert not fits
+    assert told.startswith("GPU 1: a step with learner.device=cuda has not ended in 0.5 s:")
+
+
+def test_a_driver_that_does_not_answer_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 7))
+    assert "driver not asked: nvidia-smi: No devices were found" in list(gpu._versions())
 
 
 def test_links_between_ranks_that_it_starts_are_measured() -> None:
