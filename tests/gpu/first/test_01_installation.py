@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.machine import Machine, note
+from tests.gpu.machine import REPO, Machine, note
 
 pytestmark = pytest.mark.gpu
 PRODUCT = """
@@ -24,6 +24,12 @@ for dtype, most in ((torch.float32, 1e-4), (torch.bfloat16, 1.0)):
     print(dtype, error)
     assert error < most
 """
+
+
+def test_ranks_import_the_checkouts_tests(machine: Machine, tmp_path: Path) -> None:
+    """An installed package named tests, which has an __init__.py, would be theirs: uninstall it."""
+    found = machine.command("-c", "import tests; print(*tests.__path__, sep='\\n')", folder=tmp_path)
+    assert found.splitlines() == [str(REPO / "tests")]
 
 
 def test_megatron_is_imported_and_products_are_right(on_gpu: Machine, tmp_path: Path) -> None:
