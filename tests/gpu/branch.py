@@ -36,6 +36,8 @@ SHAPE = replace(
     max_positions=256,
 )
 STEPS, RATE = 5, 1e-3
+TRAINED = ("deepseek_v3",)
+"""Families of which a step is made: selection biases and latent attention, which megatron compiles on GPUs."""
 LOSS = policy_loss(objective="cispo", aggregation="token_mean")
 FLOAT32 = {"device": "cuda", "layers": "torch"}
 BFLOAT16 = {**FLOAT32, "dtype": "bfloat16"}
@@ -141,14 +143,18 @@ def resumed_main(rank: int, folder: Path, keys: Mapping[str, Any], saved: Path, 
 
 
 def family_main(rank: int, folder: Path, keys: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Largest difference of logits from transformers' own, by family; its folders are beside this one."""
+    """Largest difference of logits from transformers' own, by family, and losses of a step of `TRAINED`.
+
+    Folders of families are beside this one.
+    """
     learner, device = begin(rank, folder, keys)
+    from rl_megatron.algorithms.losses import CrossEntropy
     from rl_megatron.learner.megatron import make_policy
     from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
     from tests.distributed import test_families as families
 
-    seen = {}
+    logits, losses = {}, {}
     for name in names:
         model = folder.parent / name
         shape = read_shape(model)
@@ -159,5 +165,9 @@ def family_main(rank: int, folder: Path, keys: Mapping[str, Any], names: Sequenc
         said = policy.score([families.make_samples()], frozenset({"logits"}))
         assert said is not None
         wanted: Tensor = torch.load(model / "logits.pt")
-        seen[name] = float((said["logits"][0].cpu() - wanted).abs().max())
-    end(folder, seen)
+        logits[name] = float((said["logits"][0].cpu() - wanted).abs().max())
+        if name in TRAINED:
+            counts = {"num_tokens": sum(families.LENGTHS), "num_sequences": len(families.LENGTHS)}
+            made = train_step(policy, [families.make_samples()], CrossEntropy(), RATE, **counts)
+            losses[name] = made.loss
+    end(folder, {"logits": logits, "losses": losses})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,13 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory, machine: Machine) -> dict[str, Any]:
-    root = tmp_path_factory.mktemp("bfloat16")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bfloat16")
+
+
+@pytest.fixture(scope="module")
+def seen(models: Path, machine: Machine) -> dict[str, Any]:
+    root = models
     samples = make_samples()
     names = ["qwen3_moe", "deepseek_v3"] if machine.pretended else [*MODELS]
     for name in names:
@@ -54,6 +60,13 @@ def test_recomputation_changes_nothing(seen: Any) -> None:
 
 
 def test_every_familys_logits_are_transformers_own(seen: Any) -> None:
-    note("logits of families beside transformers, worst", f"{largest(seen['families'].values()):.1e}")
-    for name, error in seen["families"].items():
+    errors = seen["families"]["logits"]
+    note("logits of families beside transformers, worst", f"{largest(errors.values()):.1e}")
+    for name, error in errors.items():
         assert error < 1e-3, name
+
+
+def test_a_step_of_a_family_with_selection_biases_has_transformers_loss(models: Path, seen: Any) -> None:
+    (name,) = branch.TRAINED
+    wanted = torch.nn.functional.cross_entropy(torch.load(models / name / "logits.pt"), make_samples().targets)
+    assert seen["families"]["losses"][name] == pytest.approx(float(wanted), rel=1e-4)
