@@ -23,8 +23,8 @@ from rl_megatron.scaling.memory import GB, footprints
 
 LOSS, NORM = 1e-5, 1e-4
 """How far losses and gradient norms in float32 may be from the CPU's, relative."""
-MEMORY = 0.1
-"""How far above its plan, relative, memory may be."""
+MEMORY = (0.8, 1.1)
+"""The least and the most memory, of its plan's."""
 _LIMIT = 180.0  # seconds of the links
 _NOT_HELD = ("reserved", "weight push", "engine")  # terms of a plan that a step alone does not hold
 _PACKAGES = (
@@ -126,8 +126,9 @@ def remembered(gpu: Mapping[str, Any], *, small: bool = False) -> Iterator[tuple
     config = RunConfig.model_validate({"learner": learner, "rollout": short})
     (planned,) = footprints(config, gpu_step.shape_of(small))
     wanted = sum(held for term, held in planned.terms.items() if term not in _NOT_HELD)
-    told = f"a step held {gpu['bytes'] / GB:.2f} GB; planned {wanted / GB:.2f}, and up to {MEMORY:.0%} more is taken"
-    yield gpu["bytes"] <= (1 + MEMORY) * wanted, told
+    least, most = MEMORY
+    told = f"a step held {gpu['bytes'] / GB:.2f} GB; planned {wanted / GB:.2f}, of which {least:.0%} to {most:.0%} fit"
+    yield least * wanted <= gpu["bytes"] <= most * wanted, told
 
 
 def linked(count: int, device: str = GPU) -> Iterator[tuple[bool, str]]:
