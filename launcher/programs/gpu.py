@@ -80,9 +80,7 @@ def _versions() -> Iterator[str]:
     yield f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}"
     try:
         for gpu in machine.gpus():
-            peak = peak_of(gpu["name"])
-            known = "peak not known" if peak is None else f"peak {peak.bfloat16:g} TFLOP/s in bfloat16"
-            yield f"{gpu['name']}: driver {gpu['driver']}, {gpu['used_mb']} of {gpu['memory_mb']} MB used, {known}"
+            yield f"{gpu['name']}: driver {gpu['driver']}, {gpu['used_mb']} of {gpu['memory_mb']} MB used"
     except OSError as error:
         yield f"driver not asked: {error}"
     for name in gpu_step.TF32:
@@ -106,7 +104,9 @@ def stepped(number: int, cpu: Mapping[str, Any], *, small: bool = False) -> Iter
     except RLMegatronError as error:
         yield False, f"GPU {number}: {error}"
         return
-    for fits, line in chain(compared(gpu, cpu), remembered(gpu, small=small)):
+    peak = peak_of(gpu["gpu"])  # by the name that CUDA gives, which tells a part of a GPU (MIG)
+    known = "not known" if peak is None else f"{peak.bfloat16:g} TFLOP/s in bfloat16"
+    for fits, line in chain(compared(gpu, cpu), remembered(gpu, small=small), [(True, f"peak {known}")]):
         yield fits, f"GPU {number} ({gpu['gpu']}): {line}"
 
 

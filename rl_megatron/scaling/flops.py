@@ -36,7 +36,7 @@ class Peak:
 
 PEAKS: Sequence[Peak] = (  # the first that fits
     Peak(names=("A100",), bfloat16=312.0, float8=None),
-    Peak(names=("H100 PCIe",), bfloat16=756.0, float8=1513.0),
+    Peak(names=("H100 PCIe", "H800 PCIe"), bfloat16=756.0, float8=1513.0),
     Peak(names=("H100 NVL", "H200 NVL"), bfloat16=835.5, float8=1671.0),
     Peak(names=("H100", "H200", "H800", "GH200"), bfloat16=989.5, float8=1979.0),
     Peak(names=("GB200",), bfloat16=2500.0, float8=5000.0),

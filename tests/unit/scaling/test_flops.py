@@ -134,6 +134,8 @@ def _down() -> int:
         ("NVIDIA A100 80GB PCIe", 312),
         ("NVIDIA H100 80GB HBM3", 989.5),
         ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H800 PCIe", 756),
+        ("NVIDIA H800", 989.5),
         ("NVIDIA H100 NVL", 835.5),
         ("NVIDIA H200", 989.5),
         ("NVIDIA H200 NVL", 835.5),
