@@ -25,7 +25,11 @@ _PACKAGES = (
     ("megatron-core", "megatron", "required: the learner"),
     ("transformers", "transformers", "required: configs and tokenizers"),
     ("transformer-engine", "transformer_engine", "optional: fused layers and fp8 on GPUs; else torch layers are used"),
-    ("apex", "apex", "optional: fused optimizer on GPUs; else torch's AdamW is used"),
+    (
+        "apex",
+        "apex",
+        "optional: NVIDIA's fused optimizer, built from its repository; the index's apex is another project",
+    ),
     ("vllm", "vllm", "optional: rollout engine"),
     ("sglang", "sglang", "optional: rollout engine"),
     ("ray", "ray", "optional: launching over nodes"),

@@ -31,7 +31,7 @@ _PACKAGES = (
     ("transformer-engine", "fused layers; python -m pip install --no-build-isolation transformer-engine[pytorch]"),
     ("flash-attn", "optional: TransformerEngine can use its kernels; python -m pip install flash-attn"),
     ("deep_ep", "optional: learner.dispatcher over DeepEP; built from its repository"),
-    ("apex", "not needed; the package of that name in the Python index is another project"),
+    ("apex", "optional: NVIDIA's fused optimizer, built from its repository; the index's apex is another project"),
 )
 
 

@@ -93,7 +93,7 @@ def _last(said: str | bytes | None) -> str:
 
 
 def steps(device: str, number: int = 0, *, small: bool) -> dict[str, Any]:
-    """In this process: log-probs' mean, then losses and gradient norms, the most bytes that the GPU held, its name."""
+    """In this process: losses and gradient norms, the most bytes that the GPU held, its device and its name."""
     import torch
 
     from rl_megatron.algorithms.losses import CrossEntropy

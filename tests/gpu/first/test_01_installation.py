@@ -17,7 +17,7 @@ print("megatron-core", megatron.core.__version__)
 torch.backends.cuda.matmul.allow_tf32 = False
 g = torch.Generator().manual_seed(0)
 a, b = torch.randn(2, 512, 512, generator=g, dtype=torch.float64)
-for dtype, most in ((torch.float32, 1e-4), (torch.bfloat16, 1.0)):
+for dtype, most in ((torch.float32, 1e-3), (torch.bfloat16, 1.0)):
     found = (a.to("cuda", dtype) @ b.to("cuda", dtype)).double().cpu()
     wanted = a.to(dtype).double() @ b.to(dtype).double()
     error = float((found - wanted).abs().max())
