@@ -1,5 +1,6 @@
-"""Learner and engine servers take turns on the same accelerators: before a model trains or scores, the servers release
-their memory. The next push of weights allocates it again (`ReplicaWeights.load`), for which the models release theirs.
+"""Learner and engine servers take turns on the same accelerators: before a model is loaded, trains or scores, the
+servers release their memory. The next push of weights allocates it again (`ReplicaWeights.load`), for which the models
+release theirs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frozen:
-    """Has the servers release their memory before ``inner`` scores."""
+    """Has the servers release their memory before ``inner`` scores, and before its weights are loaded."""
 
     inner: FrozenModel
     servers: ReplicaWeights
@@ -53,6 +54,7 @@ class _Frozen:
         return await self.inner.score(batch, want)
 
     async def start_from(self, folder: Path) -> None:
+        await self.servers.release()
         await self.inner.start_from(folder)
 
     async def release(self) -> None:
@@ -77,4 +79,5 @@ class _Learner(_Frozen):
         return await self.learner.save(folder)
 
     async def load(self, folder: Path, files: Mapping[str, Digest]) -> None:
+        await self.servers.release()
         await self.learner.load(folder, files)

@@ -59,12 +59,21 @@ class GroupJob(ABC):
         return self.config.warm_start.steps > 0
 
     async def start(self, *, fresh: bool) -> Row | None:
-        """Load the weights of reference and critic, and evaluate the policy."""
-        await self.start_models(fresh=fresh)
+        """Load the weights of reference and critic, and evaluate the policy.
+
+        Where servers take turns with the learner, they have left their GPUs to the models that were loaded, and the
+        policy's weights are pushed again.
+        """
+        loaded = await self.start_models(fresh=fresh)
+        if loaded and self.config.rollout.server.colocated:
+            await self.roles.weights.push(self.number)
         return {"step": 0, "phase": "rl", **await self.evaluation.row()} if fresh else None
 
-    async def start_models(self, *, fresh: bool) -> None:
-        """Load the reference's weights, and on a fresh start the critic's; a checkpoint restores the critic itself."""
+    async def start_models(self, *, fresh: bool) -> bool:
+        """Load the reference's weights, and on a fresh start the critic's; a checkpoint restores the critic itself.
+
+        Returns whether there was anything to load.
+        """
         roles, kl, critic = self.roles, self.config.algorithm.kl, self.config.algorithm.critic
         wanted = (
             "reference" in roles.frozen and kl.reference is None,
@@ -79,6 +88,7 @@ class GroupJob(ABC):
             await (model.load(path, files_of(path)) if trained else model.start_from(path))
         if "reference" in roles.frozen:
             await roles.frozen["reference"].start_from(kl.reference or self.start_folder)
+        return "reference" in roles.frozen or (fresh and "critic" in roles.learners)
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
         """Take a batch, train on it and push the weights. Returns the metrics row."""

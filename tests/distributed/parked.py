@@ -52,8 +52,11 @@ def rank_main(rank: int, name: str, keys: Sequence[str], root: Path, model: Path
     config = config_of(RUNS[name], folder, *keys)
     setup = Setup(config=config, model_folder=model, run_folder=folder, rendezvous=f"file://{folder}/rendezvous")
     worker = Worker(setup, rank, None)
-    worker.start_from("reference", model)
-    worker.start_from("critic", model)
+    for _ in range(2):  # the first push of a run comes before both, and leaves the GPUs
+        worker.release()
+        worker.start_from("reference", model)
+        worker.start_from("critic", model)
+    worker.release()
     for role in ("policy", "critic") if resumed else ():
         worker.load(role, root / "optimizer" / role)
     seen = {}

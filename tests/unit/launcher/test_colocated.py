@@ -25,13 +25,16 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Launcher, Roles, RolloutEngine, WeightSync
 from rl_megatron.models.tiny import tiny_shape
 from rl_megatron.rollout.servers.weights import ReplicaWeights
+from rl_megatron.training.checkpoints import TrainerState
+from rl_megatron.training.evaluation import Evaluation
+from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.types import Batch, Loss, ParallelDims
 
 
 class Ranks:
     """The ranks of a role, which note the calls that come to them."""
 
-    workers = ()
+    workers = (SimpleNamespace(rank=0),)
 
     def __init__(self, role: str, heard: list[str]) -> None:
         self.role, self.heard = role, heard
@@ -59,7 +62,10 @@ class Servers:
         self.heard.append(f"servers load {version}")
 
     async def export(self, folder: Path) -> None:
-        self.heard.append(f"export {folder}")
+        self.heard.append(f"export {folder.name}")
+        if folder.is_absolute():
+            folder.mkdir()
+            (folder / "config.json").touch()
 
 
 def test_models_release_their_memory_before_a_push_and_servers_before_models_compute() -> None:
@@ -91,6 +97,68 @@ def test_models_release_their_memory_before_a_push_and_servers_before_models_com
         *("servers release", "c score", "servers release", "a backward", "servers release", "b step"),
         *("a release", "export x"),
     ]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_models_that_are_loaded_at_the_start_leave_the_gpus_before_the_first_sample(
+    tmp_path: Path, *, fresh: bool
+) -> None:
+    """They are loaded after a push, which has woken servers; the reference also on a resume."""
+    heard: list[str] = []
+    groups = {r: cast(WorkerGroup, Ranks(r, heard)) for r in ("policy", "critic", "reference")}
+    models = {role: LearnerGroup(group, ParallelDims(), role) for role, group in groups.items()}
+    servers = Servers(heard)
+
+    async def evaluate(prompts: object, **keys: object) -> float:
+        heard.append("servers sample")
+        return 0.5
+
+    roles = colocated(
+        Roles(
+            learners={"policy": models["policy"], "critic": models["critic"]},
+            frozen={"reference": models["reference"]},
+            engine=cast(RolloutEngine, None),
+            weights=cast(WeightSync, servers),
+        ),
+        cast(ReplicaWeights, servers),
+    )
+    keys = ("rollout=vllm", "rollout.server.colocated=true", "algorithm=ppo", "algorithm.kl.coefficient=0.1")
+    config, none = load_config("tiny_cpu", keys), cast(Any, None)
+    stream, sampler = SimpleNamespace(restore=lambda state: None), SimpleNamespace(evaluate=evaluate)
+    job = Reinforcement(
+        config=config,
+        roles=roles,
+        prompts=cast(Any, stream),
+        evaluation=Evaluation(sampler=cast(Any, sampler), prompts=(), section=config.eval),
+        update=none,
+        start_folder=tmp_path / "start",
+        recorder=none,
+        route="",
+        sampler=cast(Any, sampler),
+    )
+
+    async def start() -> None:
+        if fresh:
+            await roles.weights.push(0)  # as the warm start before it
+        else:
+            await job.restore(TrainerState(step=3, batches_sampled=3, prompts=none, buffer=()))
+        await job.start(fresh=fresh)
+
+    asyncio.run(start())
+    version, parked = 0 if fresh else 3, [f"{role} release" for role in models]
+    pushed = [*parked, f"servers load {version}"]
+    first = ["export start", "servers release", "critic start_from"] if fresh else []
+    loaded = [*first, "servers release", "reference start_from"]
+    assert heard == [*pushed, *loaded, *pushed, *(["servers sample"] if fresh else [])]
+
+
+def test_servers_leave_the_gpus_before_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    heard: list[str] = []
+    critic, servers = LearnerGroup(cast(WorkerGroup, Ranks("critic", heard)), ParallelDims(), "critic"), Servers(heard)
+    none = cast(Any, None)
+    roles = Roles(learners={"policy": critic}, frozen={}, engine=none, weights=none)
+    asyncio.run(colocated(roles, cast(ReplicaWeights, servers)).policy.load(tmp_path, {}))
+    assert heard == ["servers release", "critic verify", "critic load"]
 
 
 def test_servers_start_before_learners_that_leave_them_the_gpus(
