@@ -103,11 +103,16 @@ class ServedEngines:
         async def restart(replica: Replica) -> Standing:
             if self._section.addresses:
                 again: Standing = Attached(server=await self._answers(replica.server))
-            else:
-                again = await self._start_one(running, replica.number, packages)
-                await self._ready(again)
-            await self._checks.check([again.server])
-            return again
+                await self._checks.check([again.server])
+                return again
+            started = await self._start_one(running, replica.number, packages)
+            try:
+                await self._ready(started)
+                await self._checks.check([started.server])
+            except BaseException:
+                await started.end()  # else it would keep its GPUs
+                raise
+            return started
 
         async def refit(url: str) -> None:
             if self.refit is not None:

@@ -118,9 +118,13 @@ class Supervisor:
             replica.apply(Event.ANSWERED)
 
     async def _again(self, replica: Replica) -> Standing | None:
-        """Restart the server; None after ``rollout.server.restarts`` attempts, each after twice the wait."""
+        """Restart the server; None after ``rollout.server.restarts`` attempts, each after twice the wait.
+
+        A learner that takes turns with it trains first: its GPUs have no room for a start.
+        """
         while replica.restarts < self.section.restarts:
             await asyncio.sleep(self.section.backoff_seconds * 2**replica.restarts)
+            await self.engine.weights.room()
             replica.restarts += 1
             replica.apply(Event.RESTARTED)
             try:

@@ -159,3 +159,10 @@ class ReplicaSet:
                 raise EngineError("\n".join([f"no {self._name} server is left:", *ends]))
             await self._turn.wait()
         return found
+
+    async def none_starting(self) -> None:
+        """Wait until no server is being restarted. Raises the error of a supervisor that has failed."""
+        while any(r.health is Health.RESTARTING for r in self.all):
+            if self._failure is not None:
+                raise self._failure
+            await self._turn.wait()

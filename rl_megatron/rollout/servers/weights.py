@@ -33,6 +33,8 @@ class ReplicaWeights:
         self._holding: dict[Replica, Server] = {}  # the servers that loaded the latest weights
         self._version: int | None = None
         self._released, self._releasing = False, asyncio.Lock()
+        self._turn = asyncio.Event()  # set while GPUs are the servers', not the learner's
+        self._turn.set()
         self._settled = asyncio.Event()
         self._settled.set()
 
@@ -40,6 +42,19 @@ class ReplicaWeights:
     def updating(self) -> bool:
         """Whether a push is under way or memory is released, so that servers may be paused."""
         return self._released or not self._settled.is_set()
+
+    async def room(self) -> None:
+        """Wait until a server can start: with ``rollout.server.colocated``, until the next push begins.
+
+        `release` waits for one that has started before.
+        """
+        while self._takes_turns and not self._turn.is_set():
+            await self._turn.wait()
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether the learner's GPUs are those of servers that this run starts."""
+        return self._section.colocated and self._section.addresses is None
 
     async def served_version(self, request: GenerationRequest) -> int:
         """Wait until no update is under way; the served version. Raises EngineError if there is none."""
@@ -58,6 +73,7 @@ class ReplicaWeights:
 
     async def boxes(self, path: Path) -> dict[str, list[Boxes]]:
         """By URL, the boxes of the mirror file's tensors that each rank of each replica holds. Raises SyncError."""
+        self._turn.set()
         present = {replica: replica.server for replica in await self._replicas.some(self._replicas.present)}
         return await self._on_each(present, "recording layouts", lambda r: self._adapter.boxes(r.server, path))
 
@@ -84,6 +100,7 @@ class ReplicaWeights:
         ReplicasLost if all died.
         """
         if only is None:
+            self._turn.set()
             self._settled.clear()
             self._version = None
 
@@ -158,9 +175,13 @@ class ReplicaWeights:
         """Release the servers' memory for training. Nothing is served until the next ``load`` is committed.
 
         No request may run. Does nothing if the memory is released; concurrent callers wait for the same release; a
-        server that was restarted since releases its own.
+        server that was restarted since releases its own. One that is being restarted is waited for, and none is from
+        now on (`room`).
         """
         self._released, self._version = True, None
+        self._turn.clear()
+        if self._takes_turns:
+            await self._replicas.none_starting()
 
         async def one(replica: Replica) -> None:
             if not replica.server.released:
