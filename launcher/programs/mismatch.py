@@ -72,9 +72,10 @@ async def diagnose(target: Target, *, num_prompts: int, num_completions: int) ->
     """
     config, folder = _with_every_version_served(target.config), target.folder
     if config.rollout.served and config.rollout.server.colocated:
+        parked = " and learner.offload.while_sampling=null" if config.learner.offload.while_sampling else ""
         raise ConfigError(
             "rollout.server.colocated=true: servers release their weights whenever the learner computes, but here both "
-            "are asked in turn; add rollout.server.colocated=false, with memory for both"
+            f"are asked in turn; add rollout.server.colocated=false{parked}, with memory for both"
         )
     preflight(config).raise_problems()
     folder.mkdir(parents=True, exist_ok=True)
