@@ -1,4 +1,5 @@
-"""TransformerEngine's classes and torch's layers have the same names, and each loads the other's checkpoints.
+"""TransformerEngine's classes and torch's layers have the same names, and each loads the other's checkpoints,
+which is shown for three families on one rank.
 
 Latent attention is not among them: the test models' norms are those that torch's layers alone support.
 """
@@ -18,7 +19,7 @@ from tests.distributed.pretended import te
 from tests.distributed.pretended.ranks import World, run_worlds
 from tests.family_models import DENSE, MODELS, save_model
 
-pytestmark = pytest.mark.skipif(not te.FOLDER.exists(), reason="needs `make .venv/te/.installed`")
+pytestmark = pytest.mark.skipif(not (te.FOLDER / ".installed").exists(), reason="needs `make .venv/te/.installed`")
 
 
 @pytest.fixture(scope="module")
