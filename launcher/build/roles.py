@@ -61,7 +61,8 @@ async def _start(
     shape = read_shape(model_folder, config.learner.model)
     count = config.learner.dims.world_size
     others = "".join(f", {count} {role} processes" for role in config.roles.separate)
-    progress.note(f"starting {count} learner processes{others} and loading data")
+    after = " once servers have started," if config.learner.offload.while_sampling else ""
+    progress.note(f"starting {count} learner processes{others}{after} and loading data")
     launcher = _launcher(parts, model_folder, shape, stop)
     starting = asyncio.create_task(stack.enter_async_context(launcher.start(config, progress.note)))
     try:
