@@ -44,7 +44,8 @@ class Server:
         self.url, self.token, self._limit = url.rstrip("/"), token, timeout_seconds
         self.in_flight = 0  # requests for tokens
         self.paused = False  # whether its sampling is paused
-        self.released = False  # whether its memory is released
+        self.released = False  # whether its memory is released: of weights and cache, or of its cache alone
+        self.reclaimed = False  # whether that of weights is allocated again, and the cache's is not yet
         self._client = httpx2.AsyncClient(
             base_url=self.url,
             headers=authorization(token) if token else {},

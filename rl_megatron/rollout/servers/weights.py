@@ -72,10 +72,24 @@ class ReplicaWeights:
         return [replica.server.url for replica in self._replicas.present()]
 
     async def boxes(self, path: Path) -> dict[str, list[Boxes]]:
-        """By URL, the boxes of the mirror file's tensors that each rank of each replica holds. Raises SyncError."""
+        """By URL, the boxes of the mirror file's tensors that each rank of each replica holds. Raises SyncError.
+
+        Released weights get their memory again: an engine's loader may compute with what it is recorded on.
+        """
         self._turn.set()
+
+        async def one(server: Server) -> list[Boxes]:
+            await self._reclaim_weights(server)
+            return await self._adapter.boxes(server, path)
+
         present = {replica: replica.server for replica in await self._replicas.some(self._replicas.present)}
-        return await self._on_each(present, "recording layouts", lambda r: self._adapter.boxes(r.server, path))
+        return await self._on_each(present, "recording layouts", lambda r: one(r.server))
+
+    async def _reclaim_weights(self, server: Server) -> None:
+        """Allocate released weights again, once."""
+        if server.released and not server.reclaimed:
+            await self._adapter.reclaim(server, "weights")
+            server.reclaimed = True
 
     async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
         """Join the replicas' ranks to a group, each replica's from its ``first`` on, by URL. Raises SyncError."""
@@ -108,13 +122,12 @@ class ReplicaWeights:
             server.paused = True
             try:
                 await self._adapter.pause(server, self._section.running_requests)
-                if server.released:
-                    await self._adapter.reclaim(server, "weights")
+                await self._reclaim_weights(server)
                 kinds = private.get(server.url, frozenset())
                 reports = await self._adapter.load(server, path, version, private=kinds, straight=bool(straight))
                 if server.released:
                     await self._adapter.reclaim(server, "cache")
-                    server.released = False
+                    server.released = server.reclaimed = False
                 await self._adapter.resume(server)
             finally:
                 server.paused = False  # also after a failure, when nothing resumes it

@@ -232,8 +232,8 @@ def test_a_push_straight_from_ranks_has_dead_servers_started_again(fakes: list[F
             await it.engine.weights.release()
             it.places[0].why.set_result("killed")
             await it.reach(0, Health.DEAD)
-            with pytest.raises(NotImplementedError):  # what Words says of boxes, once a server is there
-                await it.engine.weights.boxes(Path("weights"))
+            await it.engine.weights.boxes(Path("weights"))
+            assert fakes[2].asked.count("/boxes") == 1
 
     run(test)
 
