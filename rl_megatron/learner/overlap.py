@@ -49,6 +49,12 @@ class Buckets:
                 f"({', '.join(names[:_NAMED])}); set learner.overlap.gradients=false"
             )
 
+    def wait(self) -> None:
+        """Wait until gradients whose reduction has begun are reduced; the next step waits for it once more."""
+        for group in self._groups if self._reduces else ():
+            if group.grad_reduce_handle is not None:  # else the step begins it
+                group.grad_reduce_handle.wait()
+
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
         """Backward passes in it leave this rank's gradients to itself."""

@@ -105,6 +105,7 @@ class MegatronLearner(MegatronScorer):
         if "gradients" in self._leaving:
             if not self._added:
                 self._optimizer.zero_grad()  # frees copies in float32
+            self._buckets.wait()  # for what is copied
             buffers = [buffer.grad_data for chunk in self._trained for buffer in _buffers(chunk)]
             self._parked.leave("gradients", buffers, kept=bool(self._added))
         weights = [parameter for chunk in self._trained for parameter in chunk.parameters()]

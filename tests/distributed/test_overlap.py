@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -259,3 +260,23 @@ def test_checkpoints_and_skipped_steps_are_those_without_it(layout: str, seen: A
         assert one["culprits"][0] == one["culprits"][1], number
     blamed = [place for rank in seen[layout] for place in rank["experts"]["both"]["culprits"][0]]
     assert [0, 0] in blamed
+
+
+def test_gradients_that_are_being_reduced_are_waited_for_and_the_step_can_wait_again() -> None:
+    """A step's bucket whose reduction has not begun is left to the step."""
+    from rl_megatron.learner.overlap import Buckets
+
+    waited: list[str] = []
+
+    def group(name: str, *, begun: bool) -> SimpleNamespace:
+        handle = SimpleNamespace(wait=lambda: waited.append(name)) if begun else None
+        return SimpleNamespace(grad_reduce_handle=handle)
+
+    dense, experts = [group("dense", begun=True), group("late", begun=False)], [group("experts", begun=True)]
+    buckets = Buckets.__new__(Buckets)
+    buckets._chunks = cast(Any, [SimpleNamespace(bucket_groups=dense, expert_parallel_bucket_groups=experts)])
+    for reduces in (False, True):
+        buckets._reduces = reduces
+        buckets.wait()
+    assert waited == ["dense", "experts"]
+    assert [one.grad_reduce_handle is not None for one in (*dense, *experts)] == [True, False, True]
