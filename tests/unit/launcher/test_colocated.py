@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +24,14 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Launcher, Roles, RolloutEngine, WeightSync
 from rl_megatron.models.tiny import tiny_shape
+from rl_megatron.rollout.servers.replicas import Health
 from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.types import Batch, Loss, ParallelDims
+from tests.unit.launcher.test_supervisor import bed, run
+from tests.unit.rollout.test_engine_servers import Fake, running
 
 
 class Ranks:
@@ -209,3 +212,75 @@ def test_a_rank_leaves_its_gpu_by_model_and_returns_what_torch_keeps(monkeypatch
         rank._shares_gpus, rank._leaving = shares, frozenset()
         rank.release()
     assert heard == [("policy", True), ("critic", False), "empty", "empty"]
+
+
+@pytest.fixture
+def fakes() -> Iterator[list[Fake]]:
+    with running(3) as some:
+        yield some
+
+
+async def turns() -> None:
+    """Let every task run that can."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_server_that_dies_while_the_learner_has_the_gpus_starts_with_the_next_push(
+    fakes: list[Fake], replicas: int
+) -> None:
+    """Also where it is the only one, for which the push waits."""
+
+    async def test() -> None:
+        async with bed(fakes[:replicas], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
+            await it.push(4)
+            await it.engine.weights.release()
+            it.places[0].why.set_result("killed")
+            await it.reach(0, Health.DEAD)
+            await turns()
+            await it.engine.weights.release()
+            assert it.engine.replicas.all[0].health is Health.DEAD
+            assert it.spare == fakes[2:]
+            if replicas == 2:
+                it.may_start.clear()  # the push goes to the other, before there is a new server
+            await it.push(5)
+            it.may_start.set()
+            await it.reach(0, Health.HEALTHY)
+            orders = [path for path in fakes[2].asked if path != "/health"]
+            assert orders == ["/pause", "/load", "/resume", "/relabel"]
+            assert fakes[2].label == "5"
+
+    run(test)
+
+
+def test_a_push_straight_from_ranks_has_dead_servers_started_again(fakes: list[Fake]) -> None:
+    """It asks servers for their layouts before they load."""
+
+    async def test() -> None:
+        async with bed(fakes[:1], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
+            await it.push(4)
+            await it.engine.weights.release()
+            it.places[0].why.set_result("killed")
+            await it.reach(0, Health.DEAD)
+            await it.engine.weights.boxes(Path("weights"))
+            assert fakes[2].asked.count("/boxes") == 1
+
+    run(test)
+
+
+def test_the_learner_waits_for_a_server_that_is_starting_on_its_gpus(fakes: list[Fake]) -> None:
+    async def test() -> None:
+        async with bed(fakes[:2], fakes[2:], colocated=True) as it:
+            await it.push(4)
+            it.may_start.clear()
+            it.places[0].why.set_result("killed")
+            await it.reach(0, Health.RESTARTING)
+            releasing = asyncio.create_task(it.engine.weights.release())
+            await turns()
+            assert not releasing.done()
+            it.may_start.set()
+            await releasing
+            assert [fake.asked.count("/release") for fake in fakes] == [0, 1, 1]
+
+    run(test)
