@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.machine import FILE, MACHINE, NOTES, Machine, table, versions
+from tests.gpu.machine import MACHINE, NOTES, Machine, figures, table, versions
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Say where figures are, should the run be ended before its table."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None:
-        reporter.write_line(f"figures are in {FILE} as soon as they are measured")
+        reporter.write_line(f"figures are in {figures()} as soon as they are measured")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,16 @@ NOTES: list[tuple[str, str]] = []
 """What was measured, and the figure with its unit."""
 
 
-FILE = Path(os.environ.get("OUT") or tempfile.gettempdir()) / f"test-gpu-{os.getpid()}.md"
-"""Has the figures as soon as they are measured, should the run be ended before its table."""
+@cache
+def figures() -> Path:
+    """The file that has figures as soon as they are measured: ``FIGURES`` of the environment, else a new one."""
+    given = os.environ.get("FIGURES")
+    return Path(given) if given else Path(tempfile.mkdtemp(prefix="test-gpu-")) / "figures.md"
 
 
 def note(what: str, figure: str) -> None:
     """Keep a figure for the table, and in the file."""
-    with FILE.open("a") as file:
+    with figures().open("a") as file:
         file.write(f"| {what} | {figure} |\n")
     NOTES.append((what, figure))
 
