@@ -7,9 +7,10 @@ rank r holds chunks r and 2*cp-1-r of each sequence); the last padding is a sequ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -51,6 +52,7 @@ class PackedAttentionParams(PackedSeqParams):
     queries: Slots | None = None  # of this rank's t positions; None where every row is its own slot
     keys: Slots | None = None  # of the cp-gathered T positions
     positions: Tensor = field(default_factory=lambda: torch.empty(0))  # [t] int64, position inside its sequence
+    real: Tensor = field(default_factory=lambda: torch.empty(0))  # [t] bool, neither padding nor of a copy
     rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine [t, 1, d / 2]; cached by the first layer
 
 
@@ -68,8 +70,13 @@ class PackedMicroBatch:
     attention: PackedAttentionParams
 
 
-def pack_micro_batch(samples: Samples, *, tp: int, cp: int, cp_rank: int, device: torch.device) -> PackedMicroBatch:
-    """This rank's share of ``samples``, equal on all TP and PP ranks that share a CP rank. Not a collective."""
+def pack_micro_batch(
+    samples: Samples, *, tp: int, cp: int, cp_rank: int, device: torch.device, copy: bool = False
+) -> PackedMicroBatch:
+    """This rank's share of ``samples``, equal on all TP and PP ranks that share a CP rank. Not a collective.
+
+    Observers count nothing of a ``copy``, which fills up a pipeline.
+    """
     unit = 2 * cp if cp > 1 else 1
     lengths = samples.cu_seqlens.diff()
     padded = (lengths + unit - 1) // unit * unit
@@ -99,8 +106,18 @@ def pack_micro_batch(samples: Samples, *, tp: int, cp: int, cp_rank: int, device
         segment_ids=segment_ids.to(device),
         source=source,
         num_segments=len(padded),
-        attention=_attention_params(starts, padded, position, owner, cp_rank, cp, device),
+        attention=replace(
+            _attention_params(starts, padded, position, owner, cp_rank, cp, device),
+            real=(torch.zeros_like(real) if copy else real).to(device),
+        ),
     )
+
+
+def own_tokens(length: int) -> slice:
+    """The tokens of a packed micro-batch that this TP rank routes, under sequence parallelism."""
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), length // tp
+    return slice(rank * size, (rank + 1) * size)
 
 
 def _packed_routes(routes: Tensor, take: Tensor, real: Tensor) -> Tensor:

@@ -119,6 +119,7 @@ class MegatronScorer:
                 cp=self._dims.cp,
                 cp_rank=parallel_state.get_context_parallel_rank(),
                 device=self._device,
+                copy=samples is masked,
             )
             for samples in (*micro_batches, *[masked] * missing)
         ]

@@ -142,7 +142,7 @@ METRICS: Mapping[str, Documented] = _rows(
         "moe/routing_entropy",
         "",
         "mean entropy of a router's distribution over experts, over that of the uniform one; near 0 it has collapsed. "
-        "Prompts and padding count, and layers that are computed twice count twice",
+        "Prompts' tokens count in these three, padding does not, and a layer that is recomputed counts once",
     ),
     (
         "moe/rerouted_fraction",

@@ -7,6 +7,7 @@ made here from the routers' inputs, and torch's gradient of them. All layouts ru
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {  # keys, tokens of a micro-ba
     "ep2": ({"ep": 2}, 70),
     "tp2, experts recomputed": ({"tp": 2, "recompute": {"moe": True}}, 70),
     "cp2": ({"cp": 2}, 70),
-    "pp2-vpp2, recomputed": ({"pp": 2, "vpp": 2, "recompute": {"uniform": 1}}, 70),
+    "pp2-vpp2, recomputed": ({"pp": 2, "vpp": 2, "recompute": {"uniform": 1}}, 90),
 }
 
 
@@ -86,12 +87,15 @@ def balanced(folder: Path, keys: dict[str, Any], max_tokens: int, rank: int, dev
         policy.backward(part, NO_LOSS, **counts)
     result = policy.step(0.0)
     assert not isinstance(result, SkippedStep)
+    packed = policy._pack(row)
     moved = kept(policy, "expert_bias")
     return {
         "sequences": batch.sequences[dp],
         "dp": dp,
         "routes": None if routes is None else routes["routes"],
         "norm": result.grad_norm,
+        "padding": sum(int((m.source < 0).sum()) for m in packed),
+        "copies": len(packed) - len(row),
         "metrics": {name: metric.value for name, metric in result.metrics.items()},
         "biases": {name: (before[name], moved[name]) for name in moved},
     }
@@ -155,6 +159,7 @@ class Written:
 
     parameters: list[Tensor]
     logits: list[Tensor]  # [N, E] of each layer with a router, in the samples' order
+    load: Tensor  # [layers, E] tokens whose chosen experts an expert is among
     top_k: int
     samples: Samples
 
@@ -208,19 +213,27 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Any]]
     model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     inputs: list[list[Tensor]] = [[] for _ in gates]
-    for gate, into in zip(gates, inputs, strict=True):
+    load = torch.zeros(len(gates), model.config.num_local_experts)
+    for gate, into, counts in zip(gates, inputs, load, strict=True):
         gate.register_forward_pre_hook(lambda _, given, into=into: into.append(given[0].flatten(0, -2)))
+        gate.register_forward_hook(partial(add_choices, counts))
     samples = make_samples()
     for ids in samples.input_ids.split(samples.cu_seqlens.diff().tolist()):
         model(ids[None])
     written = Written(
         parameters=list(model.parameters()),
         logits=[torch.cat(x) @ gate.weight.T for x, gate in zip(inputs, gates, strict=True)],
+        load=load,
         top_k=model.config.num_experts_per_tok,
         samples=samples,
     )
     found = {layout: [torch.load(path) for path in sorted(root.glob(f"{layout}-[01].pt"))] for layout in LAYOUTS}
     return found, written
+
+
+def add_choices(counts: Tensor, _gate: Any, _given: Any, said: tuple[Tensor, ...]) -> None:
+    """Adds the experts that a gate of transformers chose to ``counts`` [E]."""
+    counts += said[2].flatten().bincount(minlength=len(counts))
 
 
 def rows_of(ranks: list[Any]) -> list[Any]:
@@ -241,13 +254,23 @@ def test_losses_and_their_gradient_are_those_of_the_formula(layout: str, seen: A
         assert rank["norm"] == pytest.approx(written.norm(rows), rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["one", "one, four micro-batches", "ep2"])  # others count padding, too
-def test_the_routers_entropy_is_that_of_their_scores(layout: str, seen: Any) -> None:
-    p = torch.stack(seen[1].logits).sigmoid()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_load_and_entropy_are_those_of_sequences_alone(layout: str, seen: Any) -> None:
+    """Neither padding counts, nor a layer that is recomputed, nor a copy of a micro-batch."""
+    ranks, written = seen[0][layout], seen[1]
+    assert any(rank["padding"] for rank in ranks) == any(kind in layout for kind in ("tp2", "cp2"))
+    assert all(rank["copies"] for rank in ranks) == ("vpp2" in layout)
+    p = torch.stack(written.logits).sigmoid()
     p = p / p.sum(-1, keepdim=True)
-    wanted = -(p * p.log()).sum(-1).mean() / torch.tensor(p.shape[-1]).log()
-    for rank in seen[0][layout]:
-        assert rank["metrics"]["moe/routing_entropy"] == pytest.approx(wanted.item(), rel=1e-5)
+    entropy = -(p * p.log()).sum(-1).mean() / torch.tensor(p.shape[-1]).log()
+    wanted = {
+        "moe/load_imbalance": (written.load.amax(1) / written.load.mean(1)).max(),
+        "moe/dead_experts": (written.load == 0).double().mean(),
+        "moe/routing_entropy": entropy,
+    }
+    for rank in ranks:
+        for name, value in wanted.items():
+            assert rank["metrics"][name] == pytest.approx(value.item(), rel=1e-5), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

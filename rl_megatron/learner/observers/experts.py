@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from rl_megatron.learner.observers.observer import Observer
+from rl_megatron.learner.packed import PackedAttentionParams, own_tokens
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Metric
 
@@ -22,7 +23,8 @@ from rl_megatron.types import Metric
 class ExpertLoadMeter(Observer):
     """Hooks every router of this rank, and counts tokens [num_layers, num_experts] float32 since the last read.
 
-    Adds up the entropy of each token's distribution over the experts, too.
+    Adds up the entropy of each token's distribution over the experts, too. Padding does not count, and a layer counts
+    in the forward pass of its model alone: a backward pass that computes it again is outside of that.
     """
 
     def __init__(self, models: Sequence[GPTModel], shape: ModelShape, device: torch.device) -> None:
@@ -30,24 +32,36 @@ class ExpertLoadMeter(Observer):
         self._seen = torch.zeros(math.prod(size) + 2, device=device)
         self._counts = self._seen[:-2].view(size)
         self._entropies = self._seen[-2:]  # their sum, and their number
+        self._real: Tensor | None = None  # [t] bool, tokens that this rank routes in the forward pass that runs
         for model in models:
+            model.register_forward_pre_hook(self._begin, with_kwargs=True)
+            model.register_forward_hook(self._end, always_call=True)
             for layer in model.decoder.layers:
                 if layer.is_moe_layer:
                     router = layer.mlp.router
                     router.register_forward_hook(self._hook(layer.layer_number - 1))
                     router.gating = self._gating(router, router.gating)
 
+    def _begin(self, _model: Any, _args: Any, given: Mapping[str, Any]) -> None:
+        packed: PackedAttentionParams = given["packed_seq_params"]
+        self._real = packed.real[own_tokens(len(packed.real))]
+
+    def _end(self, *_: Any) -> None:
+        self._real = None
+
     def _hook(self, layer: int) -> Any:
         def count(_module: Any, _inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-            self._counts[layer] += output[1].detach().sum(0)
+            if self._real is not None:
+                self._counts[layer] += (output[1].detach() & self._real[:, None]).sum(0)
 
         return count
 
     def _gating(self, router: TopKRouter, upstream: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def gating(states: Tensor) -> Tensor:
             logits = upstream(states)
-            found = _entropies(logits.detach(), router.score_function)
-            self._entropies += torch.stack([found.sum(), found.new_tensor(found.numel())])
+            if self._real is not None:
+                found = _entropies(logits.detach(), router.score_function).flatten()
+                self._entropies += torch.stack([found.where(self._real, 0).sum(), self._real.sum(dtype=found.dtype)])
             return logits
 
         return gating

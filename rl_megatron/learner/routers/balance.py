@@ -36,8 +36,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.learner.packed import PackedMicroBatch
-from rl_megatron.learner.routers.replay import own_tokens
+from rl_megatron.learner.packed import PackedMicroBatch, own_tokens
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.routers import RouterSection
 from rl_megatron.types import Metric

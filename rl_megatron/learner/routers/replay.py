@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rl_megatron.data.routes import routes_dtype
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.learner.packed import PackedMicroBatch
+from rl_megatron.learner.packed import PackedMicroBatch, own_tokens
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Metric
 
@@ -36,7 +36,9 @@ class _Replay(RouterReplay):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.learns = False  # whether the forward pass has a backward pass
-        self.real = torch.zeros(0, dtype=torch.bool, device=device)  # [t] which tokens are not padding
+        self.real = torch.zeros(
+            0, dtype=torch.bool, device=device
+        )  # [t] which tokens are neither padding nor of a copy
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # tokens replayed; those with other experts
 
     def get_replay_topk(
@@ -108,7 +110,7 @@ class Routing:
             yield
             return
         own = own_tokens(len(routes))
-        mine, real = routes[own].to(torch.int64), (micro_batch.source[own] >= 0).to(self._device)
+        mine, real = routes[own].to(torch.int64), micro_batch.attention.real[own]
         for number, router in self._routers[chunk]:
             router.learns, router.real = torch.is_grad_enabled(), real
             router.set_target_indices(mine[:, self.layers.index(number)])
@@ -191,10 +193,3 @@ def gather_recorded(packed: Sequence[PackedMicroBatch], counts: Sequence[int]) -
         if group.size() > 1:
             dist.all_reduce(whole, group=group)
     return list(everything.cpu().split(list(counts)))
-
-
-def own_tokens(length: int) -> slice:
-    """The tokens of a packed micro-batch that this TP rank routes, under sequence parallelism."""
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    rank, size = parallel_state.get_tensor_model_parallel_rank(), length // tp
-    return slice(rank * size, (rank + 1) * size)
