@@ -11,7 +11,7 @@ import torch
 from rl_megatron.config.sections.learner import LearnerSection
 
 LAYERS = ("torch", "transformer_engine")
-CARRIED = ("qwen2", "qwen3_moe", "glm4_moe")  # biases; experts; dense layers and shared experts
+CARRIED = ("qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3")  # biases; experts; dense layers, shared experts; latents
 LAYOUTS = {"one": {}, "tp2-ep2": {"tp": 2, "ep": 2}}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -56,6 +57,20 @@ def load() -> None:
     for name, module in [*sys.modules.items()]:
         if name.startswith("transformer_engine.") and "canonicalize_device" in vars(module):
             vars(module)["canonicalize_device"] = _device
+    yarn: Any = importlib.import_module("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding")
+    yarn.torch = _Torch("torch")
+
+
+class _Torch(ModuleType):
+    """torch for megatron-core's YaRN, which makes all tensors within a device that it names by a GPU's number."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(_of: int) -> AbstractContextManager[None]:
+        """Nothing to do: each tensor names its device, too."""
+        return nullcontext()
 
 
 def _device(device: Any) -> torch.device:
