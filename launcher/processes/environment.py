@@ -6,6 +6,8 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
+from rl_megatron.errors import ConfigError
+
 # oneDNN, and torch's layer over it, cache so many compiled kernels, one per shape: 1,024 by default, of some 0.4 MB
 # each, which ragged micro-batches fill within a thousand steps. A step needs fewer than these.
 _KEPT_KERNELS = "128"
@@ -23,6 +25,25 @@ def variables(*, threads: int, device: str) -> Mapping[str, str]:
     else:
         out["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     return out
+
+
+_ONE_ORDER: Mapping[str, tuple[str, ...]] = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),  # torch.use_deterministic_algorithms
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),  # Megatron-LM's --deterministic-mode
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),  # TransformerEngine's attention
+}
+
+
+def of_one_order(given: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables of ``learner.deterministic=true`` that an environment lacks. cuBLAS, NCCL and TransformerEngine
+    read them when they are first used. Raises ConfigError for other values in it."""
+    for name, allowed in _ONE_ORDER.items():
+        if name in given and given[name] not in allowed:
+            raise ConfigError(
+                f"learner.deterministic=true, but {name}={given[name]} in the ranks' environment: only with "
+                f"{' or '.join(allowed)} are sums made in one order; unset it, or set one of them"
+            )
+    return {name: allowed[0] for name, allowed in _ONE_ORDER.items() if name not in given}
 
 
 @contextlib.contextmanager

@@ -58,6 +58,8 @@ class ServedEngines:
         self._max_length = longest_sequence(config, shape)
         if problems := degree_problems(config, shape):
             raise ConfigError("\n".join(problems))
+        if self._section.batch_invariant and (problem := adapter.batch_problem(self._extra)):
+            raise ConfigError(problem)
         self._checks = ServerChecks(
             config=config, adapter=adapter, model_folder=self._model_folder, max_length=self._max_length
         )
@@ -247,8 +249,13 @@ class ServedEngines:
             memory_fraction=section.memory_fraction,
             colocated=section.colocated,
             routes=config.algorithm.routing_replay == "r3",
-            extra=tuple(shlex.split(section.options or "")),
+            batch_invariant=section.batch_invariant,
+            extra=self._extra,
         )
+
+    @property
+    def _extra(self) -> tuple[str, ...]:
+        return tuple(shlex.split(self._section.options or ""))
 
     @property
     def _python(self) -> Path:

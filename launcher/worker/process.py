@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from launcher.processes import stacks
+from launcher.processes.environment import of_one_order
 from launcher.processes.parent import die_with
 from launcher.wire import messages
 from launcher.wire.messages import STACKS
@@ -62,6 +63,8 @@ def run_worker(connection: Connection, rank: int, store: int | None = None) -> N
         return
     setup: Setup = messages.unpack(message)
     sys.path.append(str(setup.code))
+    if setup.config.learner.deterministic:
+        os.environ.update(of_one_order(os.environ))
     from rl_megatron.observability.log import run_log
 
     if setup.stacks is not None:

@@ -242,6 +242,23 @@ def by_place(observation: Observation) -> str:
     return ", ".join(parts)
 
 
+def _of_batches(case: Case) -> str:
+    """The modes that remove what each side's log-probs have of their batch, in words; empty if they have nothing."""
+    engine, learner = size(case.outcomes.together), size(case.outcomes.packed)
+    out = ""
+    if engine and case.setting.served:
+        out += (
+            f"; the engine's tokens in a batch and alone differ by {engine:.2g} nats, which "
+            "rollout.server.batch_invariant=true removes on GPUs"
+        )
+    if learner:
+        out += (
+            f"; the learner's log-probs packed and alone differ by {learner:.2g} nats, against which "
+            "learner.batch_invariant=true is, on GPUs and for models without experts"
+        )
+    return out
+
+
 def _noise(case: Case) -> Finding:
     cause, s, gaps = "dtype or kernels", case.setting, case.outcomes.observation.gaps
     mean = float(gaps.mean())
@@ -254,13 +271,15 @@ def _noise(case: Case) -> Finding:
             verdict="guilty",
             evidence=f"{figures}; every tensor is the learner's, and no other cause explains it",
             fix="compare the engine's kernels with its plain ones (SGLang: --attention-backend torch_native), and "
-            f"config.json's rms_norm_eps, hidden_act and norm_topk_prob; {_PRECISION}",
+            f"config.json's rms_norm_eps, hidden_act and norm_topk_prob; {_PRECISION}{_of_batches(case)}",
         )
     if case.differs:
         return Finding(cause=cause, verdict="not guilty", evidence=f"{figures}; the gap is larger")
     if s.learner_dtype == s.engine_dtype:
         half = s.learner_dtype != "float32"
-        return Finding(cause=cause, verdict="noise", evidence=figures, fix=_PRECISION if half else "")
+        return Finding(
+            cause=cause, verdict="noise", evidence=figures, fix=_PRECISION + _of_batches(case) if half else ""
+        )
     return Finding(
         cause=cause,
         verdict="noise",

@@ -28,8 +28,11 @@ def join(
     ``rendezvous`` is a torch.distributed init method: ``file://`` on one machine, ``tcp://host:port`` between nodes,
     where rank 0 serves the ranks' store on the listening socket whose file descriptor is ``store``, so that it is bound
     to one address. ``first_device`` is the GPU of rank 0. Raises if not all ranks arrive within
-    ``learner.timeout_seconds``, and ConfigError if a rank with ``learner.device=cpu`` sees a GPU.
+    ``learner.timeout_seconds``, and ConfigError if a rank with ``learner.device=cpu`` sees a GPU. With
+    ``learner.deterministic`` torch raises RuntimeError from now on for an operation that has no deterministic kernel.
     """
+    if learner.deterministic:
+        torch.use_deterministic_algorithms(True)
     d, device = learner.dims, torch.device(learner.device)
     if device.type == "cpu" and torch.cuda.is_available():
         raise ConfigError(

@@ -28,10 +28,17 @@ class Dtype:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Kernels of attention, by their name in megatron-core's AttnBackend."""
+
+    name: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keywords:
     """Arguments of megatron-core's constructors: ``model`` of TransformerConfig, ``ddp`` of
-    DistributedDataParallelConfig, ``optimizer`` of OptimizerConfig; a dtype is a `Dtype`."""
+    DistributedDataParallelConfig, ``optimizer`` of OptimizerConfig; a dtype is a `Dtype`, attention an `Attention`."""
 
     model: Mapping[str, object] = field(default_factory=dict)
     ddp: Mapping[str, object] = field(default_factory=dict)

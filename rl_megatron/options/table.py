@@ -12,6 +12,8 @@ from types import new_class
 from typing import TYPE_CHECKING, TypeVar
 
 from rl_megatron.errors import ConfigError
+from rl_megatron.options.batch_invariant import BatchInvariant
+from rl_megatron.options.deterministic import Deterministic
 from rl_megatron.options.device import Device
 from rl_megatron.options.dispatcher import Dispatcher
 from rl_megatron.options.dtype import Precision
@@ -52,6 +54,8 @@ OPTIONS: Mapping[str, Option] = {
     "optimizer": Optimizer(),
     "overlap": Overlap(),
     "offload": Offload(),
+    "deterministic": Deterministic(),
+    "batch_invariant": BatchInvariant(),
 }
 """This package's options by the name of their file, in the order in which they act on a rank's bytes: what layers keep
 of a micro-batch, then how many micro-batches are in flight. Installed options follow."""

@@ -66,6 +66,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> 
     device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
     seen: dict[str, Any] = {"first": CALLS[:1], "device": str(device), "steps": []}
     policy = make_policy(shape, learner, device, temperature=0.7)
+    seen["deterministic"] = [torch.are_deterministic_algorithms_enabled(), policy._models[0].config.deterministic_mode]
     fill(policy, learner, rank, model)
     row, counts = batch_of(learner, rank)
     said = policy.score(row, frozenset({"logprobs", "routes"}))

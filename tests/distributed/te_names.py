@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -47,6 +51,39 @@ def rank_main(rank: int, layout: str, families: list[str], root: Path) -> None:
         seen[family]["carried"] = carried
     (root / f"{layout}-{rank}.json").write_text(json.dumps(seen))
     world.leave()
+
+
+def invariant_main(rank: int, root: Path) -> None:
+    """Build a model of ``learner.batch_invariant``, and write what is in place of what. Triton has no kernels here."""
+    from rl_megatron.learner import world
+    from rl_megatron.learner.megatron import make_policy
+    from rl_megatron.weights.layouts.families import read_shape
+
+    for name in ("flash_attn", "triton", "triton.language"):
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__spec__ = ModuleSpec(name, None)
+    language = sys.modules["triton.language"]
+    sys.modules["triton"].__dict__.update(
+        language=language, jit=lambda *functions, **_: next(iter(functions), _as_it_is)
+    )
+    language.__dict__["constexpr"] = int
+    keys = {"device": "cuda", "dtype": "bfloat16", "batch_invariant": True}
+    learner = LearnerSection.model_validate(keys)
+    device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-invariant", seed=1)
+    policy = make_policy(read_shape(root / "qwen2"), learner, device, temperature=1.0)
+    attention = policy._models[0].decoder.layers[0].self_attention.core_attention
+    linears = [sys.modules[f"transformer_engine.pytorch.module.{name}"] for name in ("linear", "layernorm_linear")]
+    seen = {
+        "products": [module.__dict__["general_gemm"].__name__ for module in linears],
+        "splits": attention.num_splits,
+        "kernels": {name: os.environ[f"NVTE_{name}_ATTN"] for name in ("FLASH", "FUSED", "UNFUSED")},
+    }
+    (root / "invariant.json").write_text(json.dumps(seen))
+    world.leave()
+
+
+def _as_it_is(function: Any) -> Any:
+    return function
 
 
 def named(policy: Any) -> dict[str, Any]:

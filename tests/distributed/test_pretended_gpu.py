@@ -17,7 +17,7 @@ from tests.distributed import gpu_branch, offloaded
 from tests.distributed.pretended.ranks import World, run_worlds
 from tests.distributed.ranks import run_ranks
 
-LAYOUTS = {"one": {}, "tp2-ep2": {"tp": 2, "ep": 2}, "pp2": {"pp": 2}}
+LAYOUTS = {"one": {}, "tp2-ep2": {"tp": 2, "ep": 2}, "pp2": {"pp": 2}, "deterministic": {"deterministic": True}}
 
 
 def refusals(rank: int, folder: Path) -> None:
@@ -34,6 +34,11 @@ def refusals(rank: int, folder: Path) -> None:
         host[gpu[0].long()]
     with pytest.raises(TypeError, match="to numpy"):
         gpu.numpy()
+    torch.use_deterministic_algorithms(True)
+    with pytest.raises(RuntimeError, match=r"cumsum_cuda_kernel does not have a deterministic .*: tests/.*:\d+"):
+        gpu.cumsum(1)
+    assert gpu.long().cumsum(1)[1].tolist() == [3, 7, 12]
+    torch.use_deterministic_algorithms(False)
     assert (gpu + 1.0 + host.sum()).device.type == "cuda"  # scalars may be the host's
     assert gpu[host[:, 0].long() - 1].tolist() == [[0, 1, 2], [0, 1, 2]]  # and so may indices
     assert gpu.new_tensor([1.0]).is_cuda
@@ -87,6 +92,13 @@ def test_every_layout_computes_what_one_rank_does(name: str, seen: Any) -> None:
             assert found == pytest.approx(wanted, rel=1e-5, abs=1e-7)
 
 
+def test_no_operation_of_the_learner_lacks_a_kernel_that_adds_in_one_order(seen: Any) -> None:
+    assert {name: seen[name][0]["deterministic"] for name in ("one", "deterministic")} == {
+        "one": [False, False],
+        "deterministic": [True, True],
+    }
+
+
 WAITS = {  # of a step of two layers and three micro-batches, by file
     "megatron/core/transformer/moe/moe_utils.py": 24,  # masks and counts of the dispatcher, twice a layer and pass
     "megatron/core/utils.py": 49,  # the norm of each parameter's gradient, without TransformerEngine and apex
@@ -106,7 +118,7 @@ def test_a_step_makes_the_host_wait_no_more_often_than_is_known(seen: Any) -> No
 
 def test_all_ranks_make_the_first_call_of_the_default_group(seen: Any) -> None:
     """NCCL connects them in it; a push's first call comes from some of them."""
-    assert [rank["first"] for name in LAYOUTS for rank in seen[name]] == [["allreduce_"]] * 5
+    assert [rank["first"] for name in LAYOUTS for rank in seen[name]] == [["allreduce_"]] * 6
 
 
 def test_an_offloaded_optimizer_steps_as_one_on_the_gpu_and_resumes_with_any_share(seen: Any) -> None:

@@ -34,10 +34,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
         [
             World(main=te_names.rank_main, size=size, arguments=(layout, families[layout], root))
             for layout, size in sizes.items()
-        ],
+        ]
+        + [World(main=te_names.invariant_main, size=1, arguments=(root,))],
         before=te.load,
     )
     paths = {layout: sorted(Path(root).glob(f"{layout}-[01].json")) for layout in sizes}
+    paths["invariant"] = [root / "invariant.json"]
     return {layout: [json.loads(path.read_text()) for path in found] for layout, found in paths.items()}
 
 
@@ -62,3 +64,12 @@ def test_each_loads_the_others_checkpoints(seen: Any) -> None:
     (rank,) = seen["one"]
     carried = {family: said["carried"] for family, said in rank.items() if said["carried"]}
     assert carried == {family: [True, True] for family in te_names.CARRIED}
+
+
+def test_a_batch_invariant_learner_has_megatrons_products_and_attention_in_one_split(seen: Any) -> None:
+    (rank,) = seen["invariant"]
+    assert rank == {
+        "products": ["_te_general_gemm_patched"] * 2,
+        "splits": 1,
+        "kernels": {"FLASH": "1", "FUSED": "0", "UNFUSED": "0"},
+    }

@@ -116,7 +116,9 @@ def test_each_plant_is_named_and_nothing_else(
 
     async def penalising(self: Server, path: str, body: Any, form: Any) -> Any:
         if isinstance(body, dict) and "sampling_params" in body:
-            body = {**body, "sampling_params": {**body["sampling_params"], "repetition_penalty": 1.4}}
+            given, more = body["sampling_params"], {"repetition_penalty": 1.4}
+            changed = [one | more for one in given] if isinstance(given, list) else given | more
+            body = {**body, "sampling_params": changed}
         return await sampled(self, path, body, form)
 
     with monkeypatch.context() as planted:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
+from rl_megatron.options.batch_invariant import BatchInvariantKeys
+from rl_megatron.options.deterministic import DeterministicKeys
 from rl_megatron.options.device import DeviceKeys
 from rl_megatron.options.dispatcher import DispatcherKeys
 from rl_megatron.options.dtype import DtypeKeys
@@ -52,6 +54,8 @@ class WorldKeys(Section):
 
 @with_installed_keys
 class LearnerSection(  # pydantic takes the keys of the last base first
+    BatchInvariantKeys,
+    DeterministicKeys,
     OffloadKeys,
     OverlapKeys,
     OptimizerKeys,

@@ -73,6 +73,10 @@ class ServerSection(Section):
     quantization: Literal["none", "fp8", "int8"] = "none"
     """Format to which each push quantises the servers' linear layers: none (learner.dtype), float8 with a scale for
     each block of 128 x 128, or int8 with a scale for each output channel (docs/engines.md). Over any transport."""
+    batch_invariant: bool = False
+    """Whether servers use kernels alone for which a token's log-prob does not depend on the requests beside it, on
+    GPUs: vLLM's VLLM_BATCH_INVARIANT, SGLang's --enable-deterministic-inference. Slower; by how much is not measured
+    here (docs/mismatch.md)."""
     probes: Literal["auto", "always"] = "auto"
     """When to compare servers' log-probs of fixed texts with the learner's. always: all texts at every weight version;
     auto: all texts at a server's first version, then one text if checksums cannot verify every tensor."""

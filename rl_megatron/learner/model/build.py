@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -28,13 +29,19 @@ from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import uses_transformer_engine
-from rl_megatron.options.option import Dtype
+from rl_megatron.options.option import Attention, Dtype
 from rl_megatron.options.table import keywords
 
 
 def with_dtypes(given: Mapping[str, object]) -> dict[str, Any]:
-    """Options' keywords with dtype names replaced by torch's dtypes, as megatron-core takes them."""
-    return {name: torch_dtype(value.name) if isinstance(value, Dtype) else value for name, value in given.items()}
+    """Options' keywords with torch's dtypes and megatron-core's attention in place of their names."""
+    return {name: _by_name(value) for name, value in given.items()}
+
+
+def _by_name(value: object) -> object:
+    if isinstance(value, Attention):
+        return AttnBackend[value.name]
+    return torch_dtype(value.name) if isinstance(value, Dtype) else value
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -116,6 +123,10 @@ def _expert_keywords(shape: ModelShape) -> dict[str, Any]:
 def build_chunks(shape: ModelShape, learner: LearnerSection, config: DecoderConfig) -> list[GPTModel]:
     """This rank's model chunks (one, or vpp of them). Every rank calls it, after the process groups exist."""
     d = learner.dims
+    if config.batch_invariant_mode:
+        from megatron.core.transformer.custom_layers import batch_invariant_kernels  # needs Triton
+
+        batch_invariant_kernels.enable_batch_invariant_mode()  # for all models of this process
     return [_build_chunk(shape, learner, config, stage if d.vpp > 1 else None) for stage in range(d.vpp)]
 
 

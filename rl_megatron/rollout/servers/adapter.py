@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -38,6 +39,7 @@ class StartOptions:
     memory_fraction: float | None
     colocated: bool  # whether it releases memory between phases
     routes: bool  # whether requests ask for routes
+    batch_invariant: bool  # whether a token's log-prob must not depend on its batch
     extra: tuple[str, ...]
 
     @property
@@ -168,9 +170,25 @@ class Adapter(Sampling, Loading, Running, Protocol):
     tested: str  # the version it was tested with
     renormalises_top_p: bool  # whether log-probs are of the distribution after top_p
 
+    def batch_problem(self, extra: Sequence[str]) -> str:
+        """Why it has no kernels that do not depend on the batch, with ``extra`` options; or empty."""
+        return (
+            f"rollout.server.batch_invariant=true: the adapter of {self.name} has no such mode; give its options in "
+            "rollout.server.options, and leave the key out"
+        )
+
     def gpu_problem(self, quantization: str, extra: Sequence[str], capability: float) -> str:
         """Why it cannot serve weights of a format on GPUs of a compute capability, with ``extra`` options; or empty."""
         return ""
+
+
+def value_given(extra: Sequence[str], option: str) -> str | None:
+    """The value that a command line's ``option`` has, as ``--option value`` or ``--option=value``; None: not given."""
+    for given, after in pairwise((*extra, "")):
+        name, equals, value = given.partition("=")
+        if name == option:
+            return value if equals else after
+    return None
 
 
 class ForeignWeights(EngineError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -56,14 +57,19 @@ def as_it_should_end(completion: Completion, request: GenerationRequest) -> Comp
     return completion
 
 
-def rest_of(request: GenerationRequest, completion: Completion) -> GenerationRequest:
-    """A request for the rest of one completion: its tokens are appended to the prompt."""
+def completion_seed(seed: int, place: int) -> int:
+    """The seed of the completion at ``place`` in its group, whose request has ``seed``: 63 bits."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {place}".encode()).digest()[:8], "little") >> 1
+
+
+def rest_of(request: GenerationRequest, completion: Completion, place: int) -> GenerationRequest:
+    """A request for the rest of the completion at ``place`` in its group: its tokens are appended to the prompt."""
     left = request.params.max_new_tokens - len(completion.token_ids)
     return replace(
         request,
         token_ids=(*request.token_ids, *completion.token_ids.tolist()),
         num_completions=1,
-        params=replace(request.params, max_new_tokens=left),
+        params=replace(request.params, max_new_tokens=left, seed=completion_seed(request.params.seed, place)),
     )
 
 

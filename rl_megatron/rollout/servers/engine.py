@@ -57,7 +57,7 @@ class ServedEngine:
         async with self._slots:
             before = await self.weights.served_version(request)
             started = await self._attempts.sampled(request)
-            completions = await asyncio.gather(*(self._finished(request, c, before) for c in started))
+            completions = await asyncio.gather(*(self._finished(request, c, n, before) for n, c in enumerate(started)))
             after = await self.weights.served_version(request)
         if len(completions) != request.num_completions:
             raise EngineError(
@@ -84,8 +84,10 @@ class ServedEngine:
             return
         raise EngineError(f"request {request.id!r}: {problem}")
 
-    async def _finished(self, request: GenerationRequest, completion: Completion, version: int) -> Completion:
-        """The completion; if an update aborted it, with the rest sampled by newer weights.
+    async def _finished(
+        self, request: GenerationRequest, completion: Completion, place: int, version: int
+    ) -> Completion:
+        """The completion at ``place``; if an update aborted it, with the rest sampled by newer weights.
 
         Raises EngineError if the server aborted it although no update began since ``version`` was served.
         """
@@ -97,7 +99,7 @@ class ServedEngine:
                     f"weight version {served} was served all the time; check that no other client aborts or pauses"
                 )
             version = served
-            (more,) = await self._attempts.sampled(rest_of(request, completion))
+            (more,) = await self._attempts.sampled(rest_of(request, completion, place))
             completion = joined(completion, more)
         return completion
 

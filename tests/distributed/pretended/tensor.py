@@ -129,6 +129,7 @@ class OnGpu(Tensor):
             collectives.check(name, tensors, of_host)
         elif of_host and name not in _MAY_MIX and not Gpu.in_composite and not _by_autograd():
             refuse_mixed(name, args, of_host)
+        refuse_unordered(name, args)
         _count_waits(name, args, tensors)
         with no_dispatch():
             out = function(*args, **kwargs)
@@ -151,6 +152,22 @@ def refuse_mixed(name: str, args: Sequence[Any], of_host: Sequence[Tensor]) -> N
         raise RuntimeError(
             f"Expected all tensors to be on the same device: {name} at {waits.caller()} got {shapes} of the host"
         )
+
+
+def refuse_unordered(name: str, args: Sequence[Any]) -> None:
+    """Raises RuntimeError, as torch.use_deterministic_algorithms does, for what its documentation lists of GPUs'
+    operations that have no deterministic kernel, and a decoder might call."""
+    unordered = {
+        "put_": True,
+        "histc": True,
+        "nll_loss_forward": True,
+        "bincount": len(args) > 1 and args[1] is not None,
+        "median": len(args) > 1,  # with indices
+        "cumsum": isinstance(args[0], Tensor) and args[0].dtype.is_floating_point,
+        "scatter_reduce": any(isinstance(arg, str) and arg == "prod" for arg in args),
+    }
+    if torch.are_deterministic_algorithms_enabled() and unordered.get(name if name == "put_" else name.rstrip("_")):
+        raise RuntimeError(f"{name}_cuda_kernel does not have a deterministic implementation: {waits.caller()}")
 
 
 def composite(function: Callable[..., Any]) -> Callable[..., Any]:

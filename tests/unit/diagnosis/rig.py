@@ -240,6 +240,7 @@ def diagnose(
     """Findings by cause."""
     dtypes = {key: changes.pop(key, "float32") for key in ("learner_dtype", "engine_dtype")}
     replays, head_dtype = changes.pop("replays", False), changes.pop("head_dtype", None)
+    served, planted = changes.pop("served", False), changes.pop("planted", {})
     bench = replace(
         Bench(
             learner=learner,
@@ -257,8 +258,9 @@ def diagnose(
         **changes,
     )
     configured = Parameters(temperature=bench.temperature, top_p=bench.top_p)
-    setting = Setting(**dtypes, configured=configured, served=False, replays=replays, head_dtype=head_dtype)
+    setting = Setting(**dtypes, configured=configured, served=served, replays=replays, head_dtype=head_dtype)
     outcomes = asyncio.run(run_experiments(bench, prompts(), completions=3, worth=setting.noise))
+    outcomes = replace(outcomes, **planted)
     return {f.cause: f for f in judge(outcomes, setting, weights, tokenizer)}
 
 

@@ -10,6 +10,7 @@ import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,9 @@ LEARNERS: Mapping[str, Mapping[str, Any]] = {
     "shared experts overlap": {"ep": 2, "overlap": {"shared_experts": True}},
     "frozen routers": {"router": {"frozen": True}},
     "moving biases": {"router": {"bias_update_rate": 0.001}},
+    "deterministic": {"deterministic": True},
+    "batch-invariant": {"device": "cuda", "dtype": "bfloat16", "batch_invariant": True},
+    "batch-invariant on a CPU": {"batch_invariant": True, "tp": 4, "head_dtype": "float32", "layers": "torch"},
     "balanced": {"router": {"aux_loss": 0.01, "z_loss": 0.001}},
     "cuda": {"device": "cuda", "dtype": "bfloat16"},
     "cuda, cp, float32": {"device": "cuda", "cp": 2},
@@ -173,6 +177,7 @@ REFUSED = [  # over the default run's keys
     "learner.recompute_layers=true",
     "learner.pp=2 learner.vpp=2 learner.stage_layers=1+3",
     "learner.router.frozen=true learner.router.z_loss=0.001",
+    "learner.deterministic=true learner.device=cuda learner.dispatcher=deepep learner.dtype=bfloat16 learner.ep=2",
     "learner.vpp=2 learner.ep=3 learner.dp=2 learner.layers=transformer_engine learner.cp=2",
 ]
 
@@ -201,7 +206,7 @@ def keywords(shape: ModelShape, learner: LearnerSection, *, installed: bool) -> 
         raise Stop
 
     def find(name: str, found: Any = importlib.util.find_spec) -> Any:
-        return installed or None if name == "transformer_engine" else found(name)
+        return installed or None if name in {"transformer_engine", "flash_attn"} else found(name)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", find)
@@ -221,7 +226,7 @@ def keywords(shape: ModelShape, learner: LearnerSection, *, installed: bool) -> 
 
 def plain(value: object) -> object:
     """As JSON has it."""
-    if isinstance(value, torch.dtype):
+    if isinstance(value, torch.dtype | Enum):
         return str(value)
     return value.__qualname__ if callable(value) else value
 
@@ -278,6 +283,8 @@ def given() -> Iterator[tuple[str, str, bool]]:
         if shape != "tiny":
             yield from ((shape, "defaults", False), (shape, "cuda", True))
     yield from (("dense", learner, False) for learner in ("frozen routers", "moving biases", "balanced"))
+    yield from (("dense", "batch-invariant", installed) for installed in (False, True))
+    yield "biases, windows, sinks", "batch-invariant", True
     yield "shared expert, half of a head turns", "moving biases", False
     yield "biases, windows, sinks", "ep, etp", False
     yield "shared expert, half of a head turns", "shared experts overlap", False

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from launcher.servers.degrees import degree_problems
@@ -12,9 +16,13 @@ from launcher.servers.engines import SERVERS
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
-from tests.unit.rollout.test_engine_routes import OPTIONS
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.servers.answers import rest_of
+from rl_megatron.types import Completion
+from tests.unit.rollout.test_engine_routes import ASKED, OPTIONS
+from tests.unit.rollout.test_engine_servers import Words
 
-MOE = NAMED["qwen3-235b-a22b"]
+MOE, LATENT = NAMED["qwen3-235b-a22b"], NAMED["deepseek-v3"]
 TWO_NODES = replace(OPTIONS, nodes=2, head="10.0.0.1", host="10.0.0.2", node=1, port=20000, slots=64, routes=False)
 
 
@@ -56,6 +64,78 @@ def test_the_first_node_alone_answers_requests() -> None:
 def test_degrees_have_one_key(engine: str, extra: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         SERVERS[engine](MOE).command(replace(TWO_NODES, extra=(extra,)))
+
+
+def test_batch_invariance_is_a_variable_of_vllm_and_an_option_of_sglang() -> None:
+    for wanted in (False, True):
+        options = replace(TWO_NODES, batch_invariant=wanted)
+        vllm, sglang = (SERVERS[engine](MOE).command(options) for engine in ("vllm", "sglang"))
+        assert vllm.environment.get("VLLM_BATCH_INVARIANT") == ("1" if wanted else None)
+        assert ("--enable-deterministic-inference" in sglang.arguments) is wanted
+
+
+@pytest.mark.parametrize(
+    ("engine", "shape", "extra", "said"),
+    [
+        ("vllm", MOE, ("--attention-backend", "FLASHINFER"), r"backend FLASHINFER: vLLM 0\.32\.0 has no kernel of it"),
+        ("vllm", MOE, ("--attention-backend=triton_attn",), None),
+        ("vllm", MOE, (), None),
+        ("sglang", MOE, ("--attention-backend=flashinfer",), None),
+        (
+            "sglang",
+            LATENT,
+            ("--attention-backend=flashinfer",),
+            r"'deepseek_v3' that does not depend .* fa3, fa4, triton",
+        ),
+        ("sglang", MOE, ("--attention-backend", "torch_native"), "set one of them, or leave it to SGLang"),
+    ],
+)
+def test_attention_that_depends_on_the_batch_is_refused(
+    engine: str, shape: ModelShape, extra: tuple[str, ...], said: str | None
+) -> None:
+    problem = SERVERS[engine](shape).batch_problem(extra)
+    assert re.search(said, problem) if said else problem == ""
+
+
+def test_an_engine_without_such_a_mode_says_so() -> None:
+    assert "the adapter of Words has no such mode" in Words().batch_problem(())
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ((), r"rollout\.engine=local samples in the learner's processes with torch's products"),
+        (("rollout=vllm",), r"the engines' kernels for it need GPUs, but learner\.device=cpu"),
+        (
+            ("rollout=vllm", "rollout.server.addresses=http://a:1"),
+            r"addresses=http://a:1 are running ones; start those",
+        ),
+    ],
+)
+def test_batch_invariance_is_refused_where_no_server_has_it(keys: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config("tiny_cpu", [*keys, "rollout.server.batch_invariant=true"])
+
+
+def test_sglang_gets_another_seed_for_each_completion_of_a_group_and_for_each_rest() -> None:
+    """In its deterministic mode equal seeds give equal completions of equal prompts."""
+    bodies: list[Any] = []
+
+    class Said:
+        async def sampled(self, path: str, body: Any, form: Any) -> list[Any]:
+            bodies.append(body)
+            return []
+
+    request = replace(ASKED, num_completions=3)
+    nothing = Completion(
+        token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), finish_reason="abort", spans=()
+    )
+    for one in (request, request, *(rest_of(request, nothing, place) for place in range(3))):
+        asyncio.run(SERVERS["sglang"](MOE).generate(cast(Any, Said()), one, "id"))
+    seeds = [tuple(params["sampling_seed"] for params in body["sampling_params"]) for body in bodies]
+    assert seeds[0] == seeds[1]
+    assert len({*seeds[0], *(seed for rest in seeds[2:] for seed in rest)}) == 6
+    assert all(0 <= seed < 2**63 for given in seeds for seed in given)
 
 
 def test_what_engines_cannot_do_is_told() -> None:

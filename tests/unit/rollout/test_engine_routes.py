@@ -49,6 +49,7 @@ OPTIONS = StartOptions(
     memory_fraction=None,
     colocated=False,
     routes=True,
+    batch_invariant=False,
     extra=(),
 )
 

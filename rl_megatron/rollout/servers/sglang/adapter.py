@@ -19,8 +19,16 @@ from typing_extensions import TypedDict, override
 
 from rl_megatron.errors import ConfigError, CorruptionError, EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, StartOptions, candidate, version_of
-from rl_megatron.rollout.servers.answers import TokenId, checked_routes, spans_of
+from rl_megatron.rollout.servers.adapter import (
+    Adapter,
+    Command,
+    Description,
+    StartOptions,
+    candidate,
+    value_given,
+    version_of,
+)
+from rl_megatron.rollout.servers.answers import TokenId, checked_routes, completion_seed, spans_of
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
 from rl_megatron.weights.checks.reports import Report
@@ -41,7 +49,11 @@ _KEYS = {
     **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "--enable-dp-attention"), "dp"),
     **dict.fromkeys(("--expert-parallel-size", "--ep-size", "--ep"), "ep"),
     **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), "nodes"),
+    "--enable-deterministic-inference": "batch_invariant",
 }
+_INVARIANT_LATENTS = ("fa3", "fa4", "triton")
+_INVARIANT = (*_INVARIANT_LATENTS, "flashinfer")
+"""Attention on Nvidia's GPUs that SGLang 0.5.21 takes with --enable-deterministic-inference (arg_groups/choices.py)."""
 _LOADER = "rl_megatron.rollout.servers.sglang.worker.load"
 _OTHERS = 8  # behind the ports of the ranks' store and of dp attention
 _BLACKWELL = 10.0  # compute capability
@@ -126,6 +138,7 @@ class SGLangAdapter(Adapter):
                 *((*_ON_CPU, "--max-total-tokens", str(cached)) if options.device == "cpu" else ()),
                 *(("--mem-fraction-static", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(("--enable-return-routed-experts",) if options.routes else ()),
+                *(("--enable-deterministic-inference",) if options.batch_invariant else ()),
                 *options.extra,
             ),
             environment={
@@ -141,6 +154,18 @@ class SGLangAdapter(Adapter):
                 ),
                 "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the margin may lie beyond the model's positions
             },
+        )
+
+    @override
+    def batch_problem(self, extra: Sequence[str]) -> str:
+        known = _INVARIANT if self._shape.latent is None else _INVARIANT_LATENTS
+        given = value_given(extra, "--attention-backend")
+        if given is None or given in known:
+            return ""
+        return (
+            f"rollout.server.batch_invariant=true with --attention-backend {given}: SGLang 0.5.21 has no kernel of it "
+            f"for model_type={self._shape.family!r} that does not depend on the batch, but of {', '.join(known)}; set "
+            "one of them, or leave it to SGLang"
         )
 
     @override
@@ -179,16 +204,19 @@ class SGLangAdapter(Adapter):
         p = request.params
         if p.top_p < 1:
             raise EngineError("SGLang computes log-probs before top_p is applied; set rollout.top_p=1")
+        sampling = {
+            "temperature": p.temperature,
+            "max_new_tokens": p.max_new_tokens,
+            "stop_token_ids": list(p.stop_token_ids),
+            "ignore_eos": not p.stop_token_ids,  # it would ignore these too
+            "skip_special_tokens": False,
+        }
+        places = range(request.num_completions)
         body = {
             "rid": _names(request, request_id),
-            "input_ids": [list(request.token_ids)] * request.num_completions,  # the radix cache shares the prompt
-            "sampling_params": {
-                "temperature": p.temperature,
-                "max_new_tokens": p.max_new_tokens,
-                "stop_token_ids": list(p.stop_token_ids),
-                "ignore_eos": not p.stop_token_ids,  # it would ignore these too
-                "skip_special_tokens": False,
-            },
+            "input_ids": [list(request.token_ids) for _ in places],  # the radix cache shares the prompt
+            # Read in its deterministic mode alone, where a seed that is not given is 42, and a group's answers are one.
+            "sampling_params": [sampling | {"sampling_seed": completion_seed(p.seed, place)} for place in places],
             "return_logprob": True,
             "return_routed_experts": request.routes,
         }

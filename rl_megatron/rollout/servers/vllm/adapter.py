@@ -17,7 +17,15 @@ from typing_extensions import TypedDict, override
 
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, StartOptions, candidate, version_of
+from rl_megatron.rollout.servers.adapter import (
+    Adapter,
+    Command,
+    Description,
+    StartOptions,
+    candidate,
+    value_given,
+    version_of,
+)
 from rl_megatron.rollout.servers.answers import TokenId, checked_routes, spans_of
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
@@ -35,6 +43,8 @@ _KEYS = {
     **dict.fromkeys(("--enable-expert-parallel", "-ep"), "ep"),
     **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--headless"), "nodes"),
 }
+_INVARIANT = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_MLA", "TRITON_MLA")
+"""Attention whose ``supports_batch_invariance`` is true in vLLM 0.32.0 (v1/attention/backends)."""
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
@@ -126,9 +136,20 @@ class VLLMAdapter(Adapter):
                 # Else every server binds its threads to the same cores, and each rank needs a NUMA node.
                 **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if options.device == "cpu" else {}),
                 **({"VLLM_HOST_IP": options.host} if options.nodes > 1 else {}),
+                **({"VLLM_BATCH_INVARIANT": "1"} if options.batch_invariant else {}),
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
             },
+        )
+
+    @override
+    def batch_problem(self, extra: Sequence[str]) -> str:
+        given = value_given(extra, "--attention-backend")
+        if given is None or given.upper() in _INVARIANT:
+            return ""
+        return (
+            f"rollout.server.batch_invariant=true with --attention-backend {given}: vLLM 0.32.0 has no kernel of it "
+            f"that does not depend on the batch, but of {', '.join(_INVARIANT)}; set one of them, or leave it to vLLM"
         )
 
     @override

@@ -1,0 +1,37 @@
+"""Rules of the modes in which equal work gives equal numbers: of the learner's kernels, and of servers' batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rl_megatron.config.run import RunConfig
+
+
+def problems_of_modes(c: RunConfig) -> Iterator[str]:
+    """A line for each mode that the run's parts do not have."""
+    if c.learner.deterministic and c.learner.device != "cpu" and not c.rollout.served:
+        yield (
+            f"learner.deterministic=true with learner.device={c.learner.device}: rollout.engine={c.rollout.engine} "
+            "samples in the learner's processes by torch.cumsum, which has no deterministic kernel for GPUs; set "
+            "rollout=vllm or sglang, or leave it out"
+        )
+    if c.rollout.server.batch_invariant:
+        yield from _of_servers(c)
+
+
+def _of_servers(c: RunConfig) -> Iterator[str]:
+    given, server = "rollout.server.batch_invariant=true", c.rollout.server
+    if not c.rollout.served:
+        yield (
+            f"{given}, but rollout.engine={c.rollout.engine} samples in the learner's processes with torch's products, "
+            "whose last bits depend on the number of rows; set rollout=vllm or sglang, or leave it out"
+        )
+    if c.learner.device == "cpu":
+        yield f"{given}: the engines' kernels for it need GPUs, but learner.device=cpu; leave it out"
+    if server.addresses is not None:
+        yield (
+            f"{given} is for servers that the run starts, but rollout.server.addresses={server.addresses} are running "
+            "ones; start those so (docs/mismatch.md), and leave it out"
+        )
