@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from launcher.commands import convert, doctor, inspect, job, plan, rehearse, report, submit, train, verify
+from launcher.commands import convert, doctor, experiment, inspect, job, plan, rehearse, report, submit, train, verify
 from launcher.processes import limits
 from rl_megatron.errors import RLMegatronError
 
@@ -23,6 +23,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_
 for command in _COMMANDS:
     app.command()(command)
 app.add_typer(doctor.app, name="doctor")
+app.add_typer(experiment.app, name="experiment")
 
 
 def _version(asked: bool) -> None:

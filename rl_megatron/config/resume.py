@@ -55,7 +55,7 @@ def is_free(key: str) -> bool:
 
 def fixed(config: RunConfig) -> dict[str, Any]:
     """The values of all keys that a resume must not change, as JSON values."""
-    return {key: value for key, value in _flat(config.model_dump(mode="json")) if not is_free(key)}
+    return {key: value for key, value in flat(config.model_dump(mode="json")) if not is_free(key)}
 
 
 def table() -> str:
@@ -64,9 +64,10 @@ def table() -> str:
     return f"| section or key | may change |\n|---|---|\n{rows}"
 
 
-def _flat(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def flat(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value of nested sections with its dotted key; an empty section is a value."""
     for key, value in section.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{above}{key}.")
+            yield from flat(value, f"{above}{key}.")
         else:
             yield above + key, value

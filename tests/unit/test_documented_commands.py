@@ -26,6 +26,8 @@ from launcher.preflight.checks import preflight
 from launcher.preflight.sizes import size_problems
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.experiments.cells import cells_of
+from rl_megatron.experiments.study import read_study
 from rl_megatron.models.named import NAMED
 from rl_megatron.scaling.memory import check_memory
 from rl_megatron.scaling.routes import route_of
@@ -97,6 +99,8 @@ def test_what_a_document_shows_is_taken(command: Command) -> None:
         if name == "submit" and config.model.name is not None:
             check_memory(config, NAMED[config.model.name])
             assert not route_of(config).shared
+    elif name.startswith("experiment "):
+        assert cells_of(read_study(REPO / str(given["study"])))
     elif name == "plan" and given["config"]:
         extra = [] if any(o.startswith("model.path=") for o in overrides) else ["model.path=."]
         configuration(str(given["config"]), [*(given["arguments"] or []), *extra])  # type: ignore[misc, list-item]

@@ -1,0 +1,282 @@
+"""Runs the cells of a study on this machine: real training processes side by side, until all have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from launcher.hosts.threads import threads_per_worker
+from launcher.processes.parent import die_with_parent
+from rl_megatron.errors import ConfigError
+from rl_megatron.experiments import states
+from rl_megatron.experiments.cells import Cell
+from rl_megatron.experiments.states import CellStanding, CellState, Record
+from rl_megatron.experiments.study import Study
+
+_LOOK_SECONDS = 1.0  # between two looks at what runs
+_LINE_SECONDS = 60.0  # between two lines where there is no terminal
+_MOST_REASON = 400  # characters
+_ASKED = {0, 130, -signal.SIGTERM, -signal.SIGKILL}  # how a cell ends that was asked to stop, or was ended
+_TAIL_BYTES = 1 << 14
+
+
+class Child(Protocol):
+    """A process that trains one cell."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        ...
+
+    def send_signal(self, number: int) -> None:
+        """Raises ProcessLookupError where it has ended."""
+        ...
+
+    async def wait(self) -> int:
+        """Wait for its end. Returns its exit status; below 0, a signal's number."""
+        ...
+
+
+Start = Callable[[Sequence[str], Path], Awaitable[Child]]
+"""Starts ``rl-megatron`` with arguments, as leader of a session; what it prints is added to a file."""
+
+
+async def start_process(arguments: Sequence[str], output: Path) -> Child:
+    """A new interpreter, which the kernel ends with this one: a study that was killed leaves no cell behind."""
+    with output.open("ab") as file:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "launcher", *arguments),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,  # Ctrl-C is for the study alone, which passes it on
+            preexec_fn=die_with_parent,
+        )
+
+
+async def run_cells(
+    study: Study, cells: Sequence[Cell], *, retry: bool, start: Start = start_process, console: Console | None = None
+) -> list[CellStanding]:
+    """Start the cells that have not ended, and wait until none runs. Returns what has become of each.
+
+    Ctrl-C or SIGTERM has every cell finish its step and save; a second one ends them at once. A cell that has failed is
+    started only with ``retry``. Raises ConfigError if another process runs this study.
+    """
+    at_once = cells_at_once(study, cells)
+    with _alone(study):
+        found = states.find_states(study, cells)
+        startable = {CellState.STOPPED, CellState.WAITING} | ({CellState.FAILED} if retry else set())
+        waiting = [each.cell for each in found if each.state in startable]
+        display = _Display(study, cells, console or Console(), {each.cell.name: each.step for each in found})
+        display.note(f"{study.folder}: {states.counts(found)}; up to {at_once} at once")
+        if CellState.FAILED in {each.state for each in found} and not retry:
+            display.note("cells that failed are left as they are; --retry starts them again")
+        series = _Series(study=study, waiting=deque(waiting), start=start, display=display)
+        with _signals(series), display:
+            watch = asyncio.create_task(series.watch())
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(at_once, len(waiting))):
+                        group.create_task(series.work())
+            finally:
+                watch.cancel()
+        return states.find_states(study, cells)
+
+
+def cells_at_once(study: Study, cells: Sequence[Cell]) -> int:
+    """As the budget says, or as many as this machine's cores allow. Raises ConfigError for several on GPUs."""
+    asked = study.budget.cells_at_once
+    if any(cell.config.learner.device != "cpu" for cell in cells):
+        if asked is not None and asked > 1:
+            raise ConfigError(
+                f"budget.cells_at_once={asked}: cells on GPUs would share the same GPUs; allowed: 1. To use several, "
+                "start studies of their own, each with its CUDA_VISIBLE_DEVICES"
+            )
+        return 1
+    if asked is not None:
+        return asked
+    most = max(threads_per_worker(cell.config) * cell.config.learner.dims.world_size for cell in cells)
+    return max(1, len(os.sched_getaffinity(0)) // most)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Series:
+    """The cells that wait and those that run. ``stopping``: no further one starts."""
+
+    study: Study
+    waiting: deque[Cell]
+    start: Start
+    display: _Display
+    running: dict[str, tuple[Cell, Child]] = field(default_factory=dict)
+    stopping: bool = False
+    began: float = field(default_factory=time.monotonic)
+    asked: set[str] = field(default_factory=set)  # the cells that were asked to stop
+
+    async def work(self) -> None:
+        """Run one cell after the other until none waits."""
+        while self.waiting and not self.stopping:
+            await self._run(self.waiting.popleft())
+
+    async def watch(self) -> None:
+        """Show how far the cells are, and stop all of them when the study's time is over."""
+        limit = self.study.budget.minutes
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            self.display.look([cell for cell, _ in self.running.values()], len(self.waiting))
+            if limit is not None and not self.stopping and time.monotonic() - self.began >= 60 * limit:
+                self.stop(f"budget.minutes={limit:g} are over")
+
+    def stop(self, why: str) -> None:
+        """Have all cells save and end; when this was asked before, end them at once."""
+        again, self.stopping = self.stopping, True
+        doing = "ending what runs" if again else "cells finish and save their step; press Ctrl-C again to end them"
+        self.display.note(f"{why}: {doing}")
+        for name in list(self.running):
+            self._end(name, signal.SIGKILL if again else signal.SIGTERM)
+
+    def _end(self, name: str, number: signal.Signals) -> None:
+        self.asked.add(name)
+        with contextlib.suppress(ProcessLookupError):
+            self.running[name][1].send_signal(number)
+
+    async def _run(self, cell: Cell) -> None:
+        last, began, output = states.read_record(cell), time.monotonic(), states.output_path(cell)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        resume = ["--resume"] if cell.folder.is_dir() else []
+        config = ["--config", cell.base, "log.progress=plain"]
+        child = await self.start(["train", *config, *cell.overrides, *resume], output)
+        self.running[cell.name] = cell, child
+        record = Record(
+            pid=child.pid,
+            began=_began(child.pid),
+            starts=(last.starts if last else 0) + 1,
+            seconds=last.seconds if last else 0.0,
+        )
+        states.write_record(cell, record)
+        self.display.note(f"{cell.name}: {'goes on' if resume else 'starts'}")
+        try:
+            status = await self._wait(cell, child, record)
+        except asyncio.CancelledError:
+            self._end(cell.name, signal.SIGKILL)
+            raise
+        finally:
+            del self.running[cell.name]
+        reason = "" if status == 0 else _reason(status, output)
+        ended = states.ended(record, status=status, reason=reason, seconds=time.monotonic() - began)
+        states.write_record(cell, ended)
+        (found,) = states.find_states(self.study, [cell])
+        self.display.ended(found)
+
+    async def _wait(self, cell: Cell, child: Child, record: Record) -> int:
+        """Its exit status; 0 also where it was asked to stop. At the end of its time it is asked to."""
+        limit = self.study.budget.cell_minutes
+        left = None if limit is None else max(60 * limit - record.seconds, 0.0)
+        waits = asyncio.ensure_future(child.wait())
+        done, _ = await asyncio.wait({waits}, timeout=left)
+        if not done:
+            self._end(cell.name, signal.SIGTERM)
+        status = await waits
+        return 0 if cell.name in self.asked and status in _ASKED else status
+
+
+class _Display:
+    """Bars in a terminal, else a line for every event and one a minute."""
+
+    def __init__(self, study: Study, cells: Sequence[Cell], console: Console, steps: dict[str, int]) -> None:
+        self._study, self._cells, self._steps = study, cells, steps
+        self._console, self._told = console, time.monotonic()
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
+        self._bars = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+        self._whole = self._bars.add_task("steps of all cells", total=sum(c.config.train.steps for c in cells))
+        self._tasks = {cell.name: self._bars.add_task(cell.name, total=0, visible=False) for cell in cells}
+
+    def __enter__(self) -> None:
+        self._bars.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def look(self, running: Sequence[Cell], num_waiting: int) -> None:
+        """Show how far each running cell is."""
+        found = states.find_states(self._study, running)
+        for each in found:
+            self._steps[each.cell.name] = each.step
+            total = each.cell.config.train.steps
+            self._bars.update(self._tasks[each.cell.name], completed=each.step, total=total, visible=True)
+        self._bars.update(self._whole, completed=sum(self._steps.values()))
+        if not self._console.is_terminal and time.monotonic() - self._told >= _LINE_SECONDS:
+            self._told = time.monotonic()
+            each_one = ", ".join(f"{f.cell.name} step {f.step}/{f.cell.config.train.steps}" for f in found)
+            self.note(f"running: {each_one or 'none'}; {num_waiting} wait")
+
+    def ended(self, found: CellStanding) -> None:
+        """A line about a cell whose process has ended."""
+        self._steps[found.cell.name] = found.step
+        self._bars.update(self._tasks[found.cell.name], visible=False)
+        value = "" if found.value is None else f", {self._study.evaluation.metric} {found.value:.4g}"
+        why = f": {found.reason}" if found.reason else ""
+        steps = f"step {found.step}/{found.cell.config.train.steps}"
+        self.note(f"{found.cell.name}: {found.state} at {steps}{value}{why}")
+
+
+@contextlib.contextmanager
+def _alone(study: Study) -> Iterator[None]:
+    assert study.folder is not None
+    study.folder.mkdir(parents=True, exist_ok=True)
+    with (study.folder / ".lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{study.folder}: another process runs this study; wait for its end, or end it"
+            ) from error
+        yield
+
+
+@contextlib.contextmanager
+def _signals(series: _Series) -> Iterator[None]:
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, series.stop, number.name)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _began(pid: int) -> float:
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _reason(status: int, output: Path) -> str:
+    """The error that it printed last, or its last line, or the signal that ended it."""
+    with output.open("rb") as file:
+        file.seek(max(output.stat().st_size - _TAIL_BYTES, 0))
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    if status < 0:
+        return f"ended by {signal.Signals(-status).name}; {output} has what it printed"
+    at = max((i for i, line in enumerate(lines) if line.startswith("error:")), default=len(lines) - 1)
+    said = " / ".join(line.strip() for line in lines[at:])[:_MOST_REASON] if lines else "it printed nothing"
+    return f"status {status}: {said}"

@@ -1,0 +1,136 @@
+"""The cells of a study: each one's overrides, its checked configuration and the name of its run folder."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_megatron.config.io import load_config
+from rl_megatron.config.resume import flat
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import ConfigError
+from rl_megatron.experiments.study import Study, levels_of
+
+_MOST_CELLS = 10_000
+_MOST_LINES = 20  # of an error
+_ANYWHERE = ("run.", "log.", "checkpoint.", "slurm.", "model.cache_dir")  # change no number of a run
+_DIGITS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One run of a study. ``overrides`` are of ``base``; cells of an ``arm`` differ in the seed alone."""
+
+    arm: str
+    seed: int
+    base: str
+    overrides: tuple[str, ...]
+    config: RunConfig
+
+    @property
+    def folder(self) -> Path:
+        """Its run folder."""
+        return self.config.run.dir / str(self.config.run.name)
+
+    @property
+    def name(self) -> str:
+        """Its run's name: arm and seed, readable, and the digest of its configuration."""
+        return str(self.config.run.name)
+
+
+def arms_of(study: Study) -> dict[str, list[str]]:
+    """The overrides of each arm by its name, which is the labels of its levels. Raises ConfigError for equal names."""
+    axes = [levels_of(axis) for axis in study.axes.values()]
+    rows = itertools.product(*axes) if study.combine == "product" or not axes else zip(*axes, strict=True)
+    arms: dict[str, list[str]] = {}
+    for row in itertools.islice(rows, _MOST_CELLS):
+        name = " ".join(label for label, _ in row) or "base"
+        if name in arms:
+            raise ConfigError(f"two arms are named {name!r}; give their levels labels, as `label: override`")
+        arms[name] = [override for _, given in row for override in given]
+    return arms
+
+
+def cells_of(study: Study) -> list[Cell]:
+    """All cells, the first seed of every arm first, so that a study that is stopped has something of each.
+
+    Raises one ConfigError that names the cells whose configuration is refused, and why; also for two cells of one
+    configuration, and for names of arms that are not there.
+    """
+    arms = arms_of(study)
+    if len(arms) * len(study.seeds) > _MOST_CELLS:
+        raise ConfigError(f"the study has more than {_MOST_CELLS} cells; give it fewer levels or seeds")
+    cells, refused = list[Cell](), dict[str, list[str]]()
+    for seed in study.seeds:
+        for number, (arm, overrides) in enumerate(arms.items()):
+            own = seed if study.paired else seed + number * (max(study.seeds) + 1)
+            try:
+                cells.append(_cell(study, arm, own, [*study.overrides, *overrides]))
+            except ConfigError as error:
+                for line in str(error).splitlines():
+                    refused.setdefault(line, []).append(f"{arm} seed={own}")
+    lines = [f"{_listed(names)}: {line}" for line, names in refused.items()]
+    if not lines:
+        lines = [*_equal(cells), *_unknown(study, arms)]
+    if lines:
+        more = [f"... and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+        raise ConfigError("\n".join([*lines[:_MOST_LINES], *more]))
+    return cells
+
+
+def digest(config: RunConfig) -> str:
+    """Ten hexadecimal digits of the values that differ from the defaults, so that a new key does not change them.
+
+    Keys that change no number of a run are left out: its name and folder, what it shows and saves, the cluster's.
+    """
+    defaults = dict(flat(RunConfig().model_dump(mode="json")))
+    values = flat(config.model_dump(mode="json"))
+    changed = sorted((k, v) for k, v in values if not k.startswith(_ANYWHERE) and defaults.get(k, ...) != v)
+    return hashlib.sha256(json.dumps(changed).encode()).hexdigest()[:_DIGITS]
+
+
+def _cell(study: Study, arm: str, seed: int, overrides: Sequence[str]) -> Cell:
+    own = (*overrides, f"seed={seed}")
+    config = load_config(study.base, own)
+    assert study.folder is not None
+    found = sorted(study.folder.glob(f"*-{digest(config)}"))  # also of an arm that had another label then
+    readable = re.sub(r"[^A-Za-z0-9._=]+", "-", f"{arm}-s{seed}").replace("=", "-").strip("._-")[:120]
+    name = found[0].name if found else f"{readable}-{digest(config)}"
+    run = config.run.model_copy(update={"dir": study.folder, "name": name})
+    keys = (f"run.dir={study.folder}", f"run.name={name}")
+    return Cell(
+        arm=arm, seed=seed, base=study.base, overrides=(*own, *keys), config=config.model_copy(update={"run": run})
+    )
+
+
+def _equal(cells: Sequence[Cell]) -> list[str]:
+    seen: dict[str, Cell] = {}
+    found = []
+    for cell in cells:
+        other = seen.setdefault(cell.name.rpartition("-")[2], cell)
+        if other is not cell:
+            found.append(
+                f"{other.arm} seed={other.seed} and {cell.arm} seed={cell.seed} are one configuration; "
+                "a level changes nothing"
+            )
+    return found
+
+
+def _unknown(study: Study, arms: Mapping[str, object]) -> list[str]:
+    named = {"reference": [study.reference] if study.reference else []}
+    named |= {f"contrasts.{name}": list(weights) for name, weights in study.contrasts.items()}
+    return [
+        f"{place}: {arm!r} is no arm; arms: {', '.join(arms)}"
+        for place, given in named.items()
+        for arm in given
+        if arm not in arms
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

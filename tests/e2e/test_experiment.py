@@ -1,0 +1,150 @@
+"""A study of four cells on this machine: one is killed, the rest are stopped, and all of them go on to their end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from launcher.__main__ import main
+from launcher.programs.experiment import run_cells, start_process
+from rl_megatron.errors import ConfigError
+from rl_megatron.experiments.cells import Cell, cells_of
+from rl_megatron.experiments.states import CellStanding, find_states, read_record
+from rl_megatron.experiments.study import Study, read_study
+from rl_megatron.observability.files import read_jsonl
+from tests.e2e.processes import LIMIT, TINY, Fork, Place
+
+REWARD = '''
+import time
+from pathlib import Path
+
+calls = 0
+
+def held(prompt, completions, texts):
+    """While there is a file "hold", wait in the second step, after 16 calls of an evaluation and 4 of a step."""
+    global calls
+    calls += prompt.id != "made-up"
+    while calls > 20 and Path("hold").exists():
+        Path(f"holds-{prompt.id}").touch()
+        time.sleep(0.01)
+    return [float(sum(c.token_ids) % 2 == 0) for c in completions]
+'''
+KEYS = (*TINY, "learner.ep=1", "data.num_eval=16", "reward.function=held_rewards:held", "log.samples_per_step=0")
+OWN = ("warm_start.steps=0", "train.steps=3", "checkpoint.every=1", "eval.every=0")
+
+
+class Forked(Fork):
+    """A child of a study that is a fork of a process with its imports."""
+
+    async def wait(self) -> int:  # type: ignore[override]
+        return await asyncio.to_thread(super().wait, LIMIT)
+
+
+def started_as_forks(folder: Path) -> Callable[[Sequence[str], Path], Awaitable[Forked]]:
+    async def start(arguments: Sequence[str], output: Path) -> Forked:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return Forked(arguments, folder=folder, output=folder / output, environment=environment)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def study(place: Place) -> Study:
+    (place.folder / "held_rewards.py").write_text(REWARD)
+    path, folder = place.folder / "four.yaml", place.folder / "studies" / "four"
+    keys = [*KEYS, *OWN, f"model.cache_dir={place.cache}"]
+    axes = {"algorithm": ["algorithm=grpo", "algorithm=gspo"]}
+    budget = {"cells_at_once": 2}
+    path.write_text(
+        yaml.safe_dump({"overrides": keys, "axes": axes, "seeds": [0, 1], "budget": budget, "folder": str(folder)})
+    )
+    return read_study(path)
+
+
+def states(found: Sequence[CellStanding]) -> list[str]:
+    return [each.state.value for each in found]
+
+
+def steps_of(cell: Cell) -> list[object]:
+    return [row["step"] for row in read_jsonl(cell.folder / "metrics.jsonl")]
+
+
+async def until(true: Callable[[], object]) -> None:
+    async with asyncio.timeout(LIMIT):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+async def _interrupted(place: Place, study: Study, cells: list[Cell], console: Console) -> list[CellStanding]:
+    """Both first cells wait in their second step; one is killed, and when a third has started, Ctrl-C is pressed."""
+    hold = place.folder / "hold"
+    hold.touch()
+    series = asyncio.create_task(
+        run_cells(study, cells, retry=False, start=started_as_forks(place.folder), console=console)
+    )
+    first = cells[:2]
+    checkpoints = [cell.folder / "checkpoints" / "step_000001" for cell in first]
+    await until(lambda: all(path.is_dir() for path in checkpoints) or series.done())
+    assert not series.done(), [path.read_text() for path in study.folder.glob("cells/*.txt")]  # type: ignore[union-attr]
+    assert states(find_states(study, cells)) == ["running", "running", "waiting", "waiting"]
+    with pytest.raises(ConfigError, match="another process runs this study"):
+        await run_cells(study, cells, retry=False)
+    record = read_record(cells[0])
+    assert record is not None
+    os.kill(record.pid, signal.SIGKILL)
+    await until(lambda: read_record(cells[2]))
+    os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.sleep(0)
+    hold.unlink()
+    return await series
+
+
+def test_a_study_that_was_killed_and_stopped_goes_on_to_its_end(
+    place: Place, study: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells, said = cells_of(study), (place.folder / "said.txt").open("w+")
+    monkeypatch.chdir(place.folder)
+    console = Console(file=said)
+    found = asyncio.run(_interrupted(place, study, cells, console))
+    assert states(found)[:2] == ["failed", "stopped"]
+    assert set(states(found)[2:]) <= {"stopped", "waiting"}
+    assert found[0].reason.startswith("ended by SIGKILL; ")
+    assert found[1].step < 3
+    assert (steps_of(cells[0]), len(steps_of(cells[1]))) == ([0, 1], found[1].step + 1)
+
+    left = asyncio.run(run_cells(study, cells[:1], retry=False, console=console))
+    assert states(left) == ["failed"]
+    start = started_as_forks(place.folder)
+    ended = asyncio.run(run_cells(study, cells, retry=True, start=start, console=console))
+    assert states(ended) == ["done"] * 4
+    assert [steps_of(cell) for cell in cells] == [[0, 1, 2, 3]] * 4
+    assert [record.starts for cell in cells if (record := read_record(cell))][:2] == [2, 2]
+    assert "resuming from" in (place.folder / "studies" / "four" / "cells" / f"{cells[0].name}.txt").read_text()
+    said.seek(0)
+    text = said.read()
+    assert "cells that failed are left as they are; --retry starts them again" in text
+    assert f"{cells[0].name}: goes on" in text
+
+    with pytest.raises(SystemExit) as exit_status:
+        main(["experiment", "status", str(place.folder / "four.yaml")])
+    assert exit_status.value.code == 0
+    assert "4 cells: 4 done" in capsys.readouterr().out
+
+
+def test_a_cell_that_fails_is_named_with_its_error(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, as users' are."""
+    path, folder = place.folder / "bad.yaml", place.folder / "studies" / "bad"
+    keys = [f"model.cache_dir={place.cache}", "reward.function=nowhere:reward"]
+    path.write_text(yaml.safe_dump({"overrides": keys, "seeds": [0], "folder": str(folder)}))
+    monkeypatch.chdir(place.folder)
+    bad = read_study(path)
+    (found,) = asyncio.run(run_cells(bad, cells_of(bad), retry=False, start=start_process))
+    assert found.state.value == "failed"
+    assert found.reason.startswith("status 1: error: reward.function='nowhere:reward'")

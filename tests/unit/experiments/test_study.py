@@ -1,0 +1,186 @@
+"""A study's file: its cells, their names, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from launcher.__main__ import main
+from launcher.programs.experiment import cells_at_once
+from rl_megatron.config.io import load_config, save_resolved
+from rl_megatron.errors import ConfigError, DataError
+from rl_megatron.experiments.cells import Cell, cells_of, digest
+from rl_megatron.experiments.states import Record, find_states, record_path, table, write_record
+from rl_megatron.experiments.study import Study, read_study
+from rl_megatron.observability.metrics import MetricsWriter
+
+ALGORITHMS = ["algorithm=grpo", "algorithm=gspo"]
+RATES = ["train.learning_rate=1e-3", {"fast": ["train.learning_rate=3e-3", "train.lr_warmup_steps=5"]}]
+
+
+def study_of(folder: Path, **keys: object) -> Study:
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({"folder": str(folder / "runs"), **keys}))
+    return read_study(path)
+
+
+def named(cells: list[Cell]) -> list[tuple[str, int]]:
+    return [(cell.arm, cell.seed) for cell in cells]
+
+
+def test_a_product_has_every_combination_and_the_first_seed_of_each_arm_comes_first(tmp_path: Path) -> None:
+    cells = cells_of(
+        study_of(tmp_path, axes={"a": ALGORITHMS, "rate": RATES}, seeds=[4, 7], overrides=["train.steps=9"])
+    )
+    arms = ["grpo learning_rate=1e-3", "grpo fast", "gspo learning_rate=1e-3", "gspo fast"]
+    assert named(cells) == [(arm, seed) for seed in (4, 7) for arm in arms]
+    fast = cells[3].config
+    assert (fast.algorithm.ratio_level, fast.train.learning_rate, fast.train.lr_warmup_steps) == ("sequence", 3e-3, 5)
+    assert {cell.config.train.steps for cell in cells} == {9}
+    assert [cell.config.seed for cell in cells[::4]] == [4, 7]
+
+
+def test_zip_takes_the_levels_in_step(tmp_path: Path) -> None:
+    cells = cells_of(study_of(tmp_path, axes={"a": ALGORITHMS, "rate": RATES}, combine="zip", seeds=[0]))
+    assert named(cells) == [("grpo learning_rate=1e-3", 0), ("gspo fast", 0)]
+
+
+def test_arms_that_are_not_paired_have_seeds_of_their_own(tmp_path: Path) -> None:
+    cells = cells_of(study_of(tmp_path, axes={"a": ALGORITHMS}, seeds=[0, 5], paired=False))
+    assert sorted(named(cells)) == [("grpo", 0), ("grpo", 5), ("gspo", 6), ("gspo", 11)]
+
+
+def test_a_cell_is_what_train_would_make_of_its_command(tmp_path: Path) -> None:
+    """Its overrides alone, given to the command line's own reader, give its configuration."""
+    for cell in cells_of(study_of(tmp_path, axes={"a": ALGORITHMS, "rate": RATES})):
+        assert load_config(cell.base, cell.overrides) == cell.config
+        assert cell.folder == tmp_path / "runs" / cell.name
+
+
+def test_a_folder_is_named_by_what_changes_numbers_alone(tmp_path: Path) -> None:
+    (cell, *_) = cells_of(study_of(tmp_path, axes={"a": ALGORITHMS}))
+    assert cell.name == f"grpo-s0-{digest(cell.config)}"
+    same = ("run.name=x", "run.dir=y", "log.tensorboard=false", "checkpoint.every=3", "model.cache_dir=z")
+    other = ("seed=1", "train.steps=7", "learner.ep=1", "algorithm.clip_low=0.1", "data.num_eval=3")
+    assert {digest(load_config("tiny_cpu", ["algorithm=grpo", key])) for key in same} == {digest(cell.config)}
+    assert len({digest(load_config("tiny_cpu", ["algorithm=grpo", key])) for key in other} | {digest(cell.config)}) == 6
+
+
+def test_a_run_is_found_again_under_another_label(tmp_path: Path) -> None:
+    before = cells_of(study_of(tmp_path, axes={"a": ALGORITHMS}, seeds=[0]))
+    before[1].folder.mkdir(parents=True)
+    after = cells_of(study_of(tmp_path, axes={"a": [{"plain": ALGORITHMS[0]}, {"ours": ALGORITHMS[1]}]}, seeds=[0]))
+    assert [cell.arm for cell in after] == ["plain", "ours"]
+    assert after[1].folder == before[1].folder
+    assert after[0].name.startswith("plain-s0-")
+
+
+def test_a_base_is_beside_the_study(tmp_path: Path) -> None:
+    save_resolved(load_config("tiny_cpu", ["train.steps=3"]), tmp_path / "base.yaml")
+    (cell,) = cells_of(study_of(tmp_path, base="base.yaml", seeds=[0]))
+    assert (cell.arm, cell.config.train.steps) == ("base", 3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"axis": {}}, r"mine\.yaml: axis=\{\}: no such key \(did you mean 'axes'\?\); keys: base, overrides, axes"),
+        ({"budget": {"minuts": 3}}, r"budget\.minuts=3: no such key \(did you mean 'minutes'\?\)"),
+        ({"budget": {"minutes": 0}}, r"budget\.minutes=0: must be greater than 0"),
+        ({"axes": {"a": [3]}}, r"axes\.a\.0: 3: must be an override as text, a list of them, or one label"),
+        ({"axes": {"a": []}}, r"axes\.a=\[\]: must be"),
+        ({"axes": {"a": [{"x": "train.steps=3", "y": "train.steps=4"}]}}, r"axes\.a: .*one label with its overrides"),
+        ({"axes": {"a": ALGORITHMS, "b": RATES[:1]}, "combine": "zip"}, r"equally many levels; a has 2, b has 1"),
+        ({"axes": {"a": ALGORITHMS, "b": ["algorithm=ppo"]}}, r"axes\.b and axes\.a both set algorithm"),
+        ({"overrides": ["seed=3"]}, r"overrides: seed=3: the study gives each cell its seed; name them in `seeds`"),
+        ({"axes": {"a": ["run.name=x"]}}, r"axes\.a: run\.name=x: a cell's folder is named by its configuration"),
+        ({"seeds": [1, 1]}, r"seeds=\[1, 1\]: a seed is given twice"),
+        ({"evaluation": {"metric": "accuracy"}}, r"evaluation\.metric=accuracy: no such metric; docs/metrics\.md"),
+        ({"axes": {"a": ["trian.steps=3"]}}, r"steps=3 seed=0 and 2 more: trian=.*no such key \(did you mean 'train"),
+        ({"axes": {"a": ["algorithm=gpso"]}}, r"gpso seed=0 and 2 more: .*no such file \(did you mean 'gspo'\?\)"),
+        (
+            {"axes": {"a": [*ALGORITHMS, "train.steps=x"]}},
+            r"steps=x seed=0 and 2 more: train.steps='x': must be a valid integer",
+        ),
+        ({"axes": {"a": ["train.steps=400", "train.learning_rate=1e-3"]}}, r"are one configuration; a level changes"),
+        (
+            {"axes": {"a": [{"x": "train.steps=3"}, {"x": "train.steps=4"}]}},
+            r"two arms are named 'x'; give their levels",
+        ),
+        ({"axes": {"a": ALGORITHMS}, "reference": "ppo"}, r"reference: 'ppo' is no arm; arms: grpo, gspo"),
+        ({"axes": {"a": ALGORITHMS}, "contrasts": {"c": {"x": 1}}}, r"contrasts\.c: 'x' is no arm"),
+    ],
+)
+def test_what_is_wrong_is_named_before_anything_starts(tmp_path: Path, keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cells_of(study_of(tmp_path, **keys))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_studies_of_the_documents_can_start() -> None:
+    paths = sorted((Path(__file__).resolve().parents[3] / "docs" / "studies").glob("*.yaml"))
+    assert paths
+    for path in paths:
+        assert cells_of(read_study(path))
+
+
+def test_what_a_machine_refuses_names_the_arm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study_of(tmp_path, axes={"a": [*ALGORITHMS, {"mine": "reward.function=nowhere:reward"}]})
+    with pytest.raises(SystemExit) as exit_status:
+        main(["experiment", "run", str(tmp_path / "mine.yaml")])
+    assert exit_status.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: mine: ")
+    assert "nowhere" in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_cells_on_gpus_run_one_at_a_time(tmp_path: Path) -> None:
+    gpu = ["learner.device=cuda", "learner.ep=1"]
+    study = study_of(tmp_path, overrides=gpu)
+    assert cells_at_once(study, cells_of(study)) == 1
+    study = study_of(tmp_path, overrides=gpu, budget={"cells_at_once": 2})
+    with pytest.raises(ConfigError, match="would share the same GPUs; allowed: 1"):
+        cells_at_once(study, cells_of(study))
+
+
+def test_cells_share_the_cores(tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    for keys, wanted in ((["learner.ep=1", "learner.threads=1"], cores), (["learner.ep=1"], 1)):
+        study = study_of(tmp_path, overrides=keys)
+        assert cells_at_once(study, cells_of(study)) == wanted
+
+
+def test_states_are_read_from_folders_and_records(tmp_path: Path) -> None:
+    levels = [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate("abcdefg", 1)]
+    study = study_of(tmp_path, axes={"x": levels}, seeds=[0], overrides=["train.steps=2"], budget={"cell_minutes": 1})
+    cells = cells_of(study)
+    steps = {"a": 2, "b": 1, "c": 1, "d": 1, "e": 1}
+    me = psutil.Process()
+    dead = {"pid": me.pid, "began": me.create_time() - 100, "starts": 1}  # another process had this number
+    records = {
+        "a": Record(**dead, seconds=3.0, status=0),
+        "b": Record(pid=me.pid, began=me.create_time(), starts=1, seconds=0.0),
+        "c": Record(**dead, seconds=61.0, status=0),
+        "d": Record(**dead, seconds=3.0),
+        "f": Record(**dead, seconds=3.0, status=1, reason="status 1: error: no"),
+    }
+    for cell in cells:
+        for step in range(steps.get(cell.arm, -1) + 1):
+            MetricsWriter(cell.folder).write({"step": step, "phase": "rl", "eval/accuracy": 0.25 * step})
+        if cell.arm in records:
+            write_record(cell, records[cell.arm])
+    found = find_states(study, cells)
+    states = ["done", "running", "spent", "stopped", "stopped", "failed", "waiting"]
+    assert [each.state.value for each in found] == states
+    assert [each.value for each in found] == [0.5, 0.25, 0.25, 0.25, 0.25, None, None]
+    text = table(found)
+    assert "status 1: error: no" in text
+    assert text.endswith("7 cells: 1 done, 1 spent, 1 running, 1 failed, 2 stopped, 1 waiting")
+    record_path(cells[0]).write_text("{}")
+    with pytest.raises(DataError, match="not the record of a cell"):
+        find_states(study, cells)
