@@ -89,7 +89,7 @@ def test_a_base_is_beside_the_study(tmp_path: Path) -> None:
     ("keys", "message"),
     [
         ({"axis": {}}, r"mine\.yaml: axis=\{\}: no such key \(did you mean 'axes'\?\); keys: base, overrides, axes"),
-        ({"budget": {"minuts": 3}}, r"budget\.minuts=3: no such key \(did you mean 'minutes'\?\)"),
+        ({"budget": {"minute": 3}}, r"budget\.minute=3: no such key \(did you mean 'minutes'\?\)"),
         ({"budget": {"minutes": 0}}, r"budget\.minutes=0: must be greater than 0"),
         ({"axes": {"a": [3]}}, r"axes\.a\.0: 3: must be an override as text, a list of them, or one label"),
         ({"axes": {"a": []}}, r"axes\.a=\[\]: must be"),
