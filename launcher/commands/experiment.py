@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rl_megatron.experiments.cells import Cell, cells_of
-from rl_megatron.experiments.states import CellState, find_states, table
+from rl_megatron.experiments.states import CellState, find_states, states_table
 from rl_megatron.experiments.study import Study, read_study
 
 app = typer.Typer(no_args_is_help=True, help="Run a study: a grid of runs with seeds, from one file.")
@@ -34,7 +34,7 @@ def run(
         print(f"{len(cells)} cells, {cells_at_once(loaded, cells)} at once; nothing is wrong with any")
         return
     found = asyncio.run(run_cells(loaded, cells, retry=retry))
-    print(table(found))
+    print(states_table(found))
     if any(each.state is CellState.FAILED for each in found):
         raise typer.Exit(1)
 
@@ -43,7 +43,7 @@ def run(
 def status(study: StudyFile) -> None:
     """Print each cell: done, running, failed with the reason, or waiting."""
     loaded = read_study(study)
-    print(table(find_states(loaded, cells_of(loaded))))
+    print(states_table(find_states(loaded, cells_of(loaded))))
 
 
 def _checked(path: Path) -> tuple[Study, list[Cell]]:

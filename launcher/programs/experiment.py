@@ -24,7 +24,7 @@ from launcher.processes.parent import die_with_parent
 from rl_megatron.errors import ConfigError
 from rl_megatron.experiments import states
 from rl_megatron.experiments.cells import Cell
-from rl_megatron.experiments.states import CellStanding, CellState, Record
+from rl_megatron.experiments.states import CellStanding, CellState, CellRecord
 from rl_megatron.experiments.study import Study
 
 _LOOK_SECONDS = 1.0  # between two looks at what runs
@@ -160,7 +160,7 @@ class _Series:
         config = ["--config", cell.base, "log.progress=plain"]
         child = await self.start(["train", *config, *cell.overrides, *resume], output)
         self.running[cell.name] = cell, child
-        record = Record(
+        record = CellRecord(
             pid=child.pid,
             began=_began(child.pid),
             starts=(last.starts if last else 0) + 1,
@@ -176,12 +176,12 @@ class _Series:
         finally:
             del self.running[cell.name]
         reason = "" if status == 0 else _reason(status, output)
-        ended = states.ended(record, status=status, reason=reason, seconds=time.monotonic() - began)
+        ended = record.ended(status=status, reason=reason, seconds=time.monotonic() - began)
         states.write_record(cell, ended)
         (found,) = states.find_states(self.study, [cell])
         self.display.ended(found)
 
-    async def _wait(self, cell: Cell, child: Child, record: Record) -> int:
+    async def _wait(self, cell: Cell, child: Child, record: CellRecord) -> int:
         """Its exit status; 0 also where it was asked to stop. At the end of its time it is asked to."""
         limit = self.study.budget.cell_minutes
         left = None if limit is None else max(60 * limit - record.seconds, 0.0)

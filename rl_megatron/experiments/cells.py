@@ -83,7 +83,7 @@ def cells_of(study: Study) -> list[Cell]:
     return cells
 
 
-def digest(config: RunConfig) -> str:
+def config_digest(config: RunConfig) -> str:
     """Ten hexadecimal digits of the values that differ from the defaults, so that a new key does not change them.
 
     Keys that change no number of a run are left out: its name and folder, what it shows and saves, the cluster's.
@@ -98,9 +98,9 @@ def _cell(study: Study, arm: str, seed: int, overrides: Sequence[str]) -> Cell:
     own = (*overrides, f"seed={seed}")
     config = load_config(study.base, own)
     assert study.folder is not None
-    found = sorted(study.folder.glob(f"*-{digest(config)}"))  # also of an arm that had another label then
+    found = sorted(study.folder.glob(f"*-{config_digest(config)}"))  # also of an arm that had another label then
     readable = re.sub(r"[^A-Za-z0-9._=]+", "-", f"{arm}-s{seed}").replace("=", "-").strip("._-")[:120]
-    name = found[0].name if found else f"{readable}-{digest(config)}"
+    name = found[0].name if found else f"{readable}-{config_digest(config)}"
     run = config.run.model_copy(update={"dir": study.folder, "name": name})
     keys = (f"run.dir={study.folder}", f"run.name={name}")
     return Cell(

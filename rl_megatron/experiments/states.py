@@ -31,7 +31,7 @@ class CellState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class CellRecord:
     """What `experiment run` knows of a cell: the process of its last start, and how that ended.
 
     ``status`` is its exit status, below 0 a signal's number; None while it runs. ``seconds`` are those of all starts.
@@ -43,6 +43,10 @@ class Record:
     seconds: float
     status: int | None = None
     reason: str = ""
+
+    def ended(self, *, status: int, reason: str, seconds: float) -> CellRecord:
+        """The record of a process that has ended after so many seconds."""
+        return replace(self, status=status, reason=reason, seconds=self.seconds + seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,27 +78,22 @@ def output_path(cell: Cell) -> Path:
     return cell.folder.parent / "cells" / f"{cell.name}.txt"
 
 
-def read_record(cell: Cell) -> Record | None:
+def read_record(cell: Cell) -> CellRecord | None:
     """Its record, if it was ever started by a study. Raises DataError for a file that is none."""
     path = record_path(cell)
     try:
-        return Record(**json.loads(path.read_bytes()))
+        return CellRecord(**json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
         raise DataError(f"{path}: not the record of a cell ({error}); remove it to start the cell again") from error
 
 
-def write_record(cell: Cell, record: Record) -> None:
+def write_record(cell: Cell, record: CellRecord) -> None:
     """Atomically. Raises OSError."""
     path = record_path(cell)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(record)).encode())
-
-
-def ended(record: Record, *, status: int, reason: str, seconds: float) -> Record:
-    """The record of a process that has ended after so many seconds."""
-    return replace(record, status=status, reason=reason, seconds=record.seconds + seconds)
 
 
 def find_states(study: Study, cells: Sequence[Cell]) -> list[CellStanding]:
@@ -102,7 +101,7 @@ def find_states(study: Study, cells: Sequence[Cell]) -> list[CellStanding]:
     return [_found(study, cell) for cell in cells]
 
 
-def table(found: Sequence[CellStanding]) -> str:
+def states_table(found: Sequence[CellStanding]) -> str:
     """For the terminal: a line a cell, with the reason under one that failed, and the counts."""
     head = f"{'state':<8} {'step':>9} {'value':>9} {'minutes':>7}  run"
     return "\n".join([head, *(each.line() for each in found), counts(found)])
@@ -114,7 +113,7 @@ def counts(found: Sequence[CellStanding]) -> str:
     return f"{len(found)} cells: " + ", ".join(f"{number_of[state]} {state}" for state in CellState if number_of[state])
 
 
-def is_running(record: Record) -> bool:
+def is_running(record: CellRecord) -> bool:
     """Whether the process of its last start is alive on this machine."""
     if record.status is not None:
         return False
@@ -141,7 +140,7 @@ def _found(study: Study, cell: Cell) -> CellStanding:
     )
 
 
-def _state(study: Study, cell: Cell, record: Record | None, step: int, *, any_row: bool) -> tuple[CellState, str]:
+def _state(study: Study, cell: Cell, record: CellRecord | None, step: int, *, any_row: bool) -> tuple[CellState, str]:
     if record is not None and is_running(record):
         return CellState.RUNNING, ""
     if record is not None and record.status:

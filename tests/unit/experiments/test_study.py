@@ -13,8 +13,8 @@ from launcher.__main__ import main
 from launcher.programs.experiment import cells_at_once
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.errors import ConfigError, DataError
-from rl_megatron.experiments.cells import Cell, cells_of, digest
-from rl_megatron.experiments.states import Record, find_states, record_path, table, write_record
+from rl_megatron.experiments.cells import Cell, cells_of, config_digest
+from rl_megatron.experiments.states import CellRecord, find_states, record_path, states_table, write_record
 from rl_megatron.experiments.study import Study, read_study
 from rl_megatron.observability.metrics import MetricsWriter
 
@@ -63,11 +63,19 @@ def test_a_cell_is_what_train_would_make_of_its_command(tmp_path: Path) -> None:
 
 def test_a_folder_is_named_by_what_changes_numbers_alone(tmp_path: Path) -> None:
     (cell, *_) = cells_of(study_of(tmp_path, axes={"a": ALGORITHMS}))
-    assert cell.name == f"grpo-s0-{digest(cell.config)}"
+    assert cell.name == f"grpo-s0-{config_digest(cell.config)}"
     same = ("run.name=x", "run.dir=y", "log.tensorboard=false", "checkpoint.every=3", "model.cache_dir=z")
     other = ("seed=1", "train.steps=7", "learner.ep=1", "algorithm.clip_low=0.1", "data.num_eval=3")
-    assert {digest(load_config("tiny_cpu", ["algorithm=grpo", key])) for key in same} == {digest(cell.config)}
-    assert len({digest(load_config("tiny_cpu", ["algorithm=grpo", key])) for key in other} | {digest(cell.config)}) == 6
+    assert {config_digest(load_config("tiny_cpu", ["algorithm=grpo", key])) for key in same} == {
+        config_digest(cell.config)
+    }
+    assert (
+        len(
+            {config_digest(load_config("tiny_cpu", ["algorithm=grpo", key])) for key in other}
+            | {config_digest(cell.config)}
+        )
+        == 6
+    )
 
 
 def test_a_run_is_found_again_under_another_label(tmp_path: Path) -> None:
@@ -163,11 +171,11 @@ def test_states_are_read_from_folders_and_records(tmp_path: Path) -> None:
     me = psutil.Process()
     dead = {"pid": me.pid, "began": me.create_time() - 100, "starts": 1}  # another process had this number
     records = {
-        "a": Record(**dead, seconds=3.0, status=0),
-        "b": Record(pid=me.pid, began=me.create_time(), starts=1, seconds=0.0),
-        "c": Record(**dead, seconds=61.0, status=0),
-        "d": Record(**dead, seconds=3.0),
-        "f": Record(**dead, seconds=3.0, status=1, reason="status 1: error: no"),
+        "a": CellRecord(**dead, seconds=3.0, status=0),
+        "b": CellRecord(pid=me.pid, began=me.create_time(), starts=1, seconds=0.0),
+        "c": CellRecord(**dead, seconds=61.0, status=0),
+        "d": CellRecord(**dead, seconds=3.0),
+        "f": CellRecord(**dead, seconds=3.0, status=1, reason="status 1: error: no"),
     }
     for cell in cells:
         for step in range(steps.get(cell.arm, -1) + 1):
@@ -178,7 +186,7 @@ def test_states_are_read_from_folders_and_records(tmp_path: Path) -> None:
     states = ["done", "running", "spent", "stopped", "stopped", "failed", "waiting"]
     assert [each.state.value for each in found] == states
     assert [each.value for each in found] == [0.5, 0.25, 0.25, 0.25, 0.25, None, None]
-    text = table(found)
+    text = states_table(found)
     assert "status 1: error: no" in text
     assert text.endswith("7 cells: 1 done, 1 spent, 1 running, 1 failed, 2 stopped, 1 waiting")
     record_path(cells[0]).write_text("{}")
