@@ -24,7 +24,7 @@ from launcher.processes.parent import die_with_parent
 from rl_megatron.errors import ConfigError
 from rl_megatron.experiments import states
 from rl_megatron.experiments.cells import Cell
-from rl_megatron.experiments.states import CellStanding, CellState, CellRecord
+from rl_megatron.experiments.states import CellRecord, CellStanding, CellState
 from rl_megatron.experiments.study import Study
 
 _LOOK_SECONDS = 1.0  # between two looks at what runs
