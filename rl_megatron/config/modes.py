@@ -1,4 +1,4 @@
-"""Rules of the modes in which equal work gives equal numbers: of the learner's kernels, and of servers' batches."""
+"""Rules of the modes in which equal work gives equal numbers, and of fused routers, which other sections depend on."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
             f"learner.deterministic=true with learner.device={c.learner.device}: rollout.engine={c.rollout.engine} "
             "samples in the learner's processes by torch.cumsum, which has no deterministic kernel for GPUs; set "
             "rollout=vllm or sglang, or leave it out"
+        )
+    if c.learner.fusion.router and c.algorithm.routing_replay != "off":
+        yield (
+            f"learner.fusion.router=true with algorithm.routing_replay={c.algorithm.routing_replay}: the fused kernel "
+            "chooses experts by itself, and takes and tells none; set one of them to its default"
         )
     if c.rollout.server.batch_invariant:
         yield from _of_servers(c)

@@ -55,6 +55,5 @@ class Layers(Option):
         fused = uses_transformer_engine(learner, shape)
         latent = fused and shape.latent is not None
         names = ["bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm"]
-        names += ["moe_permute_fusion"] if shape.num_experts else []
         names += [] if latent else ["apply_rope_fusion"]
         return Keywords(model={"gradient_accumulation_fusion": False, **dict.fromkeys(names, fused)})

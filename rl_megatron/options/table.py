@@ -18,6 +18,7 @@ from rl_megatron.options.device import Device
 from rl_megatron.options.dispatcher import Dispatcher
 from rl_megatron.options.dtype import Precision
 from rl_megatron.options.experts import ExpertParallel
+from rl_megatron.options.fusion import Fusion
 from rl_megatron.options.gradients import Gradients
 from rl_megatron.options.head import OutputHead
 from rl_megatron.options.layers import Layers
@@ -50,6 +51,7 @@ OPTIONS: Mapping[str, Option] = {
     "replicas": Replicas(),
     "dispatcher": Dispatcher(),
     "routers": Routers(),
+    "fusion": Fusion(),
     "head": OutputHead(),
     "optimizer": Optimizer(),
     "overlap": Overlap(),

@@ -82,6 +82,42 @@ def invariant_main(rank: int, root: Path) -> None:
     world.leave()
 
 
+def fused_main(rank: int, root: Path) -> None:
+    """Route tokens of a learner of ``learner.fusion`` up to the kernel, and write what this is asked."""
+    import transformer_engine_torch as kernels
+
+    from rl_megatron.errors import RLMegatronError
+    from rl_megatron.learner import world
+    from rl_megatron.learner.megatron import make_policy
+    from rl_megatron.weights.layouts.families import read_shape
+
+    keys = {"device": "cuda", "dtype": "bfloat16", "fusion": {"router": True, "permute": False}}
+    learner, asked = LearnerSection.model_validate(keys), []
+    device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-fused", seed=1)
+    shape = read_shape(root / "qwen3_moe")
+    policy = make_policy(shape, learner, device, temperature=1.0)
+    layer = policy._models[0].decoder.layers[0].mlp
+
+    def kernel(logits: torch.Tensor, *given: object) -> None:
+        asked.extend([list(logits.shape), str(logits.dtype), *given])
+        raise NotImplementedError
+
+    kernels.fused_topk_with_score_function_fwd = kernel
+    said = []
+    for call in (
+        lambda: layer.router.routing(torch.zeros(5, 1, shape.num_experts, device=device)),
+        lambda: policy._routing.check(torch.zeros(5, 2, shape.experts_per_token, dtype=torch.int64)),
+        lambda: policy._routing.recording(policy._chunks[0], None).__enter__(),
+    ):
+        try:
+            call()
+        except (NotImplementedError, RLMegatronError) as error:
+            said.append(str(error))
+    fused = layer.token_dispatcher.config.moe_permute_fusion
+    (root / "fused.json").write_text(json.dumps({"asked": asked, "said": said, "permute": fused}))
+    world.leave()
+
+
 def _as_it_is(function: Any) -> Any:
     return function
 

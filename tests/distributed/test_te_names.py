@@ -35,11 +35,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
             World(main=te_names.rank_main, size=size, arguments=(layout, families[layout], root))
             for layout, size in sizes.items()
         ]
-        + [World(main=te_names.invariant_main, size=1, arguments=(root,))],
+        + [World(main=main, size=1, arguments=(root,)) for main in (te_names.invariant_main, te_names.fused_main)],
         before=te.load,
     )
     paths = {layout: sorted(Path(root).glob(f"{layout}-[01].json")) for layout in sizes}
-    paths["invariant"] = [root / "invariant.json"]
+    paths |= {name: [root / f"{name}.json"] for name in ("invariant", "fused")}
     return {layout: [json.loads(path.read_text()) for path in found] for layout, found in paths.items()}
 
 
@@ -73,3 +73,13 @@ def test_a_batch_invariant_learner_has_megatrons_products_and_attention_in_one_s
         "splits": 1,
         "kernels": {"FLASH": "1", "FUSED": "0", "UNFUSED": "0"},
     }
+
+
+def test_a_fused_router_asks_the_kernel_alone_and_its_routes_are_refused(seen: Any) -> None:
+    (rank,) = seen["fused"]
+    assert rank["asked"] == [[5, 4], "torch.float32", 2, True, None, None, None, "softmax", None]  # of qwen3_moe
+    assert not rank["permute"]
+    assert rank["said"][0] == ""
+    assert ["learner.fusion.router=true can be neither replayed nor read" in said for said in rank["said"][1:]] == [
+        True
+    ] * 2

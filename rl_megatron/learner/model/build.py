@@ -16,12 +16,14 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.decoder_config import DecoderConfig, LatentDecoderConfig
 from rl_megatron.learner.model.latent import latent_attention_spec, megatron_latent_keywords
 from rl_megatron.learner.model.layers import RMSNorm, own_layer_spec, specialise, torch_layer_spec
@@ -65,7 +67,7 @@ def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
     refuse(shape, learner)
     of_model = _attention_keywords(shape, fused) | (_expert_keywords(shape) if shape.num_experts else {})
     kind = LatentDecoderConfig if fused and shape.latent else DecoderConfig
-    return kind(
+    made = kind(
         shape=shape,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -83,6 +85,11 @@ def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
         **of_model,
         **with_dtypes(keywords(learner, shape).model),
     )
+    if learner.fusion.router and getattr(moe_utils, "fused_topk_with_score_function", None) is None:
+        raise ConfigError(
+            "learner.fusion.router=true: the TransformerEngine here has no such kernel; install 2.7 or later"
+        )
+    return made
 
 
 def _attention_keywords(shape: ModelShape, fused: bool) -> dict[str, Any]:

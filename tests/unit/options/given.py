@@ -122,6 +122,10 @@ LEARNERS: Mapping[str, Mapping[str, Any]] = {
     "deterministic": {"deterministic": True},
     "batch-invariant": {"device": "cuda", "dtype": "bfloat16", "batch_invariant": True},
     "batch-invariant on a CPU": {"batch_invariant": True, "tp": 4, "head_dtype": "float32", "layers": "torch"},
+    "fused": {"device": "cuda", "dtype": "bfloat16", "fusion": {"router": True, "permute": True}},
+    "fused, torch's layers": {"device": "cuda", "layers": "torch", "fusion": {"permute": True}},
+    "no permutation fused": {"device": "cuda", "dtype": "bfloat16", "fusion": {"permute": False}},
+    "fused on a CPU": {"fusion": {"router": True, "permute": True}},
     "balanced": {"router": {"aux_loss": 0.01, "z_loss": 0.001}},
     "cuda": {"device": "cuda", "dtype": "bfloat16"},
     "cuda, cp, float32": {"device": "cuda", "cp": 2},
@@ -178,6 +182,7 @@ REFUSED = [  # over the default run's keys
     "learner.pp=2 learner.vpp=2 learner.stage_layers=1+3",
     "learner.router.frozen=true learner.router.z_loss=0.001",
     "learner.deterministic=true learner.device=cuda learner.dispatcher=deepep learner.dtype=bfloat16 learner.ep=2",
+    "learner.fusion.router=true learner.device=cuda algorithm.routing_replay=r2",
     "learner.vpp=2 learner.ep=3 learner.dp=2 learner.layers=transformer_engine learner.cp=2",
 ]
 
@@ -212,6 +217,8 @@ def keywords(shape: ModelShape, learner: LearnerSection, *, installed: bool) -> 
         patch.setattr(importlib.util, "find_spec", find)
         for kind in ("DecoderConfig", "LatentDecoderConfig"):
             patch.setattr(build, kind, record(kind))
+        if installed:
+            patch.setattr(build.moe_utils, "fused_topk_with_score_function", keywords, raising=False)
         patch.setattr(trained, "DistributedDataParallelConfig", record("DistributedDataParallelConfig"))
         patch.setattr(optimizer, "OptimizerConfig", record("OptimizerConfig"))
         patch.setattr(optimizer, "get_megatron_optimizer", stop)
@@ -283,6 +290,8 @@ def given() -> Iterator[tuple[str, str, bool]]:
         if shape != "tiny":
             yield from ((shape, "defaults", False), (shape, "cuda", True))
     yield from (("dense", learner, False) for learner in ("frozen routers", "moving biases", "balanced"))
+    yield from (("tiny", name, True) for name in ("fused", "fused, torch's layers", "no permutation fused"))
+    yield "dense", "fused", True
     yield from (("dense", "batch-invariant", installed) for installed in (False, True))
     yield "biases, windows, sinks", "batch-invariant", True
     yield "shared expert, half of a head turns", "moving biases", False

@@ -1,0 +1,63 @@
+"""``learner.fusion``: TransformerEngine's kernels in place of several operations of megatron-core's routers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rl_megatron.errors import ConfigError
+from rl_megatron.options.implementation import uses_transformer_engine
+from rl_megatron.options.option import Keywords, Option
+from rl_megatron.section import Section
+
+if TYPE_CHECKING:
+    from rl_megatron.config.sections.learner import LearnerSection
+    from rl_megatron.models.shape import ModelShape
+
+
+class FusionSection(Section):
+    """Kernels of TransformerEngine for what happens between layers of experts, on GPUs. Not measured."""
+
+    router: bool = False
+    """Whether one kernel computes scores, the best experts and their weights (TransformerEngine 2.7 or later). Routes
+    can be neither replayed nor read then: algorithm.routing_replay must be off."""
+    permute: bool | None = None
+    """Whether kernels sort tokens by expert and back, without waits of the host (TransformerEngine 2.1 or later); null:
+    with TransformerEngine's layers."""
+
+
+class FusionKeys(Section):
+    """The section of keys of `Fusion`."""
+
+    fusion: FusionSection = FusionSection()
+
+
+class Fusion(Option):
+    """Megatron-core's ``moe_router_fusion`` and ``moe_permute_fusion``, for any layers."""
+
+    keys = FusionKeys
+
+    def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+        """CPUs, and models without experts."""
+        for key in ("router", "permute"):
+            if not getattr(learner.fusion, key):
+                continue
+            if learner.device == "cpu":
+                yield f"learner.fusion.{key}=true with learner.device=cpu: its kernels need GPUs; leave it out"
+            if shape is not None and not shape.num_experts:
+                yield f"learner.fusion.{key}=true: model_type={shape.family!r} has no experts; leave it out"
+
+    def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
+        """What is fused. Raises ConfigError for what is asked for if TransformerEngine is not installed."""
+        if not shape.num_experts:
+            return Keywords()
+        section, there = learner.fusion, importlib.util.find_spec("transformer_engine") is not None
+        for key in ("router", "permute"):
+            if getattr(section, key) and not there:
+                raise ConfigError(
+                    f"learner.fusion.{key}=true: TransformerEngine is not installed here; install it, or leave it out"
+                )
+        permute = uses_transformer_engine(learner, shape) if section.permute is None else section.permute
+        router = {"moe_router_fusion": True} if section.router else {}
+        return Keywords(model={"moe_permute_fusion": permute, **router})
