@@ -1,0 +1,190 @@
+"""Fits, intervals and survival: against scipy's stored answers, tables, textbooks, and studies of known truth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl_megatron.experiments.forecast import forecast, power_law
+from rl_megatron.experiments.sigmoid import NAMES, SeedCurve, fit_sigmoid, why_not
+from rl_megatron.experiments.survival import Lifetime, kaplan_meier, lifetime
+from rl_megatron.observability.intervals import contrast, mean_interval, t_quantile
+
+SCIPY = json.loads(Path(__file__).with_name("scipy_fits.json").read_text())
+"""Made points and what scipy 1.17.1's curve_fit found for them, started at the truth, tolerances of 1e-14."""
+TRUTH = (0.2, 0.7, 1.5, 8.0)  # R0, A, B, Cmid
+COMPUTE = np.linspace(1, 40, 40)
+RATE = (0.0, 1.0)
+
+
+def sigmoid(compute: np.ndarray, floor: float, ceiling: float, steepness: float, middle: float) -> np.ndarray:
+    return np.asarray(floor + (ceiling - floor) / (1 + (middle / compute) ** steepness))
+
+
+def seeds_of(
+    rng: np.random.Generator, compute: np.ndarray = COMPUTE, *, count: int = 5, noise: float = 0.02
+) -> list[SeedCurve]:
+    """Seeds whose four parameters differ, with noise of an evaluation on 512 problems."""
+    curves = []
+    for _ in range(count):
+        floor, ceiling = np.array(TRUTH[:2]) + rng.normal(size=2) * (0.02, 0.03)
+        steepness, middle = np.array(TRUTH[2:]) * np.exp(rng.normal(size=2) * (0.1, 0.15))
+        reached = sigmoid(compute, floor, ceiling, steepness, middle) + noise * rng.normal(size=len(compute))
+        curves.append(SeedCurve(compute=compute, reached=reached))
+    return curves
+
+
+@pytest.mark.parametrize("case", SCIPY, ids=lambda case: f"{len(case['curves'])} seeds")
+def test_fits_are_those_of_scipy(case: dict[str, list]) -> None:  # type: ignore[type-arg]
+    curves = [SeedCurve(compute=np.array(c["compute"]), reached=np.array(c["reached"])) for c in case["curves"]]
+    np.testing.assert_allclose(fit_sigmoid(curves).parameters, case["fit"], rtol=1e-4)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """40 studies of one seed of the generator; bench/fits.py has 500 of several designs."""
+    rng, held = np.random.default_rng(5), dict.fromkeys(NAMES, 0)
+    for _ in range(40):
+        found = fit_sigmoid(seeds_of(rng, COMPUTE[::2]), RATE).intervals()
+        for name, truth in zip(NAMES, TRUTH, strict=True):
+            low, high = found[name].low, found[name].high
+            held[name] += low is not None and high is not None and low <= truth <= high
+    assert all(36 <= count <= 40 for count in held.values()), held
+
+
+def test_the_band_is_that_of_the_parameters() -> None:
+    """By finite differences of the curve along each parameter."""
+    fit = fit_sigmoid(seeds_of(np.random.default_rng(2)), RATE)
+    inner = np.array([*fit.parameters[:2], *np.log(fit.parameters[2:])])
+    values, half = fit.at(COMPUTE)
+
+    def at(moved: np.ndarray) -> np.ndarray:
+        return sigmoid(COMPUTE, moved[0], moved[1], float(np.exp(moved[2])), float(np.exp(moved[3])))
+
+    slopes = np.stack([(at(inner + d) - at(inner - d)) / 2e-6 for d in 1e-6 * np.eye(4)], axis=1)
+    assert fit.covariance is not None
+    spread = np.sqrt(np.sum((slopes @ fit.covariance) * slopes, axis=1))
+    np.testing.assert_allclose(values, at(inner), rtol=1e-12)
+    np.testing.assert_allclose(half, 2.7764451 * spread, rtol=1e-5)
+
+
+def test_one_seed_has_a_fit_and_no_interval() -> None:
+    fit = fit_sigmoid([SeedCurve(compute=COMPUTE, reached=sigmoid(COMPUTE, *TRUTH))])
+    np.testing.assert_allclose(fit.parameters, TRUTH, rtol=1e-6)
+    assert fit.at(COMPUTE)[1] is None
+    assert {(found.low, found.high) for found in fit.intervals().values()} == {(None, None)}
+
+
+def test_a_ceiling_at_its_limit_has_no_interval() -> None:
+    rng = np.random.default_rng(0)
+    curves = [
+        SeedCurve(compute=COMPUTE, reached=sigmoid(COMPUTE, 0.1, 1.1, 1.5, 8.0) + 0.01 * rng.normal(size=40))
+        for _ in range(3)
+    ]
+    found = fit_sigmoid(curves, RATE)
+    assert found.at_bound == ("A",)
+    assert (found.intervals()["A"].value, found.intervals()["A"].low) == (1.0, None)
+    assert found.intervals()["B"].low is not None
+
+
+LOG = 0.2 + 0.1 * np.log(COMPUTE)
+
+
+@pytest.mark.parametrize(
+    ("compute", "reached", "why"),
+    [
+        (COMPUTE[10:40], sigmoid(COMPUTE[10:40], *TRUTH), r"^compute spans 3\.6x; it must span 4x or more"),
+        (COMPUTE[::10], sigmoid(COMPUTE[::10], *TRUTH), r"^a run has 4 values; a fit of 4 parameters needs 6"),
+        (COMPUTE, LOG, r"^it has not bent: a straight line in the logarithm"),
+        (COMPUTE, 0.05 * COMPUTE**0.6, r"^it has not bent: at the last point \d+% of the fitted rise are done; 75%"),
+        (COMPUTE, sigmoid(COMPUTE, 0.1, 0.8, 1.5, 60.0), r"^it has not bent: at the last point"),
+        (COMPUTE, np.full(40, 0.3), r"^it has not bent: a straight line"),
+    ],
+)
+def test_a_fit_is_refused_where_the_data_cannot_carry_it(compute: np.ndarray, reached: np.ndarray, why: str) -> None:
+    rng = np.random.default_rng(7)
+    curves = [
+        SeedCurve(compute=compute, reached=reached + 0.01 * rng.normal() + 0.01 * rng.normal(size=len(compute)))
+        for _ in range(5)
+    ]
+    with pytest.raises(ValueError, match=why):
+        raise ValueError(why_not(curves, RATE))
+
+
+def test_a_fit_is_not_refused_where_they_can() -> None:
+    rng = np.random.default_rng(3)
+    assert [why_not(seeds_of(rng), RATE) for _ in range(10)] == [None] * 10
+    assert why_not([], RATE) == "no run has a value"
+
+
+def test_the_forecast_is_of_what_was_not_seen() -> None:
+    """Exact where the law is the truth; the others' errors are by hand from their formulas."""
+    curve = SeedCurve(compute=COMPUTE, reached=sigmoid(COMPUTE, *TRUTH))
+    found = forecast([curve], RATE)
+    assert found is not None
+    held = COMPUTE[COMPUTE > 40 * 2 / 3]
+    assert (found.held_out, found.reason) == (len(held), None)
+    errors = found.errors
+    assert errors["sigmoid"] == pytest.approx(0.0, abs=1e-6)
+    last = sigmoid(np.array([26.0]), *TRUTH)[0]
+    assert errors["last value"] == pytest.approx(float(np.mean(np.abs(sigmoid(held, *TRUTH) - last))))
+    power = SeedCurve(compute=COMPUTE, reached=0.9 - 0.6 * COMPUTE**-0.5)
+    law = power_law([power], RATE)
+    assert law is not None
+    np.testing.assert_allclose(law(COMPUTE * 10), 0.9 - 0.6 * (COMPUTE * 10) ** -0.5, atol=2e-3)
+    changed = SeedCurve(compute=COMPUTE, reached=np.where(COMPUTE > 26.7, 0.0, curve.reached))
+    unseen = forecast([changed], RATE)
+    assert unseen is not None
+    assert unseen.errors["sigmoid"] == pytest.approx(float(np.mean(sigmoid(held, *TRUTH))), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "quantile"),
+    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (30, 2.042), (120, 1.980), (10_000, 1.960)],
+)
+def test_quantiles_are_those_of_the_table(degrees: int, quantile: float) -> None:
+    assert t_quantile(degrees) == pytest.approx(quantile, abs=5e-4)
+
+
+def test_differences_are_those_of_scipy() -> None:
+    """scipy 1.17.1: ttest_rel(...).confidence_interval(0.95), and ttest_ind(..., equal_var=False)."""
+    a, b = [0.61, 0.58, 0.66, 0.63, 0.6], [0.5, 0.57, 0.52, 0.49, 0.61, 0.55]
+    results = {"a": dict(enumerate(a)), "b": dict(enumerate(b)), "none": {}}
+    paired = contrast(results, {"a": 1, "b": -1}, paired=True)
+    apart = contrast(results, {"a": 1, "b": -1}, paired=False)
+    assert paired is not None
+    assert apart is not None
+    assert (paired.value, paired.low, paired.high) == pytest.approx((0.078, -0.012138306967539, 0.168138306967539))
+    assert (apart.value, apart.low, apart.high) == pytest.approx((0.076, 0.0234964320084664, 0.1285035679915335))
+    assert (paired.count, paired.excludes_zero, apart.excludes_zero) == (5, False, True)
+    assert contrast(results, {"a": 1, "none": -1}, paired=True) is None
+    alone = mean_interval([0.5])
+    assert (alone.value, alone.low, alone.high) == (0.5, None, None)
+
+
+def test_survival_is_that_of_the_textbook() -> None:
+    """Remission of leukaemia under 6-MP (Freireich et al. 1963), in weeks; + is censored. Shares and Greenwood's errors
+    as in Kalbfleisch and Prentice, and Collett: 0.857 (0.076), 0.807 (0.087), 0.753 (0.096), 0.690 (0.107) ..."""
+    text = "6 6 6 6+ 7 9+ 10 10+ 11+ 13 16 17+ 19+ 20+ 22 23 25+ 32+ 32+ 34+ 35+"
+    patients = [Lifetime(steps=float(t.rstrip("+")), collapsed=not t.endswith("+")) for t in text.split()]
+    rows = kaplan_meier(patients)
+    assert [row.step for row in rows] == [0, 6, 7, 10, 13, 16, 22, 23, 35]
+    assert [row.at_risk for row in rows] == [21, 21, 17, 15, 12, 11, 7, 6, 1]
+    shares = [1.0, 0.857, 0.807, 0.753, 0.690, 0.627, 0.538, 0.448, 0.448]
+    assert [row.share for row in rows] == pytest.approx(shares, abs=6e-4)
+    errors = [0.076, 0.087, 0.096, 0.107, 0.114, 0.128, 0.135]
+    for row, error in zip(rows[1:8], errors, strict=True):
+        width = np.exp(1.96 * error / (row.share * abs(np.log(row.share))))  # of log(-log)
+        assert (row.low, row.high) == pytest.approx((row.share**width, row.share ** (1 / width)), abs=2e-3)
+
+
+def test_a_collapse_is_the_first_fall_below_its_share_of_the_best() -> None:
+    points = [(0.0, 0.05), (1.0, 0.01), (2.0, 0.6), (3.0, 0.35), (4.0, 0.29), (5.0, 0.7)]
+    assert lifetime(points, below=0.5, least=0.1) == Lifetime(steps=4.0, collapsed=True)
+    assert lifetime(points, below=0.4, least=0.1) == Lifetime(steps=5.0, collapsed=False)
+    assert lifetime(points, below=0.5, least=0.0) == Lifetime(steps=1.0, collapsed=True)
+    assert lifetime([], below=0.5, least=0.1) == Lifetime(steps=0.0, collapsed=False)
+    everyone = [Lifetime(steps=2.0, collapsed=True)] * 3
+    assert [(row.step, row.share) for row in kaplan_meier(everyone)] == [(0, 1), (2, 0)]
