@@ -46,6 +46,19 @@ def status(study: StudyFile) -> None:
     print(states_table(find_states(loaded, cells_of(loaded))))
 
 
+@app.command()
+def report(
+    study: StudyFile,
+    out: Annotated[Path | None, typer.Option(help="the HTML file [default: report.html in the study's folder]")] = None,
+) -> None:
+    """Write the page over all runs, with differences, fits and survival; beside it JSON, CSV and SVG."""
+    from rl_megatron.experiments.report import write_study_report
+
+    loaded = read_study(study)
+    assert loaded.folder is not None
+    print(write_study_report(loaded, cells_of(loaded), out or loaded.folder / "report.html"))
+
+
 def _checked(path: Path) -> tuple[Study, list[Cell]]:
     """The study and its cells, each of which could start on this machine."""
     from launcher.preflight.checks import preflight

@@ -55,6 +55,7 @@ class CellStanding:
 
     cell: Cell
     state: CellState
+    recorded: bool  # whether there is a row of RL
     step: int
     value: float | None
     seconds: float
@@ -133,6 +134,7 @@ def _found(study: Study, cell: Cell) -> CellStanding:
     return CellStanding(
         cell=cell,
         state=state,
+        recorded=bool(rows),
         step=step,
         value=values[-1] if values else None,
         seconds=record.seconds if record else 0.0,

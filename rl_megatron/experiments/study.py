@@ -42,6 +42,11 @@ class Outcome(Section):
     from_compute: NonNegativeFloat = 0.0
     """Values at less compute are left out of fits."""
 
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """What the metric cannot leave; None: anything is possible."""
+        return (0.0, 1.0) if self.metric == "eval/accuracy" else None
+
 
 class Collapse(Section):
     """When a run counts as collapsed: the metric falls below a share of its greatest value so far."""

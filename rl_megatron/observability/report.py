@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rl_megatron.durable import write_atomically
+from rl_megatron.observability.arms import LEAST_FOR_INTERVAL, Arm, differing, group_runs, over_seeds
 from rl_megatron.observability.charts import (
     DOTTED,
     FRAME,
@@ -22,22 +23,24 @@ from rl_megatron.observability.charts import (
 )
 from rl_megatron.observability.files import JsonRow
 from rl_megatron.observability.history import Run, load_runs, number
+from rl_megatron.observability.intervals import mean_interval
 from rl_megatron.observability.metrics import PHASE_SECONDS, documented
 from rl_megatron.observability.samples import SampleRow
 
-MAX_BANDS = 3  # more runs than this and shaded bands hide the lines
+MAX_BANDS = 3  # more single runs than this and their shaded bands hide the lines
 SAMPLES_PER_STEP = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One chart: a metric, with a band (+- ``spread``, or ``low`` to ``high``) or a peak.
+    """One chart: a metric, with a band (+- ``spread``, or ``low`` to ``high``; ``band`` names it) or a peak.
 
     A metric with ``<name>`` makes a chart for each name that a run has recorded.
     """
 
     title: str
     metric: str
+    band: str = ""
     spread: str | None = None
     low: str | None = None
     high: str | None = None
@@ -50,7 +53,7 @@ class Curve:
 
 HEADLINES = (
     Curve(title="Held-out accuracy", metric="eval/accuracy", limits=(0.0, 1.0), warm_start=True),
-    Curve(title="Reward, mean ± standard deviation", metric="reward/mean", spread="reward/std"),
+    Curve(title="Reward", metric="reward/mean", band=", mean ± standard deviation", spread="reward/std"),
 )
 SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
     (
@@ -59,8 +62,20 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Reward part <name>", metric="reward/part/<name>"),
             Curve(title="Entropy", metric="entropy"),
             Curve(title="KL from the old policy", metric="kl/old_policy"),
-            Curve(title="Importance ratio: mean, min to max", metric="ratio/mean", low="ratio/min", high="ratio/max"),
-            Curve(title="Importance ratio: median, 1 % to 99 %", metric="ratio/p50", low="ratio/p01", high="ratio/p99"),
+            Curve(
+                title="Importance ratio: mean",
+                metric="ratio/mean",
+                band=", min to max",
+                low="ratio/min",
+                high="ratio/max",
+            ),
+            Curve(
+                title="Importance ratio: median",
+                metric="ratio/p50",
+                band=", 1 % to 99 %",
+                low="ratio/p01",
+                high="ratio/p99",
+            ),
             Curve(title="Effective sample size, of all", metric="ratio/effective_fraction"),
             Curve(title="Clip fraction", metric="clip_fraction"),
             Curve(title="Clipped with a ratio below 1", metric="clip_fraction/low", hide_constant=True),
@@ -89,7 +104,9 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Learning rate", metric="learning_rate", hide_constant=True),
             Curve(title="Loss: KL term", metric="loss/kl"),
             Curve(title="Loss: right completions' NLL", metric="loss/nll"),
-            Curve(title="Advantage: mean ± standard deviation", metric="advantage/mean", spread="advantage/std"),
+            Curve(
+                title="Advantage: mean", metric="advantage/mean", band=" ± standard deviation", spread="advantage/std"
+            ),
             Curve(title="Critic: explained variance", metric="critic/explained_variance"),
             Curve(title="Critic: loss", metric="critic/loss"),
             Curve(title="Critic: gradient norm", metric="critic/grad_norm"),
@@ -106,8 +123,9 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
                 title="Train-rollout log-prob gap", metric="mismatch/logprob_abs_mean", peak="mismatch/logprob_abs_max"
             ),
             Curve(
-                title="Log-prob gap: 90 %, median to 99 %",
+                title="Log-prob gap: 90 %",
                 metric="mismatch/logprob_abs_p90",
+                band=", median to 99 %",
                 low="mismatch/logprob_abs_p50",
                 high="mismatch/logprob_abs_p99",
             ),
@@ -154,50 +172,121 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """A part of the page beside the runs' own curves: notes, a table that can be copied, charts."""
+
+    title: str
+    notes: Sequence[str] = ()
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    styles: Sequence[int | None] = ()  # of rows that are arms
+    charts: Sequence[Chart] = ()
+
+    @property
+    def markdown(self) -> str:
+        """The table's text."""
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
 def write_report(run_folders: Sequence[Path], out: Path) -> Path:
     """Write the page to ``out`` atomically and return it. The run may still be running.
 
     Raises DataError that names a missing or invalid folder, file or line.
     """
     runs = load_runs(run_folders)
+    title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs compared"
+    return write_page(group_runs(runs), out, title=title)
+
+
+def write_page(arms: Sequence[Arm], out: Path, *, title: str, panels: Sequence[Panel] = ()) -> Path:
+    """Write the page about these arms, in their colours, with ``panels`` above the curves."""
+    runs = [run for arm in arms for run in arm.runs]
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    differences = {} if len(runs) == 1 else differing(runs)
     page = environment.get_template("report.html.j2").render(
-        title=runs[0].label if len(runs) == 1 else f"{len(runs)} runs compared",
-        runs=[_summary(run) for run in runs],
-        headlines=_charts(HEADLINES, runs),
-        sections=_sections(runs),
-        samples=[(run.label, style, _samples(run)) for style, run in enumerate(runs) if run.samples],
+        title=title,
+        runs=_rows(arms, differences),
+        arms=[{"label": arm.label, "style": arm.style} for arm in arms],
+        means=_means(arms),
+        seed_bands=_band_note(arms),
+        panels=panels,
+        headlines=_charts(HEADLINES, arms),
+        sections=_sections(arms),
+        samples=[(arm.runs[0].label, arm.style, _samples(arm.runs[0])) for arm in arms if arm.runs[0].samples],
         size=FRAME,
-        styles=styles(len(runs)),
+        styles=styles(len(arms)),
         config=list(runs[0].config.items()) if len(runs) == 1 else [],
-        differences=_differences(runs),
+        differences=list(differences),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page.encode("utf-8", errors="replace"))  # a completion may hold a lone surrogate
     return out
 
 
-def _sections(runs: Sequence[Run]) -> list[tuple[str, list[Chart]]]:
-    sections = [(name, _charts(curves, runs)) for name, curves in SECTIONS]
-    sections[-1][1].extend(chart for run in runs if (chart := _phases(run, named=len(runs) > 1)))
+def arms_chart(curve: Curve, arms: Sequence[Arm]) -> Chart | None:
+    """The chart of a metric, a line an arm; None where no run has it, or where it is constant and so hidden."""
+    several = any(len(arm.runs) > 1 for arm in arms)
+    lines = [line for arm in arms for line in _lines(curve, arm, len(arms), several=several)]
+    values = [p.y for line in lines for p in line.points if p.y is not None]
+    if not values or (curve.hide_constant and len(set(values)) == 1):
+        return None
+    title = curve.title + ("" if several or len(arms) > MAX_BANDS else curve.band)
+    metric = documented(curve.metric)
+    title += " (dotted: greatest)" if len(lines) > len(arms) else ""
+    return line_chart(title, metric.unit if metric else "", lines, curve.limits)
+
+
+def _rows(arms: Sequence[Arm], differences: Mapping[str, Sequence[str]]) -> list[dict[str, object]]:
+    """A row a run: its headline figures, its arm's style and the values of keys that differ. The best is marked."""
+    ends = {id(run): values[-1] for arm in arms for run in arm.runs if (values := run.numbers("eval/accuracy"))}
+    best, rows = max(ends.values(), default=None), list[dict[str, object]]()
+    for arm in arms:
+        for run in arm.runs:
+            keys = [values[len(rows)] for values in differences.values()]
+            is_best = best is not None and ends.get(id(run)) == best
+            rows.append({**_summary(run), "style": arm.style, "keys": keys, "best": is_best})
+    return rows
+
+
+def _means(arms: Sequence[Arm]) -> list[tuple[str, int, str, str]]:
+    """Label, style, number of seeds and final accuracy of each arm, where one has several runs."""
+    rows = []
+    for arm in arms:
+        ends = [values[-1] for run in arm.runs if (values := run.numbers("eval/accuracy"))]
+        text = "-"
+        if ends:
+            found = mean_interval(ends)
+            half = "" if found.high is None else f" ± {100 * (found.high - found.value):.1f}"
+            text = f"{100 * found.value:.1f}{half} %"
+        rows.append((arm.label, arm.style, str(len(ends)), text))
+    return rows if any(len(arm.runs) > 1 for arm in arms) else []
+
+
+def _band_note(arms: Sequence[Arm]) -> str:
+    if all(len(arm.runs) == 1 for arm in arms):
+        return ""
+    return (
+        "A line is the mean of the runs of an arm that have a value at that step. Its band is the mean's 95 % interval "
+        f"(Student's t), or with fewer than {LEAST_FOR_INTERVAL} runs goes from the least value to the greatest."
+    )
+
+
+def _sections(arms: Sequence[Arm]) -> list[tuple[str, list[Chart]]]:
+    sections = [(name, _charts(curves, arms)) for name, curves in SECTIONS]
+    firsts = [arm.runs[0] for arm in arms]
+    sections[-1][1].extend(chart for run in firsts if (chart := _phases(run, named=len(arms) > 1)))
     return [(name, charts) for name, charts in sections if charts]
 
 
-def _charts(curves: Sequence[Curve], runs: Sequence[Run]) -> list[Chart]:
-    charts = []
-    for curve in [each for given in curves for each in _named(given, runs)]:
-        if curve.compared and len(runs) == 1:
-            continue
-        lines = [line for style, run in enumerate(runs) for line in _lines(curve, run, style, len(runs))]
-        values = [p.y for line in lines for p in line.points if p.y is not None]
-        if values and not (curve.hide_constant and len(set(values)) == 1):
-            title = curve.title + (" (dotted: greatest)" if len(lines) > len(runs) else "")
-            metric = documented(curve.metric)
-            charts.append(line_chart(title, metric.unit if metric else "", lines, curve.limits))
-    return charts
+def _charts(curves: Sequence[Curve], arms: Sequence[Arm]) -> list[Chart]:
+    runs = [run for arm in arms for run in arm.runs]
+    every = [each for given in curves for each in _named(given, runs) if len(runs) > 1 or not each.compared]
+    return [chart for curve in every if (chart := arms_chart(curve, arms)) is not None]
 
 
 def _named(curve: Curve, runs: Sequence[Run]) -> list[Curve]:
@@ -209,26 +298,33 @@ def _named(curve: Curve, runs: Sequence[Run]) -> list[Curve]:
     return [replace(curve, metric=m, title=curve.title.replace("<name>", m.rpartition("/")[2])) for m in names]
 
 
-def _lines(curve: Curve, run: Run, style: int, num_runs: int) -> list[Series]:
+def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Series]:
+    """One line; of a run alone on the page also its peaks. ``several``: some arm has several runs."""
+    rows = [_rows_of(curve, run, warm_start=not several) for run in arm.runs]
+    lines = []
+    alone = num_arms == 1 and not several
+    if curve.peak is not None and alone:
+        points = [Point(x=x, y=number(row, curve.peak), label=label) for x, label, row in rows[0]]
+        lines.append(Series(label="greatest", style=arm.style + DOTTED, points=points))
+    band = not several and num_arms <= MAX_BANDS
+    points = over_seeds([[_point(curve, x, label, row, band=band) for x, label, row in each] for each in rows])
+    name = ("mean" if curve.peak else curve.metric) if alone else arm.label
+    lines.append(Series(label=name, style=arm.style, points=points))
+    return [line for line in lines if any(p.y is not None for p in line.points)]
+
+
+def _rows_of(curve: Curve, run: Run, *, warm_start: bool) -> list[tuple[float, str, JsonRow]]:
+    """Rows with the metric, by x; a warm start, which ends at another step in each run, is shown for single runs."""
     rows: list[tuple[float, str, JsonRow]] = []
+    steps = [int(number(row, "warm_start/step") or 0) for row in run.warm_start]
     if curve.metric.startswith("warm_start/"):
-        steps = [int(number(row, "warm_start/step") or 0) for row in run.warm_start]
         rows = [(step, f"warm-start step {step}", row) for step, row in zip(steps, run.warm_start, strict=True)]
     else:
-        if curve.warm_start and run.warm_start:
-            steps = [int(number(row, "warm_start/step") or 0) for row in run.warm_start]
+        if curve.warm_start and steps and warm_start:
             share = 1 / (max(steps) or 1)
             rows = [(s * share - 1, f"warm-start step {s}", r) for s, r in zip(steps, run.warm_start, strict=True)]
         rows += [(number(row, "step") or 0, f"step {row['step']}", row) for row in run.rl]
-    rows = [row for row in rows if curve.metric in row[2]]
-    lines = []
-    if curve.peak is not None and num_runs == 1:
-        points = [Point(x=x, y=number(row, curve.peak), label=label) for x, label, row in rows]
-        lines.append(Series(label="greatest", style=style + DOTTED, points=points))
-    points = [_point(curve, x, label, row, band=num_runs <= MAX_BANDS) for x, label, row in rows]
-    name = ("mean" if curve.peak else curve.metric) if num_runs == 1 else run.label
-    lines.append(Series(label=name, style=style, points=points))
-    return [line for line in lines if any(p.y is not None for p in line.points)]
+    return [row for row in rows if curve.metric in row[2]]
 
 
 def _point(curve: Curve, x: float, label: str, row: JsonRow, *, band: bool) -> Point:
@@ -288,10 +384,3 @@ def _samples(run: Run) -> list[tuple[int, list[tuple[SampleRow, bool]]]]:
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
     by_step = {step: [s for s in run.samples if s.step == step][:SAMPLES_PER_STEP] for step in chosen}
     return [(step, [(s, s.reward >= run.success_reward) for s in rows]) for step, rows in by_step.items()]
-
-
-def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Keys whose values differ between the runs, except the run's name and folder."""
-    keys = {key: None for run in runs for key in run.config if not key.startswith("run.")}
-    rows = [(key, [run.config.get(key, "-") for run in runs]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]

@@ -30,6 +30,7 @@ ONE_EACH = {  # functions that may have one name, by where they are: a table tak
     "pack": "launcher/wire/messages.py",  # always called as messages.pack
     "unpack": "launcher/wire/messages.py",
     "plan": "launcher/commands",  # a command is called as its function is
+    "report": "launcher/commands",
     "train": "launcher/commands",
     "verify": "launcher/commands",
 }

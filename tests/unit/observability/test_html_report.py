@@ -109,6 +109,37 @@ def test_runs_compared_share_axes_and_show_what_differs(tmp_path: Path) -> None:
     assert sum(name.startswith("Where the time goes") for name in charts) == 3
 
 
+def test_runs_that_differ_in_the_seed_alone_are_one_arm_with_a_band(tmp_path: Path) -> None:
+    """Band of four seeds by Student's t of 3 degrees, 3.182; of two, from the least to the greatest."""
+    scales = {"fast": [1.0, 1.1, 0.9, 1.2], "slow": [0.5, 0.7]}
+    runs = [
+        _run(tmp_path / f"{name}-s{seed}", scale=scale, seed=seed, train={"steps": 6, "learning_rate": rate})
+        for (name, each), rate in zip(scales.items(), (1e-3, 1e-4), strict=True)
+        for seed, scale in enumerate(each)
+    ]
+    page = Page(write_report([runs[4], *runs[:4], runs[5]], tmp_path / "r.html"))
+    reward = page.charts()["Reward"]
+    assert reward["names"] == [["learning_rate=0.0001 (2 seeds)", 0], ["learning_rate=0.001 (4 seeds)", 1]]
+    step_2 = next(values for _, label, values in reward["points"] if label == "step 2")
+    rewards = [0.2, 0.22, 0.18, 0.24]
+    mean, half = 0.21, 3.1824 * (sum((r - 0.21) ** 2 for r in rewards) / 3 / 4) ** 0.5
+    assert step_2[0][2] == "0.12 (0.1 to 0.14)"
+    assert step_2[1][2] == f"{mean:.4g} ({mean - half:.4g} to {mean + half:.4g})"
+    assert len(page.styles("band")) == 2
+    text = re.sub(r"\s+", " ", page.text)
+    assert "with fewer than 4 runs goes from the least value to the greatest" in text
+    assert "seed" in text
+    assert text.count("6 of 6") == 6, "a row a run"
+    rows = [a.get("class") for tag, a in page.tags if tag == "td"]
+    assert rows.count("best") == 1
+
+
+def test_equal_runs_are_compared_not_averaged(tmp_path: Path) -> None:
+    runs = [_run(tmp_path / name, seed=seed) for name, seed in (("before", 0), ("after", 0), ("other", 1))]
+    names = Page(write_report(runs, tmp_path / "r.html")).charts()["Reward"]["names"]
+    assert [name for name, _ in names] == ["before", "after", "other"]
+
+
 def _relative_luminance(color: str) -> float:
     """WCAG 2.2's, of #rrggbb."""
     channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]

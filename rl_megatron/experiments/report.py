@@ -1,0 +1,256 @@
+"""Writes what a study has found: the page over its runs, results as JSON and CSV, and figures as SVG."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rl_megatron.durable import write_atomically
+from rl_megatron.errors import DataError
+from rl_megatron.experiments.cells import Cell, arms_of
+from rl_megatron.experiments.results import (
+    COUNTED,
+    ArmFit,
+    CellRun,
+    StudyResults,
+    curves_for_fit,
+    points_of,
+    results_of,
+)
+from rl_megatron.experiments.sigmoid import NAMES
+from rl_megatron.experiments.states import CellStanding, find_states
+from rl_megatron.experiments.study import Study
+from rl_megatron.observability.arms import Arm, group_runs, over_seeds
+from rl_megatron.observability.charts import DOTTED, Chart, Point, Series, line_chart, number_text
+from rl_megatron.observability.figures import standalone_svg
+from rl_megatron.observability.history import load_runs
+from rl_megatron.observability.intervals import Interval
+from rl_megatron.observability.metrics import documented
+from rl_megatron.observability.report import Curve, Panel, arms_chart, write_page
+
+_UNITS = {"steps": "RL steps", "tokens": "sampled tokens", "device_seconds": "process seconds"}
+_POINTS = 60  # of a fitted curve
+
+
+def write_study_report(study: Study, cells: Sequence[Cell], out: Path) -> Path:
+    """Write the page to ``out``, and beside it results.json, results.csv, curves.csv and figures/. Returns the page.
+
+    Cells may still run, wait or have failed: the page names them. Raises DataError if none has recorded a step.
+    """
+    found = find_states(study, cells)
+    names = list(arms_of(study))
+    begun = sorted((each for each in found if each.recorded), key=lambda each: names.index(each.cell.arm))
+    if not begun:
+        raise DataError(f"{study.folder}: no cell has recorded a step yet; start them with rl-megatron experiment run")
+    loaded = load_runs([each.cell.folder for each in begun])
+    runs = [
+        CellRun(standing=each, run=run, points=points_of(study, each.cell, run))
+        for each, run in zip(begun, loaded, strict=True)
+    ]
+    results = results_of(study, names, runs)
+    arms = group_runs(loaded, [each.cell.arm for each in begun])
+    style = dict(zip(dict.fromkeys(each.cell.arm for each in begun), (arm.style for arm in arms), strict=True))
+    drawn = _drawn(study, results, runs, arms, style)
+    panels = _panels(study, found, results, drawn, style)
+    write_page(arms, out, title=f"Study {study.folder.name if study.folder else out.stem}", panels=panels)
+    document = json.dumps(results.document(study, found), indent=1)
+    write_atomically(out.with_name("results.json"), f"{document}\n".encode())
+    write_atomically(out.with_name("results.csv"), _results_csv(results, found).encode())
+    write_atomically(out.with_name("curves.csv"), _curves_csv(study, runs).encode())
+    (out.parent / "figures").mkdir(exist_ok=True)
+    for name, chart in drawn.items():
+        file = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")
+        write_atomically(out.parent / "figures" / f"{file}.svg", standalone_svg(chart).encode())
+    return out
+
+
+def _drawn(
+    study: Study, results: StudyResults, runs: Sequence[CellRun], arms: Sequence[Arm], style: Mapping[str, int]
+) -> dict[str, Chart]:
+    """Charts by their files' names: the metric, each fit, and survival where a run has collapsed."""
+    metric = study.evaluation.metric
+    curves = arms_chart(Curve(title=metric, metric=metric, limits=study.evaluation.limits), arms)
+    charts = {"curves": curves} if curves else {}
+    for arm, each in results.fits.items():
+        if each.fit is not None:
+            counted = [run for run in runs if run.standing.cell.arm == arm and run.counted]
+            charts[f"fit {arm}"] = _fit_chart(study, arm, each, counted, style[arm])
+    if results.collapsed():
+        lines = [
+            Series(label=arm, style=style[arm], points=_stairs([(r.step, r.share, r.low, r.high) for r in rows]))
+            for arm, rows in results.survival.items()
+        ]
+        charts["survival"] = line_chart("Runs that have not collapsed", "share, by RL step", lines, (0.0, 1.0))
+    return charts
+
+
+def _fit_chart(study: Study, arm: str, each: ArmFit, runs: Sequence[CellRun], style: int) -> Chart:
+    assert each.fit is not None
+    curves, unit = curves_for_fit(study, runs), _UNITS[study.evaluation.compute]
+    at = np.linspace(min(c.compute.min() for c in curves), max(c.compute.max() for c in curves), _POINTS)
+    values, half = each.fit.at(at)
+    fitted = [
+        Point(
+            x=float(c),
+            y=float(v),
+            label=f"{number_text(float(c))} {unit}",
+            low=None if half is None else float(v - half[i]),
+            high=None if half is None else float(v + half[i]),
+        )
+        for i, (c, v) in enumerate(zip(at, values, strict=True))
+    ]
+    seen = [
+        [
+            Point(x=float(c), y=float(r), label=f"{number_text(float(c))} {unit}")
+            for c, r in zip(curve.compute, curve.reached, strict=True)
+        ]
+        for curve in curves
+    ]
+    means = [Point(x=p.x, y=p.y, label=p.label) for p in over_seeds(seen)]
+    lines = [
+        Series(label="fit, with its 95 % band", style=style, points=fitted),
+        Series(label="mean of runs (dotted)", style=style % (DOTTED // 2) + DOTTED, points=means),
+    ]
+    return line_chart(f"{arm}: {study.evaluation.metric} by {unit}", "", lines, study.evaluation.limits)
+
+
+def _stairs(rows: Sequence[tuple[float, float, float, float]]) -> list[Point]:
+    points: list[Point] = []
+    for step, share, low, high in rows:
+        if points:
+            before = points[-1]
+            points.append(Point(x=step, y=before.y, label=f"step {step:g}", low=before.low, high=before.high))
+        points.append(Point(x=step, y=share, label=f"step {step:g}", low=low, high=high))
+    return points
+
+
+def _panels(
+    study: Study,
+    found: Sequence[CellStanding],
+    results: StudyResults,
+    drawn: Mapping[str, Chart],
+    style: Mapping[str, int],
+) -> list[Panel]:
+    panels = [_results_panel(study, found, results, drawn, style)]
+    if results.differences:
+        rows = [
+            [name, str(i.count if i else 0), number_text(i.value) if i else "-", _ends(i), _verdict(i)]
+            for name, i in results.differences.items()
+        ]
+        how = "seed by seed, by Student's t" if study.paired else "of arms with seeds of their own, by Welch's interval"
+        note = f"Differences are taken {how}. Each interval is of one difference alone: of 20 zeros, one excludes 0."
+        columns = ["Difference", "Pairs" if study.paired else "Runs", "Value", "95 % interval", "Excludes 0"]
+        panels.append(Panel(title="Differences", notes=[note], columns=columns, rows=rows))
+    panels.append(_fits_panel(study, results, [chart for name, chart in drawn.items() if name.startswith("fit ")]))
+    rule = study.collapse
+    watched = f"{rule.metric} below {rule.below:g} of its greatest value so far, once that is {rule.least:g} or more"
+    if results.collapsed():
+        note = f"Kaplan-Meier; a collapse is {watched}. Runs that have not collapsed count up to their last step."
+        panels.append(Panel(title="Survival", notes=[note], charts=[drawn["survival"]]))
+    else:
+        panels.append(Panel(title="Survival", notes=[f"No run has collapsed: {watched}."]))
+    return panels
+
+
+def _results_panel(
+    study: Study,
+    found: Sequence[CellStanding],
+    results: StudyResults,
+    drawn: Mapping[str, Chart],
+    style: Mapping[str, int],
+) -> Panel:
+    metric = documented(study.evaluation.metric)
+    last = study.evaluation.last
+    which = "the last value" if last == 1 else f"the mean of the last {last} values"
+    notes = [f"A run's result is {which} of {study.evaluation.metric}: {metric.meaning if metric else ''}."]
+    for each in found:
+        if each.state not in COUNTED:
+            at = f" at step {each.step} of {each.cell.config.train.steps}" if each.recorded else ""
+            why = f": {each.reason}" if each.reason else ""
+            notes.append(f"Not in means, differences and fits: {each.cell.name} ({each.state}{at}{why})")
+    rows = []
+    for arm, by_seed in results.results.items():
+        interval = results.means.get(arm)
+        each_one = " ".join(number_text(by_seed[seed]) for seed in sorted(by_seed))
+        mean = number_text(interval.value) if interval else "-"
+        rows.append([arm, str(len(by_seed)), mean, _ends(interval), each_one or "-"])
+    columns = ["Arm", "Runs", "Mean", "95 % interval", "Each run"]
+    return Panel(
+        title="Results",
+        notes=notes,
+        columns=columns,
+        rows=rows,
+        styles=[style.get(arm) for arm in results.results],
+        charts=[drawn["curves"]] if "curves" in drawn else [],
+    )
+
+
+def _fits_panel(study: Study, results: StudyResults, charts: Sequence[Chart]) -> Panel:
+    rows, refused = [], []
+    for arm, each in results.fits.items():
+        cells = ["refused", *["-"] * (len(NAMES) - 1)]
+        if each.refused:
+            refused.append(f"{arm}: refused, as {each.refused}.")
+        if each.fit is not None:
+            cells = [
+                f"{number_text(i.value)}" + (" (bound)" if name in each.fit.at_bound else f" ({_ends(i)})")
+                for name, i in each.fit.intervals().items()
+            ]
+        errors = each.forecast.errors if each.forecast else {}
+        told = [_error(errors.get(name)) for name in ("sigmoid", "power law", "last value")]
+        rows.append([arm, *cells, *told])
+    notes = [
+        f"R(C) = R0 + (A - R0) / (1 + (Cmid / C)^B) (ScaleRL), C in {_UNITS[study.evaluation.compute]}; 95 % intervals "
+        "are studentised over seeds. A fit that the data cannot carry is refused.",
+        "The last three columns: mean absolute error on the last third of compute, foretold from the rest.",
+        *refused,
+    ]
+    columns = ["Arm", *NAMES, "Error: sigmoid", "Error: power law", "Error: last value"]
+    return Panel(title="Fits", notes=notes, columns=columns, rows=rows, charts=charts)
+
+
+def _ends(interval: Interval | None) -> str:
+    if interval is None or interval.low is None or interval.high is None:
+        return "-"
+    return f"{number_text(interval.low)} to {number_text(interval.high)}"
+
+
+def _verdict(interval: Interval | None) -> str:
+    if interval is None or interval.low is None:
+        return "-"
+    return "yes" if interval.excludes_zero else "no"
+
+
+def _error(value: float | None) -> str:
+    return "-" if value is None else number_text(value)
+
+
+def _results_csv(results: StudyResults, found: Sequence[CellStanding]) -> str:
+    rows = [
+        [e.cell.arm, e.cell.seed, e.cell.name, e.state.value, e.step, results.results[e.cell.arm].get(e.cell.seed, "")]
+        for e in found
+    ]
+    return _csv(["arm", "seed", "run", "state", "step", "result"], rows)
+
+
+def _curves_csv(study: Study, runs: Sequence[CellRun]) -> str:
+    rows = [
+        [each.standing.cell.arm, each.standing.cell.seed, f"{step:g}", compute, value]
+        for each in runs
+        for step, compute, value in each.points
+    ]
+    return _csv(
+        ["arm", "seed", "step", study.evaluation.compute.replace("steps", "compute"), study.evaluation.metric], rows
+    )
+
+
+def _csv(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([head, *rows])
+    return text.getvalue()

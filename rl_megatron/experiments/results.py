@@ -1,0 +1,166 @@
+"""What a study has found so far, from its runs' rows: results of arms, differences, fits, forecasts and survival."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rl_megatron.experiments.cells import Cell
+from rl_megatron.experiments.forecast import Forecast, forecast
+from rl_megatron.experiments.sigmoid import SeedCurve, SigmoidFit, fit_sigmoid, why_not
+from rl_megatron.experiments.states import CellStanding, CellState
+from rl_megatron.experiments.study import Study
+from rl_megatron.experiments.survival import Lifetime, Survival, kaplan_meier, lifetime
+from rl_megatron.observability.files import JsonRow
+from rl_megatron.observability.history import Run, number
+from rl_megatron.observability.intervals import Interval, contrast, mean_interval
+
+COUNTED = (CellState.DONE, CellState.SPENT)
+"""The states of cells whose results are compared and fitted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellRun:
+    """A cell that has recorded steps. ``points`` are (step, compute, value) of the study's metric."""
+
+    standing: CellStanding
+    run: Run
+    points: Sequence[tuple[float, float, float]]
+
+    @property
+    def counted(self) -> bool:
+        """Whether it has ended, so that its result is compared."""
+        return self.standing.state in COUNTED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmFit:
+    """An arm's fit, or why there is none; and how well fits foretell its last third of compute."""
+
+    refused: str | None
+    fit: SigmoidFit | None
+    forecast: Forecast | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyResults:
+    """By arm, in the study's order; ``differences`` by their names."""
+
+    results: Mapping[str, Mapping[int, float]]  # by arm and seed
+    means: Mapping[str, Interval]
+    differences: Mapping[str, Interval | None]
+    fits: Mapping[str, ArmFit]
+    survival: Mapping[str, Sequence[Survival]]
+
+    def collapsed(self) -> bool:
+        """Whether any run has."""
+        return any(row.share < 1 for rows in self.survival.values() for row in rows)
+
+    def document(self, study: Study, found: Sequence[CellStanding]) -> dict[str, Any]:
+        """The results as JSON values, with what has become of every cell."""
+        return {
+            "metric": study.evaluation.metric,
+            "compute": study.evaluation.compute,
+            "cells": [
+                {
+                    "arm": each.cell.arm,
+                    "seed": each.cell.seed,
+                    "run": each.cell.name,
+                    "state": each.state.value,
+                    "step": each.step,
+                    "result": self.results.get(each.cell.arm, {}).get(each.cell.seed),
+                    "seconds": each.seconds,
+                    "reason": each.reason,
+                }
+                for each in found
+            ],
+            "arms": {arm: asdict(interval) for arm, interval in self.means.items()},
+            "paired": study.paired,
+            "differences": {name: found and asdict(found) for name, found in self.differences.items()},
+            "fits": {arm: _fit_document(each) for arm, each in self.fits.items()},
+            "survival": {arm: [asdict(row) for row in rows] for arm, rows in self.survival.items()},
+        }
+
+
+def points_of(study: Study, cell: Cell, run: Run) -> list[tuple[float, float, float]]:
+    """(step, compute, value) of each row of RL with the study's metric."""
+    processes = cell.config.learner.dims.world_size * (1 + len(cell.config.roles.separate))
+    compute = {"tokens": ("tokens/rollout", 1), "device_seconds": ("seconds/step", processes)}
+    name, factor = compute.get(study.evaluation.compute, ("", 1))
+    out, spent = [], 0.0
+    for row in run.rl:
+        step = number(row, "step") or 0.0
+        spent = step if not name else spent + factor * (number(row, name) or 0.0)
+        if (value := number(row, study.evaluation.metric)) is not None:
+            out.append((step, spent, value))
+    return out
+
+
+def results_of(study: Study, arms: Sequence[str], runs: Sequence[CellRun]) -> StudyResults:
+    """Compare and fit what has ended; a run that has not is only in the survival curves, where it is censored."""
+    of = {arm: [each for each in runs if each.standing.cell.arm == arm] for arm in arms}
+    results = {arm: {e.standing.cell.seed: _last(study, e) for e in of[arm] if e.counted and e.points} for arm in arms}
+    return StudyResults(
+        results=results,
+        means={arm: mean_interval(list(by_seed.values())) for arm, by_seed in results.items() if by_seed},
+        differences={
+            name: contrast(results, weights, paired=study.paired) for name, weights in _contrasts(study, arms)
+        },
+        fits={arm: _fit(study, [each for each in of[arm] if each.counted]) for arm in arms},
+        survival={arm: kaplan_meier([_lifetime(study, each.run.rl) for each in of[arm]]) for arm in arms if of[arm]},
+    )
+
+
+def curves_for_fit(study: Study, runs: Sequence[CellRun]) -> list[SeedCurve]:
+    """The points of each run that a fit takes."""
+    least = study.evaluation.from_compute
+    kept = [[(c, value) for _, c, value in each.points if c > 0 and c >= least] for each in runs]
+    return [
+        SeedCurve(compute=np.array([c for c, _ in points]), reached=np.array([v for _, v in points]))
+        for points in kept
+        if points
+    ]
+
+
+def _contrasts(study: Study, arms: Sequence[str]) -> Iterator[tuple[str, Mapping[str, float]]]:
+    reference = study.reference or arms[0]
+    for arm in arms:
+        if arm != reference:
+            yield f"{arm} - {reference}", {arm: 1.0, reference: -1.0}
+    yield from study.contrasts.items()
+
+
+def _last(study: Study, each: CellRun) -> float:
+    values = [value for _, _, value in each.points][-study.evaluation.last :]
+    return sum(values) / len(values)
+
+
+def _fit(study: Study, runs: Sequence[CellRun]) -> ArmFit:
+    curves, limits = curves_for_fit(study, runs), study.evaluation.limits
+    refused = why_not(curves, limits)
+    return ArmFit(
+        refused=refused,
+        fit=None if refused else fit_sigmoid(curves, limits),
+        forecast=forecast(curves, limits) if curves else None,
+    )
+
+
+def _lifetime(study: Study, rows: Sequence[JsonRow]) -> Lifetime:
+    rule = study.collapse
+    values = ((number(row, "step") or 0.0, number(row, rule.metric)) for row in rows)
+    points = [(step, value) for step, value in values if value is not None]
+    return lifetime(points, below=rule.below, least=rule.least)
+
+
+def _fit_document(each: ArmFit) -> dict[str, Any]:
+    fit = each.fit
+    return {
+        "refused": each.refused,
+        "parameters": None if fit is None else {name: asdict(found) for name, found in fit.intervals().items()},
+        "at_bound": [] if fit is None else list(fit.at_bound),
+        "rms_error": None if fit is None else fit.error,
+        "forecast": each.forecast and asdict(each.forecast),
+    }

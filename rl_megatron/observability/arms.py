@@ -1,0 +1,105 @@
+"""Runs that differ in the seed alone are one arm: one line with a band over seeds, one colour, one row of a mean."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rl_megatron.observability.charts import Point
+from rl_megatron.observability.history import Run
+from rl_megatron.observability.intervals import mean_interval
+
+LEAST_FOR_INTERVAL = 4
+"""Seeds from which on a band is the interval of the mean; with fewer it goes from the least to the greatest."""
+_MOST_KEYS = 3  # in a name
+_NAMING = ("run.", "seed", "model.cache_dir", "log.", "checkpoint.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One or more runs, in the order of their seeds. ``style`` is an index into charts.styles."""
+
+    label: str
+    style: int
+    runs: Sequence[Run]
+
+
+def group_runs(runs: Sequence[Run], names: Sequence[str] | None = None) -> list[Arm]:
+    """The arms in the order of their first runs. ``names`` gives each run's arm, as a study does.
+
+    Without names, runs of equal configurations are one arm if their seeds are all different: if not, somebody wants to
+    compare them.
+    """
+    groups: dict[str, list[Run]] = {}
+    for i, run in enumerate(runs):
+        key = {k: v for k, v in run.config.items() if not k.startswith(_NAMING)}
+        groups.setdefault(names[i] if names else json.dumps(key, sort_keys=True), []).append(run)
+    if names:
+        found = list(groups.items())
+    else:
+        apart = [
+            [group] if len({run.config.get("seed") for run in group}) == len(group) else [[run] for run in group]
+            for group in groups.values()
+        ]
+        alone = sorted((group for each in apart for group in each), key=lambda group: runs.index(group[0]))
+        found = list(zip(_labels(alone), alone, strict=True))
+    arms = []
+    for style, (label, group) in enumerate(found):
+        seeds = f" ({len(group)} seeds)" if len(group) > 1 else ""
+        arms.append(Arm(label=label + seeds, style=style, runs=sorted(group, key=_seed)))
+    return arms
+
+
+def over_seeds(points: Sequence[Sequence[Point]]) -> list[Point]:
+    """At each x the mean of the runs that have a value there, and its band; points of one run stay as they are."""
+    if len(points) == 1:
+        return list(points[0])
+    at: dict[float, list[Point]] = {}
+    for point in (p for run in points for p in run if p.y is not None):
+        at.setdefault(point.x, []).append(point)
+    out = []
+    for x, there in sorted(at.items()):
+        values = [p.y for p in there if p.y is not None]
+        found, low, high = mean_interval(values), min(values), max(values)
+        if found.low is not None and found.high is not None and len(values) >= LEAST_FOR_INTERVAL:
+            low, high = found.low, found.high
+        banded = len(values) > 1
+        out.append(
+            Point(x=x, y=found.value, label=there[0].label, low=low if banded else None, high=high if banded else None)
+        )
+    return out
+
+
+def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Keys whose values differ between the runs, except the run's name and folder, with each run's value."""
+    keys = {key: None for run in runs for key in run.config if not key.startswith("run.")}
+    rows = {key: [run.config.get(key, "-") for run in runs] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """By the keys that differ between arms, if they are few; else by what the names of an arm's runs begin with."""
+    if all(len(group) == 1 for group in groups):
+        return [group[0].label for group in groups]
+    keys = {k: v for k, v in differing([group[0] for group in groups]).items() if not k.startswith(_NAMING)}
+    if 0 < len(keys) <= _MOST_KEYS:
+        return [_text({key: values[i] for key, values in keys.items()}) for i in range(len(groups))]
+    starts = [_start([run.label for run in group]).rstrip("-_./= s0123456789") for group in groups]
+    return starts if len(set(starts)) == len(starts) and all(starts) else [group[0].label for group in groups]
+
+
+def _start(texts: Sequence[str]) -> str:
+    """What all begin with."""
+    alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
+    return "".join(letters[0] for letters in alike)
+
+
+def _text(values: Mapping[str, str]) -> str:
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items())
+
+
+def _seed(run: Run) -> tuple[int, str]:
+    text = run.config.get("seed", "")
+    return (int(text) if text.isdigit() else 0, run.label)

@@ -1,0 +1,129 @@
+"""The page and the files of a study: its numbers are those of the runs' rows, and no cell is left out silently."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import yaml
+
+from rl_megatron.config.io import save_resolved
+from rl_megatron.errors import DataError
+from rl_megatron.experiments.cells import Cell, cells_of
+from rl_megatron.experiments.report import write_study_report
+from rl_megatron.experiments.states import CellRecord, write_record
+from rl_megatron.experiments.study import Study, read_study
+from rl_megatron.observability.metrics import MetricsWriter
+
+SEEDS, STEPS = [0, 1, 2, 3], 40
+ARMS = ["moe grpo", "moe gspo", "dense grpo", "dense gspo"]
+AT = np.arange(0, STEPS + 1, 2)
+
+
+def recorded(cell: Cell, values: np.ndarray) -> None:
+    cell.folder.mkdir(parents=True)
+    save_resolved(cell.config, cell.folder / "config.yaml")
+    writer = MetricsWriter(cell.folder)
+    for step, value in zip(AT, values, strict=False):
+        row = {"phase": "rl", "step": int(step), "eval/accuracy": float(value), "seconds/step": 2.0}
+        writer.write({**row, "tokens/rollout": 100, "reward/mean": float(value), "reward/std": 0.5})
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, list[Cell], dict[tuple[str, int], np.ndarray]]:
+    """Sixteen cells: one has failed, one waits, one has collapsed, and one arm goes up without a bend."""
+    folder, rng = tmp_path_factory.mktemp("study"), np.random.default_rng(4)
+    model = [{"moe": "model.tiny.num_experts=8"}, {"dense": "model.tiny.num_experts=4"}]
+    path = folder / "four.yaml"
+    keys = {"overrides": [f"train.steps={STEPS}"], "seeds": SEEDS, "folder": str(folder / "runs")}
+    interaction = {"moe gspo": 1, "moe grpo": -1, "dense gspo": -1, "dense grpo": 1}
+    axes = {"model": model, "loss": ["algorithm=grpo", "algorithm=gspo"]}
+    text = {**keys, "axes": axes, "contrasts": {"interaction": interaction}, "evaluation": {"last": 2}}
+    path.write_text(yaml.safe_dump(text, sort_keys=False))
+    read = read_study(path)
+    cells, values = cells_of(read), dict[tuple[str, int], np.ndarray]()
+    for cell in cells:
+        middle = np.maximum(AT, 0.01)
+        curve = 0.1 + 0.6 / (1 + (6 / middle) ** 1.6) if cell.arm != "moe gspo" else 0.1 + 0.01 * AT
+        of_cell = curve + 0.02 * rng.normal() + 0.005 * rng.normal(size=len(AT))
+        if (cell.arm, cell.seed) == ("dense grpo", 2):
+            of_cell[15:] = 0.02
+        if (cell.arm, cell.seed) == ("dense gspo", 3):
+            continue
+        failed = (cell.arm, cell.seed) == ("moe grpo", 3)
+        recorded(cell, of_cell[:5] if failed else of_cell)
+        if failed:
+            write_record(
+                cell, CellRecord(pid=1, began=0.0, starts=1, seconds=9.0, status=1, reason="error: <no price>")
+            )
+        else:
+            values[cell.arm, cell.seed] = of_cell
+    return read, cells, values
+
+
+def test_results_are_those_of_the_rows(
+    study: tuple[Study, list[Cell], dict[tuple[str, int], np.ndarray]], tmp_path: Path
+) -> None:
+    read, cells, values = study
+    page = write_study_report(read, cells, tmp_path / "out" / "report.html").read_text()
+    document = json.loads((tmp_path / "out" / "results.json").read_text())
+    last = {key: float(np.mean(of_cell[-2:])) for key, of_cell in values.items()}
+    with (tmp_path / "out" / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {(r["arm"], int(r["seed"])): float(r["result"]) for r in rows if r["result"]} == pytest.approx(last)
+    assert [r["state"] for r in rows].count("done") == len(last) == 14
+
+    pairs = [s for s in SEEDS if all((arm, s) in last for arm in ARMS)]
+    assert pairs == [0, 1, 2]
+    weights = {"moe gspo": 1, "moe grpo": -1, "dense gspo": -1, "dense grpo": 1}
+    sums = [sum(weight * last[arm, seed] for arm, weight in weights.items()) for seed in pairs]
+    half = 4.302652729749 * np.std(sums, ddof=1) / np.sqrt(3)  # t of 2 degrees
+    found = document["differences"]["interaction"]
+    assert (found["value"], found["high"], found["count"]) == pytest.approx((np.mean(sums), np.mean(sums) + half, 3))
+    assert list(document["differences"]) == [*(f"{arm} - moe grpo" for arm in ARMS[1:]), "interaction"]
+
+    fits = document["fits"]
+    assert fits["moe gspo"]["refused"].startswith("it has not bent")
+    assert fits["dense gspo"]["parameters"]["A"]["value"] == pytest.approx(0.7, abs=0.03)
+    assert fits["dense gspo"]["forecast"]["errors"]["sigmoid"] < fits["dense gspo"]["forecast"]["errors"]["last value"]
+    (died,) = [row for row in document["survival"]["dense grpo"] if row["share"] < 1 and row["at_risk"] == 4]
+    assert (died["step"], died["share"]) == (30.0, 0.75)
+
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", "", page))
+    assert f"{cells[12].name} (failed at step 8 of {STEPS}: error: &lt;no price&gt;)" in text
+    assert f"{cells[15].name} (waiting)" in text
+    assert "moe gspo: refused, as it has not bent" in text
+    assert len(re.findall(r'<th><span class="runname s\d">[a-z]+-[a-z]+-s\d-', page)) == 15
+    assert page.count('type="checkbox"') == 4, "a colour an arm"
+    for figure in ("curves", "fit-dense-gspo", "survival"):
+        root = ElementTree.parse(tmp_path / "out" / "figures" / f"{figure}.svg").getroot()
+        assert root.tag.endswith("svg")
+        assert any(each.get("fill-opacity") for each in root.iter()), "a band"
+
+
+def test_a_study_without_a_step_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"folder": str(tmp_path / "runs")}))
+    read = read_study(tmp_path / "s.yaml")
+    with pytest.raises(DataError, match="no cell has recorded a step yet; start them with rl-megatron experiment run"):
+        write_study_report(read, cells_of(read), tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(("compute", "spent"), [("steps", 4.0), ("tokens", 300.0), ("device_seconds", 12.0)])
+def test_compute_is_what_was_spent_up_to_a_value(tmp_path: Path, compute: str, spent: float) -> None:
+    """Rows of steps 0, 2 and 4, each of 2 s and 100 tokens; the default run has 2 processes."""
+    (tmp_path / "s.yaml").write_text(
+        yaml.safe_dump({"folder": str(tmp_path / "runs"), "seeds": [0], "evaluation": {"compute": compute}})
+    )
+    read = read_study(tmp_path / "s.yaml")
+    (cell,) = cells_of(read)
+    recorded(cell, np.array([0.1, 0.2, 0.3]))
+    write_study_report(read, [cell], tmp_path / "runs" / "report.html")
+    with (tmp_path / "runs" / "curves.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert (float(rows[-1]["compute" if compute == "steps" else compute]), rows[-1]["eval/accuracy"]) == (spent, "0.3")
