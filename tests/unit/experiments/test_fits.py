@@ -54,6 +54,17 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     assert all(36 <= count <= 40 for count in held.values()), held
 
 
+def test_with_little_noise_the_covariance_is_that_of_fits_of_single_seeds() -> None:
+    """Their sample covariance over the number of seeds: so it is for a mean, and little noise makes the fit linear."""
+    rng = np.random.default_rng(8)
+    curves = [
+        SeedCurve(compute=COMPUTE, reached=sigmoid(COMPUTE, *TRUTH) + 1e-6 * rng.normal(size=40)) for _ in range(6)
+    ]
+    alone = np.array([fit_sigmoid([curve]).parameters for curve in curves])
+    alone[:, 2:] = np.log(alone[:, 2:])
+    np.testing.assert_allclose(fit_sigmoid(curves).covariance, np.cov(alone.T, ddof=1) / 6, rtol=0.02)
+
+
 def test_the_band_is_that_of_the_parameters() -> None:
     """By finite differences of the curve along each parameter."""
     fit = fit_sigmoid(seeds_of(np.random.default_rng(2)), RATE)
