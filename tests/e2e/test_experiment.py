@@ -101,7 +101,7 @@ async def _interrupted(place: Place, study: Study, cells: list[Cell], console: C
     os.kill(record.pid, signal.SIGKILL)
     await until(lambda: read_record(cells[2]))
     os.kill(os.getpid(), signal.SIGINT)
-    await asyncio.sleep(0)
+    await until(lambda: "SIGINT: cells finish and save their step" in (place.folder / "said.txt").read_text())
     hold.unlink()
     return await series
 
