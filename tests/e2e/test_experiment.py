@@ -1,4 +1,4 @@
-"""A study of four cells on this machine: one is killed, the rest are stopped, and all of them go on to their end."""
+"""A study of three cells on this machine: one is killed, the rest are stopped, and all of them go on to their end."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def started_as_forks(folder: Path) -> Callable[[Sequence[str], Path], Awaitable[
 @pytest.fixture(scope="module")
 def study(place: Place) -> Study:
     (place.folder / "held_rewards.py").write_text(REWARD)
-    path, folder = place.folder / "four.yaml", place.folder / "studies" / "four"
+    path, folder = place.folder / "three.yaml", place.folder / "studies" / "three"
     keys = [*KEYS, *OWN, f"model.cache_dir={place.cache}"]
-    axes = {"algorithm": ["algorithm=grpo", "algorithm=gspo"]}
+    axes = {"algorithm": ["algorithm=grpo", "algorithm=gspo", "algorithm=cispo"]}
     budget = {"cells_at_once": 2}
     path.write_text(
-        yaml.safe_dump({"overrides": keys, "axes": axes, "seeds": [0, 1], "budget": budget, "folder": str(folder)})
+        yaml.safe_dump({"overrides": keys, "axes": axes, "seeds": [0], "budget": budget, "folder": str(folder)})
     )
     return read_study(path)
 
@@ -93,7 +93,7 @@ async def _interrupted(place: Place, study: Study, cells: list[Cell], console: C
     checkpoints = [cell.folder / "checkpoints" / "step_000001" for cell in first]
     await until(lambda: all(path.is_dir() for path in checkpoints) or series.done())
     assert not series.done(), [path.read_text() for path in study.folder.glob("cells/*.txt")]  # type: ignore[union-attr]
-    assert states(find_states(study, cells)) == ["running", "running", "waiting", "waiting"]
+    assert states(find_states(study, cells)) == ["running", "running", "waiting"]
     with pytest.raises(ConfigError, match="another process runs this study"):
         await run_cells(study, cells, retry=False)
     record = read_record(cells[0])
@@ -114,7 +114,7 @@ def test_a_study_that_was_killed_and_stopped_goes_on_to_its_end(
     console = Console(file=said)
     found = asyncio.run(_interrupted(place, study, cells, console))
     assert states(found)[:2] == ["failed", "stopped"]
-    assert set(states(found)[2:]) <= {"stopped", "waiting"}
+    assert states(found)[2] in {"stopped", "waiting"}
     assert found[0].reason.startswith("ended by SIGKILL; ")
     assert found[1].step < 3
     assert (steps_of(cells[0]), len(steps_of(cells[1]))) == ([0, 1], found[1].step + 1)
@@ -123,19 +123,19 @@ def test_a_study_that_was_killed_and_stopped_goes_on_to_its_end(
     assert states(left) == ["failed"]
     start = started_as_forks(place.folder)
     ended = asyncio.run(run_cells(study, cells, retry=True, start=start, console=console))
-    assert states(ended) == ["done"] * 4
-    assert [steps_of(cell) for cell in cells] == [[0, 1, 2, 3]] * 4
+    assert states(ended) == ["done"] * 3
+    assert [steps_of(cell) for cell in cells] == [[0, 1, 2, 3]] * 3
     assert [record.starts for cell in cells if (record := read_record(cell))][:2] == [2, 2]
-    assert "resuming from" in (place.folder / "studies" / "four" / "cells" / f"{cells[0].name}.txt").read_text()
+    assert "resuming from" in (place.folder / "studies" / "three" / "cells" / f"{cells[0].name}.txt").read_text()
     said.seek(0)
     text = said.read()
     assert "cells that failed are left as they are; --retry starts them again" in text
     assert f"{cells[0].name}: goes on" in text
 
     with pytest.raises(SystemExit) as exit_status:
-        main(["experiment", "status", str(place.folder / "four.yaml")])
+        main(["experiment", "status", str(place.folder / "three.yaml")])
     assert exit_status.value.code == 0
-    assert "4 cells: 4 done" in capsys.readouterr().out
+    assert "3 cells: 3 done" in capsys.readouterr().out
 
 
 def test_a_cell_that_fails_is_named_with_its_error(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
