@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
@@ -46,6 +47,9 @@ _METADATA = {
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")  # a rank's shard files, as torch's FileSystemWriter names them
 
+_COMMON = "common.pt"  # what belongs to no rank, where a checkpoint was written by megatron-core 0.16
+_READS_WITHOUT_COMMON = hasattr(serialization, "_legacy_common_state_exists")  # newer ones read both forms
+
 _NAMED = 5  # an error names at most so many tensors
 _PROBE_BYTES = 4 << 20
 
@@ -56,8 +60,8 @@ filesystem_async._results_queue = queue.SimpleQueue()
 class _SaveInProcess(TorchDistSaveShardedStrategy):
     """Writes in this process. Megatron's own strategy forks writers at each save, beside gloo's and CUDA's threads."""
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
-        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+    def _get_save_and_finalize_callbacks(self, writer: Any, *others: Any) -> AsyncRequest:
+        request = super()._get_save_and_finalize_callbacks(writer, *others)
         return request._replace(async_fn=partial(_write, writer) if writer.write_buckets else None)
 
 
@@ -251,6 +255,11 @@ def _in_links(saved: dict[Any, Any], optimizer: MegatronOptimizer, folder: Path)
 
 
 def _read(wanted: dict[str, Any], folder: Path, into: str) -> dict[str, Any]:
+    if not _READS_WITHOUT_COMMON and not (folder / _COMMON).exists() and b"common_state" in _metadata(folder):
+        raise CheckpointError(
+            f"{folder} has no {_COMMON}: a megatron-core wrote it that is newer than the one here and keeps in shards "
+            "what belongs to no rank; resume with the Python and the megatron-core that wrote it"
+        )
     try:
         state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
     except (CheckpointException, CheckpointingException, OSError, RuntimeError, KeyError) as error:
@@ -258,3 +267,7 @@ def _read(wanted: dict[str, Any], folder: Path, into: str) -> dict[str, Any]:
             f"{folder}: megatron cannot load these shards into {into}: {_told(error)[:1000]}"
         ) from error
     return state
+
+
+def _metadata(folder: Path) -> bytes:
+    return path.read_bytes() if (path := folder / ".metadata").exists() else b""

@@ -1,4 +1,4 @@
-"""Patches megatron-core 0.16.1 to run on a machine without CUDA. `install` does nothing where there is CUDA.
+"""Patches megatron-core (0.16.1, 0.19.2) to run on a machine without CUDA. `install` does nothing where there is CUDA.
 
 Modules under ``megatron.core`` get a forwarding proxy in place of their global name ``torch``; torch itself is not
 patched (a global TorchFunctionMode breaks under activation recompute). Each replacement below was shown to be
@@ -180,7 +180,9 @@ def install() -> None:
     if torch.cuda.is_available():
         return
     _keep_freed_memory()
+    import megatron.core.dist_checkpointing.strategies.filesystem_async  # which 0.19 imports at the first save
     import megatron.core.dist_checkpointing.strategies.fully_parallel
+    import megatron.core.dist_checkpointing.strategies.state_dict_saver  # so too
     import megatron.core.dist_checkpointing.strategies.torch
     import megatron.core.distributed
     import megatron.core.models.common.language_module.language_module as language_module

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
@@ -133,10 +134,24 @@ class PackedAttention(MegatronModule):
         return out
 
 
+class AllHeadsAttention(SelfAttention):
+    """Megatron's attention with MiniMax-M2's norms of queries and keys.
+
+    They are no submodules of its spec: megatron-core 0.19 takes norms from there only with ``qk_layernorm``, which also
+    has it sum their gradients over TP, where these are sharded.
+    """
+
+    def __init__(self, config: DecoderConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        size, eps, shape = config.kv_channels, config.layernorm_epsilon, config.shape
+        self.q_layernorm = AllHeadsNorm(config, size, eps, num_heads=shape.num_heads)
+        self.k_layernorm = AllHeadsNorm(config, size, eps, num_heads=shape.num_kv_heads)
+
+
 class AllHeadsNorm(torch.nn.Module):
     """MiniMax-M2's RMS norm over all heads of q or k at once; ``weight`` [heads * d / tp] is sharded with the heads."""
 
-    def __init__(self, config: DecoderConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int, **_: Any) -> None:
+    def __init__(self, config: DecoderConfig, hidden_size: int, eps: float, *, num_heads: int) -> None:
         super().__init__()
         self.eps, self.size, self.parallel = eps, num_heads * hidden_size, config.tensor_model_parallel_size > 1
         local = self.size // config.tensor_model_parallel_size

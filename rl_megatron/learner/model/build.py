@@ -171,7 +171,7 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
     cut = ((ColumnParallelLinear, 0), (RowParallelLinear, 1), (VocabParallelEmbedding, 0))
     for module in model.modules():
         for kind, dim in cut:
-            if isinstance(module, kind) and module.weight is not None:
+            if isinstance(module, kind) and module.weight is not None and not hasattr(module.weight, "partition_dim"):
                 set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 

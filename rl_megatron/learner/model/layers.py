@@ -34,7 +34,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.learner.model.attention import AllHeadsNorm, PackedAttention
+from rl_megatron.learner.model.attention import AllHeadsAttention, PackedAttention
 from rl_megatron.learner.model.decoder_config import device_of
 from rl_megatron.learner.model.experts import FusedExperts
 from rl_megatron.learner.model.fused import expert_mlp, linear, rms_norm
@@ -200,7 +200,9 @@ def torch_layer_spec(shape: ModelShape, layer: int, latent: ModuleSpec | None = 
             input_layernorm=RMSNorm if latent else IdentityOp,
             self_attention=latent
             or ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=_attention(shape)
+                module=AllHeadsAttention if shape.qk_norm == "all" else SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=_attention(shape),
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm if sparse else IdentityOp,
@@ -230,20 +232,13 @@ _GROUPED = MLPSubmodules(linear_fc1=GroupedColumnLinear, linear_fc2=GroupedRowLi
 
 
 def _attention(shape: ModelShape) -> SelfAttentionSubmodules:
-    q_norm, k_norm = {
-        "head": (RMSNorm, RMSNorm),
-        "all": tuple(
-            ModuleSpec(module=AllHeadsNorm, params={"num_heads": heads})
-            for heads in (shape.num_heads, shape.num_kv_heads)
-        ),
-        None: (None, None),
-    }[shape.qk_norm]
+    norm = RMSNorm if shape.qk_norm == "head" else None  # AllHeadsAttention makes those over all heads
     return SelfAttentionSubmodules(
         linear_qkv=NormColumnLinear,
         core_attention=PackedAttention,
         linear_proj=RowParallelLinear,
-        q_layernorm=q_norm,
-        k_layernorm=k_norm,
+        q_layernorm=norm,
+        k_layernorm=norm,
     )
 
 

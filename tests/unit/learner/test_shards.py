@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import CheckpointError
-from rl_megatron.learner import world
+from rl_megatron.learner import checkpoint, world
 from rl_megatron.learner.megatron import make_policy
 from rl_megatron.learner.model.layers import GroupedColumnLinear, RMSNorm
 from rl_megatron.learner.trained import MegatronLearner
@@ -142,6 +142,18 @@ def test_a_full_disk_is_named_and_not_by_a_traceback(hf: Path, tmp_path: Path) -
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"{tmp_path}/full cannot be written: File too large; free space" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.skipif(checkpoint._READS_WITHOUT_COMMON, reason="the megatron-core here reads both forms")
+def test_a_checkpoint_of_a_newer_megatron_core_is_refused_with_what_reads_it(hf: Path, tmp_path: Path) -> None:
+    folder = save(drawn(hf, 6), tmp_path / "newer")
+    (folder / "common.pt").unlink()  # which it has among the shards, under this name
+    with (folder / ".metadata").open("ab") as file:
+        file.write(b"common_state")
+    with pytest.raises(
+        CheckpointError, match=r"has no common.pt: a megatron-core wrote it that is newer .* resume with"
+    ):
+        policy(hf).load(folder)
 
 
 def test_shards_without_a_tensor_are_an_error_of_one_line(hf: Path, tmp_path: Path) -> None:
