@@ -3,6 +3,7 @@
 # make test-engines                            the tests that want vLLM and SGLang, which it installs under .engines/
 # make test-dry-run [ARGS="-k 30b"]            the recipes of large models at their real size, without their memory
 # make try-newest-engines                      a part of them with the newest vLLM and SGLang, beside the tested ones
+# make test-312 [PYTHON312=PATH]               the learner's tests on Python 3.12, with the newest megatron-core tried
 # make test-cluster                            jobs on a real Slurm of twenty-two nodes on this machine (root, Debian)
 # make test-pretended-gpu                      the learner's tests again, on pretended GPUs: ten minutes on two cores
 # make test-gpu [HALF=1|2] [GPU_PYTHON=python3]  the kit for one GPU, ten minutes a half; prints a table of figures
@@ -12,14 +13,18 @@
 # make clean                                   remove the environment and caches; runs/ stays
 
 PYTHON := $(shell command -v python3.11 || command -v python3)
+PYTHON312 ?= python3.12
 BIN := .venv/bin
 ENVIRONMENT := .venv/.installed
+TORCH := torch==2.13.0
+FILES_312 := tests/unit/learner tests/unit/options tests/unit/scaling $(addprefix tests/distributed/test_, \
+	learner_parity.py resume_layouts.py kept.py routers.py overlap.py dispatchers.py float32_head.py)
 ARGS ?=
 HALF ?=
 GPU_PYTHON ?=
 
-.PHONY: train test test-dry-run test-engines try-newest-engines test-cluster test-pretended-gpu test-gpu test-images mutants lint \
-	clean
+.PHONY: train test test-dry-run test-engines try-newest-engines test-312 test-cluster test-pretended-gpu test-gpu test-images \
+	mutants lint clean
 .DELETE_ON_ERROR:
 
 train: $(ENVIRONMENT)
@@ -30,6 +35,10 @@ test: lint .venv/te/.installed
 
 test-dry-run: $(ENVIRONMENT)
 	$(BIN)/pytest -q tests/recipes $(ARGS)
+
+test-312: .venv312/.installed
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= .venv312/bin/pytest -q -rs -n 2 --dist loadfile --no-loadscope-reorder \
+		$(or $(FILES),$(FILES_312)) $(ARGS)
 
 test-cluster: $(ENVIRONMENT)
 	tests/cluster/install.sh
@@ -67,13 +76,20 @@ lint: $(ENVIRONMENT)
 	$(BIN)/codespell
 
 clean:
-	rm -rf .venv .engines .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info
+	rm -rf .venv .venv312 .engines .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info
 
 # torch by itself first and at its exact version: a looser range draws gigabytes of other builds.
 $(ENVIRONMENT): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt $(TORCH)
 	$(BIN)/pip install -q -c constraints.txt -e .[dev]
+	touch $@
+
+.venv312/.installed: pyproject.toml constraints.txt
+	$(PYTHON312) -c 'import sys; assert sys.version_info[:2] == (3, 12), sys.version'
+	$(PYTHON312) -m venv .venv312
+	.venv312/bin/pip install -q -c constraints.txt $(TORCH)
+	.venv312/bin/pip install -q -c constraints.txt -e .[test]
 	touch $@
 
 .venv/.mutants-installed: $(ENVIRONMENT)

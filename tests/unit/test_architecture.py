@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 REPO = Path(__file__).resolve().parents[2]
 PRODUCT = ("rl_megatron", "launcher", "tools")
@@ -240,16 +242,18 @@ def test_every_benchmark_takes_json_and_says_the_machine() -> None:
             assert "from bench.results import" in text, path.name
 
 
-def test_every_dependency_is_pinned_once() -> None:
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_every_dependency_is_pinned_once(python: str) -> None:
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [n for n in (REPO / "constraints.txt").read_text(encoding="utf-8").splitlines() if not n.startswith("#")]
-    pins = {name.lower().replace("_", "-"): version for name, version in (line.split("==") for line in lines)}
-    assert len(pins) == len(lines)
+    given = [r for r in map(Requirement, lines) if r.marker is None or r.marker.evaluate({"python_version": python})]
+    pins = {canonicalize_name(r.name): str(r.specifier).removeprefix("==") for r in given}
+    assert len(pins) == len(given)
     wanted = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
-    for requirement in wanted:
-        name, _, version = re.split(r"([<>=]=|$)", requirement, maxsplit=1)
-        assert name in pins
-        if "==" in requirement:
-            assert pins[name] == version
+    for requirement in map(Requirement, wanted):
+        assert requirement.name == project["name"] or requirement.specifier.contains(pins[requirement.name]), python
+    (megatron,) = (r for r in map(Requirement, wanted) if r.name == "megatron-core")
+    ends = {">=": "3.11", "<=": "3.12"}  # which Python has which end of the range
+    assert [one.version for one in megatron.specifier if ends[one.operator] == python] == [pins["megatron-core"]]
     makefile = (REPO / "Makefile").read_text(encoding="utf-8")
     assert re.findall(r"torch==(\S+)", makefile) == [pins["torch"]]
