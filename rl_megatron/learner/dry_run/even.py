@@ -6,6 +6,7 @@ It replaces functions in this process for good.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -43,7 +44,8 @@ class WithoutData(Meter):
 def install(hidden: Sequence[int]) -> None:
     """Replace what reads tensors' values. ``hidden`` is the shape of what pipeline stages send each other."""
     dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _even_counts
-    dispatcher.permute, dispatcher.sort_chunks_by_idxs = _permute, _sort_chunks
+    others = (None, None) if "align_size" in inspect.signature(dispatcher.permute).parameters else ()  # of padding
+    dispatcher.permute, dispatcher.sort_chunks_by_idxs = partial(_permute, others), _sort_chunks
     p2p.P2PCommunicator._communicate_shapes = _sent(p2p.P2PCommunicator._communicate_shapes, list(hidden))
     random.CudaRNGStatesTracker.fork = _unforked
     buffers._coalescing_manager = _one_by_one
@@ -81,11 +83,11 @@ def _shares(total: int, parts: int) -> Any:
 
 
 def _permute(
-    tokens: Tensor, routing_map: Tensor, probs: Tensor, num_out_tokens: int, **_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Megatron's, but which rows are chosen is not looked at."""
+    others: tuple[None, ...], tokens: Tensor, routing_map: Tensor, probs: Tensor, num_out_tokens: int, **_: object
+) -> tuple[Tensor | None, ...]:
+    """Megatron's, but which rows are chosen is not looked at. It returns ``others`` too."""
     index = torch.zeros(num_out_tokens, dtype=torch.int64, device=tokens.device)
-    return tokens.index_select(0, index), probs.T.contiguous().reshape(-1).index_select(0, index), index
+    return tokens.index_select(0, index), probs.T.contiguous().reshape(-1).index_select(0, index), index, *others
 
 
 def _sort_chunks(

@@ -170,6 +170,7 @@ def _install_cuda() -> None:
     }
     for name, value in patches.items():
         setattr(cuda, name, value)
+    torch.accelerator.current_accelerator = lambda check_available=False: None  # a torch for GPUs would ask its driver
     cuda.random.get_rng_state, cuda.random.set_rng_state = _no_state, _nothing
     for name, dtype in _TENSOR_TYPES.items():
         setattr(cuda, name, _TensorType(name, (), {"of": dtype}))

@@ -7,6 +7,7 @@ test finds it. Names of the C++ extension and of kernels stand for themselves.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -44,6 +45,7 @@ def load() -> None:
     package = ModuleType("transformer_engine")
     package.__path__ = [str(FOLDER / package.__name__)]
     package.__spec__ = ModuleSpec(package.__name__, None, is_package=True)
+    package.__dict__["__version__"] = importlib.metadata.version(package.__name__)
     sys.modules[package.__name__] = package
     common: Any = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = lambda framework: None
