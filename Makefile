@@ -18,8 +18,10 @@ BIN := .venv/bin
 ENVIRONMENT := .venv/.installed
 TORCH := torch==2.13.0
 FILES_312 := tests/unit/learner tests/unit/options tests/unit/scaling $(addprefix tests/distributed/test_, \
-	learner_parity.py resume_layouts.py kept.py routers.py overlap.py dispatchers.py float32_head.py)
+	learner_parity.py resume_layouts.py families.py kept.py routers.py routing_replay.py overlap.py dispatchers.py \
+	float32_head.py parked.py conversion.py dry_run.py te_names.py pretended_gpu.py)
 ARGS ?=
+FILES ?=
 HALF ?=
 GPU_PYTHON ?=
 
@@ -36,7 +38,7 @@ test: lint .venv/te/.installed
 test-dry-run: $(ENVIRONMENT)
 	$(BIN)/pytest -q tests/recipes $(ARGS)
 
-test-312: .venv312/.installed
+test-312: .venv312/.installed .venv312/te/.installed
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= .venv312/bin/pytest -q -rs -n 2 --dist loadfile --no-loadscope-reorder \
 		$(or $(FILES),$(FILES_312)) $(ARGS)
 
@@ -97,8 +99,12 @@ $(ENVIRONMENT): pyproject.toml constraints.txt
 	touch $@
 
 # TransformerEngine's Python sources alone, where only the test of its names looks for them.
-.venv/te/.installed: tests/te.txt $(ENVIRONMENT)
-	$(BIN)/pip install -q --no-deps --upgrade --target .venv/te -r $<
+.venv/te/.installed: $(ENVIRONMENT)
+
+.venv312/te/.installed: .venv312/.installed
+
+.venv/te/.installed .venv312/te/.installed: tests/te.txt
+	$(@D)/../bin/pip install -q --no-deps --upgrade --target $(@D) -r tests/te.txt
 	touch $@
 
 # Engines want other versions than the learner and than each other. Stand-ins for what they lack on a CPU go into their

@@ -119,7 +119,7 @@ def test_other_programs_of_documents_are_there(command: Command) -> None:
         makefile = (REPO / "Makefile").read_text()
         given = {word.partition("=")[0] for word in rest if "=" in word}
         assert given <= set(re.findall(r"^([A-Z_]+) \?=", makefile, re.M))
-        assert {word for word in rest if "=" not in word} <= set(re.findall(r"^([a-z-]+):", makefile, re.M))
+        assert {word for word in rest if "=" not in word} <= set(re.findall(r"^([a-z0-9-]+):", makefile, re.M))
     elif program(command).startswith("python") and rest[:1] == ["-m"] and rest[1] not in {"venv", "pip"}:
         assert (REPO / f"{rest[1].replace('.', '/')}.py").is_file()
     elif program(command).startswith("python") and rest and rest[0].startswith("tools/"):
