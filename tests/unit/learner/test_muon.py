@@ -1,0 +1,116 @@
+"""Muon's step of a parameter's matrices, against torch's own Muon and the singular values of the update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
+from rl_megatron.learner.model.experts import FusedExperts
+from rl_megatron.learner.muon.matrices import WHOLE, Matrices, find_matrices
+from rl_megatron.learner.muon.newton_schulz import Muon, orthogonalised
+from rl_megatron.learner.muon.shared import _BUCKET, _buckets, share_out
+
+SHAPES = [(48, 32), (32, 48), (16, 16), (3, 70)]
+SETTINGS = [
+    {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1, "scale": "match_rms_adamw"},
+    {"momentum": 0.8, "nesterov": False, "ns_steps": 3, "weight_decay": 0.0, "scale": "original"},
+]
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def step_both(
+    ours: Sequence[Tensor],
+    theirs: Sequence[Tensor],
+    settings: Mapping[str, Any],
+    matrices: Mapping[Tensor, Matrices],
+    dtype: torch.dtype,
+) -> None:
+    """Make three steps of ``ours``, by Muon here, and of ``theirs``, the matrices in them, by torch's."""
+    muon = Muon(ours, dtype=dtype, lr=0.02, **settings)
+    muon.matrices = {**matrices}
+    given = {name: value for name, value in settings.items() if name != "scale"}
+    parameters = [torch.nn.Parameter(x) for x in theirs]
+    torches = torch.optim.Muon(parameters, lr=0.02, adjust_lr_fn=settings["scale"], **given)
+    for number in range(3):
+        for place, parameter in enumerate(ours):
+            parameter.grad = drawn(*parameter.shape, seed=100 * number + place)
+        grads = [g for p in ours for g in muon.matrices.get(p, WHOLE).parts(p.grad)]  # type: ignore[arg-type]
+        for matrix, grad in zip(parameters, grads, strict=True):
+            matrix.grad = grad.clone()
+        muon.step()
+        with pytest.MonkeyPatch.context() as patch:
+            if dtype is not torch.bfloat16:
+                patch.setattr(torch.Tensor, "bfloat16", lambda x: x.to(dtype, copy=True))
+            torches.step()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["defaults", "others"])
+def test_whole_matrices_step_as_torch_steps_them_to_the_bit(settings: Mapping[str, Any]) -> None:
+    ours = [drawn(*shape) for shape in SHAPES]
+    theirs = [x.clone() for x in ours]
+    step_both(ours, theirs, settings, {}, torch.bfloat16)
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, wanted)
+        assert not torch.equal(mine, drawn(*mine.shape))
+
+
+def test_fused_experts_step_as_the_matrices_that_their_forward_pass_multiplies_by() -> None:
+    experts = FusedExperts.__new__(FusedExperts)
+    torch.nn.Module.__init__(experts)
+    experts.gate_up_proj, experts.down_proj = torch.nn.Parameter(drawn(2, 6, 10)), torch.nn.Parameter(drawn(2, 5, 6))
+    experts.gate_up_proj_bias = torch.nn.Parameter(drawn(2, 10))
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([experts])})
+    model.config = SimpleNamespace()  # type: ignore[assignment]
+    matrices = dict(find_matrices(model))
+    assert matrices.pop(experts.gate_up_proj_bias) is None
+    fused, down = (p.detach() for p in matrices)
+    theirs = [fused[e, :, first::2].T.clone() for e in (0, 1) for first in (0, 1)] + [down[e].T.clone() for e in (0, 1)]
+    found = dict(zip((fused, down), matrices.values(), strict=True))
+    step_both([fused, down], theirs, SETTINGS[0], found, torch.float64)  # type: ignore[arg-type]
+    for e in (0, 1):
+        assert torch.allclose(fused[e, :, ::2].T, theirs[2 * e], atol=1e-6)
+        assert torch.allclose(fused[e, :, 1::2].T, theirs[2 * e + 1], atol=1e-6)
+        assert torch.allclose(down[e].T, theirs[4 + e], atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(48, 32), (32, 48), (40, 40)])
+def test_an_update_is_orthogonal_and_keeps_the_singular_vectors(shape: tuple[int, int]) -> None:
+    u, values, v = torch.linalg.svd(drawn(*shape).double(), full_matrices=False)
+    values = values.clamp(min=0.2 * float(values[0]))
+    around = u.T @ orthogonalised(u @ torch.diag(values) @ v, 5, torch.float64) @ v.T
+    found = around.diagonal()
+    assert 0.65 < float(found.min()) < float(found.max()) < 1.2
+    assert float((around - torch.diag(found)).abs().max()) < 1e-12
+    wanted = values / values.norm()
+    for _ in range(5):
+        wanted = 3.4445 * wanted - 4.7750 * wanted**3 + 2.0315 * wanted**5
+    assert torch.allclose(found, wanted, atol=1e-12)
+
+
+def test_a_gradient_of_zero_moves_nothing() -> None:
+    assert torch.equal(orthogonalised(torch.zeros(4, 6), 5, torch.float32), torch.zeros(4, 6))
+
+
+def test_ranks_get_equal_shares_of_the_state_and_each_parameter_once() -> None:
+    sizes = [700, 500, 40, 40, 30, 30, 20, 10, 10, 5, 1]
+    parameters = [torch.zeros(size) for size in sizes]
+    owners = share_out([(p, WHOLE) for p in parameters[:-1]] + [(parameters[-1], None)], 3)
+    assert sorted(p.numel() for rank in owners for p in rank) == sorted(sizes)
+    assert [sum(p.numel() for p in rank) for rank in owners] == [700, 500, 186]
+    assert {id(p) for rank in owners for p in rank} == {id(p) for p in parameters}
+
+
+def test_weights_travel_in_buckets_of_a_limited_size_and_one_dtype() -> None:
+    half = torch.empty(_BUCKET // 8, device="meta")
+    small = torch.empty(3, dtype=torch.bfloat16, device="meta")
+    found = [len(bucket) for bucket in _buckets([half, half, half, small, small])]
+    assert found == [2, 1, 2]
