@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 
 from rl_megatron.digests import Digest, digests
 from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.learner.muon.shared import LayerWise
 from rl_megatron.learner.optimizer import copy_to_host, create_state, inner_optimizers
 from rl_megatron.weights.bytes.bits import all_numbers
 
@@ -237,7 +238,7 @@ def _in_links(saved: dict[Any, Any], optimizer: MegatronOptimizer, folder: Path)
     those of each. The tensors have been read by their global names, into the states of ``optimizer``'s own chain.
     """
     links = range(len(inner_optimizers(optimizer)))
-    if len(links) == 1 or saved.keys() == set(links):
+    if len(links) == 1 or saved.keys() == set(links) or isinstance(optimizer, LayerWise):
         return saved
     if "param_state" not in saved[0]:
         raise CheckpointError(

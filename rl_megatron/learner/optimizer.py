@@ -1,4 +1,4 @@
-"""Builds and steps megatron's (distributed) AdamW, with fixes for its use of torch's AdamW."""
+"""Builds and steps megatron's (distributed) AdamW, with fixes for its use of torch's AdamW, or Muon."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from rl_megatron.learner.model.build import with_dtypes
+from rl_megatron.learner.muon.newton_schulz import Muon
+from rl_megatron.learner.muon.shared import LayerWise
 from rl_megatron.options.option import Keywords
 
 _HYBRID_KEYS = inspect.signature(HybridDeviceOptimizer).parameters.keys() - {"params"}
@@ -27,7 +29,11 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
     _fix_places_of_state()
     HybridDeviceOptimizer._move_new_state_to_right_device = _move_state
     config = OptimizerConfig(**with_dtypes(given.optimizer))
-    optimizer = get_megatron_optimizer(config, list(chunks))
+    if config.optimizer == "muon":
+        config.optimizer = "adam"  # of what is no matrix: megatron's functions know this name alone
+        optimizer: MegatronOptimizer = LayerWise(config, chunks)
+    else:
+        optimizer = get_megatron_optimizer(config, list(chunks))
     for part in inner_optimizers(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):  # neither apex nor TransformerEngine
             for group in part.optimizer.param_groups:
@@ -127,6 +133,8 @@ def create_state(optimizer: MegatronOptimizer) -> None:
 
 def _fill_state(adam: torch.optim.Optimizer) -> None:
     counts = isinstance(adam, torch.optim.AdamW)
+    if isinstance(adam, Muon):
+        adam.create_state()
     for parameter in (p for group in adam.param_groups for p in group["params"]):
         if not adam.state[parameter]:
             zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}

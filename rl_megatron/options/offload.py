@@ -66,6 +66,7 @@ class Offload(Option):
                 "to leave; leave it out"
             )
         lacking = {
+            "learner.optimizer.name=adamw": learner.optimizer.name == "adamw",
             "learner.optimizer.distributed=true": learner.optimizer.distributed,
             "learner.dtype=bfloat16": learner.dtype == "bfloat16",
         }

@@ -1,22 +1,44 @@
-"""``learner.optimizer``: AdamW, whose state data-parallel ranks shard (arXiv:1910.02054)."""
+"""``learner.optimizer``: AdamW, or Muon for matrices, whose state data-parallel ranks shard (arXiv:1910.02054)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 from rl_megatron.options.option import Keywords, Option, Rank, Terms
-from rl_megatron.section import Fraction, NonNegativeFloat, PositiveFloat, Section
+from rl_megatron.section import Fraction, NonNegativeFloat, Positive, PositiveFloat, Section
 
 if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
     from rl_megatron.models.shape import ModelShape
 
-_MOMENTS = 8  # bytes of both
+_MOMENT = 4  # bytes
+
+
+class MuonSection(Section):
+    """Settings of ``name=muon`` alone."""
+
+    momentum: Fraction = 0.95
+    """Decay of the moving mean of gradients, which is orthogonalised."""
+    nesterov: bool = True
+    """Whether the gradient is mixed into that mean once more, as Nesterov's momentum does."""
+    newton_schulz_steps: Positive = 5
+    """Steps of the Newton-Schulz iteration, in learner.dtype; after 5 all but the smallest singular values are about
+    0.7 to 1.2."""
+    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """The update of a matrix [rows, columns] is multiplied by 0.2 sqrt(max(rows, columns)), so that learning rates of
+    AdamW fit (Moonlight, arXiv:2502.16982), or by sqrt(max(1, rows / columns)) (kellerjordan.github.io/posts/muon), as
+    torch.optim.Muon does. What AdamW steps has the same learning rate."""
 
 
 class OptimizerSection(Section):
-    """AdamW, by megatron-core's OptimizerConfig."""
+    """AdamW or Muon, by megatron-core's OptimizerConfig."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: the matrices of the decoder's layers, routers among them, are stepped by their orthogonalised momentum,
+    query, key, value, gate and up projections and those of each expert by themselves. AdamW steps the rest: embedding,
+    output layer, norms, biases."""
+    muon: MuonSection = MuonSection()
     beta1: Fraction = 0.9
     """Decay of the moving mean of gradients."""
     beta2: Fraction = 0.95
@@ -28,7 +50,8 @@ class OptimizerSection(Section):
     clip_grad: NonNegativeFloat = 1.0
     """Maximum global norm of the gradient; 0 does not clip."""
     distributed: bool = True
-    """Whether data-parallel ranks shard the optimizer's state."""
+    """Whether data-parallel ranks shard the optimizer's state: AdamW's in equal parts; with ``name=muon``, which needs
+    true, in whole parameters."""
 
 
 class OptimizerKeys(Section):
@@ -38,31 +61,63 @@ class OptimizerKeys(Section):
 
 
 class Optimizer(Option):
-    """AdamW over float32 copies of the parameters. The learner sets the learning rate before each step."""
+    """AdamW, or Muon beside it, over float32 copies of the parameters. The learner sets the learning rate before each
+    step."""
 
     keys = OptimizerKeys
 
-    def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """AdamW's settings."""
+    def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+        """Muon with state that is not shared out, and its settings without it."""
         section = learner.optimizer
+        if section.name == "muon" and not section.distributed:
+            yield (
+                "learner.optimizer.name=muon with learner.optimizer.distributed=false: data-parallel ranks always "
+                "share its matrices out, so that each is orthogonalised once; leave distributed out"
+            )
+        if section.name != "muon" and section.muon != MuonSection():
+            changed = [key for key, value in MuonSection() if getattr(section.muon, key) != value]
+            yield (
+                f"learner.optimizer.muon.{changed[0]} with learner.optimizer.name={section.name} would have no effect; "
+                "set learner.optimizer.name=muon, or leave it out"
+            )
+
+    def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
+        """The optimizer's settings. Megatron's own sharding cuts parameters, and Muon takes whole ones."""
+        section = learner.optimizer
+        sharded = section.distributed and section.name == "adamw"
+        muon = {
+            "muon_momentum": section.muon.momentum,
+            "muon_use_nesterov": section.muon.nesterov,
+            "muon_num_ns_steps": section.muon.newton_schulz_steps,
+            "muon_scale_mode": section.muon.scale,
+        }
         return Keywords(
-            ddp={"use_distributed_optimizer": section.distributed},
+            ddp={"use_distributed_optimizer": sharded},
             optimizer={
-                "optimizer": "adam",
+                "optimizer": {"adamw": "adam", "muon": "muon"}[section.name],
                 "lr": 0.0,
                 "adam_beta1": section.beta1,
                 "adam_beta2": section.beta2,
                 "adam_eps": section.eps,
                 "weight_decay": section.weight_decay,
                 "clip_grad": section.clip_grad,
-                "use_distributed_optimizer": section.distributed,
+                "use_distributed_optimizer": sharded,
+                **(muon if section.name == "muon" else {}),
             },
         )
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """Bytes of both moments and, with bfloat16 parameters, of float32 copies; sharded if ``distributed``."""
-        each, d, held = _MOMENTS + (4 if learner.dtype == "bfloat16" else 0), learner.dims, rank.trained
+        """Bytes of AdamW's two moments, or of Muon's one, and, with bfloat16 parameters, of float32 copies; shared out
+        if ``distributed``, with Muon by whole parameters: a rank has at least the embedding's or the output layer's."""
+        each, d, held = 2 * _MOMENT + (4 if learner.dtype == "bfloat16" else 0), learner.dims, rank.trained
+        dense, experts = float(held.dense * each), float(held.experts * each)
+        if learner.optimizer.name == "muon":
+            dense, experts = dense - _MOMENT * rank.matrices.dense, experts - _MOMENT * rank.matrices.experts
         if not learner.optimizer.distributed:
-            return {**terms, "optimizer": float(held.both * each)}
-        shared = held.dense / (d.dp * d.cp) + held.experts * d.etp * d.ep / (d.tp * d.cp * d.dp)
-        return {**terms, "optimizer": each * shared}
+            return {**terms, "optimizer": dense + experts}
+        largest = 0.0
+        if learner.optimizer.name == "muon" and rank.stage in (0, d.pp - 1):
+            unit = learner.vocab_multiple * d.tp
+            largest = -(-shape.vocab_size // unit) * learner.vocab_multiple * shape.hidden_size * each
+        shared = max(dense / (d.dp * d.cp), largest) + experts * d.etp * d.ep / (d.tp * d.cp * d.dp)
+        return {**terms, "optimizer": shared}

@@ -62,13 +62,14 @@ class Elements:
 class Rank:
     """The work of a rank of pipeline stage ``stage``, before any option acts.
 
-    It holds ``parameters``, of which it trains ``trained``. It computes ``tokens`` of a micro-batch in ``layers``;
-    ``inputs`` has the elements of each layer's input.
+    It holds ``parameters``, of which it trains ``trained``, and of these ``matrices`` in matrices of layers. It
+    computes ``tokens`` of a micro-batch in ``layers``; ``inputs`` has the elements of each layer's input.
     """
 
     stage: int
     parameters: Elements
     trained: Elements
+    matrices: Elements
     tokens: float
     layers: tuple[int, ...]
     inputs: tuple[float, ...]

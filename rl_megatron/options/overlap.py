@@ -59,6 +59,7 @@ class Overlap(Option):
             return
         lacking = {
             "learner.overlap.gradients=true": section.gradients,
+            "learner.optimizer.name=adamw": learner.optimizer.name == "adamw",
             "learner.optimizer.distributed=true": learner.optimizer.distributed,
         }
         for key in (key for key, there in lacking.items() if not there):

@@ -184,6 +184,15 @@ def trained_elements(config: RunConfig, layout: Layout, stage: int) -> Elements:
     return elements(layout, stage, lambda hf: hf not in still)
 
 
+def trained_matrices(config: RunConfig, layout: Layout, stage: int) -> Elements:
+    """The part of `trained_elements` that `rl_megatron.learner.muon.matrices` takes for matrices."""
+    rows = [(spec.name, layout.chunks(spec)[0][0]) for spec in layout.rows() if "{layer}" in spec.name]
+    matrices = {held.hf for name, held in rows if len(held.shape) > 1 and "bias" not in name}
+    if config.learner.router.frozen:
+        matrices -= {held.hf for name, held in rows if ".router." in name}
+    return elements(layout, stage, lambda hf: hf in matrices)
+
+
 def server_weights(config: RunConfig, shape: ModelShape) -> float:
     """Bytes of the model on each GPU of a server: its share of the experts, and of the rest in a dp replica."""
     hf, server = hf_layout(shape), config.rollout.server
@@ -309,6 +318,7 @@ def _rank(config: RunConfig, layout: Layout, stage: int) -> Rank:
         stage=stage,
         parameters=elements(layout, stage),
         trained=trained_elements(config, layout, stage),
+        matrices=trained_matrices(config, layout, stage),
         tokens=tokens,
         layers=tuple(layers),
         inputs=(tokens * shape.hidden_size / learner.dims.tp,) * len(layers),

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.option import BYTES
-from rl_megatron.scaling.memory import GB, elements, trained_elements
+from rl_megatron.options.option import BYTES, Elements
+from rl_megatron.scaling.memory import GB, elements, trained_elements, trained_matrices
 from rl_megatron.weights.layouts.learner import learner_layout
 
 _STATE = 12  # bytes: a float32 copy of the parameter, and both moments
+_MOMENT = 4  # of which Muon's matrices have one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +43,22 @@ def bytes_by_rank(config: RunConfig, shape: ModelShape) -> dict[int, int]:
     """Bytes of weights and optimizer that each learner rank writes; ranks left out write none.
 
     Of ranks with the same parameters the first of a data-parallel group writes (megatron-core 0.16.1,
-    ``fully_reshardable`` gathers its optimizer state there), the experts' group for experts. What is whole on all
-    tensor-parallel ranks, norms and routers, counts for each.
+    ``fully_reshardable`` gathers its optimizer state there), the experts' group for experts. With Muon each writes what
+    it steps, which is counted for the first. What is whole on all tensor-parallel ranks, norms and routers, counts for
+    each.
     """
     layout, d = learner_layout(config, shape), config.learner.dims
     each, inner = BYTES[config.learner.dtype], d.world_size // d.pp
+    muon = config.learner.optimizer.name == "muon"
     out: dict[int, int] = {}
     for stage in range(d.pp):
         held, trained = elements(layout, stage), trained_elements(config, layout, stage)
+        spared = trained_matrices(config, layout, stage) if muon else Elements(dense=0, experts=0)
         for rank in range(max(d.tp, d.etp * d.ep)):
             dense, experts = rank < d.tp, rank < d.etp * d.ep
-            out[stage * inner + rank] = dense * (held.dense * each + trained.dense * _STATE)
-            out[stage * inner + rank] += experts * (held.experts * each + trained.experts * _STATE)
+            of_dense = held.dense * each + trained.dense * _STATE - spared.dense * _MOMENT
+            of_experts = held.experts * each + trained.experts * _STATE - spared.experts * _MOMENT
+            out[stage * inner + rank] = dense * of_dense + experts * of_experts
     return out
 
 

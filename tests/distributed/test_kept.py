@@ -227,6 +227,7 @@ def test_recomputation_frees_what_the_plan_says_and_changes_no_bit(alone: Sequen
             stage=0,
             parameters=Elements(dense=0, experts=0),
             trained=Elements(dense=0, experts=0),
+            matrices=Elements(dense=0, experts=0),
             tokens=TOKENS,
             layers=tuple(range(shape.num_layers)),
             inputs=(),

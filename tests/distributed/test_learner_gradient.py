@@ -1,20 +1,24 @@
-"""The learner's forward, backward, clipping and AdamW against transformers' model under torch's own optimizer."""
+"""The learner's forward, backward, clipping, AdamW and Muon against transformers' model under torch's optimizers."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.config.run import TinyModelSection
+from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.options.optimizer import OptimizerSection
+from rl_megatron.scaling.memory import footprints
 from rl_megatron.training.measures import Made
 from rl_megatron.types import Samples
 from rl_megatron.weights.layouts.families import read_shape
@@ -52,6 +56,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> 
     torch.set_num_threads(1)
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_policy
+    from rl_megatron.learner.optimizer import state_of
     from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
     from rl_megatron.weights.layouts.layout import Layout
     from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
@@ -68,19 +73,51 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> 
     mine = batch.micro_batches[learner.dims.dp_rank(rank)]
     results = [train_step(megatron, mine, CrossEntropy(), LEARNING_RATE, **counts) for _ in range(STEPS)]
     seen = [(result.loss, result.step.grad_norm) for result in results if isinstance(result, Made)]
-    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+    weights = {id(parameter) for chunk in megatron._trained for parameter in chunk.parameters()}
+    state = sum(x.nbytes for x in state_of(megatron._optimizer) if id(x) not in weights and x.dim())
+    (folder / f"rank{rank}.json").write_text(json.dumps({"steps": seen, "state": state}))
     world.leave()
 
 
-def transformers_steps(model: Path) -> list[tuple[float, float]]:
+class TorchOptimizers:
+    """AdamW for all parameters, or torch.optim.Muon for every matrix of a layer and AdamW for the rest."""
+
+    def __init__(self, model: torch.nn.Module, section: OptimizerSection) -> None:
+        named, same = dict(model.named_parameters()), {"lr": LEARNING_RATE, "weight_decay": section.weight_decay}
+        inside = {n: p for n, p in named.items() if ".layers." in n and p.dim() > 1 and section.name == "muon"}
+        self.parts = [(part, p) for name, p in inside.items() for part in matrices(name, p)]
+        self.stepped = [torch.nn.Parameter(part(p.data)) for part, p in self.parts]  # views: in place is in the model
+        rest = [p for name, p in named.items() if name not in inside]
+        betas = section.beta1, section.beta2
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, betas=betas, eps=section.eps, **same)]
+        if self.stepped:
+            self.optimizers.append(torch.optim.Muon(self.stepped, adjust_lr_fn=section.muon.scale, **same))
+
+    def step(self) -> None:
+        for view, (part, p) in zip(self.stepped, self.parts, strict=True):
+            assert p.grad is not None
+            view.grad = part(p.grad)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's iteration, in the learner's precision
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+
+def matrices(name: str, parameter: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """Functions that take each matrix out of a parameter. Experts' are [E, 2f, h], gate above up, and [E, h, f]."""
+    if parameter.dim() == 2:
+        return [lambda tensor: tensor]
+    experts, rows, _ = parameter.shape
+    cuts = [slice(rows // 2), slice(rows // 2, rows)] if "gate_up" in name else [slice(rows)]
+    return [partial(lambda tensor, e, cut: tensor[e, cut], e=e, cut=cut) for e in range(experts) for cut in cuts]
+
+
+def transformers_steps(model: Path, section: OptimizerSection) -> list[tuple[float, float]]:
     """Loss and gradient norm (before clipping) of each step, on the same sequences one by one."""
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    section = LearnerSection().optimizer
-    adam = torch.optim.AdamW(
-        reference.parameters(), lr=LEARNING_RATE, betas=(section.beta1, section.beta2), eps=section.eps, weight_decay=0
-    )
+    optimizers = TorchOptimizers(reference, section)
     samples = make_samples()
     bounds = samples.cu_seqlens.tolist()
     rows = [slice(a, b) for a, b in pairwise(bounds)]
@@ -90,25 +127,50 @@ def transformers_steps(model: Path) -> list[tuple[float, float]]:
     )
     seen = []
     for _ in range(STEPS):
-        adam.zero_grad()
+        reference.zero_grad()
         logprobs = reference(ids).logits.log_softmax(-1).gather(2, targets[..., None]).squeeze(2)
         loss = -logprobs[mask].mean()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), CLIP)
-        adam.step()
+        optimizers.step()
         seen.append((loss.item(), norm.item()))
     return seen
 
 
-@pytest.mark.parametrize(("tied", "pp"), [(False, 1), (True, 2)], ids=["untied", "tied-pp2"])
-def test_ten_steps_are_those_of_transformers_and_torch(tied: bool, pp: int, tmp_path: Path) -> None:
+MUON = {"name": "muon", "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("tied", "layout", "optimizer"),
+    [
+        (False, {}, {}),
+        (True, {"pp": 2}, {}),
+        (False, {}, MUON),
+        (True, {"pp": 2}, MUON),
+        (False, {"tp": 2, "ep": 2}, {**MUON, "muon": {"scale": "original"}}),
+        (False, {"dp": 2, "overlap": {"gradients": True}}, MUON),
+    ],
+    ids=["untied", "tied-pp2", "muon", "muon-tied-pp2", "muon-tp2-ep2", "muon-dp2-overlap"],
+)
+def test_ten_steps_are_those_of_transformers_and_torch(
+    tied: bool, layout: dict[str, Any], optimizer: dict[str, Any], tmp_path: Path
+) -> None:
     spec = TINY.model_copy(update={"tie_embeddings": tied})
     model = make_tiny_model(spec, tmp_path / "models", seed=SEED)
-    learner = LearnerSection(pp=pp, optimizer=OptimizerSection(clip_grad=CLIP))
-    run_ranks(rank_main, pp, learner, tmp_path, model)
-    wanted = transformers_steps(model)
-    found = json.loads((tmp_path / f"rank{pp - 1}.json").read_text())
+    learner = LearnerSection.model_validate({**layout, "optimizer": {"clip_grad": CLIP, **optimizer}})
+    world_size = learner.dims.world_size
+    run_ranks(rank_main, world_size, learner, tmp_path, model)
+    wanted = transformers_steps(model, learner.optimizer)
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+    found = ranks[-1]["steps"]
     assert all(norm > CLIP for _, norm in wanted[:3])
     for (loss, norm), (wanted_loss, wanted_norm) in zip(found, wanted, strict=True):
         assert loss == pytest.approx(wanted_loss, rel=1e-4)
         assert norm == pytest.approx(wanted_norm, rel=1e-4)
+    if optimizer.get("name") == "muon":
+        assert found[-1][0] < 0.75 * found[0][0]  # it learns: from 5.6 to 4.0
+        planned = {m.stage: m.terms["optimizer"] for m in footprints(RunConfig(learner=learner), read_shape(model))}
+        each = world_size // learner.dims.pp
+        for stage, most in planned.items():
+            held = [rank["state"] for rank in ranks[stage * each : (stage + 1) * each]]
+            assert max(held) == pytest.approx(most, rel=0.03), held

@@ -73,6 +73,7 @@ LATENT = replace(  # DeepSeek-V3: latent attention, a dense first layer, a share
     qk_norm=None,
 )
 WHOLE = {"optimizer": {"distributed": False}}  # every data rank has the optimizer's whole state
+MUON = {"optimizer": {"name": "muon", "weight_decay": 0.1}}
 Relay = tuple[ModelShape, Sequence[Mapping[str, Any]]]
 RELAYS: Mapping[str, Relay] = {
     "experts": (
@@ -82,6 +83,9 @@ RELAYS: Mapping[str, Relay] = {
     "experts with biases": (BIASED, [{"tp": 2, "etp": 1}, {"ep": 2}]),  # dp is 1, then 2
     "latent attention": (LATENT, [{"tp": 2, "ep": 2}, {"pp": 2}, {"tp": 2}]),  # pp: the first stage has no experts
     "whole optimizer": (LATENT, [{**WHOLE, "pp": 2}, WHOLE]),
+    "muon": (LATENT, [{**MUON, "tp": 2}, {**MUON, "tp": 2}, {**MUON, "pp": 2}, {**MUON, "cp": 2, "ep": 2}, MUON]),
+    "muon, experts with biases": (BIASED, [{**MUON, "tp": 2, "etp": 1}, {**MUON, "ep": 2}]),
+    "muon, bfloat16": (MOE, [{**MUON, "dp": 2, "dtype": "bfloat16"}] * 2),
 }
 
 
@@ -127,7 +131,7 @@ def leg(rank: int, folder: Path, relay: str, number: int) -> dict[str, Any]:
     made: dict[str, tuple[MegatronLearner, Loss]] = {
         "policy": (make_policy(shape, learner, device, temperature=0.7), policy_loss(objective="cispo"))
     }
-    if relay == "experts with biases":
+    if shape is BIASED:
         made["critic"] = make_critic(shape, learner, device), ValueLoss(clip=0.2)
     seen = {}
     for role, (megatron, loss) in made.items():
@@ -203,11 +207,13 @@ def test_another_layout_goes_on_as_the_one_that_saved(relay: str, seen: Path) ->
         [json.loads(path.read_text()) for path in sorted(seen.glob(f"{relay}-{number}-rank*.json"))]
         for number in range(len(layouts))
     ]
-    for layout, before, after in zip(layouts[1:], runs, runs[1:], strict=False):
+    for was, layout, before, after in zip(layouts, layouts[1:], runs, runs[1:], strict=False):
         for role, saved in before[-1].items():
             resumed = [rank[role]["first"] for rank in after if rank[role]["first"]]
             assert resumed
             assert len(saved["then"]) == STEPS
+            if layout == was:
+                assert resumed == [saved["then"]] * len(resumed)
             for steps_of_rank in resumed:
                 for (loss, norm), (wanted_loss, wanted_norm) in zip(steps_of_rank, saved["then"], strict=True):
                     assert loss == pytest.approx(wanted_loss, rel=1e-6, abs=1e-6), (layout, role)

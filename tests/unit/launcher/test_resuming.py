@@ -84,6 +84,7 @@ def test_a_config_file_edited_between_two_starts_is_refused_by_key(tmp_path: Pat
         *(("rollout.server.replicas=4", True), ("reward.timeout_seconds=7", True), ("roles.critic=separate", True)),
         *(("rollout.group_size=2", False), ("learner.dtype=bfloat16", False), ("reward.function=length", False)),
         *(("learner.ep=2", True), ("learner.optimizer.distributed=false", False), ("warm_start.steps=1", False)),
+        *(("learner.optimizer.name=muon", False), ("learner.optimizer.clip_grad=2", True)),
     ],
 )
 def test_layout_limits_and_lengths_are_free_and_numbers_are_not(key: str, free: bool) -> None:

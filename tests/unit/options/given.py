@@ -117,6 +117,7 @@ LEARNERS: Mapping[str, Mapping[str, Any]] = {
     "overlapping": {"dp": 2, "overlap": {"gradients": True, "parameters": True, "bucket_parameters": 1000}},
     "deepep": {"device": "cuda", "dtype": "bfloat16", "ep": 2, "dispatcher": "deepep"},
     "shared experts overlap": {"ep": 2, "overlap": {"shared_experts": True}},
+    "muon": {"dtype": "bfloat16", "dp": 2, "optimizer": {"name": "muon", "muon": {"scale": "original"}}},
     "frozen routers": {"router": {"frozen": True}},
     "moving biases": {"router": {"bias_update_rate": 0.001}},
     "deterministic": {"deterministic": True},
@@ -140,6 +141,8 @@ MEMORY = [  # over a recipe's keys
     "learner.recompute.uniform=null learner.recompute.block=12",
     "learner.recompute.uniform=null learner.recompute.moe_act=true learner.recompute.layernorm=true",
     "learner.optimizer.distributed=false",
+    "learner.optimizer.name=muon",
+    "learner.optimizer.name=muon learner.router.frozen=true learner.dtype=float32",
     "learner.gradient_dtype=bfloat16",
     "learner.offload.optimizer=0.25",
     "rollout.server.colocated=true learner.offload.while_sampling=gradients",
@@ -170,6 +173,10 @@ REFUSED = [  # over the default run's keys
     "learner.offload.while_sampling=optimizer",
     "learner.offload.while_sampling=gradients learner.device=cuda",
     "learner.offload.optimizer=1 learner.device=cuda learner.optimizer.distributed=false",
+    "learner.optimizer.name=muon learner.optimizer.distributed=false",
+    "learner.optimizer.muon.newton_schulz_steps=3",
+    "learner.optimizer.name=muon learner.overlap.gradients=true learner.overlap.parameters=true",
+    "learner.optimizer.name=muon learner.offload.optimizer=1 learner.device=cuda learner.dtype=bfloat16",
     "learner.gradient_dtype=bfloat16",
     "learner.ep=1 learner.overlap.gradients=true",
     "learner.overlap.parameters=true learner.overlap.bucket_parameters=7 learner.optimizer.distributed=false",
@@ -222,6 +229,7 @@ def keywords(shape: ModelShape, learner: LearnerSection, *, installed: bool) -> 
         patch.setattr(trained, "DistributedDataParallelConfig", record("DistributedDataParallelConfig"))
         patch.setattr(optimizer, "OptimizerConfig", record("OptimizerConfig"))
         patch.setattr(optimizer, "get_megatron_optimizer", stop)
+        patch.setattr(optimizer, "LayerWise", stop)
         try:
             config = build.make_config(shape, learner)
         except ConfigError as error:
