@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, whole_box
+from rl_megatron.weights.bytes.parked import Parked
 from rl_megatron.weights.checks.compare import compare
 from rl_megatron.weights.checks.places import Held, record
 from rl_megatron.weights.checks.reports import Beside
@@ -40,7 +41,7 @@ DIMS = ParallelDims(tp=2, ep=2, dp=2)
 LEARNER = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=DIMS)
 LEARNERS = ENGINES = 4
 BUCKET = 4096  # a page, of which slots are multiples
-WHOLE, FLIPPED, LOST = 3, 4, 5  # versions: what happens on the way
+WHOLE, FLIPPED, LOST, AGAIN = 3, 4, 5, 6  # versions: what happens on the way
 HEARD, FAR = 60.0, LIMIT * 10  # seconds that a rank waits for another: who waits for FAR fails the test
 
 
@@ -95,6 +96,7 @@ class Job:
     nodes: str  # of each rank, the learner's first
     versions: tuple[int, ...]
     flips: int  # the learner rank that flips a bit
+    device: str = "cpu"  # of all weights; ``nodes`` are GPUs of one node for cuda, whose engine ranks sleep in between
 
 
 class Wire:
@@ -106,7 +108,10 @@ class Wire:
 def process(rank: int, job: Job) -> None:
     torch.set_num_threads(1)
     engine_ends._BUCKET_BYTES = engine_ends._SLOT_BYTES = BUCKET
-    carried.own_place = lambda tensors: Place(node=job.nodes[rank], name=f"node {job.nodes[rank]}", gpu="")
+    if job.device == "cuda":
+        torch.cuda.set_device(ord(job.nodes[rank]) - ord("A"))
+    else:
+        carried.own_place = lambda tensors: Place(node=job.nodes[rank], name=f"node {job.nodes[rank]}", gpu="")
     said = learner(rank, job) if rank < LEARNERS else engine(rank - LEARNERS, job)
     torch.save(said, job.folder / f"{rank}.pt")
 
@@ -121,7 +126,7 @@ def learner(rank: int, job: Job) -> dict[str, Any]:
         return start(self, ops, version)
 
     Exchange.start = counting  # type: ignore[method-assign]
-    src = {n: torch.zeros_like(t) for n, t in cut(tensors_of(0), rank).items()}
+    src = {n: torch.zeros_like(t, device=job.device) for n, t in cut(tensors_of(0), rank).items()}
     sender = Sender(job.rendezvous, rank, (LEARNER, boxes()), src, sources_of(LEARNER, HF)[rank])
     out: dict[str, Any] = {"reports": [], "staged": staged(sender), "flipped": "", "lost": ""}
     for version in job.versions:
@@ -176,7 +181,8 @@ def flip_one(transport: Any) -> str:
 
 
 def engine(rank: int, job: Job) -> dict[str, Any]:
-    params = {name: torch.zeros([high - low for low, high in box]) for name, box in share(rank).items()}
+    sizes = {name: [high - low for low, high in box] for name, box in share(rank).items()}
+    params = {name: torch.zeros(size, device=job.device) for name, size in sizes.items()}
 
     def load(tensors: Any) -> None:
         for name, tensor in tensors:
@@ -188,7 +194,11 @@ def engine(rank: int, job: Job) -> dict[str, Any]:
     receiver = Receiver(job.rendezvous, LEARNERS + rank, {one: one.of(params[one.param]) for one in held})
     out: dict[str, Any] = {"reports": [], "bytes": [], "groups": groups(), "lost": ""}
     for version in job.versions:
-        expected, beside = tensors_of(version), Beside()
+        expected, beside, asleep = tensors_of(version), Beside(), Parked()
+        asleep.leave("weights", params.values(), kept=False)
+        asleep.back()  # elsewhere, with whatever was there
+        for param in params.values() if job.device == "cuda" else ():
+            param.fill_(torch.nan)
 
         def coming(turn: int, held: Sequence[Held], version: int = version) -> None:
             if version == LOST and rank == ENGINES - 1:
@@ -204,18 +214,27 @@ def engine(rank: int, job: Job) -> dict[str, Any]:
         if out["lost"]:
             wait_for_others(receiver, LEARNERS + rank)
             break
-        for name, box in share(rank).items() if version == WHOLE else ():
-            assert torch.equal(params[name], of(box, expected[name])), name
+        for name, box in share(rank).items() if version in (WHOLE, AGAIN) else ():
+            assert torch.equal(params[name].cpu(), of(box, expected[name])), name
         out["reports"].append(beside.report())
     receiver.close()
     return out
 
 
-def run(folder: Path, transport: str, nodes: str, *versions: int, seconds: float = HEARD, flips: int = 0) -> list[Any]:
+def run(
+    folder: Path,
+    transport: str,
+    nodes: str,
+    *versions: int,
+    seconds: float = HEARD,
+    flips: int = 0,
+    device: str = "cpu",
+    start: Callable[..., None] = run_ranks,
+) -> list[Any]:
     keeper = Keeper("127.0.0.1", seconds)
     rendezvous = keeper.rendezvous(LEARNERS + ENGINES, learners=LEARNERS, transport=transport, backend="gloo")
-    job = Job(rendezvous=rendezvous, folder=folder, nodes=nodes, versions=versions, flips=flips)
-    run_ranks(process, LEARNERS + ENGINES, job)
+    job = Job(rendezvous=rendezvous, folder=folder, nodes=nodes, versions=versions, flips=flips, device=device)
+    start(process, LEARNERS + ENGINES, job)
     return [
         torch.load(path, weights_only=False) if path.exists() else None
         for path in (folder / f"{r}.pt" for r in range(8))
@@ -232,6 +251,13 @@ def missing(carrier: int, rank: int) -> int:
     held = torch.cat([tensor.flatten() for tensor in cut(numbers, carrier).values()])
     needed = torch.cat([of(box, numbers[name]).flatten() for name, box in share(rank).items()])
     return int((~torch.isin(needed, held)).sum())
+
+
+def differing(learners: Sequence[Any], engines: Sequence[Any], number: int) -> set[str]:
+    """The tensors of a push whose checksums differ."""
+    shapes = HF.local_shapes(0)
+    sealed = sealed_by([one["reports"][number] for one in learners], shapes)
+    return set(compare(sealed, shapes, [one["reports"][number] for one in engines], frozenset()).differing)
 
 
 @pytest.mark.parametrize(
@@ -257,13 +283,7 @@ def test_learner_ranks_hand_on_what_their_engine_rank_needs_and_no_more(
         assert one["bytes"][0] == 4 * sum(
             of(box, torch.empty(HF.local_shapes(0)[n])).numel() for n, box in share(rank).items()
         )
-    found = compare(
-        sealed_by([one["reports"][0] for one in learners], HF.local_shapes(0)),
-        HF.local_shapes(0),
-        [one["reports"][0] for one in engines],
-        frozenset(),
-    )
-    assert not found.differing
+    assert not differing(learners, engines, 0)
     if not carriers:
         return
     assert [one["groups"] for one in said] == [[LEARNERS]] * LEARNERS + [[]] * ENGINES
@@ -275,13 +295,7 @@ def test_learner_ranks_hand_on_what_their_engine_rank_needs_and_no_more(
     if len(set(carriers)) == LEARNERS:
         assert max(sent) <= 1.05 * sum(sent) / LEARNERS
         assert max(needed.values()) > 8 * BUCKET
-    found = compare(
-        sealed_by([one["reports"][1] for one in learners], HF.local_shapes(0)),
-        HF.local_shapes(0),
-        [one["reports"][1] for one in engines],
-        frozenset(),
-    )
-    assert set(found.differing) == {learners[flips]["flipped"]}
+    assert differing(learners, engines, 1) == {learners[flips]["flipped"]}
 
 
 def test_an_engine_rank_that_is_lost_leaves_nobody_waiting(tmp_path: Path) -> None:

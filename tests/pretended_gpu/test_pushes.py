@@ -1,4 +1,5 @@
-"""Weights on pretended GPUs: transports, the embedded engine, and a learner that another process goes on with."""
+"""Weights on pretended GPUs: transports, engine ranks that slept, the embedded engine, and a learner that another
+process goes on with."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import pytest
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.tiny import make_tiny_model
-from tests.distributed import gpu_branch
+from tests.distributed import gpu_branch, test_carried
+from tests.distributed.pretended.plugin import run_ranks as run_ranks_on_gpus
 from tests.distributed.pretended.ranks import World, run_worlds
 from tests.distributed.ranks import run_ranks
 
@@ -94,6 +96,18 @@ def engine_main(rank: int, learner: LearnerSection, folder: Path, model: Path, a
 
 def test_process_group_changes_cuda_ipc_and_files_write_gpus(tmp_path: Path) -> None:
     run_worlds([World(main=transports, size=2, arguments=(tmp_path,))])
+
+
+def test_learner_ranks_carry_versions_to_engine_ranks_that_slept_on_their_gpus(tmp_path: Path) -> None:
+    """Through CUDA IPC, each on its own GPU; before each version an engine rank's weights get other memory, of NaN."""
+    versions = (test_carried.WHOLE, test_carried.FLIPPED, test_carried.AGAIN)
+    said = test_carried.run(tmp_path, "carried", "ABCDDCBA", *versions, device="cuda", start=run_ranks_on_gpus)
+    learners, engines = said[: test_carried.LEARNERS], said[test_carried.LEARNERS :]
+    for rank, one in enumerate(learners):
+        assert one["received"] == 4 * test_carried.missing(rank, test_carried.ENGINES - 1 - rank)
+        assert one["staged"] <= 4 * test_carried.BUCKET
+    found = [test_carried.differing(learners, engines, number) for number in range(len(versions))]
+    assert found == [set(), {learners[0]["flipped"]}, set()]
 
 
 def test_reference_saved_state_and_engine_are_those_of_the_cpu(tmp_path: Path) -> None:
