@@ -109,26 +109,39 @@ def copy_to_host(optimizer: MegatronOptimizer) -> None:
 def create_state(optimizer: MegatronOptimizer) -> None:
     """Give a fresh AdamW its (zero) state: a sharded load needs the tensors to exist.
 
-    torch's AdamW counts steps per parameter; apex's and TransformerEngine's count per group and get no ``step`` here.
-    A pipeline stage without experts has an expert optimizer without parameters. Megatron reads a step from its state
-    all the same, and rank 0's is the one that a checkpoint holds.
+    torch's AdamW counts steps per parameter; apex's and TransformerEngine's count per group, in those with parameters
+    alone, and get no ``step`` here before the first. A pipeline stage without experts has an expert optimizer without
+    parameters. Rank 0's count of steps is the one that a checkpoint holds, of experts too: there it is the others'.
     """
-    steps = torch.tensor(0.0)
+    steps, counted = torch.tensor(0.0), None
     for part in inner_optimizers(optimizer):  # that of the dense parameters, which every rank has, comes first
         adam = part.optimizer
+        parameters = [p for group in adam.param_groups for p in group["params"]]
+        adam.state.pop(_NO_PARAMETER, None)  # of a stage without experts that was loaded into one that has them
         if isinstance(adam, HybridDeviceOptimizer):
             for inside in adam.sub_optimizers:
                 _fill_state(inside)
             adam._sync_sub_optimizers_state_to_hdo()
-            continue
-        counts = isinstance(adam, torch.optim.AdamW)
-        parameters = [p for group in adam.param_groups for p in group["params"]]
-        _fill_state(adam)
-        adam.state.pop(_NO_PARAMETER, None)  # of a stage without experts that was loaded into one that has them
-        if counts and parameters:
+        else:
+            _fill_state(adam)
+        by_parameter = isinstance(adam, torch.optim.AdamW | HybridDeviceOptimizer)
+        if not by_parameter:
+            counted = _count_in_all_groups(adam, counted)
+        elif parameters:
             steps = adam.state[parameters[0]]["step"]
-        elif counts:
+        else:
             adam.state[_NO_PARAMETER] = {"step": steps.clone()}
+
+
+def _count_in_all_groups(adam: torch.optim.Optimizer, counted: int | None) -> int | None:
+    """Groups without parameters get the steps of those that have some, or else those ``counted`` by other optimizers;
+    returns them."""
+    said = [group["step"] for group in adam.param_groups if group["params"] and "step" in group]
+    counted = said[0] if said else counted
+    for group in adam.param_groups:
+        if not group["params"] and counted is not None:
+            group["step"] = counted
+    return counted
 
 
 def _fill_state(adam: torch.optim.Optimizer) -> None:

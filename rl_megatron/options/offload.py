@@ -44,12 +44,6 @@ class OffloadKeys(Section):
     offload: OffloadSection = OffloadSection()
 
 
-def _without_experts(learner: LearnerSection, shape: ModelShape) -> bool:
-    """Whether the first pipeline stage of a mixture of experts has none."""
-    layers = learner.stages[0] if learner.stages is not None else shape.num_layers // learner.pp
-    return shape.num_experts > 0 and learner.vpp == 1 and layers <= shape.dense_layers
-
-
 class Offload(Option):
     """Steps a share of the parameters on the CPU (megatron-core's HybridDeviceOptimizer)."""
 
@@ -72,12 +66,6 @@ class Offload(Option):
         }
         for key in (key for key, there in lacking.items() if share and not there):
             yield f"learner.offload.optimizer={share:g}: megatron-core can do this only with {key}; set it"
-        if share and shape is not None and _without_experts(learner, shape):
-            yield (
-                f"learner.offload.optimizer={share:g}: the first pipeline stage has dense layers alone, where "
-                "megatron-core cannot save an offloaded optimizer; set learner.stage_layers so that it has experts "
-                "too, or learner.offload.optimizer=0"
-            )
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
         """The share, and copies that overlap with the step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +11,46 @@ import torch
 
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.sections.learner import LearnerSection
-from tests.distributed.test_kept import LENGTHS, MOE, TOKENS, samples
+from rl_megatron.models.shape import ModelShape
+from tests.distributed.test_kept import LENGTHS, MOE, SHAPES, TOKENS, samples
 
-SHARES = (0.0, 0.5, 1.0)
-RESUMED = ((0.0, 0.5), (0.5, 0.5), (1.0, 0.0))  # from a share, with a share
 BEFORE = 2  # steps, then a checkpoint and another step
 
 
-def learner(share: float) -> LearnerSection:
-    return LearnerSection.model_validate({"device": "cuda", "dtype": "bfloat16", "offload": {"optimizer": share}})
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Policies with a share of the state on the host, and some that go on: from a share, with a share."""
+
+    shape: ModelShape
+    pp: int
+    shares: tuple[float, ...]
+    resumed: tuple[tuple[float, float], ...]
 
 
-def rank_main(rank: int, folder: Path) -> None:
+RUNS = {
+    "offloaded": Run(shape=MOE, pp=1, shares=(0.0, 0.5, 1.0), resumed=((0.0, 0.5), (0.5, 0.5), (1.0, 0.0))),
+    "offloaded, a stage without experts": Run(
+        shape=SHAPES["a dense layer, shared experts"], pp=2, shares=(0.0, 0.5), resumed=((0.5, 0.5),)
+    ),
+}
+
+
+def learner(share: float, pp: int = 1) -> LearnerSection:
+    keys = {"device": "cuda", "dtype": "bfloat16", "pp": pp, "offload": {"optimizer": share}}
+    return LearnerSection.model_validate(keys)
+
+
+def rank_main(rank: int, folder: Path, name: str) -> None:
     """One policy for each share, one after the other, and some that continue."""
     torch.set_num_threads(1)
     from rl_megatron.learner import checkpoint, world
     from rl_megatron.learner.megatron import make_policy
 
-    device = world.join(learner(0), rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
+    run = RUNS[name]
+    device = world.join(learner(0, run.pp), rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
     seen: dict[str, Any] = {}
-    for share in SHARES:
-        policy = make_policy(MOE, learner(share), device, temperature=1.0)
+    for share in run.shares:
+        policy = make_policy(run.shape, learner(share, run.pp), device, temperature=1.0)
         g = torch.Generator().manual_seed(0)
         for name, tensor in policy.tensors.items():
             whole = torch.randn(tensor.shape, generator=g) * 0.02
@@ -38,24 +58,24 @@ def rank_main(rank: int, folder: Path) -> None:
         policy.adopt()
         before = steps(policy, BEFORE)
         written = folder / f"{share}"
-        written.mkdir()
+        written.mkdir(exist_ok=True)
         checkpoint.save(written, policy._trained, policy._optimizer)
         seen[str(share)] = {"steps": before + steps(policy, 1), "bytes": held(policy)}
     resumed = []
-    for was, share in RESUMED:
-        policy = make_policy(MOE, learner(share), device, temperature=1.0)
+    for was, share in run.resumed:
+        policy = make_policy(run.shape, learner(share, run.pp), device, temperature=1.0)
         checkpoint.load(folder / f"{was}", policy._trained, policy._optimizer)
         resumed += steps(policy, 1)
-    (folder / "rank0.json").write_text(json.dumps({"shares": seen, "resumed": resumed}))
+    (folder / f"rank{rank}.json").write_text(json.dumps({"shares": seen, "resumed": resumed}))
     world.leave()
 
 
-def steps(policy: Any, count: int) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each, on the same batch."""
+def steps(policy: Any, count: int) -> list[tuple[float | None, float]]:
+    """Loss, on the last stage, and gradient norm of each, on the same batch."""
     made = []
     for _ in range(count):
         said = policy.backward([samples(0)], CrossEntropy(), num_tokens=TOKENS, num_sequences=len(LENGTHS))
-        made.append((said["loss"].value, policy.step(1e-2).grad_norm))
+        made.append((said and said["loss"].value, policy.step(1e-2).grad_norm))
     return made
 
 

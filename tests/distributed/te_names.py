@@ -16,6 +16,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 
 LAYERS = ("torch", "transformer_engine")
 CARRIED = ("qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3")  # biases; experts; dense layers, shared experts; latents
+STEPS_MADE = 7
 LAYOUTS = {"one": {}, "tp2-ep2": {"tp": 2, "ep": 2}}
 
 
@@ -120,6 +121,38 @@ def fused_main(rank: int, root: Path) -> None:
 
 def _as_it_is(function: Any) -> Any:
     return function
+
+
+def counting_main(rank: int, root: Path) -> None:
+    """TransformerEngine's Adam on a stage of dense layers alone and on one with experts: what a resume counts on."""
+    torch.set_num_threads(1)
+    from rl_megatron.learner import world
+    from rl_megatron.learner.megatron import make_policy
+    from rl_megatron.learner.optimizer import create_state, inner_optimizers
+    from rl_megatron.weights.layouts.families import read_shape
+
+    keys = {"device": "cuda", "dtype": "bfloat16", "pp": 2, "stage_layers": "1+3"}
+    learner, shape = LearnerSection.model_validate(keys), read_shape(root / "glm4_moe")
+    device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-counting", seed=1)
+    policy, again = (make_policy(shape, learner, device, temperature=1.0) for _ in range(2))
+    create_state(policy._optimizer)
+    for one in policy.tensors.values():
+        one.zero_()
+    for group in groups(policy):  # as its step leaves it, of which the kernel is not here
+        group["step"] = STEPS_MADE
+    folder = root / "counted"
+    folder.mkdir(exist_ok=True)
+    policy.save(folder)
+    again.load(folder)
+    kinds = {type(part.optimizer).__module__ for part in inner_optimizers(again._optimizer)}
+    said = {"kinds": sorted(kinds), "steps": [group.get("step") for group in groups(again)]}
+    (root / f"counting-{rank}.json").write_text(json.dumps(said | {"links": len(inner_optimizers(again._optimizer))}))
+    world.leave()
+
+
+def groups(policy: Any) -> list[dict[str, Any]]:
+    """The optimizers' groups that have parameters."""
+    return [group for group in policy._optimizer.param_groups if group["params"]]
 
 
 def named(policy: Any) -> dict[str, Any]:

@@ -70,14 +70,15 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         learner = LearnerSection.model_validate({"device": "cuda", **keys})
         arguments = (learner, root / name, model)
         worlds.append(World(main=gpu_branch.rank_main, size=learner.dims.world_size, arguments=arguments))
-    for name in (*LAYOUTS, *ON_CPU.values(), "refusals", "offloaded"):
+    for name in (*LAYOUTS, *ON_CPU.values(), "refusals", *offloaded.RUNS):
         (root / name).mkdir()
-    others = {"refusals": refusals, "offloaded": offloaded.rank_main}
-    worlds += [World(main=main, size=1, arguments=(root / name,)) for name, main in others.items()]
+    worlds.append(World(main=refusals, size=1, arguments=(root / "refusals",)))
+    for name, run in offloaded.RUNS.items():
+        worlds.append(World(main=offloaded.rank_main, size=run.pp, arguments=(root / name, name)))
     run_worlds(worlds)
     for name, there in ON_CPU.items():
         run_ranks(gpu_branch.rank_main, 1, LearnerSection.model_validate(LAYOUTS[name]), root / there, model)
-    files = {name: sorted((root / name).glob("rank*.json")) for name in (*LAYOUTS, *ON_CPU.values(), "offloaded")}
+    files = {name: sorted((root / name).glob("rank*.json")) for name in (*LAYOUTS, *ON_CPU.values(), *offloaded.RUNS)}
     return {name: [json.loads(path.read_text()) for path in paths] for name, paths in files.items()}
 
 
@@ -135,7 +136,7 @@ def test_an_offloaded_optimizer_steps_as_one_on_the_gpu_and_resumes_with_any_sha
     (found,) = seen["offloaded"]
     shares = found["shares"]
     alone = shares["0.0"]["steps"]
-    assert found["resumed"] == [alone[offloaded.BEFORE]] * len(offloaded.RESUMED)
+    assert found["resumed"] == [alone[offloaded.BEFORE]] * len(offloaded.RUNS["offloaded"].resumed)
     for share, said in shares.items():
         assert said["steps"] == alone
         config = RunConfig(learner=offloaded.learner(float(share)))
@@ -143,3 +144,10 @@ def test_an_offloaded_optimizer_steps_as_one_on_the_gpu_and_resumes_with_any_sha
         assert said["bytes"]["cuda"] == pytest.approx(planned, rel=0.08)  # the share is of whole parameters
     weights = shares["0.0"]["bytes"]["cuda"] // 12
     assert [shares[share]["bytes"]["cpu"] for share in ("0.0", "1.0")] == [0, 16 * weights]
+
+
+def test_an_offloaded_optimizer_resumes_where_the_first_stage_has_no_experts(seen: Any) -> None:
+    for found in seen["offloaded, a stage without experts"]:
+        alone, half = (found["shares"][share]["steps"] for share in ("0.0", "0.5"))
+        assert half == alone
+        assert found["resumed"] == [alone[offloaded.BEFORE]]

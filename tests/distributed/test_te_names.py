@@ -30,14 +30,14 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     able = [name for name in MODELS if torch_only(read_shape(root / name)) is None]
     families = {"one": able, "tp2-ep2": [name for name in able if name not in DENSE]}
     sizes = {"one": 1, "tp2-ep2": 2}
-    run_worlds(
-        [
-            World(main=te_names.rank_main, size=size, arguments=(layout, families[layout], root))
-            for layout, size in sizes.items()
-        ]
-        + [World(main=main, size=1, arguments=(root,)) for main in (te_names.invariant_main, te_names.fused_main)],
-        before=te.load,
-    )
+    worlds = [
+        World(main=te_names.rank_main, size=size, arguments=(layout, families[layout], root))
+        for layout, size in sizes.items()
+    ]
+    alone = {te_names.invariant_main: 1, te_names.fused_main: 1, te_names.counting_main: 2}
+    worlds += [World(main=main, size=size, arguments=(root,)) for main, size in alone.items()]
+    run_worlds(worlds, before=te.load)
+    sizes["counting"] = 2
     paths = {layout: sorted(Path(root).glob(f"{layout}-[01].json")) for layout in sizes}
     paths |= {name: [root / f"{name}.json"] for name in ("invariant", "fused")}
     return {layout: [json.loads(path.read_text()) for path in found] for layout, found in paths.items()}
@@ -83,3 +83,11 @@ def test_a_fused_router_asks_the_kernel_alone_and_its_routes_are_refused(seen: A
     assert ["learner.fusion.router=true can be neither replayed nor read" in said for said in rank["said"][1:]] == [
         True
     ] * 2
+
+
+def test_a_resume_counts_the_steps_of_experts_though_the_first_stage_has_none(seen: Any) -> None:
+    """The Adam is TransformerEngine's, which counts steps by group and leaves out groups without parameters."""
+    for rank in seen["counting"]:
+        assert rank["kinds"] == ["transformer_engine.pytorch.optimizers.fused_adam"]
+        assert rank["links"] == 2
+        assert set(rank["steps"]) == {te_names.STEPS_MADE}
