@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner import logprobs
 from rl_megatron.learner.dry_run.meter import Meter
 from rl_megatron.models.named import NAMED
+from rl_megatron.models.shape import LatentAttention, Rope
+from rl_megatron.scaling.memory import footprints
 from tests.distributed.ranks import run_ranks
 
 SEQUENCE = 128
@@ -83,6 +86,37 @@ def test_it_counts_what_a_real_rank_holds_and_sends(layout: str, tmp_path: Path)
         assert said["optimizer"] == pytest.approx(true["optimizer"], rel=0.01)
         assert said["passes"] == pytest.approx(true["passes"], rel=0.03)
         assert said["collectives"] == true["collectives"]
+
+
+LATENT = replace(
+    SHAPE,
+    num_kv_heads=4,
+    head_dim=40,
+    qk_norm=None,
+    latent=LatentAttention(query_rank=48, kv_rank=32, nope_dim=32, rope_dim=8, value_dim=24),
+    rope=Rope(dim=8),
+)
+LONG = 4096
+
+
+def dry_latent(_: int, folder: Path) -> None:
+    from rl_megatron.learner.dry_run.rank import dry_run
+
+    (folder / "passes").write_text(str(dry_run(LATENT, latent_learner(), 0, sequence=LONG).passes))
+
+
+def latent_learner() -> LearnerSection:
+    keys = {"dtype": "bfloat16", "cp": 2, "max_tokens_per_micro_batch": LONG, "timeout_seconds": 120}
+    return LearnerSection.model_validate(keys)
+
+
+def test_latent_attention_over_cp_keeps_its_mask_and_no_scores_as_on_gpus(tmp_path: Path) -> None:
+    run_ranks(dry_latent, 1, tmp_path)
+    (planned,) = [m.terms for m in footprints(RunConfig(learner=latent_learner()), LATENT) if m.rank == 0]
+    mask = LATENT.num_layers * (LONG // 2) * LONG * 2  # numbers to add in bfloat16, which the plan does not count
+    passes = planned["activations"] + planned["logits"] + mask
+    assert 0.75 * passes < int((tmp_path / "passes").read_text()) < 1.1 * passes
+    assert 1.1 * passes < LATENT.num_heads * mask  # which scores in bfloat16 take
 
 
 def test_a_meter_counts_what_lives_and_what_is_sent() -> None:

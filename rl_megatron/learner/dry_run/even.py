@@ -101,26 +101,33 @@ def _sort_chunks(
 _on_cpu = torch.nn.functional.scaled_dot_product_attention
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **named: Any) -> Tensor:
-    """As GPUs' fused kernels, which keep no scores; CPUs' wants heads of queries and values of one width for that."""
-    if attn_mask is not None:  # GPUs' keep scores then, too
-        return _on_cpu(query, key, value, attn_mask=attn_mask, **named)
-    out: Tensor = _FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, enable_gqa: bool = False, **named: Any
+) -> Tensor:
+    """As GPUs' fused kernels, which keep no scores; CPUs' wants heads of queries and values of one width for that.
+
+    The one of GPUs that takes a mask (torch's memory-efficient) takes no grouped queries, and keeps the mask as numbers
+    to add: where both are, torch computes and keeps the scores.
+    """
+    if attn_mask is not None and enable_gqa:
+        return _on_cpu(query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa, **named)
+    added = query.new_empty(0) if attn_mask is None else attn_mask.to(query.dtype)
+    out: Tensor = _FusedAttention.apply(query, key, value, added)  # type: ignore[no-untyped-call]
     return out
 
 
 class _FusedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, added: Tensor) -> Tensor:
         rows = query.transpose(1, 2)  # kernels lay the output out as their input is
         out = rows.new_empty((*rows.shape[:-1], value.shape[-1])).transpose(1, 2)
-        ctx.save_for_backward(query, key, value, out, torch.empty_like(query[..., 0], dtype=torch.float32))
+        ctx.save_for_backward(query, key, value, out, torch.empty_like(query[..., 0], dtype=torch.float32), added)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None
 
 
 @contextlib.contextmanager
