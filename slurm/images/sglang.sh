@@ -6,4 +6,8 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/versions"
 engine=${PREFIX:-/opt}/sglang
 "${PYTHON:-python3}" -m venv "$engine"
-"$engine/bin/pip" install --no-cache-dir -c "$here/../../tests/engines/sglang.txt" "sglang==$SGLANG"
+# SGLang for GPUs asks for another version of this one than the one for CPUs, whose versions are pinned.
+pins=$(mktemp)
+grep -v '^openai==' "$here/../../tests/engines/sglang.txt" > "$pins"
+"$engine/bin/pip" install --no-cache-dir -c "$pins" "sglang==$SGLANG"
+rm "$pins"

@@ -6,4 +6,8 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/versions"
 engine=${PREFIX:-/opt}/vllm
 "${PYTHON:-python3}" -m venv "$engine"
-"$engine/bin/pip" install --no-cache-dir -c "$here/../../tests/engines/vllm.txt" "vllm==$VLLM"
+# vLLM for GPUs asks for another version of this one than the one for CPUs, whose versions are pinned.
+pins=$(mktemp)
+grep -v '^apache-tvm-ffi==' "$here/../../tests/engines/vllm.txt" > "$pins"
+"$engine/bin/pip" install --no-cache-dir -c "$pins" "vllm==$VLLM"
+rm "$pins"
