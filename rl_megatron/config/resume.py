@@ -28,6 +28,7 @@ FREE: Mapping[str, bool] = {
     "learner.model": False,
     "learner.dtype": False,
     "learner.head_dtype": False,
+    "learner.fp8": False,
     "learner.router.frozen": False,  # a frozen router has no state in the optimizer
     "learner.optimizer.name": False,  # Muon's matrices have one moment, AdamW's two
     "learner.optimizer.distributed": False,  # its state has another form

@@ -121,7 +121,8 @@ def _weights(chunk: Any, without: str | None = None) -> dict[str, Any]:
 
 
 def _left_out(name: str, without: str | None) -> bool:
-    """No checkpoint holds TransformerEngine's fp8 state: nothing here trains in fp8, and torch's layers have none."""
+    """No checkpoint holds TransformerEngine's fp8 state: recipes here have no scales of earlier steps (`options.fp8`),
+    and torch's layers have none."""
     return "_extra_state" in name or bool(without and name.startswith(without))
 
 

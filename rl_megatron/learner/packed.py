@@ -7,6 +7,7 @@ rank r holds chunks r and 2*cp-1-r of each sequence); the last padding is a sequ
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -71,16 +72,18 @@ class PackedMicroBatch:
 
 
 def pack_micro_batch(
-    samples: Samples, *, tp: int, cp: int, cp_rank: int, device: torch.device, copy: bool = False
+    samples: Samples, *, tp: int, cp: int, cp_rank: int, device: torch.device, copy: bool = False, rows: int = 1
 ) -> PackedMicroBatch:
     """This rank's share of ``samples``, equal on all TP and PP ranks that share a CP rank. Not a collective.
+
+    Its tokens are padded to a multiple of tp times ``rows``.
 
     Observers count nothing of a ``copy``, which fills up a pipeline.
     """
     unit = 2 * cp if cp > 1 else 1
     lengths = samples.cu_seqlens.diff()
     padded = (lengths + unit - 1) // unit * unit
-    rest = -int(padded.sum()) % (unit * tp)
+    rest = -int(padded.sum()) % math.lcm(unit * tp, rows * tp * cp)
     if rest:
         lengths, padded = (torch.cat([x, x.new_tensor([n])]) for x, n in ((lengths, 0), (padded, rest)))
     starts = torch.zeros(len(padded) + 1, dtype=torch.int64)

@@ -28,6 +28,7 @@ from rl_megatron.learner.observers.table import Observers
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
 from rl_megatron.learner.routers.replay import Routing, gather_recorded
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.fp8 import rows
 from rl_megatron.types import Samples, Want
 
 
@@ -47,7 +48,7 @@ class MegatronScorer:
         chunks: Sequence[MegatronModule],
     ) -> None:
         self._device, self._dims, self._models, self._head = device, learner.dims, models, head
-        self._chunks = chunks
+        self._chunks, self._rows = chunks, rows(learner)
         keep_selection_biases_float32(models)
         self._observers = Observers(models, shape, device)
         self._routing = Routing(chunks, models, shape, device)
@@ -120,6 +121,7 @@ class MegatronScorer:
                 cp_rank=parallel_state.get_context_parallel_rank(),
                 device=self._device,
                 copy=samples is masked,
+                rows=self._rows,
             )
             for samples in (*micro_batches, *[masked] * missing)
         ]

@@ -1,9 +1,9 @@
 """What a decoder layer keeps of each token for its backward pass, in bytes, and what recomputing parts of it frees.
 
 Of torch's layers it is what tests/distributed/test_kept.py counts on real ones; of TransformerEngine's it follows from
-its source and megatron-core's. Attention keeps no scores (FlashAttention), and experts are evenly loaded. Not counted
-are rotary angles (once a micro-batch), the padding of sequences to a common length, and the masks that torch's
-attention needs for windows, sinks and cp > 1.
+its source and megatron-core's: in float8 linears keep their inputs so, and no scales are counted. Attention keeps no
+scores (FlashAttention), and experts are evenly loaded. Not counted are rotary angles (once a micro-batch), the
+padding of sequences to a common length, and the masks that torch's attention needs for windows, sinks and cp > 1.
 """
 
 from __future__ import annotations
@@ -25,10 +25,25 @@ _SINK = 8  # columns that a sink adds to queries, keys, values and the output
 def kept(learner: LearnerSection, shape: ModelShape, layer: int) -> float:
     """Bytes that ``layer`` keeps of each token of a context-parallel rank, on one rank of a tensor-parallel group."""
     fused = wants_transformer_engine(learner, shape)
-    norm = 2 * shape.hidden_size * BYTES[learner.dtype] + _FLOAT  # what comes in, what goes out, and the scale
+    size, given, moe = BYTES[learner.dtype], _given(learner, fused), layer in shape.moe_layers
+    norms = 2 * (shape.hidden_size * size + _FLOAT)  # what comes in, and the scale; then what goes out
+    norms += shape.hidden_size * ((given if shape.latent is None else size) + (size if moe else given))
     attention = _grouped(learner, shape, fused) if shape.latent is None else _latent(learner, shape, fused)
-    mlp = _experts(learner, shape, fused) if layer in shape.moe_layers else _gated(shape.dense_width, learner, fused)
-    return (2 * norm + attention + mlp) / learner.tp
+    mlp = _experts(learner, shape, fused) if moe else _gated(shape.dense_width, learner, fused)
+    return (norms + attention + mlp + _float8_copies(learner, shape, moe=moe)) / learner.tp
+
+
+def _given(learner: LearnerSection, fused: bool) -> int:
+    """Bytes of an element of a linear's input as it keeps it."""
+    return 1 if fused and learner.fp8 is not None else BYTES[learner.dtype]
+
+
+def _float8_copies(learner: LearnerSection, shape: ModelShape, *, moe: bool) -> float:
+    """Inputs of linears that others keep in bfloat16 too: attention's output, and a norm's for shared experts."""
+    if learner.fp8 is None:
+        return 0.0
+    value = shape.head_dim if shape.latent is None else shape.latent.value_dim
+    return shape.num_heads * value + (shape.hidden_size if moe and shape.shared_width else 0)
 
 
 def freed(learner: LearnerSection, shape: ModelShape, layer: int) -> Mapping[str, float]:
@@ -44,7 +59,8 @@ def freed(learner: LearnerSection, shape: ModelShape, layer: int) -> Mapping[str
         out["moe"], out["moe_act"] = _experts(learner, shape, fused), _activated(learner, shape, fused)
         out["shared_experts"] = _gated(shape.shared_width, learner, fused)
     else:
-        out["mlp"] = hidden + _FLOAT + _gated(shape.dense_width, learner, fused)  # the norm is a part of it
+        own = shape.hidden_size * _given(learner, fused) + _FLOAT  # the norm is a part of it
+        out["mlp"] = own + _gated(shape.dense_width, learner, fused)
     if fused:  # of the norms, those that are no part of a linear
         out["layernorm"] = hidden * ((shape.latent is not None) + (layer in shape.moe_layers))
     return {module: count / learner.tp for module, count in out.items()}
@@ -119,7 +135,8 @@ def _up_projected(learner: LearnerSection, shape: ModelShape, fused: bool) -> fl
 
 def _gated(width: int, learner: LearnerSection, fused: bool) -> float:
     """SwiGLU: gate and up in one, and their product; torch's layers also keep the gate's silu and a copy of up."""
-    return (3 if fused else 5) * width * BYTES[learner.dtype]
+    size = BYTES[learner.dtype]
+    return (2 * size + _given(learner, fused) if fused else 5 * size) * width
 
 
 def _experts(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
@@ -127,15 +144,16 @@ def _experts(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
     size, hidden, width, chosen = BYTES[learner.dtype], shape.hidden_size, shape.expert_width, shape.experts_per_token
     scores_all = shape.router.score == "sigmoid" or not shape.normalize_top_k
     router = shape.num_experts * (12 if fused else 9 if scores_all else 5)
-    rows = hidden * learner.dims.etp + (3 if fused else 2) * width  # what arrives, gate and up, and their product
+    product = width if fused else 0
+    rows = (hidden * learner.dims.etp + product) * _given(learner, fused) + 2 * width * size  # the rest: gate and up
     if shape.expert_bias:
-        rows = 2 * hidden + 7 * width
+        rows = (2 * hidden + 7 * width) * size
     places = 24  # bytes of a choice: its expert, weight and place among the rows
-    return router + chosen * (rows * size + places) + _gated(shape.shared_width, learner, fused)
+    return router + chosen * (rows + places) + _gated(shape.shared_width, learner, fused)
 
 
 def _activated(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
     """What experts keep besides their rows: TransformerEngine's keep gate and up even where they are recomputed."""
-    width = shape.expert_width * (1 if fused else 2)
-    own = shape.hidden_size + 7 * shape.expert_width
-    return shape.experts_per_token * (own if shape.expert_bias else width) * BYTES[learner.dtype]
+    width = shape.expert_width * (_given(learner, fused) if fused else 2 * BYTES[learner.dtype])
+    own = (shape.hidden_size + 7 * shape.expert_width) * BYTES[learner.dtype]
+    return shape.experts_per_token * (own if shape.expert_bias else width)

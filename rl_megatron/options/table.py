@@ -18,6 +18,7 @@ from rl_megatron.options.device import Device
 from rl_megatron.options.dispatcher import Dispatcher
 from rl_megatron.options.dtype import Precision
 from rl_megatron.options.experts import ExpertParallel
+from rl_megatron.options.fp8 import Fp8
 from rl_megatron.options.fusion import Fusion
 from rl_megatron.options.gradients import Gradients
 from rl_megatron.options.head import OutputHead
@@ -58,6 +59,7 @@ OPTIONS: Mapping[str, Option] = {
     "offload": Offload(),
     "deterministic": Deterministic(),
     "batch_invariant": BatchInvariant(),
+    "fp8": Fp8(),
 }
 """This package's options by the name of their file, in the order in which they act on a rank's bytes: what layers keep
 of a micro-batch, then how many micro-batches are in flight. Installed options follow."""

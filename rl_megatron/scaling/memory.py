@@ -254,7 +254,7 @@ def _terms(config: RunConfig, shape: ModelShape, rank: Rank, *, role: str, serve
     if role != LEARNER:
         return terms
     if "critic" in here:
-        terms["critic"] = own["parameters"] + own["gradients"] + own["optimizer"]
+        terms["critic"] = own["parameters"] + own["gradients"] + own["optimizer"] + own.get("fp8 weights", 0.0)
     if "reference" in here:
         terms["reference"] = own["parameters"]
     terms["weight push"] = 4.0 * config.weights.bucket_mb * 2**20  # two buffers each way

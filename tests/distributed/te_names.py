@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.options.fp8 import rows
 
 LAYERS = ("torch", "transformer_engine")
 CARRIED = ("qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3")  # biases; experts; dense layers, shared experts; latents
@@ -116,6 +118,36 @@ def fused_main(rank: int, root: Path) -> None:
             said.append(str(error))
     fused = layer.token_dispatcher.config.moe_permute_fusion
     (root / "fused.json").write_text(json.dumps({"asked": asked, "said": said, "permute": fused}))
+    world.leave()
+
+
+def fp8_main(rank: int, root: Path) -> None:
+    """Build models of ``learner.fp8`` on a GPU of Hopper, and write each one's recipe, tokens, or why it is refused."""
+    from megatron.core.fp8_utils import get_fp8_recipe
+
+    from rl_megatron.errors import ConfigError
+    from rl_megatron.learner import world
+    from rl_megatron.learner.megatron import make_policy
+    from rl_megatron.weights.layouts.families import read_shape
+    from tests.distributed.ragged import ragged_samples
+
+    torch.version.cuda = "12.9"  # type: ignore[assignment]  # a build for CPUs has none
+    keys: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
+    device = world.join(LearnerSection.model_validate(keys), rank=rank, rendezvous=f"file://{root}/fp8", seed=1)
+    seen: dict[str, Any] = {}
+    shape = replace(read_shape(root / "qwen3_moe"), expert_width=32, head_dim=32)
+    for recipe in ("tensorwise", "blockwise", "mxfp8"):
+        learner = LearnerSection.model_validate({**keys, "fp8": recipe})
+        try:
+            policy = make_policy(shape, learner, device, temperature=1.0)
+        except ConfigError as error:
+            seen[recipe] = str(error)
+            continue
+        made = get_fp8_recipe(policy._models[0].config)
+        (packed,) = policy._pack([ragged_samples(3, torch.Generator().manual_seed(1))])
+        kept = [name for name, parameter in policy.tensors.items() if parameter.dtype != torch.bfloat16]
+        seen[recipe] = [type(made).__name__, made.fp8_format.name, len(packed.input_ids) % rows(learner), kept]
+    (root / "fp8.json").write_text(json.dumps(seen))
     world.leave()
 
 

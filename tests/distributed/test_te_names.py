@@ -16,6 +16,7 @@ from tests.distributed.pretended import te
 from tests.distributed.pretended.ranks import World, run_worlds
 from tests.family_models import DENSE, MODELS, save_model
 
+ALONE = (te_names.invariant_main, te_names.fused_main, te_names.fp8_main)
 pytestmark = pytest.mark.skipif(not (te.FOLDER / ".installed").exists(), reason="needs `make .venv/te/.installed`")
 
 
@@ -34,12 +35,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
         World(main=te_names.rank_main, size=size, arguments=(layout, families[layout], root))
         for layout, size in sizes.items()
     ]
-    alone = {te_names.invariant_main: 1, te_names.fused_main: 1, te_names.counting_main: 2}
+    alone = {**dict.fromkeys(ALONE, 1), te_names.counting_main: 2}
     worlds += [World(main=main, size=size, arguments=(root,)) for main, size in alone.items()]
     run_worlds(worlds, before=te.load)
     sizes["counting"] = 2
     paths = {layout: sorted(Path(root).glob(f"{layout}-[01].json")) for layout in sizes}
-    paths |= {name: [root / f"{name}.json"] for name in ("invariant", "fused")}
+    paths |= {name: [root / f"{name}.json"] for name in ("invariant", "fused", "fp8")}
     return {layout: [json.loads(path.read_text()) for path in found] for layout, found in paths.items()}
 
 
@@ -91,3 +92,10 @@ def test_a_resume_counts_the_steps_of_experts_though_the_first_stage_has_none(se
         assert rank["kinds"] == ["transformer_engine.pytorch.optimizers.fused_adam"]
         assert rank["links"] == 2
         assert set(rank["steps"]) == {te_names.STEPS_MADE}
+
+
+def test_float8_has_transformer_engines_recipe_padded_tokens_and_bfloat16_parameters(seen: Any) -> None:
+    (rank,) = seen["fp8"]
+    assert rank["tensorwise"] == ["Float8CurrentScaling", "HYBRID", 0, []]
+    assert rank["blockwise"] == ["Float8BlockScaling", "E4M3", 0, []]
+    assert "learner.fp8=mxfp8: Device compute capability 10.0 or higher required for MXFP8" in rank["mxfp8"]

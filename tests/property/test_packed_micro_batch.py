@@ -30,12 +30,14 @@ def make_samples(lengths: list[int]) -> Samples:
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
     tp=st.sampled_from([1, 2, 4]),
     cp=st.sampled_from([1, 2, 3]),
+    rows=st.sampled_from([1, 16, 128]),
 )
-def test_every_position_lies_on_one_rank_where_zigzag_puts_it(lengths: list[int], tp: int, cp: int) -> None:
+def test_every_position_lies_on_one_rank_where_zigzag_puts_it(lengths: list[int], tp: int, cp: int, rows: int) -> None:
     samples = make_samples(lengths)
-    shares = [pack_micro_batch(samples, tp=tp, cp=cp, cp_rank=r, device=CPU) for r in range(cp)]
+    shares = [pack_micro_batch(samples, tp=tp, cp=cp, cp_rank=r, device=CPU, rows=rows) for r in range(cp)]
     assert len({len(s.input_ids) for s in shares}) == 1
-    assert len(shares[0].input_ids) % tp == 0
+    assert len(shares[0].input_ids) % (tp * rows) == 0
+    assert len(shares[0].input_ids) * cp < sum(lengths) + (2 * len(lengths) + rows * tp + 2) * cp
     sources = torch.cat([s.source for s in shares])
     assert sorted(sources[sources >= 0].tolist()) == list(range(sum(lengths)))
     for rank, share in enumerate(shares):

@@ -12,6 +12,7 @@ from rl_megatron.options.device import DeviceKeys
 from rl_megatron.options.dispatcher import DispatcherKeys
 from rl_megatron.options.dtype import DtypeKeys
 from rl_megatron.options.experts import ExpertKeys
+from rl_megatron.options.fp8 import Fp8Keys
 from rl_megatron.options.fusion import FusionKeys
 from rl_megatron.options.gradients import GradientKeys
 from rl_megatron.options.head import HeadKeys
@@ -73,6 +74,7 @@ class LearnerSection(  # pydantic takes the keys of the last base first
     TensorKeys,
     LayersKeys,
     GradientKeys,
+    Fp8Keys,
     DtypeKeys,
     ModelKeys,
     DeviceKeys,

@@ -89,7 +89,20 @@ def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
         raise ConfigError(
             "learner.fusion.router=true: the TransformerEngine here has no such kernel; install 2.7 or later"
         )
+    if made.fp8:
+        _check_generation(learner, made)
     return made
+
+
+def _check_generation(learner: LearnerSection, config: DecoderConfig) -> None:
+    """Raises ConfigError if this rank's GPU or CUDA has no kernels for ``learner.fp8``."""
+    from megatron.core.fp8_utils import get_fp8_recipe
+    from transformer_engine.pytorch.quantization import check_recipe_support
+
+    try:
+        check_recipe_support(get_fp8_recipe(config))
+    except AssertionError as error:
+        raise ConfigError(f"learner.fp8={learner.fp8}: {error} Set another recipe, or leave it out") from error
 
 
 def _attention_keywords(shape: ModelShape, fused: bool) -> dict[str, Any]:

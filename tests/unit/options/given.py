@@ -127,6 +127,10 @@ LEARNERS: Mapping[str, Mapping[str, Any]] = {
     "fused, torch's layers": {"device": "cuda", "layers": "torch", "fusion": {"permute": True}},
     "no permutation fused": {"device": "cuda", "dtype": "bfloat16", "fusion": {"permute": False}},
     "fused on a CPU": {"fusion": {"router": True, "permute": True}},
+    "fp8": {"device": "cuda", "dtype": "bfloat16", "fp8": "tensorwise"},
+    "fp8, blocks": {"device": "cuda", "dtype": "bfloat16", "fp8": "blockwise", "tp": 2, "recompute": {"moe_act": True}},
+    "fp8 on a CPU": {"fp8": "mxfp8", "layers": "torch", "tp": 4},
+    "fp8 and batches": {"device": "cuda", "dtype": "bfloat16", "fp8": "tensorwise", "batch_invariant": True},
     "balanced": {"router": {"aux_loss": 0.01, "z_loss": 0.001}},
     "cuda": {"device": "cuda", "dtype": "bfloat16"},
     "cuda, cp, float32": {"device": "cuda", "cp": 2},
@@ -152,6 +156,8 @@ MEMORY = [  # over a recipe's keys
     "learner.head_dtype=float32 learner.overlap.gradients=true",
     "learner.head_dtype=float32 learner.overlap.gradients=true learner.logprob_chunk_tokens=64",
     "learner.cp=2 learner.dp=1",
+    "learner.fp8=tensorwise algorithm=ppo",
+    "learner.fp8=blockwise learner.recompute.uniform=null learner.recompute.moe_act=true",
     "learner.pp=2 slurm.nodes=2",
     "learner.pp=2 learner.vpp=2 slurm.nodes=2",
     "learner.pp=2 learner.vpp=2 learner.recompute.uniform=null slurm.nodes=2",
@@ -190,6 +196,7 @@ REFUSED = [  # over the default run's keys
     "learner.router.frozen=true learner.router.z_loss=0.001",
     "learner.deterministic=true learner.device=cuda learner.dispatcher=deepep learner.dtype=bfloat16 learner.ep=2",
     "learner.fusion.router=true learner.device=cuda algorithm.routing_replay=r2",
+    "learner.fp8=delayed",
     "learner.vpp=2 learner.ep=3 learner.dp=2 learner.layers=transformer_engine learner.cp=2",
 ]
 
@@ -210,7 +217,7 @@ def keywords(shape: ModelShape, learner: LearnerSection, *, installed: bool) -> 
     def record(kind: str) -> Any:
         def made(**given: Any) -> SimpleNamespace:
             seen[kind] = {key: plain(value) for key, value in given.items() if key != "shape"}
-            return SimpleNamespace(**given)
+            return SimpleNamespace(**{"fp8": None, **given})
 
         return made
 
@@ -224,6 +231,7 @@ def keywords(shape: ModelShape, learner: LearnerSection, *, installed: bool) -> 
         patch.setattr(importlib.util, "find_spec", find)
         for kind in ("DecoderConfig", "LatentDecoderConfig"):
             patch.setattr(build, kind, record(kind))
+        patch.setattr(build, "_check_generation", lambda *_: None)  # no GPU is here
         if installed:
             patch.setattr(build.moe_utils, "fused_topk_with_score_function", keywords, raising=False)
         patch.setattr(trained, "DistributedDataParallelConfig", record("DistributedDataParallelConfig"))
@@ -300,6 +308,9 @@ def given() -> Iterator[tuple[str, str, bool]]:
     yield from (("dense", learner, False) for learner in ("frozen routers", "moving biases", "balanced"))
     yield from (("tiny", name, True) for name in ("fused", "fused, torch's layers", "no permutation fused"))
     yield "dense", "fused", True
+    yield from (("tiny", name, True) for name in ("fp8", "fp8, blocks"))
+    yield from (("biases, windows, sinks", "fp8", True), ("dense", "fp8 and batches", True))
+    yield "latent, no stretch", "fp8, blocks", True
     yield from (("dense", "batch-invariant", installed) for installed in (False, True))
     yield "biases, windows, sinks", "batch-invariant", True
     yield "shared expert, half of a head turns", "moving biases", False

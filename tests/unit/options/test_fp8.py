@@ -1,0 +1,48 @@
+"""What float8 keeps of a token, by TransformerEngine's source, and the copies of weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.models.named import NAMED
+from rl_megatron.options import table
+from rl_megatron.options.fp8 import rows
+from rl_megatron.options.kept import freed, kept
+from rl_megatron.options.option import Elements, Rank
+
+QWEN, DEEPSEEK = NAMED["qwen3-30b-a3b"], NAMED["deepseek-v3"]
+
+
+def learner(fp8: str | None, **keys: Any) -> LearnerSection:
+    return LearnerSection.model_validate({"device": "cuda", "dtype": "bfloat16", "fp8": fp8, **keys})
+
+
+def test_linears_keep_their_inputs_in_a_byte_and_what_others_keep_too_twice() -> None:
+    """Qwen3-30B-A3B: h 2048, 32 heads of 128, 8 of 128 experts of 768. A byte less of the norm's output and of each
+    chosen expert's row and product; a byte more of attention's output, which attention keeps in bfloat16."""
+    fewer = kept(learner(None), QWEN, 0) - kept(learner("tensorwise"), QWEN, 0)
+    assert fewer == 2048 + 8 * (2048 + 768) - 32 * 128
+    product = freed(learner(None), QWEN, 0)["moe_act"] - freed(learner("tensorwise"), QWEN, 0)["moe_act"]
+    assert product == 8 * 768
+
+
+def test_of_latent_attention_the_copies_are_of_values_and_shared_experts() -> None:
+    """DeepSeek-V3, a layer of experts: 8 of 2048 and one shared, h 7168, 128 heads with values of 128."""
+    fewer = kept(learner(None), DEEPSEEK, 60) - kept(learner("blockwise"), DEEPSEEK, 60)
+    assert fewer == 8 * (7168 + 2048) + 2048 - 7168 - 128 * 128
+
+
+@pytest.mark.parametrize(("stage", "tables"), [(0, 1), (1, 0), (2, 1)])
+def test_weights_have_two_copies_of_a_byte_but_for_tables_of_the_vocabulary(stage: int, tables: int) -> None:
+    held = Elements(dense=10**9, experts=10**9)
+    rank = Rank(stage=stage, parameters=held, trained=held, tokens=1.0, layers=(0,), inputs=(1.0,))
+    terms = table.memory(learner("mxfp8", pp=3, tp=2), QWEN, rank)
+    assert terms["fp8 weights"] == 2 * (2 * 10**9 - tables * 151936 * 2048 / 2)
+    assert "fp8 weights" not in table.memory(learner(None, pp=3, tp=2), QWEN, rank)
+
+
+def test_tokens_are_multiples_of_what_has_a_scale_of_its_own() -> None:
+    assert [rows(learner(fp8)) for fp8 in (None, "tensorwise", "blockwise", "mxfp8")] == [1, 16, 128, 32]
