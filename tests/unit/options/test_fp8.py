@@ -38,7 +38,7 @@ def test_of_latent_attention_the_copies_are_of_values_and_shared_experts() -> No
 @pytest.mark.parametrize(("stage", "tables"), [(0, 1), (1, 0), (2, 1)])
 def test_weights_have_two_copies_of_a_byte_but_for_tables_of_the_vocabulary(stage: int, tables: int) -> None:
     held = Elements(dense=10**9, experts=10**9)
-    rank = Rank(stage=stage, parameters=held, trained=held, tokens=1.0, layers=(0,), inputs=(1.0,))
+    rank = Rank(stage=stage, parameters=held, trained=held, matrices=held, tokens=1.0, layers=(0,), inputs=(1.0,))
     terms = table.memory(learner("mxfp8", pp=3, tp=2), QWEN, rank)
     assert terms["fp8 weights"] == 2 * (2 * 10**9 - tables * 151936 * 2048 / 2)
     assert "fp8 weights" not in table.memory(learner(None, pp=3, tp=2), QWEN, rank)
