@@ -3,7 +3,8 @@
 Parameters, gradients and optimizer state are exact except for padding. Activations follow from the layers' shapes, for
 attention that keeps no scores (FlashAttention) and evenly loaded experts (arXiv:2205.05198); logits are counted as
 `learner.logprobs` makes them. An engine takes its configured memory fraction; where it takes turns with the learner
-(``rollout.server.colocated``), it holds that while it samples, and the learner activations and logits while it trains.
+(``rollout.server.colocated``), it holds that while it samples, and `ASLEEP` while the learner trains, which then has
+activations and logits.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from rl_megatron.weights.layouts.learner import learner_layout
 GB = 1e9
 RESERVED = 0.06  # of a GPU: CUDA and NCCL contexts, what the allocator cannot join
 _SERVER_SHARE = 0.9  # of a GPU that an engine takes where memory_fraction is not set
+ASLEEP = 2e9
+"""Bytes of a GPU that a server keeps while its weights and cache are released: its CUDA context, NCCL's buffers, CUDA
+graphs. Assumed, not measured."""
 _RING = 2 * 64 * 2**20  # of each pair of ranks, where servers map the learner's memory: two slots
 NUMBER, SCALE = 1, 4  # bytes of what is quantised
 WINDOW_LAYERS: Mapping[str, int] = {"vllm": 3, "sglang": 0}
@@ -276,7 +280,7 @@ def _phases(
     if role != LEARNER or not (config.rollout.served and config.rollout.server.colocated):
         yield "", terms
         return
-    yield "training", {**terms, "engine": 0.0}
+    yield "training", {**terms, "engine": min(terms["engine"], ASLEEP)}
     yield "sampling", {**_parked(terms, leaving(config.learner)), "activations": 0.0, "logits": 0.0}
 
 
