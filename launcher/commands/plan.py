@@ -21,7 +21,8 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.scaling.estimates import estimate
-from rl_megatron.scaling.memory import GB, Footprint, check_memory, footprints, fullest, parked_bytes
+from rl_megatron.scaling.host_memory import host_bytes
+from rl_megatron.scaling.memory import GB, Footprint, check_memory, footprints, fullest
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
@@ -257,8 +258,8 @@ def show_memory(config_name: str, config: RunConfig, shape: ModelShape) -> None:
     gpus = config.learner.dims.world_size * (1 + len(config.roles.separate))
     console.print(f"{config_name}: GB on the fullest GPU of each pipeline stage, {gpus} GPUs in all", soft_wrap=True)
     console.print(table)
-    if parked := parked_bytes(config, shape):
-        said = f"{parked / GB:.1f} GB of a node's memory, pinned, for what leaves its GPUs while servers sample"
+    if held := host_bytes(config, shape):
+        said = f"{held / GB:.1f} GB of a node's memory for what the learner keeps off its GPUs (learner.offload)"
         console.print(said, soft_wrap=True)
 
 

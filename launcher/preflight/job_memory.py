@@ -1,17 +1,54 @@
-"""Compares the memory that the fullest GPU needs with the memory that it has."""
+"""Compares the memory that the fullest GPU, and the fullest node, need with the memory that they have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 
-from launcher.preflight.subject import Found, Subject, unchecked
-from rl_megatron.scaling.memory import check_memory
+import psutil
+
+from launcher.preflight.subject import Found, Subject, problem, unchecked
+from rl_megatron.config.run import RunConfig
+from rl_megatron.scaling.host_memory import host_bytes
+from rl_megatron.scaling.memory import GB, check_memory
+
+_UNITS: Mapping[str, int] = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40}  # of Slurm's --mem
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Compares the learner's memory with ``slurm.gpu_memory_gb``. Raises ConfigError if it does not fit."""
+    """Compares the learner's memory with ``slurm.gpu_memory_gb``, and what it keeps off its GPUs with a node's.
+
+    Raises ConfigError if it does not fit on a GPU.
+    """
     config = subject.config
     if config.learner.device == "cpu":
         return
     if check_memory(config, subject.shape) is None:
         yield unchecked("the memory of the GPUs, because slurm.gpu_memory_gb is not set")
+    if not (needed := host_bytes(config, subject.shape)):
+        return
+    has, said = _node(subject)
+    if has is None:
+        yield unchecked(f"that a node has {needed / GB:.0f} GB of memory for learner.offload")
+    elif needed > has:
+        yield problem(
+            f"{_given(config)} needs {needed / GB:.1f} GB of a node's memory for what the learner keeps off its GPUs, "
+            f"but {said} {has / GB:.1f} GB; take nodes with more memory, or more nodes (slurm.nodes with learner.dp or "
+            "learner.ep), or keep less there"
+        )
+
+
+def _node(subject: Subject) -> tuple[float | None, str]:
+    """Bytes of a node's memory, None if they are not known here, and who says so."""
+    config = subject.config
+    if not subject.for_job and config.run.launcher != "ray":  # the controller is on one of the nodes
+        return psutil.virtual_memory().total, "this machine has"
+    asked = config.slurm.memory_per_node or ""
+    if (found := re.fullmatch(r"(\d+)([KMGT]?)B?", asked.upper())) and int(found[1]):  # 0: all that a node has
+        return float(int(found[1]) * _UNITS[found[2]]), f"slurm.memory_per_node={asked} asks for"
+    return None, ""
+
+
+def _given(config: RunConfig) -> str:
+    section = config.learner.offload.model_dump(exclude_defaults=True)
+    return " ".join(f"learner.offload.{key}={value}" for key, value in section.items())

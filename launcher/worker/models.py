@@ -16,7 +16,7 @@ from rl_megatron import digests
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.options.offload import leaving
+from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.types import Counts, Loss, Metric, Samples, SkippedStep, StepResult, Want
 
@@ -62,7 +62,7 @@ class RankModels:
             speed.begin(self._device)
         self._scorers: dict[str, MegatronScorer] = {**self._learners, **self._make_frozen(config, setup.role)}
         self._reference: dict[str, Tensor] = {}  # weights that replace the policy's when it scores as the reference
-        self._leaving, self._parked = leaving(config.learner), Parked()
+        self._leaving, self._parked = leaving(config.learner), Parked(SLAB)
         self._shares_gpus = setup.role == LEARNER  # with servers; separate roles have nodes of their own
         self._hf = hf_layout(self._shape)
         self._layout = learner_layout(config, self._shape)

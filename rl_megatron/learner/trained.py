@@ -40,7 +40,7 @@ from rl_megatron.learner.routers.balance import Balance, freeze_routers
 from rl_megatron.learner.scorer import MegatronScorer, modules
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability import activity
-from rl_megatron.options.offload import leaving
+from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.options.table import keywords
 from rl_megatron.types import Counts, Culprit, Loss, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
 from rl_megatron.weights.bytes.parked import Parked
@@ -73,7 +73,7 @@ class MegatronLearner(MegatronScorer):
         self._buckets = Buckets(config, self._trained)
         self._heap = cpu.Heap()
         self._added: list[Added] = []  # since the last step
-        self._leaving, self._parked = leaving(learner), Parked()
+        self._leaving, self._parked = leaving(learner), Parked(SLAB)
         config.grad_scale_func = self._optimizer.scale_loss
         super().__init__(shape, learner, device, models, head, self._trained)
         self._balance = Balance(self._trained, models, shape, learner.router, device)
@@ -103,8 +103,6 @@ class MegatronLearner(MegatronScorer):
         """
         self.gather()  # into the weights' memory, which may leave
         if "gradients" in self._leaving:
-            if not self._added:
-                self._optimizer.zero_grad()  # frees copies in float32
             self._buckets.wait()  # for what is copied
             buffers = [buffer.grad_data for chunk in self._trained for buffer in _buffers(chunk)]
             self._parked.leave("gradients", buffers, kept=bool(self._added))
@@ -159,6 +157,7 @@ class MegatronLearner(MegatronScorer):
         activity.part("optimizer")
         finalize_model_grads(self._trained)
         grad_norm = step(self._optimizer, learning_rate)
+        self._optimizer.zero_grad()  # frees copies in float32
         activity.part("after the optimizer")
         replayed = any(m.routes is not None for micro_batches, _ in added for m in micro_batches)
         observed = self._observers.read() | self._balance.read() | (self._routing.read() if replayed else {})

@@ -22,8 +22,7 @@ class GradientKeys(Section):
 
 
 class Gradients(Option):
-    """Keeps gradients in ``learner.gradient_dtype``. The optimizer steps with float32 copies of its share, which are
-    there only after the backward pass and are not counted."""
+    """Keeps gradients in ``learner.gradient_dtype``. The optimizer steps with float32 copies of its share."""
 
     keys = GradientKeys
 
@@ -40,5 +39,7 @@ class Gradients(Option):
         return Keywords(ddp={"grad_reduce_in_fp32": learner.gradient_dtype == "float32"})
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """Bytes of the gradients of a rank's parameters."""
-        return {**terms, "gradients": float(rank.trained.both * BYTES[learner.gradient_dtype])}
+        """Bytes of the gradients of a rank's parameters, and of the optimizer's copies of those that it steps."""
+        copies = rank.stepped(learner) * BYTES["float32"] if learner.gradient_dtype != "float32" else 0.0
+        gradients = float(rank.trained.both * BYTES[learner.gradient_dtype])
+        return {**terms, "gradients": gradients, "step": terms["step"] + copies}

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
 
 
+SLAB = 2**30
+"""Bytes of the host that are pinned at once for what leaves a GPU while servers sample."""
 _MOMENTS = 8 / 12  # of the state's bytes
 
 
@@ -23,8 +25,8 @@ class OffloadSection(Section):
 
     optimizer: Fraction = 0.0
     """Share of the optimizer's moments, rounded up to whole parameters. Those parameters are stepped on the CPU, which
-    takes longer, and take 16 bytes each of the host's memory, more while ranks start: weight, moments and gradient in
-    float32."""
+    takes longer, and take 16 bytes each of the host's memory, or more: weight, moments and gradient in float32, of
+    which weight and gradient are pinned in powers of two."""
     while_sampling: Literal["gradients", "optimizer"] | None = None
     """What leaves the GPU before servers that take turns with the learner (``rollout.server.colocated``) wake, until it
     is needed again: the memory of gradients, which costs nothing; or that, the optimizer's state, and the weights of a

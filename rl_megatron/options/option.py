@@ -74,6 +74,13 @@ class Rank:
     layers: tuple[int, ...]
     inputs: tuple[float, ...]
 
+    def stepped(self, learner: LearnerSection) -> float:
+        """How many of ``trained`` this rank steps: the others are its data-parallel peers', if these share them out."""
+        d, held = learner.dims, self.trained
+        if not learner.optimizer.distributed:
+            return float(held.both)
+        return held.dense / (d.dp * d.cp) + held.experts * d.etp * d.ep / (d.tp * d.cp * d.dp)
+
 
 @runtime_checkable
 class Option(Protocol):

@@ -63,7 +63,7 @@ OPTIONS: Mapping[str, Option] = {
 }
 """This package's options by the name of their file, in the order in which they act on a rank's bytes: what layers keep
 of a micro-batch, then how many micro-batches are in flight. Installed options follow."""
-_TERMS = ("parameters", "gradients", "optimizer", "activations", "logits")
+_TERMS = ("parameters", "gradients", "optimizer", "activations", "logits", "step")
 
 
 @cache
@@ -133,7 +133,10 @@ def keywords(learner: LearnerSection, shape: ModelShape) -> Keywords:
 
 
 def memory(learner: LearnerSection, shape: ModelShape, rank: Rank) -> Terms:
-    """Bytes of a trained model on a rank. Raises ConfigError if an option's `changes` lacks one of its terms."""
+    """Bytes of a trained model on a rank, of which ``step`` are there only while the optimizer steps.
+
+    Raises ConfigError if an option's `changes` lacks one of its terms.
+    """
     terms: Terms = dict.fromkeys(_TERMS, 0.0)
     for name, option in options().items():
         before, terms = terms, option.memory(learner, shape, rank, terms)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -19,15 +19,16 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options import table as options
+from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.options.kept import kept
 from rl_megatron.options.offload import leaving
-from rl_megatron.options.option import BYTES, Elements, Rank
+from rl_megatron.options.option import BYTES, Elements, Rank, Terms
 from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.seats import seats_of
 from rl_megatron.weights.formats.scaled import BLOCKS, ScaledLayout, with_scales
 from rl_megatron.weights.layouts.families import hf_layout
-from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.layout import Layout, ParamSpec
 from rl_megatron.weights.layouts.learner import learner_layout
 
 GB = 1e9
@@ -56,6 +57,7 @@ CHANGES: Mapping[str, str] = {
     "learner.cp",
     "logits": "set learner.head_dtype=float32, lower learner.max_tokens_per_micro_batch, or raise learner.tp or "
     "learner.cp",
+    "step": "raise slurm.nodes with learner.dp or learner.ep, which share it out",
     "weight push": "lower weights.bucket_mb",
     "engine": "lower rollout.server.memory_fraction, or give servers other GPUs: slurm.engines.nodes or "
     "rollout.server.addresses",
@@ -97,32 +99,15 @@ def footprints(config: RunConfig, shape: ModelShape) -> list[Footprint]:
     learner, layout = config.learner, learner_layout(config, shape)
     inner = learner.dims.world_size // learner.dims.pp
     beside = _beside_servers(config)
-    stages = [_rank(config, layout, stage) for stage in range(learner.dims.pp)]
+    stages = [rank_of(config, layout, stage) for stage in range(learner.dims.pp)]
     firsts = {rank.stage * inner for rank in stages}
     return [
         Footprint(rank=r, stage=r // inner, terms=terms, role=role, phase=phase)
         for role, ranks in ((LEARNER, {*beside, *firsts}), *((role, firsts) for role in config.roles.separate))
         for r in sorted(ranks)
-        for phase, terms in _phases(
-            config, role, _terms(config, shape, stages[r // inner], role=role, served=r in beside)
-        )
+        for found in [gpu_terms(config, layout, stages[r // inner], role, served=r in beside)]
+        for phase, terms in _phases(config, role, *found)
     ]
-
-
-def parked_bytes(config: RunConfig, shape: ModelShape) -> float:
-    """Bytes of the host's memory, on the fullest node, for what leaves its GPUs while servers sample.
-
-    Raises as `footprints`.
-    """
-    learner, layout = config.learner, learner_layout(config, shape)
-    inner, each = learner.dims.world_size // learner.dims.pp, config.slurm.gpus_per_node or learner.dims.world_size
-    by_stage = []
-    for stage in range(learner.dims.pp):
-        terms = _terms(config, shape, _rank(config, layout, stage), role=LEARNER, served=False)
-        stay, without_copies = (_parked(terms, kinds) for kinds in (leaving(learner), {"gradients"}))
-        by_stage.append(sum(without_copies.values()) - sum(stay.values()) if leaving(learner) else 0.0)
-    held = [by_stage[rank // inner] for rank in range(learner.dims.world_size)]
-    return max(sum(held[first : first + each]) for first in range(0, len(held), each))
 
 
 def fullest(config: RunConfig, shape: ModelShape) -> Footprint:
@@ -169,15 +154,19 @@ def elements(layout: Layout, stage: int, bytes_of: Callable[[str], int] = lambda
     With ``bytes_of`` an element of a Hugging Face pattern, their bytes.
     """
     counts = {False: 0, True: 0}
-    for spec in layout.rows():
-        if spec.keeps_dtype:  # a buffer
-            continue
-        layers = sum(stage in stages for stages in layout.layer_stages(spec).values())
+    for spec, held, layers in layers_held(layout, stage):
         expert = "{expert}" in spec.name
         each = layout.shape.num_experts // layout.dims.ep if expert else 1
-        held = layout.chunks(spec)[0][0]
-        counts[expert] += prod(held.shape) * layers * each * bytes_of(held.hf)
+        counts[expert] += prod(held) * layers * each * bytes_of(layout.chunks(spec)[0][0].hf)
     return Elements(dense=counts[False], experts=counts[True])
+
+
+def layers_held(layout: Layout, stage: int) -> Iterator[tuple[ParamSpec, tuple[int, ...], int]]:
+    """Each row of the parameters' table, the shape that a rank holds of it, and in how many layers of the stage."""
+    for spec in layout.rows():
+        if not spec.keeps_dtype:  # else a buffer
+            layers = sum(stage in stages for stages in layout.layer_stages(spec).values())
+            yield spec, layout.chunks(spec)[0][0].shape, layers
 
 
 def trained_elements(config: RunConfig, layout: Layout, stage: int) -> Elements:
@@ -240,25 +229,34 @@ def _beside_servers(config: RunConfig) -> set[int]:
     return {rank for s in seats for gpu in s.gpus if (rank := nodes.index(s.node) * each + gpu) < count}
 
 
-def _terms(config: RunConfig, shape: ModelShape, rank: Rank, *, role: str, served: bool) -> dict[str, float]:
-    """The terms of one rank. A separate critic has values for logits; a separate reference needs no backward pass."""
-    learner, algorithm = config.learner, config.algorithm
+def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, served: bool) -> tuple[Terms, Terms]:
+    """The terms of one rank, and those of the critic that is counted in them, if there is one.
+
+    A separate critic has values for logits; a separate reference needs no backward pass.
+    """
+    learner, algorithm, shape = config.learner, config.algorithm, layout.shape
+    rank = _of_critic(layout, rank) if role == "critic" else rank
     layer = max((_working_set(config, shape, n, rank.tokens) for n in rank.layers), default=0.0) * BYTES[learner.dtype]
     own = dict(options.memory(learner, shape, rank))
     if role == "critic":
         own["logits"] = 0.0
     # Of the layer that computes, and the gradients beside it; while one does, there are no logits.
-    own["activations"] += max(2 * layer + _group(config, shape, rank) - own["logits"], 0.0)
+    one = 2 * layer + _group(config, shape, rank) + _one_gradient(config, shape, rank)
+    own["activations"] += max(one - own["logits"], 0.0)
+    own["step"] = max(own["step"] - own["activations"] - own["logits"], 0.0)  # after the passes
     if role == "reference":
-        own |= {"gradients": 0.0, "optimizer": 0.0, "activations": layer}
+        own |= {"gradients": 0.0, "optimizer": 0.0, "activations": layer, "step": 0.0}
     beside = {"critic": algorithm.needs_critic, "reference": algorithm.needs_reference}
     here = {name for name, needed in beside.items() if needed and name not in config.roles.separate}
     reserved = RESERVED * (config.slurm.gpu_memory_gb or 0) * GB
     terms = {**dict.fromkeys(CHANGES, 0.0), **own, "reserved": reserved}
     if role != LEARNER:
-        return terms
+        return terms, {}
+    critic: Terms = {}
     if "critic" in here:
-        terms["critic"] = own["parameters"] + own["gradients"] + own["optimizer"] + own.get("fp8 weights", 0.0)
+        found = options.memory(learner, shape, _of_critic(layout, rank))
+        critic = {term: found[term] for term in ("parameters", "gradients", "optimizer", "fp8 weights") if term in found}
+        terms["critic"] = sum(critic.values())
     if "reference" in here:
         terms["reference"] = own["parameters"]
     terms["weight push"] = 4.0 * config.weights.bucket_mb * 2**20  # two buffers each way
@@ -270,26 +268,28 @@ def _terms(config: RunConfig, shape: ModelShape, rank: Rank, *, role: str, serve
             terms["weight push"] += 2 * _RING  # to send to other ranks, and to hand on
         if config.transport.has_rings_on_gpus:
             terms["weight push"] += _RING * config.rollout.server.replicas * config.rollout.server.ranks
-    return terms
+    return terms, critic
 
 
 def _phases(
-    config: RunConfig, role: str, terms: Mapping[str, float]
-) -> Iterator[tuple[Literal["", "training", "sampling"], Mapping[str, float]]]:
+    config: RunConfig, role: str, terms: Terms, critic: Terms
+) -> Iterator[tuple[Literal["", "training", "sampling"], Terms]]:
     """What ``terms`` are in each phase."""
     if role != LEARNER or not (config.rollout.served and config.rollout.server.colocated):
         yield "", terms
         return
     yield "training", {**terms, "engine": min(terms["engine"], ASLEEP)}
-    yield "sampling", {**_parked(terms, leaving(config.learner)), "activations": 0.0, "logits": 0.0}
+    idle = dict.fromkeys(("activations", "logits", "step"), 0.0)
+    yield "sampling", {**parked(terms, critic, leaving(config.learner)), **idle}
 
 
-def _parked(terms: Mapping[str, float], kinds: Collection[str]) -> Mapping[str, float]:
-    """What stays of the terms of a rank of the learner once ``kinds`` of `leaving` have left its GPU."""
+def parked(terms: Terms, critic: Terms, kinds: Collection[str]) -> Terms:
+    """What stays of the terms of a rank of the learner once ``kinds`` of `leaving` have left its GPU; the ``critic``'s
+    are counted in them."""
     out = dict(terms)
     for kind in {"gradients", "optimizer"} & set(kinds):
         out[kind] = 0.0
-        out["critic"] -= terms[kind] if terms["critic"] else 0.0
+        out["critic"] -= critic.get(kind, 0.0)
     if "models" in kinds:
         out |= {"critic": 0.0, "reference": 0.0}
     return out
@@ -300,6 +300,18 @@ def _group(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
     together = (config.learner.recompute.uniform or 1) - 1
     most = max((kept(config.learner, shape, layer) for layer in rank.layers), default=0.0)
     return together * most * rank.tokens
+
+
+def _one_gradient(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
+    """Bytes of the largest gradients that are there at once before they are added up: of all experts of a layer (both
+    matrices in torch's layers, which return them together), of a dense layer's gate and up, or of the embedding."""
+    d, hidden = config.learner.dims, shape.hidden_size
+    matrices = 2 if wants_transformer_engine(config.learner, shape) else 3
+    experts = matrices * hidden * shape.expert_width * shape.num_experts / d.ep / d.etp
+    dense = 2 * hidden * shape.dense_width / d.tp
+    embedding = hidden * shape.vocab_size / d.tp if rank.stage == 0 else 0.0
+    of_layers = [experts if layer in shape.moe_layers else dense for layer in rank.layers]
+    return max(embedding, *of_layers) * BYTES[config.learner.dtype]
 
 
 def _server(config: RunConfig, shape: ModelShape) -> float:
@@ -313,7 +325,7 @@ def _server(config: RunConfig, shape: ModelShape) -> float:
     return max(own, weights + window) if section.colocated else own + window
 
 
-def _rank(config: RunConfig, layout: Layout, stage: int) -> Rank:
+def rank_of(config: RunConfig, layout: Layout, stage: int) -> Rank:
     """The work of one rank of a pipeline stage, for the options."""
     learner, shape = config.learner, layout.shape
     tokens = learner.max_tokens_per_micro_batch / learner.dims.cp
@@ -327,6 +339,15 @@ def _rank(config: RunConfig, layout: Layout, stage: int) -> Rank:
         layers=tuple(layers),
         inputs=(tokens * shape.hidden_size / learner.dims.tp,) * len(layers),
     )
+
+
+def _of_critic(layout: Layout, rank: Rank) -> Rank:
+    """``rank`` with a critic's parameters: a value layer of one row, in the output layer's place."""
+    last = rank.stage == layout.dims.pp - 1
+    held = [layout.chunks(spec)[0][0].shape for spec in layout.rows() if spec.name.startswith("output_layer.")]
+    less = sum(map(prod, held)) - layout.shape.hidden_size - 1 if last else 0
+    parameters, trained = (replace(one, dense=one.dense - less) for one in (rank.parameters, rank.trained))
+    return replace(rank, parameters=parameters, trained=trained)
 
 
 def _stages(layout: Layout) -> Mapping[int, tuple[int, ...]]:
@@ -343,8 +364,8 @@ def _working_set(config: RunConfig, shape: ModelShape, layer: int, tokens: float
         chosen = shape.experts_per_token
         per_token += chosen * (4 * hidden * d.etp + 3 * shape.expert_width)  # sent, arrived, left, combined
         per_token += 3 * shape.shared_width + 2 * shape.num_experts
-    else:
-        per_token += 3 * shape.dense_width
+    else:  # sequence parallelism gathers what comes into the MLP
+        per_token += 3 * shape.dense_width + hidden * (d.tp if d.tp > 1 else 0)
     return tokens * per_token / d.tp
 
 

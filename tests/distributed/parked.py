@@ -15,6 +15,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.data.packing import pack
 from rl_megatron.types import Samples
+from rl_megatron.weights.bytes.parked import Parked
 from tests.distributed.ragged import ragged_samples
 from tests.rows import policy_loss
 
@@ -64,7 +65,7 @@ def rank_main(rank: int, name: str, keys: Sequence[str], root: Path, model: Path
         worker.release()
         worker.stage(version)
         worker.commit(version)
-        said = {"sampling": alive(), "pushed": worker.checksums()}
+        said = {"sampling": alive(), "pinned": pinned(), "pushed": worker.checksums()}
         if version == SAVED:
             said["saved"] = saved(worker, folder)
         seen[version] = said | step(worker, config, rank, interrupted=version == STEPS)
@@ -113,6 +114,12 @@ def step(worker: Worker, config: RunConfig, rank: int, *, interrupted: bool) -> 
 def with_scores(samples: Samples, reference: torch.Tensor, values: torch.Tensor) -> Samples:
     old = torch.zeros_like(reference)
     return replace(samples, old_logprobs=reference, old_values=values, returns=values + 1, rollout_logprobs=old)
+
+
+def pinned() -> list[int]:
+    """Bytes of each piece of the host's memory that this process has pinned for what left the GPU."""
+    parked = [one for one in gc.get_objects() if type(one) is Parked]
+    return [slab.numel() for one in parked for kind in one._slabs.values() for slab in kind.slabs]
 
 
 def alive() -> int:

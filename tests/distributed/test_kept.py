@@ -19,6 +19,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape, Rope, Router
+from rl_megatron.options.gradients import Gradients
 from rl_megatron.options.kept import kept
 from rl_megatron.options.option import Elements, Rank
 from rl_megatron.options.recompute import Recompute
@@ -80,6 +81,7 @@ ALONE = [
     ("experts", {**HALF, "gradient_dtype": "bfloat16"}),
 ]
 MICRO_BATCHES = 2
+PLENTY = Elements(dense=10**6, experts=10**7)
 BETWEEN = -1  # for a layer
 Case = tuple[str, Mapping[str, Any]]
 Seen = tuple[ModelShape, LearnerSection, list[Any]]
@@ -151,9 +153,11 @@ class Count:
             seen.add(storage.data_ptr())
 
 
-def passed(shape: ModelShape, learner: LearnerSection) -> dict[str, Any]:
-    """A step of random weights: the loss, the gradient's norm and bytes, and those of each layer."""
+def passed(shape: ModelShape, learner: LearnerSection, meter: Any) -> dict[str, Any]:
+    """A step of random weights: the loss, the gradient's norm and bytes, those of each layer, and those that the step
+    added at its peak and that it left."""
     from rl_megatron.learner.megatron import make_policy
+    from rl_megatron.learner.optimizer import create_state
 
     made = make_policy(shape, learner, torch.device("cpu"), temperature=1.0)
     g = torch.Generator().manual_seed(0)
@@ -171,9 +175,14 @@ def passed(shape: ModelShape, learner: LearnerSection) -> dict[str, Any]:
         counts = {"num_tokens": MICRO_BATCHES * TOKENS, "num_sequences": MICRO_BATCHES * len(LENGTHS)}
         said = made.backward(row, loss, **counts)
     gradients = [b.grad_data for c in made._trained for b in (*c.buffers, *c.expert_parallel_buffers)]
+    create_state(made._optimizer)
+    before = meter.live
+    meter.restart()
+    norm = made.step(0.0).grad_norm
     return {
         "loss": said and said["loss"].value,
-        "norm": made.step(0.0).grad_norm,
+        "norm": norm,
+        "step": (meter.peak - before, meter.live - before),
         "bytes": count.bytes,
         "gradients": sum(buffer.nbytes for buffer in gradients),
     }
@@ -183,10 +192,14 @@ def rank_main(rank: int, folder: Path, cases: Sequence[Case]) -> None:
     """All cases, which have one layout, in one world."""
     torch.set_num_threads(1)
     from rl_megatron.learner import world
+    from rl_megatron.learner.dry_run.meter import Meter
 
     learners = [LearnerSection.model_validate(keys) for _, keys in cases]
     world.join(learners[0], rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
-    seen = [passed(SHAPES[name], learner) for (name, _), learner in zip(cases, learners, strict=True)]
+    seen = []
+    for (name, _), learner in zip(cases, learners, strict=True):
+        with Meter() as meter:
+            seen.append(passed(SHAPES[name], learner, meter))
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     world.leave()
 
@@ -244,3 +257,9 @@ def test_gradients_of_bfloat16_have_half_the_bytes_and_almost_the_norm(alone: Se
     planned = {m.terms["gradients"] for m in footprints(RunConfig(learner=learner), shape)}
     assert [half["gradients"]] == pytest.approx(list(planned), rel=0.01)  # buffers are padded
     assert 2 * half["gradients"] == whole["gradients"]
+    rank = Rank(stage=0, parameters=PLENTY, trained=PLENTY, tokens=0, layers=(), inputs=())
+    per_parameter = Gradients().memory(learner, shape, rank, {"step": 0})["step"] / PLENTY.both
+    added, left = half["step"]
+    assert added == pytest.approx(half["gradients"] / 2 * per_parameter, rel=0.02)
+    assert whole["step"][0] < 0.7 * added  # what is there before: the norms of some gradients
+    assert left == whole["step"][1] == 0

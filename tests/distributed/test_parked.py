@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.scaling.memory import footprints, parked_bytes
+from rl_megatron.scaling.host_memory import host_bytes, pinned
+from rl_megatron.scaling.memory import footprints
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed import parked
 from tests.distributed.pretended.ranks import World, run_worlds
@@ -48,8 +49,6 @@ def test_every_number_and_every_pushed_tensor_is_the_same_to_the_bit(name: str, 
 
 
 MOMENTS = ("sampling", "saved", "interrupted")
-CRITIC_LACKS = 259 * 64  # parameters of an output layer, which the plan counts for a critic too
-BYTES = {"all stays": 0, "resumed": 4, "optimizer": 2 + 4 + 12 // 2}  # of each that have left: two ranks share a state
 REST = 0.04  # of all: rotary angles, what observers count, and tensors smaller than a GPU's allocator gives
 
 
@@ -58,7 +57,7 @@ def test_while_servers_sample_gpus_hold_what_is_planned(seen: Any, root: Path, m
     for name, level in parked.RUNS.items():
         planned = {f.phase: f.terms for f in footprints(parked.config_of(level, root), shape)}
         stays, everything = (sum(planned[phase][term] for term in HELD) for phase in ("sampling", "training"))
-        left = everything - stays - BYTES[name] * CRITIC_LACKS
+        left = everything - stays
         for rank, before in zip(seen[name], seen["all stays"], strict=True):
             assert before[second]["sampling"] - rank[second]["sampling"] == pytest.approx(left, rel=0.03), name
             assert rank[second]["training"] == before[second]["training"]  # all is back
@@ -67,11 +66,11 @@ def test_while_servers_sample_gpus_hold_what_is_planned(seen: Any, root: Path, m
             assert max(after[1:]) - min(after[1:]) < 256, name  # after the first step
 
 
-def test_the_host_holds_what_has_left_but_gradients(model: Path, root: Path) -> None:
+def test_the_host_holds_what_has_left_but_gradients(seen: Any, model: Path, root: Path) -> None:
     shape = read_shape(model)
     configs = {level: parked.config_of(level, root) for level in parked.RUNS.values()}
-    held = {level: parked_bytes(config, shape) for level, config in configs.items()}
+    held = {level: host_bytes(config, shape) for level, config in configs.items()}
     assert held[None] == held["gradients"] == 0
-    training, sampling = (f.terms for f in footprints(configs["optimizer"], shape) if f.rank == 0)
-    left = sum(training[term] - sampling[term] for term in HELD)
-    assert held["optimizer"] == parked.SIZE * (left - 2 * training["gradients"])  # the policy's and the critic's
+    asked = [rank[str(parked.SAVED)]["pinned"] for rank in seen["optimizer"]]
+    assert [len(sizes) for sizes in asked] == [4, 4]  # state of policy and critic, weights of critic and reference
+    assert held["optimizer"] == sum(pinned(size) for sizes in asked for size in sizes)

@@ -12,10 +12,8 @@ import pytest
 from launcher.programs.dry_run import dry_runs
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.scaling.memory import footprints
-from rl_megatron.types import ParallelDims
 from tests.unit.launcher.test_memory import RECIPES
 
 FILES = ["data.train=train.jsonl", "data.eval=test.jsonl", "model.path=/models/given"]
@@ -42,11 +40,4 @@ def test_stages_build_step_and_hold_what_is_planned(recipe: str) -> None:
         assert run.gradients == pytest.approx(terms["gradients"], rel=1e-6)  # dp 12 pads their buffers
         assert run.optimizer == pytest.approx(terms["optimizer"], rel=1e-4)  # a count of steps for each tensor
         passes = terms["activations"] + terms["logits"]
-        # The working set of a layer is an upper bound; one weight's gradient beside it is not planned.
-        assert 0.75 * passes <= run.passes <= 1.03 * passes + _one_gradient(shape, d)
-
-
-def _one_gradient(shape: ModelShape, d: ParallelDims) -> float:
-    """Bytes of the embedding's, or of one layer's experts', before it is added to those of other micro-batches."""
-    experts = 3 * shape.num_experts // d.ep * shape.expert_width // d.etp
-    return 2.0 * shape.hidden_size * max(shape.vocab_size / d.tp, experts)
+        assert 0.7 * passes <= run.passes <= 1.03 * passes  # the working set of a layer is an upper bound

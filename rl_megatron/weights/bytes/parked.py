@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_SLAB = 2**30  # bytes of the host that are pinned at once: torch rounds them up to a power of two
 _ALIGNED = 256
 _LEAST = 512  # bytes that are moved: a GPU's allocator gives no less
 
@@ -21,6 +20,7 @@ _LEAST = 512  # bytes that are moved: a GPU's allocator gives no less
 class _Slabs:
     """Pinned memory of the host, kept for the next time: to pin it takes longer than to copy."""
 
+    size: int  # bytes that are pinned at once
     slabs: list[Tensor] = field(default_factory=list)
     at: int = 0  # the slab that is being filled
     used: int = 0  # its bytes
@@ -30,7 +30,7 @@ class _Slabs:
         while self.at < len(self.slabs) and self.used + num_bytes > self.slabs[self.at].numel():
             self.at, self.used = self.at + 1, 0
         if self.at == len(self.slabs):
-            size = max(num_bytes, min(wanted, _SLAB))
+            size = max(num_bytes, min(wanted, self.size))
             self.slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
         taken = self.slabs[self.at][self.used : self.used + num_bytes]
         self.used += -(-num_bytes // _ALIGNED) * _ALIGNED
@@ -52,7 +52,9 @@ class _Gone:
 class Parked:
     """What of a model is out of the GPU's memory, by kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, slab: int) -> None:
+        """``slab``: bytes of the host that are pinned at once, a power of two, to which torch would round them up."""
+        self._slab = slab
         self._gone: dict[str, dict[int, _Gone]] = {}
         self._slabs: dict[str, _Slabs] = {}
 
@@ -69,7 +71,7 @@ class Parked:
             storage = tensor.untyped_storage()
             if tensor.device.type != "cpu" and storage._cdata not in stay and storage.nbytes() >= _LEAST:
                 leaving[storage._cdata] = storage, tensor.device
-        slabs = self._slabs.setdefault(kind, _Slabs())
+        slabs = self._slabs.setdefault(kind, _Slabs(self._slab))
         wanted = sum(-(-storage.nbytes() // _ALIGNED) * _ALIGNED for storage, _ in leaving.values())
         for key, (storage, device) in leaving.items():
             size, copy = storage.nbytes(), None

@@ -21,6 +21,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.seats import seats_here
+from rl_megatron.scaling.host_memory import host_bytes, pinned
 from rl_megatron.scaling.memory import (
     CHANGES,
     GB,
@@ -29,7 +30,6 @@ from rl_megatron.scaling.memory import (
     elements,
     footprints,
     fullest,
-    parked_bytes,
     server_window,
 )
 from rl_megatron.weights.layouts.families import megatron_layout
@@ -173,7 +173,9 @@ def test_each_term_grows_with_what_its_advice_names() -> None:
 
     assert now("learner.optimizer.distributed=false").terms["optimizer"] > was["optimizer"]
     assert now("learner.recompute.uniform=null").terms["activations"] > 5 * was["activations"]
-    assert now("learner.max_tokens_per_micro_batch=8192").terms["activations"] == was["activations"] / 2
+    gradients = 2 * 2 * 4096 * 1536 * 128 / 16  # of the gate, up and down of a rank's experts in a layer
+    half = now("learner.max_tokens_per_micro_batch=8192").terms["activations"]
+    assert half - gradients == (was["activations"] - gradients) / 2
     assert now("algorithm.kl.coefficient=0.1").terms["reference"] == was["parameters"]
     assert now("algorithm=ppo").terms["critic"] == was["parameters"] + was["gradients"] + was["optimizer"]
     assert now("weights.bucket_mb=512").terms["weight push"] == 2 * was["weight push"]
@@ -196,6 +198,30 @@ def test_a_separate_critic_and_reference_leave_the_learners_gpus_and_fill_their_
     assert {term for term in CHANGES if reference[term]} == {"parameters", "activations", "logits", "reserved"}
     assert critic["logits"] == critic["engine"] == critic["weight push"] == 0
     assert reference["activations"] < critic["activations"]
+
+
+def test_a_critic_has_a_value_layer_in_place_of_the_output_layer() -> None:
+    config, shape = recipe("qwen3_30b_a3b", "algorithm=ppo", "rollout.server.memory_fraction=0.3")
+    (policy, *_) = (m.terms for m in footprints(config, shape))
+    lacks = 151936 // 4 * 2048 - (2048 + 1)  # tp 4; a row of weights and a bias
+    trained = sum(policy[term] for term in ("parameters", "gradients", "optimizer"))
+    assert trained - policy["critic"] == lacks * (2 + 4 + 12 / 2)  # dp 2 shares the optimizer's state
+
+
+def test_the_step_copies_gradients_of_bfloat16_in_float32() -> None:
+    keys = ("learner.gradient_dtype=bfloat16", "learner.max_tokens_per_micro_batch=8192")
+    terms = fullest(*recipe("qwen3_30b_a3b", *keys)).terms
+    copies = terms["optimizer"] / 12 * 4  # of the parameters that the rank steps
+    assert terms["step"] == pytest.approx(copies - terms["activations"] - terms["logits"])
+    assert fullest(*recipe("qwen3_30b_a3b", keys[1])).terms["step"] == 0
+
+
+def test_torch_pins_powers_of_two() -> None:
+    assert [pinned(size) for size in (0, 1, 4096, 4097, 3 * 2**29)] == [0, 1, 4096, 8192, 2**31]
+    config, shape = recipe("qwen3_30b_a3b_disaggregated")
+    # Of an expert 2 * 768 * 2048 and 768 * 2048 numbers: 12 and 6 MiB in float32, for which 16 and 8 are pinned.
+    whole = shape.num_layers * shape.num_experts * 3 * 768 * 2048
+    assert host_bytes(config, shape) == pytest.approx(whole * (8 + 2 * 4 * 16 / 12), rel=0.1)  # other weights are few
 
 
 def test_logits_of_the_last_stage_by_hand() -> None:
@@ -248,7 +274,8 @@ def test_learner_and_servers_that_take_turns_are_counted_apart() -> None:
         assert sums["sampling"] == pytest.approx(stays + 0.5 * room + pushed)
         busy = apart["activations"] + apart["logits"]
         assert sums["training"] == pytest.approx(3 * weights + state + busy + 2e9 + pushed)  # 2 GB: asleep
-        assert parked_bytes(config, shape) == (8 * state if level == "optimizer" else 0)
+        slabs = (state // 2**30 + 1) * 2**30  # state is 42.7 GiB: the last slab is rounded up to 1 GiB
+        assert host_bytes(config, shape) == (8 * slabs if level == "optimizer" else 0)
     assert recipe_fits(*turns, "rollout.server.memory_fraction=0.85", "learner.offload.while_sampling=optimizer")
     with pytest.raises(ConfigError, match=r"GB while servers sample \(.* or set learner\.offload\.while_sampling=opt"):
         recipe_fits(*turns, "rollout.server.memory_fraction=0.85", "learner.offload.while_sampling=gradients")
