@@ -222,7 +222,8 @@ def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) ->
     none += [f"slurm.engines.{key}=null" for key in ("gpus_per_node", "memory_per_node")]
     none += ["learner.offload.while_sampling=null"]
     where = none if choice == "rollout=local" else []  # no servers: no nodes, no route and no file for them
-    assert isinstance(load_config(name, [choice, "model.path=/given", *where]), RunConfig)
+    pairs = ["learner.max_tokens_per_micro_batch=16384"] if choice == "algorithm=dpo" else []  # of two sequences
+    assert isinstance(load_config(name, [choice, "model.path=/given", *where, *pairs]), RunConfig)
 
 
 def test_shipped_algorithms_are_the_rows_of_their_papers() -> None:
