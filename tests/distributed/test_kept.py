@@ -257,7 +257,7 @@ def test_gradients_of_bfloat16_have_half_the_bytes_and_almost_the_norm(alone: Se
     planned = {m.terms["gradients"] for m in footprints(RunConfig(learner=learner), shape)}
     assert [half["gradients"]] == pytest.approx(list(planned), rel=0.01)  # buffers are padded
     assert 2 * half["gradients"] == whole["gradients"]
-    rank = Rank(stage=0, parameters=PLENTY, trained=PLENTY, tokens=0, layers=(), inputs=())
+    rank = Rank(stage=0, parameters=PLENTY, trained=PLENTY, matrices=PLENTY, tokens=0, layers=(), inputs=())
     per_parameter = Gradients().memory(learner, shape, rank, {"step": 0})["step"] / PLENTY.both
     added, left = half["step"]
     assert added == pytest.approx(half["gradients"] / 2 * per_parameter, rel=0.02)
