@@ -204,6 +204,7 @@ def show_dry_runs(config: RunConfig, shape: ModelShape, model: str) -> None:
     learner = config.learner
     unseen = [f"recompute.{part}" for part in ("layernorm", "mla_up_proj") if getattr(learner.recompute, part)]
     unseen += ["offload.optimizer"] if learner.offload.optimizer else []
+    unseen += [] if learner.optimizer.moments_dtype == "float32" else ["optimizer.moments_dtype"]
     unseen += [] if learner.dispatcher == "alltoall" else ["dispatcher"]
     for key in unseen:
         raise ConfigError(

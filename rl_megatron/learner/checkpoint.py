@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 from rl_megatron.digests import Digest, digests
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.learner.muon.shared import LayerWise
-from rl_megatron.learner.optimizer import copy_to_host, create_state, inner_optimizers
+from rl_megatron.learner.optimizer import copy_to_host, create_state, inner_optimizers, keeps_weights
 from rl_megatron.weights.bytes.bits import all_numbers
 
 # The default sharding of DistributedOptimizer is broken in 0.16.1; this one saves each parameter's state under its
@@ -110,6 +110,11 @@ def _gathering(optimizer: MegatronOptimizer, values: Callable[[Tensor], Tensor])
 
 
 def _values_of(values: Callable[[Tensor], Tensor], part: DistributedOptimizer, parameter: Tensor) -> dict[str, Tensor]:
+    if keeps_weights(part):
+        group, order = part.model_param_group_index_map[parameter]
+        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
+        held = {name: values(tensor).float() for name, tensor in state.items()}
+        return {"param": held.pop("master_param"), **held}
     held = DistributedOptimizer._get_main_param_and_optimizer_states(part, parameter)
     return {name: values(tensor) for name, tensor in held.items() if isinstance(tensor, Tensor)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
@@ -17,6 +18,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from rl_megatron.learner.model.build import with_dtypes
 from rl_megatron.learner.muon.newton_schulz import Muon
 from rl_megatron.learner.muon.shared import LayerWise
+from rl_megatron.options.optimizer import STEPPED_AT_ONCE
 from rl_megatron.options.option import Keywords
 
 _HYBRID_KEYS = inspect.signature(HybridDeviceOptimizer).parameters.keys() - {"params"}
@@ -38,6 +40,10 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
         if isinstance(part.optimizer, torch.optim.AdamW):  # neither apex nor TransformerEngine
             for group in part.optimizer.param_groups:
                 group["fused"] = True  # one kernel for all parameters
+        if of_transformer_engine(part) and isinstance(part, distrib_optimizer.DistributedOptimizer):
+            _keep_state(part.optimizer)
+        if keeps_weights(part):
+            _step_in_pieces(part.optimizer)
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             part.optimizer.param_update_in_fp32 = False  # its weights are float32: it would look for copies at a load
             for group in part.optimizer.param_groups:
@@ -50,6 +56,20 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer
     """The optimizers of a chained one (dense and expert parameters have their own), else the optimizer alone."""
     inside: Sequence[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
     return inside
+
+
+def of_transformer_engine(part: MegatronOptimizer) -> bool:
+    """Whether TransformerEngine's FusedAdam steps."""
+    return hasattr(part.optimizer, "get_unscaled_state")
+
+
+def keeps_weights(part: MegatronOptimizer) -> bool:
+    """Whether TransformerEngine's FusedAdam has the float32 weights, in its state, and steps those of the model."""
+    return _keeps_weights(part.optimizer)
+
+
+def _keeps_weights(adam: torch.optim.Optimizer) -> bool:
+    return getattr(adam, "use_decoupled_grad", False)
 
 
 def step(optimizer: MegatronOptimizer, learning_rate: float) -> float:
@@ -87,6 +107,8 @@ def adopt(optimizer: MegatronOptimizer) -> None:
     """Copy the model's parameters into the optimizer's float32 weights, on whichever device they are stepped."""
     optimizer.reload_model_params()
     for part in inner_optimizers(optimizer):
+        for weight, state in part.optimizer.state.items() if keeps_weights(part) else ():  # megatron leaves these
+            state["master_param"].copy_(weight)
         hybrid = part.optimizer
         if isinstance(hybrid, HybridDeviceOptimizer):  # of which megatron copies only weights that it made itself
             part.optimizer = None
@@ -149,10 +171,57 @@ def _fill_state(adam: torch.optim.Optimizer) -> None:
     if isinstance(adam, Muon):
         adam.create_state()
     for parameter in (p for group in adam.param_groups for p in group["params"]):
-        if not adam.state[parameter]:
+        if not adam.state[parameter] and _keeps_weights(adam):
+            adam.initialize_state(parameter, False)  # type: ignore[attr-defined]  # with a copy of the weight
+        elif not adam.state[parameter]:
             zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             step = {"step": torch.zeros((), device=parameter.device)} if counts else {}
             adam.state[parameter] = {**step, **zeros}
+
+
+def _step_in_pieces(adam: Any) -> None:
+    """Have a FusedAdam step `STEPPED_AT_ONCE` parameters after another: it makes float32 copies of their moments, for
+    each group at once."""
+    at_once = adam.step
+
+    def step(*arguments: Any, **named: Any) -> None:
+        groups = adam.param_groups
+        try:
+            for group in groups:
+                before = {key: value for key, value in group.items() if key != "params"}
+                for piece in _pieces(group["params"]):
+                    adam.param_groups = [{**before, "params": piece}]
+                    at_once(*arguments, **named)
+                    group["step"] = adam.param_groups[0]["step"]  # the same of each
+        finally:
+            adam.param_groups = groups
+
+    adam.step = step
+
+
+def _pieces(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    piece: list[torch.Tensor] = []
+    for parameter in parameters:
+        if piece and sum(p.numel() for p in piece) + parameter.numel() > STEPPED_AT_ONCE:
+            yield piece
+            piece = []
+        piece.append(parameter)
+    if piece:
+        yield piece
+
+
+def _keep_state(adam: Any) -> None:
+    """Have a FusedAdam name its state without copies in float32, and keep it where DistributedOptimizer hands it back,
+    to load the tensors that `create_state` made one by one."""
+    adam.state_dict = partial(torch.optim.Optimizer.state_dict, adam)
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        for group, saved in zip(adam.param_groups, state["param_groups"], strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update({**saved, "params": parameters})
+
+    adam.load_state_dict = load_state_dict
 
 
 def _move_state(hybrid: HybridDeviceOptimizer) -> None:

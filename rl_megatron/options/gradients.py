@@ -22,7 +22,8 @@ class GradientKeys(Section):
 
 
 class Gradients(Option):
-    """Keeps gradients in ``learner.gradient_dtype``. The optimizer steps with float32 copies of its share."""
+    """Keeps gradients in ``learner.gradient_dtype``. The optimizer steps with float32 copies of its share, except
+    TransformerEngine's Adam where it keeps moments in bfloat16: that reads any dtype."""
 
     keys = GradientKeys
 
@@ -40,6 +41,7 @@ class Gradients(Option):
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
         """Bytes of the gradients of a rank's parameters, and of the optimizer's copies of those that it steps."""
-        copies = rank.stepped(learner) * BYTES["float32"] if learner.gradient_dtype != "float32" else 0.0
+        copied = learner.gradient_dtype != "float32" and learner.optimizer.moments_dtype == "float32"
+        copies = rank.stepped(learner) * BYTES["float32"] if copied else 0.0
         gradients = float(rank.trained.both * BYTES[learner.gradient_dtype])
         return {**terms, "gradients": gradients, "step": terms["step"] + copies}

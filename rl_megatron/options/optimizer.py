@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from rl_megatron.options.option import Keywords, Option, Rank, Terms
+from rl_megatron.errors import ConfigError
+from rl_megatron.options.option import BYTES, Dtype, Keywords, Option, Rank, Terms
 from rl_megatron.section import Fraction, NonNegativeFloat, Positive, PositiveFloat, Section
 
 if TYPE_CHECKING:
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
 
 _MOMENT = 4  # bytes
+STEPPED_AT_ONCE = 2**26
+"""Parameters that are stepped together where moments are not float32, or one tensor of more: of those there are float32
+copies then."""
 
 
 class MuonSection(Section):
@@ -52,6 +57,9 @@ class OptimizerSection(Section):
     distributed: bool = True
     """Whether data-parallel ranks shard the optimizer's state: AdamW's in equal parts; with ``name=muon``, which needs
     true, in whole parameters."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which both moments are kept between steps. bfloat16 halves their 8 bytes a parameter, by
+    TransformerEngine's Adam, on GPUs alone; steps are still computed in float32. How training fares is not measured."""
 
 
 class OptimizerKeys(Section):
@@ -80,9 +88,13 @@ class Optimizer(Option):
                 f"learner.optimizer.muon.{changed[0]} with learner.optimizer.name={section.name} would have no effect; "
                 "set learner.optimizer.name=muon, or leave it out"
             )
+        yield from _moments_problems(learner)
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
-        """The optimizer's settings. Megatron's own sharding cuts parameters, and Muon takes whole ones."""
+        """The optimizer's settings. Megatron's own sharding cuts parameters, and Muon takes whole ones.
+
+        Raises ConfigError for moments in bfloat16 without TransformerEngine.
+        """
         section = learner.optimizer
         sharded = section.distributed and section.name == "adamw"
         muon = {
@@ -103,12 +115,18 @@ class Optimizer(Option):
                 "clip_grad": section.clip_grad,
                 "use_distributed_optimizer": sharded,
                 **(muon if section.name == "muon" else {}),
+                **(_low_moments(learner) if section.moments_dtype != "float32" else {}),
             },
         )
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
         """Bytes of AdamW's two moments, or of Muon's one, and, with bfloat16 parameters, of float32 copies; shared out
         if ``distributed``, with Muon by whole parameters: a rank has at least the embedding's or the output layer's."""
+        dtype, stepped = learner.optimizer.moments_dtype, rank.stepped(learner)
+        if dtype != "float32":  # a step has copies of moments
+            copies = 2 * _MOMENT * min(stepped, STEPPED_AT_ONCE)
+            state = (2 * BYTES[dtype] + BYTES["float32"]) * stepped
+            return {**terms, "optimizer": state, "step": terms["step"] + copies}
         each, d, held = 2 * _MOMENT + (4 if learner.dtype == "bfloat16" else 0), learner.dims, rank.trained
         dense, experts = float(held.dense * each), float(held.experts * each)
         if learner.optimizer.name == "muon":
@@ -121,3 +139,42 @@ class Optimizer(Option):
             largest = -(-shape.vocab_size // unit) * learner.vocab_multiple * shape.hidden_size * each
         shared = max(dense / (d.dp * d.cp), largest) + experts * d.etp * d.ep / (d.tp * d.cp * d.dp)
         return {**terms, "optimizer": shared}
+
+
+def _moments_problems(learner: LearnerSection) -> Iterator[str]:
+    """Moments in bfloat16 where TransformerEngine's Adam does not keep them."""
+    if learner.optimizer.moments_dtype == "float32":
+        return
+    given = "learner.optimizer.moments_dtype=bfloat16"
+    if learner.device == "cpu":
+        yield f"{given} with learner.device=cpu: TransformerEngine's Adam keeps them, on GPUs alone; leave it out"
+    lacking = {
+        "learner.optimizer.name=adamw": learner.optimizer.name == "adamw",
+        "learner.optimizer.distributed=true": learner.optimizer.distributed,
+        "learner.dtype=bfloat16": learner.dtype == "bfloat16",
+    }
+    for key in (key for key, there in lacking.items() if not there):
+        yield f"{given}: megatron-core can do this only with {key}; set it"
+    if learner.offload.optimizer:
+        yield (
+            f"{given} with learner.offload.optimizer={learner.offload.optimizer:g}: that needs a learner without "
+            "TransformerEngine, whose Adam keeps moments in bfloat16; set one of the two"
+        )
+
+
+def _low_moments(learner: LearnerSection) -> dict[str, object]:
+    """Keywords for moments in ``moments_dtype``. Raises ConfigError without TransformerEngine."""
+    dtype = learner.optimizer.moments_dtype
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            f"learner.optimizer.moments_dtype={dtype}: TransformerEngine, whose Adam keeps them, is not installed "
+            "here; install it, or leave the key out"
+        )
+    return {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": Dtype(dtype),
+        "exp_avg_sq_dtype": Dtype(dtype),
+        "main_params_dtype": Dtype("float32"),
+        "main_grads_dtype": Dtype(learner.gradient_dtype),
+        "store_param_remainders": False,  # megatron-core could not save them for another layout
+    }

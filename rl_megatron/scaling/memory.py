@@ -235,7 +235,9 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     A separate critic has values for logits; a separate reference needs no backward pass.
     """
     learner, algorithm, shape = config.learner, config.algorithm, layout.shape
-    rank = _of_critic(layout, rank) if role == "critic" else rank
+    of_critic = learner.model_copy(update={"optimizer": algorithm.critic.optimizer})
+    if role == "critic":
+        learner, rank = of_critic, _of_critic(layout, rank)
     layer = max((_working_set(config, shape, n, rank.tokens) for n in rank.layers), default=0.0) * BYTES[learner.dtype]
     own = dict(options.memory(learner, shape, rank))
     if role == "critic":
@@ -254,8 +256,9 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
         return terms, {}
     critic: Terms = {}
     if "critic" in here:
-        found = options.memory(learner, shape, _of_critic(layout, rank))
-        critic = {term: found[term] for term in ("parameters", "gradients", "optimizer", "fp8 weights") if term in found}
+        found = options.memory(of_critic, shape, _of_critic(layout, rank))
+        held = ("parameters", "gradients", "optimizer", "fp8 weights")
+        critic = {term: found[term] for term in held if term in found}
         terms["critic"] = sum(critic.values())
     if "reference" in here:
         terms["reference"] = own["parameters"]

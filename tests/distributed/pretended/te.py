@@ -1,4 +1,5 @@
-"""TransformerEngine's own Python classes without its compiled parts: they can be built, and compute nothing.
+"""TransformerEngine's own Python classes without its compiled parts: they can be built, and compute nothing
+but an optimizer's step (te_kernels.py).
 
 Its wheel of Python sources alone (0.7 MB) lies in a folder of its own (`make .venv/te/.installed`), so that no other
 test finds it. Names of the C++ extension and of kernels stand for themselves.
@@ -17,6 +18,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+from tests.distributed.pretended import te_kernels
 
 FOLDER = Path(sys.prefix) / "te"
 _KERNELS = ("onnx_extensions", "triton", "triton.pad", "triton.permutation", "triton.cross_entropy")
@@ -51,6 +54,8 @@ def load() -> None:
     common.load_framework_extension = lambda framework: None
     compiled: Any = _Compiled("transformer_engine_torch")
     compiled.get_cudnn_version = lambda: 91300
+    compiled.multi_tensor_adam = te_kernels.adam
+    compiled.multi_tensor_l2norm, compiled.multi_tensor_scale = te_kernels.l2norm, te_kernels.scale
     sys.modules[compiled.__name__] = compiled
     for name in _KERNELS:
         sys.modules[f"transformer_engine.pytorch.{name}"] = _Compiled(name)

@@ -1,0 +1,157 @@
+"""What a rank computes and holds with the optimizer's moments in bfloat16, by TransformerEngine's own FusedAdam."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_megatron.algorithms.losses import CrossEntropy
+from rl_megatron.config.sections.learner import LearnerSection
+from tests.distributed.pretended.tensor import plain
+from tests.distributed.test_kept import LENGTHS, MOE, TOKENS, samples
+
+STEPS = 3
+RATE, CLIP = 1e-2, 0.1
+RESUMED = (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "bfloat16"))  # from, with
+PIECE = 1000  # parameters that are stepped at once in one of the runs
+
+
+def learner(moments: str, **offload: str) -> LearnerSection:
+    keys = {"device": "cuda", "dtype": "bfloat16", "layers": "torch", "offload": offload}
+    return LearnerSection.model_validate({**keys, "optimizer": {"moments_dtype": moments, "clip_grad": CLIP}})
+
+
+def rank_main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    from rl_megatron.learner import optimizer, world
+
+    device = world.join(learner("float32"), rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
+    seen: dict[str, Any] = {"adopted": adopted(device)}
+    for moments in ("bfloat16", "float32"):
+        policy = started(device, learner(moments))
+        apart = stepped_apart(policy, moments)
+        (folder / moments).mkdir()
+        policy.save(folder / moments)
+        seen[moments] = {"apart": apart, "held": held(policy), "next": [step(policy), step(policy)]}
+    seen["resumed"] = []
+    for was, moments in RESUMED:
+        policy = made(device, learner(moments))
+        policy.load(folder / was)
+        before = places(policy)
+        policy.load(folder / was)
+        assert places(policy) == before  # no second state
+        seen["resumed"].append([step(policy), step(policy)])
+    optimizer.STEPPED_AT_ONCE = PIECE
+    policy = started(device, learner("bfloat16", while_sampling="optimizer"))
+    for _ in range(STEPS):
+        policy.park(pushed=True)
+        step(policy)
+    policy.park(pushed=True)
+    (folder / "parked").mkdir()
+    policy.save(folder / "parked")
+    policy = made(device, learner("bfloat16"))
+    policy.load(folder / "parked")
+    seen["parked"] = [step(policy), step(policy)]
+    (folder / "rank0.json").write_text(json.dumps(seen))
+    world.leave()
+
+
+def made(device: torch.device, section: LearnerSection) -> Any:
+    from rl_megatron.learner.megatron import make_policy
+
+    return make_policy(MOE, section, device, temperature=1.0)
+
+
+def started(device: torch.device, section: LearnerSection) -> Any:
+    policy = made(device, section)
+    fill(policy, 0)
+    policy.adopt()
+    return policy
+
+
+def fill(policy: Any, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    for name, tensor in policy.tensors.items():
+        whole = torch.randn(tensor.shape, generator=g) * 0.02
+        tensor.copy_(torch.ones(tensor.shape) if "norm" in name else whole)
+
+
+def gradient(policy: Any) -> float:
+    said = policy.backward([samples(0)], CrossEntropy(), num_tokens=TOKENS, num_sequences=len(LENGTHS))
+    return float(said["loss"].value)
+
+
+def step(policy: Any) -> tuple[float, float]:
+    """Loss and gradient norm."""
+    return gradient(policy), policy.step(RATE).grad_norm
+
+
+def stepped_apart(policy: Any, moments: str) -> dict[str, float]:
+    """Steps beside torch's AdamW, whose float32 weights have the same gradients and whose moments are rounded after
+    each step: the most that weights differ, as a share of the steps, and the share of the model's that do."""
+    parameters = [p for chunk in policy._trained for p in chunk.parameters()]
+    weights = [torch.nn.Parameter(plain(p.detach()).float().clone()) for p in parameters]
+    start = [weight.detach().clone() for weight in weights]
+    adam = torch.optim.AdamW(weights, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    for _ in range(STEPS):
+        gradient(policy)
+        for weight, parameter in zip(weights, parameters, strict=True):
+            weight.grad = plain(parameter.main_grad).float().clone()
+        torch.nn.utils.clip_grad_norm_(weights, CLIP)
+        policy.step(RATE)
+        adam.step()
+        for state in adam.state.values() if moments == "bfloat16" else ():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name].copy_(state[name].bfloat16())
+    moved = torch.cat([(weight - was).flatten() for weight, was in zip(weights, start, strict=True)]).detach()
+    found = torch.cat([plain(p.detach()).flatten() for p in parameters])
+    wanted = torch.cat([weight.detach().flatten() for weight in weights])
+    return {
+        "moved": float(moved.abs().max()),
+        "apart": float((main_weights(policy) - wanted).abs().max() / moved.abs().max()),
+        "unequal": float((found != wanted.bfloat16()).float().mean()),
+    }
+
+
+def main_weights(policy: Any) -> torch.Tensor:
+    """The optimizer's float32 weights, in the order of the model's parameters."""
+    from rl_megatron.learner.checkpoint import _values_of
+    from rl_megatron.learner.optimizer import inner_optimizers
+
+    parts = inner_optimizers(policy._optimizer)
+    of = {p: part for part in parts for p in part.model_param_group_index_map}
+    every = [p for chunk in policy._trained for p in chunk.parameters()]
+    return torch.cat([plain(_values_of(lambda x: x, of[p], p)["param"].detach()).flatten() for p in every])
+
+
+def adopted(device: torch.device) -> list[bool]:
+    """Whether weights that were written over others are those that are stepped, by steps of a rate of 0."""
+    policy = started(device, learner("bfloat16"))
+    step(policy)
+    fill(policy, 1)
+    policy.adopt()
+    wanted = {name: plain(tensor).clone() for name, tensor in policy.tensors.items()}
+    gradient(policy)
+    policy.step(0.0)
+    return [torch.equal(plain(tensor), wanted[name]) for name, tensor in policy.tensors.items()]
+
+
+def held(policy: Any) -> dict[str, int]:
+    """Bytes of the optimizer's state, by dtype."""
+    from rl_megatron.learner.optimizer import state_of
+
+    weights = {p.untyped_storage().data_ptr() for chunk in policy._trained for p in chunk.parameters()}
+    out: dict[str, int] = {}
+    for tensor in state_of(policy._optimizer):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            out[str(tensor.dtype)] = out.get(str(tensor.dtype), 0) + tensor.nbytes
+    return out
+
+
+def places(policy: Any) -> list[int]:
+    from rl_megatron.learner.optimizer import state_of
+
+    return [tensor.data_ptr() for tensor in state_of(policy._optimizer)]
