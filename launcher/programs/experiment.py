@@ -74,7 +74,8 @@ async def run_cells(
     """Start the cells that have not ended, and wait until none runs. Returns what has become of each.
 
     Ctrl-C or SIGTERM has every cell finish its step and save; a second one ends them at once. A cell that has failed is
-    started only with ``retry``. Raises ConfigError if another process runs this study.
+    started only with ``retry``. Raises ConfigError if another process runs this study, and OSError if a cell cannot be
+    started or its record not be written, as on a full disk; the other cells are then ended.
     """
     at_once = cells_at_once(study, cells)
     with _alone(study):
@@ -92,6 +93,8 @@ async def run_cells(
                 async with asyncio.TaskGroup() as group:
                     for _ in range(min(at_once, len(waiting))):
                         group.create_task(series.work())
+            except ExceptionGroup as several:
+                raise several.exceptions[0] from several
             finally:
                 watch.cancel()
         return states.find_states(study, cells)
@@ -109,7 +112,7 @@ def cells_at_once(study: Study, cells: Sequence[Cell]) -> int:
         return 1
     if asked is not None:
         return asked
-    most = max(threads_per_worker(cell.config) * cell.config.learner.dims.world_size for cell in cells)
+    most = max(threads_per_worker(cell.config) * cell.processes for cell in cells)
     return max(1, len(os.sched_getaffinity(0)) // most)
 
 
@@ -156,10 +159,13 @@ class _Series:
     async def _run(self, cell: Cell) -> None:
         last, began, output = states.read_record(cell), time.monotonic(), states.output_path(cell)
         output.parent.mkdir(parents=True, exist_ok=True)
+        printed = output.stat().st_size if output.is_file() else 0  # by earlier starts
         resume = ["--resume"] if cell.folder.is_dir() else []
         config = ["--config", cell.base, "log.progress=plain"]
         child = await self.start(["train", *config, *cell.overrides, *resume], output)
         self.running[cell.name] = cell, child
+        if self.stopping:  # since the process was asked for
+            self._end(cell.name, signal.SIGTERM)
         record = CellRecord(
             pid=child.pid,
             began=_began(child.pid),
@@ -175,7 +181,7 @@ class _Series:
             raise
         finally:
             del self.running[cell.name]
-        reason = "" if status == 0 else _reason(status, output)
+        reason = "" if status == 0 else _reason(status, output, printed)
         ended = record.ended(status=status, reason=reason, seconds=time.monotonic() - began)
         states.write_record(cell, ended)
         (found,) = states.find_states(self.study, [cell])
@@ -270,10 +276,10 @@ def _began(pid: int) -> float:
         return 0.0
 
 
-def _reason(status: int, output: Path) -> str:
-    """The error that it printed last, or its last line, or the signal that ended it."""
+def _reason(status: int, output: Path, before: int) -> str:
+    """The error that it printed last, or its last line, or the signal that ended it. ``before``: bytes of earlier starts."""
     with output.open("rb") as file:
-        file.seek(max(output.stat().st_size - _TAIL_BYTES, 0))
+        file.seek(max(output.stat().st_size - _TAIL_BYTES, before))
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     if status < 0:
         return f"ended by {signal.Signals(-status).name}; {output} has what it printed"

@@ -42,13 +42,18 @@ class Cell:
         """Its run's name: arm and seed, readable, and the digest of its configuration."""
         return str(self.config.run.name)
 
+    @property
+    def processes(self) -> int:
+        """Processes with a model of the learner's layout: its own, and those of separate roles."""
+        return self.config.learner.dims.world_size * (1 + len(self.config.roles.separate))
+
 
 def arms_of(study: Study) -> dict[str, list[str]]:
     """The overrides of each arm by its name, which is the labels of its levels. Raises ConfigError for equal names."""
     axes = [levels_of(axis) for axis in study.axes.values()]
     rows = itertools.product(*axes) if study.combine == "product" or not axes else zip(*axes, strict=True)
     arms: dict[str, list[str]] = {}
-    for row in itertools.islice(rows, _MOST_CELLS):
+    for row in itertools.islice(rows, _MOST_CELLS + 1):
         name = " ".join(label for label, _ in row) or "base"
         if name in arms:
             raise ConfigError(f"two arms are named {name!r}; give their levels labels, as `label: override`")

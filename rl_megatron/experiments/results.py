@@ -87,8 +87,7 @@ class StudyResults:
 
 def points_of(study: Study, cell: Cell, run: Run) -> list[tuple[float, float, float]]:
     """(step, compute, value) of each row of RL with the study's metric."""
-    processes = cell.config.learner.dims.world_size * (1 + len(cell.config.roles.separate))
-    compute = {"tokens": ("tokens/rollout", 1), "device_seconds": ("seconds/step", processes)}
+    compute = {"tokens": ("tokens/rollout", 1), "device_seconds": ("seconds/step", cell.processes)}
     name, factor = compute.get(study.evaluation.compute, ("", 1))
     out, spent = [], 0.0
     for row in run.rl:

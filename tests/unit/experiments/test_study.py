@@ -129,6 +129,13 @@ def test_what_is_wrong_is_named_before_anything_starts(tmp_path: Path, keys: dic
     assert not (tmp_path / "runs").exists()
 
 
+def test_more_cells_than_allowed_are_refused_not_left_out(tmp_path: Path) -> None:
+    axes = {"a": [f"train.steps={i}" for i in range(1, 74)], "b": [f"eval.every={i}" for i in range(137)]}
+    assert 73 * 137 == 10_001
+    with pytest.raises(ConfigError, match="more than 10000 cells"):
+        cells_of(study_of(tmp_path, axes=axes, seeds=[0]))
+
+
 def test_the_studies_of_the_documents_can_start() -> None:
     paths = sorted((Path(__file__).resolve().parents[3] / "docs" / "studies").glob("*.yaml"))
     assert paths
@@ -157,8 +164,9 @@ def test_cells_on_gpus_run_one_at_a_time(tmp_path: Path) -> None:
 
 
 def test_cells_share_the_cores(tmp_path: Path) -> None:
-    cores = len(os.sched_getaffinity(0))
-    for keys, wanted in ((["learner.ep=1", "learner.threads=1"], cores), (["learner.ep=1"], 1)):
+    cores, thread = len(os.sched_getaffinity(0)), ["learner.ep=1", "learner.threads=1"]
+    apart = [*thread, "algorithm=ppo", "roles.critic=separate"]  # the critic has a process of its own
+    for keys, wanted in ((thread, cores), (["learner.ep=1"], 1), (apart, max(1, cores // 2))):
         study = study_of(tmp_path, overrides=keys)
         assert cells_at_once(study, cells_of(study)) == wanted
 

@@ -1,0 +1,83 @@
+"""How cells are started, stopped and judged, with short processes of the system in place of training."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from launcher.programs.experiment import Start, run_cells
+from rl_megatron.experiments.cells import Cell, cells_of
+from rl_megatron.experiments.states import CellStanding, output_path, read_record
+from rl_megatron.experiments.study import Study, read_study
+
+LIMIT = 20.0  # seconds
+
+
+def study_of(folder: Path, **keys: object) -> tuple[Study, list[Cell]]:
+    path = folder / "mine.yaml"
+    text = {"folder": str(folder / "runs"), "seeds": [0], "overrides": ["train.steps=2"], **keys}
+    path.write_text(yaml.safe_dump(text))
+    study = read_study(path)
+    return study, cells_of(study)
+
+
+def shell(script: str) -> Start:
+    """Starts the script in place of each cell."""
+
+    async def start(arguments: Sequence[str], output: Path) -> asyncio.subprocess.Process:
+        with output.open("ab") as file:
+            return await asyncio.create_subprocess_exec("sh", "-c", script, stdout=file, stderr=file)
+
+    return start
+
+
+def ran(study: Study, cells: Sequence[Cell], start: Start, said: io.StringIO | None = None) -> list[CellStanding]:
+    async def run() -> list[CellStanding]:
+        async with asyncio.timeout(LIMIT):
+            return await run_cells(study, cells, retry=True, start=start, console=Console(file=said or io.StringIO()))
+
+    return asyncio.run(run())
+
+
+def test_a_stop_reaches_a_cell_whose_process_is_just_being_made(tmp_path: Path) -> None:
+    study, cells = study_of(tmp_path, budget={"cells_at_once": 1})
+    said = io.StringIO()
+
+    async def start(arguments: Sequence[str], output: Path) -> asyncio.subprocess.Process:
+        os.kill(os.getpid(), signal.SIGINT)
+        while "SIGINT" not in said.getvalue():
+            await asyncio.sleep(0)
+        return await shell("exec sleep 100")(arguments, output)
+
+    (found,) = ran(study, cells, start, said)
+    record = read_record(cells[0])
+    assert (found.state.value, record and record.status) == ("waiting", 0)
+
+
+def test_the_reason_of_a_failure_is_of_the_last_start(tmp_path: Path) -> None:
+    study, cells = study_of(tmp_path)
+    (found,) = ran(study, cells, shell("echo 'error: the first'; exit 1"))
+    assert found.reason == "status 1: error: the first"
+    (found,) = ran(study, cells, shell("echo Traceback; echo 'KeyError: 3'; exit 2"))
+    assert found.reason == "status 2: KeyError: 3"
+    (found,) = ran(study, cells, shell("exit 3"))
+    assert found.reason == "status 3: it printed nothing"
+    assert "the first" in output_path(cells[0]).read_text()
+
+
+def test_a_process_that_cannot_be_made_is_one_plain_error(tmp_path: Path) -> None:
+    study, cells = study_of(tmp_path, axes={"a": ["algorithm=grpo", "algorithm=gspo"]}, budget={"cells_at_once": 2})
+
+    async def start(arguments: Sequence[str], output: Path) -> asyncio.subprocess.Process:
+        raise OSError(28, "No space left on device", str(output))
+
+    with pytest.raises(OSError, match="No space left"):
+        ran(study, cells, start)
