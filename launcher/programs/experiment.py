@@ -182,8 +182,8 @@ class _Series:
         finally:
             del self.running[cell.name]
         reason = "" if status == 0 else _reason(status, output, printed)
-        ended = record.ended(status=status, reason=reason, seconds=time.monotonic() - began)
-        states.write_record(cell, ended)
+        seconds, step = time.monotonic() - began, states.last_step(cell)
+        states.write_record(cell, record.ended(status=status, reason=reason, seconds=seconds, step=step))
         (found,) = states.find_states(self.study, [cell])
         self.display.ended(found)
 
@@ -222,15 +222,13 @@ class _Display:
 
     def look(self, running: Sequence[Cell], num_waiting: int) -> None:
         """Show how far each running cell is."""
-        found = states.find_states(self._study, running)
-        for each in found:
-            self._steps[each.cell.name] = each.step
-            total = each.cell.config.train.steps
-            self._bars.update(self._tasks[each.cell.name], completed=each.step, total=total, visible=True)
+        for cell in running:
+            self._steps[cell.name] = step = states.last_step(cell)
+            self._bars.update(self._tasks[cell.name], completed=step, total=cell.config.train.steps, visible=True)
         self._bars.update(self._whole, completed=sum(self._steps.values()))
         if not self._console.is_terminal and time.monotonic() - self._told >= _LINE_SECONDS:
             self._told = time.monotonic()
-            each_one = ", ".join(f"{f.cell.name} step {f.step}/{f.cell.config.train.steps}" for f in found)
+            each_one = ", ".join(f"{c.name} step {self._steps[c.name]}/{c.config.train.steps}" for c in running)
             self.note(f"running: {each_one or 'none'}; {num_waiting} wait")
 
     def ended(self, found: CellStanding) -> None:
@@ -277,7 +275,9 @@ def _began(pid: int) -> float:
 
 
 def _reason(status: int, output: Path, before: int) -> str:
-    """The error that it printed last, or its last line, or the signal that ended it. ``before``: bytes of earlier starts."""
+    """The error that it printed last, or its last line, or the signal that ended it; earlier starts printed ``before``
+    bytes.
+    """
     with output.open("rb") as file:
         file.seek(max(output.stat().st_size - _TAIL_BYTES, before))
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]

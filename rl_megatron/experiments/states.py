@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +16,7 @@ from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError
 from rl_megatron.experiments.cells import Cell
 from rl_megatron.experiments.study import Study
-from rl_megatron.observability.files import read_jsonl
+from rl_megatron.observability.files import JsonRow, from_the_end
 from rl_megatron.observability.history import number
 
 
@@ -35,6 +36,7 @@ class CellRecord:
     """What `experiment run` knows of a cell: the process of its last start, and how that ended.
 
     ``status`` is its exit status, below 0 a signal's number; None while it runs. ``seconds`` are those of all starts.
+    ``step`` is the last one recorded when it ended: a failed run that has a later one was resumed by hand.
     """
 
     pid: int
@@ -43,10 +45,11 @@ class CellRecord:
     seconds: float
     status: int | None = None
     reason: str = ""
+    step: int | None = None
 
-    def ended(self, *, status: int, reason: str, seconds: float) -> CellRecord:
-        """The record of a process that has ended after so many seconds."""
-        return replace(self, status=status, reason=reason, seconds=self.seconds + seconds)
+    def ended(self, *, status: int, reason: str, seconds: float, step: int) -> CellRecord:
+        """The record of a process that has ended after so many seconds, at this step."""
+        return replace(self, status=status, reason=reason, seconds=self.seconds + seconds, step=step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +101,18 @@ def write_record(cell: Cell, record: CellRecord) -> None:
 
 
 def find_states(study: Study, cells: Sequence[Cell]) -> list[CellStanding]:
-    """What has become of each cell, in their order. Raises DataError for a broken metrics.jsonl, which it names."""
+    """What has become of each cell, in their order. A cell with a broken metrics.jsonl has failed, by that reason."""
     return [_found(study, cell) for cell in cells]
+
+
+def last_step(cell: Cell) -> int:
+    """The last step of RL that is recorded, from the file's end, however long that is; 0 if there is none."""
+    path = cell.folder / "metrics.jsonl"
+    try:
+        row = next(from_the_end(path), None)
+    except (FileNotFoundError, DataError):  # `find_states` says what is wrong
+        return 0
+    return _step(row) if row is not None and row.get("phase") == "rl" else 0
 
 
 def states_table(found: Sequence[CellStanding]) -> str:
@@ -126,26 +139,44 @@ def is_running(record: CellRecord) -> bool:
 
 
 def _found(study: Study, cell: Cell) -> CellStanding:
-    path, record = cell.folder / "metrics.jsonl", read_record(cell)
-    rows = [row for row in read_jsonl(path) if row.get("phase") == "rl"] if path.is_file() else []
-    step = max((int(number(row, "step") or 0) for row in rows), default=0)
-    values = [value for row in rows if (value := number(row, study.evaluation.metric)) is not None]
-    state, reason = _state(study, cell, record, step, any_row=bool(rows))
+    record, recorded, value, broken = read_record(cell), False, None, ""
+    try:
+        for row in _rows(cell):
+            recorded, value = True, number(row, study.evaluation.metric)
+            if value is not None:
+                break
+    except DataError as error:
+        broken = str(error)
+    step = last_step(cell)
+    state, reason = _state(study, cell, record, step, any_row=recorded)
+    if broken and state is not CellState.RUNNING:
+        state, reason = CellState.FAILED, broken
     return CellStanding(
         cell=cell,
         state=state,
-        recorded=bool(rows),
+        recorded=recorded and not broken,
         step=step,
-        value=values[-1] if values else None,
+        value=value,
         seconds=record.seconds if record else 0.0,
         reason=reason,
     )
 
 
+def _rows(cell: Cell) -> Iterator[JsonRow]:
+    """The rows of RL, the last one first; before them there are those of a warm start."""
+    path = cell.folder / "metrics.jsonl"
+    if path.is_file():
+        yield from itertools.takewhile(lambda row: row.get("phase") == "rl", from_the_end(path))
+
+
+def _step(row: JsonRow) -> int:
+    return int(number(row, "step") or 0)
+
+
 def _state(study: Study, cell: Cell, record: CellRecord | None, step: int, *, any_row: bool) -> tuple[CellState, str]:
     if record is not None and is_running(record):
         return CellState.RUNNING, ""
-    if record is not None and record.status:
+    if record is not None and record.status and (record.step is None or step <= record.step):
         return CellState.FAILED, record.reason
     if any_row and step >= cell.config.train.steps:
         return CellState.DONE, ""

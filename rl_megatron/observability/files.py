@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -17,6 +17,7 @@ from rl_megatron.errors import DataError
 
 JsonValue = str | int | float | None
 JsonRow = Mapping[str, JsonValue]
+_BLOCK = 1 << 16  # bytes, of a read from the end
 
 
 class JsonlFile:
@@ -66,6 +67,34 @@ class JsonlFile:
 def read_jsonl(path: Path) -> list[dict[str, JsonValue]]:
     """All rows except a torn last one, in file order. Raises DataError that names the file and the line."""
     return [_parse(path, number, line) for number, line in enumerate(_whole_lines(path), 1)]
+
+
+def from_the_end(path: Path) -> Iterator[dict[str, JsonValue]]:
+    """The rows of `read_jsonl`, the last one first; reads no more of the file than is asked for.
+
+    Raises DataError that names the file and the line, for a broken line that it reaches.
+    """
+    with path.open("rb") as file:
+        at, first, torn = file.seek(0, os.SEEK_END), b"", True
+        while at:
+            size = min(_BLOCK, at)
+            at -= size
+            file.seek(at)
+            first, *lines = (file.read(size) + first).split(b"\n")
+            for line in reversed(lines):
+                if not torn:
+                    yield _parse_near_end(path, line)
+                torn = False
+    if not torn:
+        yield _parse_near_end(path, first)
+
+
+def _parse_near_end(path: Path, line: bytes) -> dict[str, JsonValue]:
+    try:
+        return _parse(path, 0, line)
+    except DataError:
+        read_jsonl(path)  # which knows the line's number
+        raise
 
 
 def _whole_lines(path: Path) -> list[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from launcher.programs.experiment import Start, run_cells
 from rl_megatron.experiments.cells import Cell, cells_of
-from rl_megatron.experiments.states import CellStanding, output_path, read_record
+from rl_megatron.experiments.states import CellStanding, find_states, output_path, read_record
 from rl_megatron.experiments.study import Study, read_study
 
 LIMIT = 20.0  # seconds
@@ -30,11 +31,16 @@ def study_of(folder: Path, **keys: object) -> tuple[Study, list[Cell]]:
 
 
 def shell(script: str) -> Start:
-    """Starts the script in place of each cell."""
+    """Starts the script in place of each cell, in its run folder and with the cell's name as $0."""
 
     async def start(arguments: Sequence[str], output: Path) -> asyncio.subprocess.Process:
+        given = dict(argument.split("=", 1) for argument in arguments if argument.startswith("run."))
+        folder = Path(given["run.dir"]) / given["run.name"]
+        folder.mkdir(exist_ok=True)
         with output.open("ab") as file:
-            return await asyncio.create_subprocess_exec("sh", "-c", script, stdout=file, stderr=file)
+            return await asyncio.create_subprocess_exec(
+                *("sh", "-c", script, folder.name), stdout=file, stderr=file, cwd=folder
+            )
 
     return start
 
@@ -59,7 +65,7 @@ def test_a_stop_reaches_a_cell_whose_process_is_just_being_made(tmp_path: Path) 
 
     (found,) = ran(study, cells, start, said)
     record = read_record(cells[0])
-    assert (found.state.value, record and record.status) == ("waiting", 0)
+    assert (found.state.value, record and record.status) == ("stopped", 0)
 
 
 def test_the_reason_of_a_failure_is_of_the_last_start(tmp_path: Path) -> None:
@@ -81,3 +87,36 @@ def test_a_process_that_cannot_be_made_is_one_plain_error(tmp_path: Path) -> Non
 
     with pytest.raises(OSError, match="No space left"):
         ran(study, cells, start)
+
+
+def row(step: int) -> str:
+    return f"""echo '{{"step": {step}, "phase": "rl", "eval/accuracy": 0.{step}}}' >> metrics.jsonl"""
+
+
+def test_a_failed_run_that_was_resumed_by_hand_is_as_far_as_it_came(tmp_path: Path) -> None:
+    study, cells = study_of(tmp_path)
+    (found,) = ran(study, cells, shell(f"{row(0)}; {row(1)}; exit 1"))
+    assert (found.state.value, found.step, found.value) == ("failed", 1, 0.1)
+    with (cells[0].folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "phase": "rl"}\n{"step": 3')
+    (found,) = find_states(study, cells)
+    assert (found.state.value, found.step, found.value, found.reason) == ("done", 2, 0.1, "")
+
+
+def test_a_run_that_fails_after_its_last_step_has_failed(tmp_path: Path) -> None:
+    study, cells = study_of(tmp_path)
+    (found,) = ran(study, cells, shell(f"{row(2)}; echo 'error: no space'; exit 1"))
+    assert (found.state.value, found.step, found.reason) == ("failed", 2, "status 1: error: no space")
+
+
+def test_a_broken_file_of_one_cell_is_its_failure_and_the_others_go_on(tmp_path: Path) -> None:
+    study, cells = study_of(tmp_path, axes={"a": ["algorithm=grpo", "algorithm=gspo"]}, budget={"cells_at_once": 1})
+    found = ran(study, cells, shell(f"case $0 in grpo*) echo half >> metrics.jsonl;; *) {row(2)};; esac"))
+    assert [each.state.value for each in found] == ["failed", "done"]
+    assert re.search(r"metrics\.jsonl:1: not JSON", found[0].reason)
+
+
+def test_a_budget_of_time_holds_while_a_file_is_broken(tmp_path: Path) -> None:
+    study, cells = study_of(tmp_path, budget={"minutes": 1e-3})
+    (found,) = ran(study, cells, shell("echo half >> metrics.jsonl; exec sleep 100"))
+    assert (found.state.value, found.cell) == ("failed", cells[0])

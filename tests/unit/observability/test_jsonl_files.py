@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.errors import DataError
-from rl_megatron.observability.files import JsonlFile, read_jsonl
+from rl_megatron.observability.files import JsonlFile, from_the_end, read_jsonl
 
 
 def test_rows_are_read_back_in_order_and_floats_to_the_bit(tmp_path: Path) -> None:
@@ -47,6 +48,34 @@ def test_a_torn_last_line_is_left_out_and_removed_wherever_it_was_cut(tmp_path: 
     file.truncate_after(2)
     file.append([{"step": 3}])
     assert file.path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 9'])
+@pytest.mark.parametrize("lengths", [[], [1], [3, 1, 2], [70_000, 5, 200_000, 65_536, 65_500], [10] * 9000])
+def test_rows_from_the_end_are_the_rows(tmp_path: Path, lengths: list[int], torn: str) -> None:
+    path = tmp_path / "m.jsonl"
+    rows = [{"step": i, "text": "x" * length} for i, length in enumerate(lengths)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + torn)
+    assert list(from_the_end(path)) == rows[::-1]
+
+
+def test_the_last_row_of_a_long_file_is_read_alone(tmp_path: Path) -> None:
+    """64 GiB, most of them a hole."""
+    path = tmp_path / "m.jsonl"
+    path.touch()
+    os.truncate(path, 1 << 36)
+    with path.open("ab") as file:
+        file.write(b'\n{"step": 7}\n')
+    assert next(from_the_end(path)) == {"step": 7}
+
+
+def test_a_broken_line_near_the_end_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}{"st\n{"step": 3}\n')
+    rows = from_the_end(path)
+    assert next(rows) == {"step": 3}
+    with pytest.raises(DataError, match=r"m\.jsonl:2: not JSON"):
+        next(rows)
 
 
 def test_truncation_keeps_the_checkpoints_step_and_the_bytes_before_it(tmp_path: Path) -> None:
