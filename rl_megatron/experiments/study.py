@@ -13,7 +13,7 @@ from rl_megatron.config import yaml_text
 from rl_megatron.config.errors import near_miss, shorten
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.metrics import documented
-from rl_megatron.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from rl_megatron.section import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 Level = str | list[str] | dict[str, str | list[str]]
 """One place on an axis: an override, several, or ``{label: override or several}``."""
@@ -76,7 +76,7 @@ class Study(Section):
     """Whether arms share seeds, so that a difference is taken seed by seed; else each arm has seeds of its own."""
     reference: str | None = None
     """The arm with which others are compared; null: the first."""
-    contrasts: dict[str, dict[str, float]] = Field(default_factory=dict)
+    contrasts: dict[str, Annotated[dict[str, Finite], Field(min_length=1)]] = Field(default_factory=dict)
     """Further differences: by name, the weight of each arm in a sum over arms, as 1 and -1."""
     budget: Budget = Budget()
     evaluation: Outcome = Outcome()
@@ -182,5 +182,9 @@ def _line(path: Path, error: ErrorDetails) -> str:
     if parts[:1] == ["axes"] and len(parts) > 2:
         wanted = "an override as text, a list of them, or one label with its override(s)"
         return f"{path}: {'.'.join(parts[:3])}: {shorten(error['input'])}: must be {wanted}"
-    text = error["msg"].removeprefix("Input should ").removeprefix("be ")
+    text = (
+        "at least one"
+        if error["type"] == "too_short"
+        else error["msg"].removeprefix("Input should ").removeprefix("be ")
+    )
     return f"{path}: {key}={shorten(error['input'])}: must be {text}"
