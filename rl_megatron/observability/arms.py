@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from rl_megatron.observability.intervals import mean_interval
 LEAST_FOR_INTERVAL = 4
 """Seeds from which on a band is the interval of the mean; with fewer it goes from the least to the greatest."""
 _MOST_KEYS = 3  # in a name
+_SEED = re.compile(r"[-_./= ]+(s(eed)?)?[-_./= ]*\d*$")  # how a run's name ends before its seed, or a part of that
 _NAMING = ("run.", "seed", "model.cache_dir", "log.", "checkpoint.")
 
 
@@ -86,7 +88,7 @@ def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
     keys = {k: v for k, v in differing([group[0] for group in groups]).items() if not k.startswith(_NAMING)}
     if 0 < len(keys) <= _MOST_KEYS:
         return [_text({key: values[i] for key, values in keys.items()}) for i in range(len(groups))]
-    starts = [_start([run.label for run in group]).rstrip("-_./= s0123456789") for group in groups]
+    starts = [_SEED.sub("", _start([run.label for run in group])) for group in groups]
     return starts if len(set(starts)) == len(starts) and all(starts) else [group[0].label for group in groups]
 
 

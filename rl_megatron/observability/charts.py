@@ -198,7 +198,8 @@ def _y_limits(low: float, high: float) -> tuple[float, float]:
 
 
 def _y_axis(low: float, high: float) -> tuple[list[Tick], Callable[[float], float]]:
-    def place(value: float) -> float:
+    def place(value: float) -> float:  # within the frame, as a band may leave the limits
+        value = min(max(value, low), high)
         return _r(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP))
 
     return [Tick(at=place(t), text=number_text(t)) for t in _ticks(low, high, 5)], place

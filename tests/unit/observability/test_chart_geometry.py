@@ -52,6 +52,12 @@ def test_the_warm_start_has_a_fifth_of_the_width_however_long_it_was() -> None:
     assert _chart([0.5]).warm_end is None
 
 
+def test_a_band_beyond_the_limits_ends_at_the_frame() -> None:
+    points = [Point(x=x, y=0.9, label="", low=-0.3, high=2.1) for x in (0, 1)]
+    band, _ = line_chart("t", "", [Series(label="a", style=0, points=points)], (0.0, 1.0)).marks
+    assert band.path == f"M{LEFT} {TOP}L{RIGHT} {TOP}L{RIGHT} {BOTTOM}L{LEFT} {BOTTOM}Z"
+
+
 def test_a_band_is_closed_around_its_line() -> None:
     points = [Point(x=x, y=0.5, label="", low=0.25, high=0.75) for x in (0, 1)]
     band, line = line_chart("t", "", [Series(label="a", style=0, points=points)], (0.0, 1.0)).marks

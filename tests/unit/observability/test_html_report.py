@@ -134,6 +134,16 @@ def test_runs_that_differ_in_the_seed_alone_are_one_arm_with_a_band(tmp_path: Pa
     assert rows.count("best") == 1
 
 
+@pytest.mark.parametrize(
+    ("names", "arm"),
+    [(("loss-s0", "loss-s1"), "loss"), (("bias_seed=10", "bias_seed=11"), "bias"), (("lens-0-a", "lens-1-b"), "lens")],
+)
+def test_an_arm_is_named_by_what_its_runs_have_in_common(tmp_path: Path, names: tuple[str, ...], arm: str) -> None:
+    runs = [_run(tmp_path / name, seed=seed) for seed, name in enumerate(names)]
+    charts = Page(write_report(runs, tmp_path / "r.html")).charts()
+    assert charts["Reward"]["names"] == [[f"{arm} (2 seeds)", 0]]
+
+
 def test_equal_runs_are_compared_not_averaged(tmp_path: Path) -> None:
     runs = [_run(tmp_path / name, seed=seed) for name, seed in (("before", 0), ("after", 0), ("other", 1))]
     names = Page(write_report(runs, tmp_path / "r.html")).charts()["Reward"]["names"]
