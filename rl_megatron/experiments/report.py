@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +22,15 @@ from rl_megatron.experiments.results import (
     CellRun,
     StudyResults,
     curves_for_fit,
+    points_for_fit,
     points_of,
     results_of,
 )
 from rl_megatron.experiments.sigmoid import NAMES
-from rl_megatron.experiments.states import CellStanding, find_states
+from rl_megatron.experiments.states import CellStanding, CellState, find_states
 from rl_megatron.experiments.study import Study
-from rl_megatron.observability.arms import Arm, group_runs, over_seeds
+from rl_megatron.experiments.survival import Survival
+from rl_megatron.observability.arms import Arm, group_runs
 from rl_megatron.observability.charts import DOTTED, Chart, Point, Series, line_chart, number_text
 from rl_megatron.observability.figures import standalone_svg
 from rl_megatron.observability.history import load_runs
@@ -64,10 +68,19 @@ def write_study_report(study: Study, cells: Sequence[Cell], out: Path) -> Path:
     write_atomically(out.with_name("results.csv"), _results_csv(results, found).encode())
     write_atomically(out.with_name("curves.csv"), _curves_csv(study, runs).encode())
     (out.parent / "figures").mkdir(exist_ok=True)
-    for name, chart in drawn.items():
-        file = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")
+    for file, chart in zip(figure_files(list(drawn)), drawn.values(), strict=True):
         write_atomically(out.parent / "figures" / f"{file}.svg", standalone_svg(chart).encode())
     return out
+
+
+def figure_files(names: Sequence[str]) -> list[str]:
+    """A name for each that every system can write; names that come out alike are numbered."""
+    files: list[str] = []
+    for name in names:
+        file = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")[:120]
+        alike = (file if number == 1 else f"{file}-{number}" for number in itertools.count(1))
+        files.append(next(each for each in alike if each not in files))
+    return files
 
 
 def _drawn(
@@ -82,10 +95,7 @@ def _drawn(
             counted = [run for run in runs if run.standing.cell.arm == arm and run.counted]
             charts[f"fit {arm}"] = _fit_chart(study, arm, each, counted, style[arm])
     if results.collapsed():
-        lines = [
-            Series(label=arm, style=style[arm], points=_stairs([(r.step, r.share, r.low, r.high) for r in rows]))
-            for arm, rows in results.survival.items()
-        ]
+        lines = [Series(label=arm, style=style[arm], points=_stairs(rows)) for arm, rows in results.survival.items()]
         charts["survival"] = line_chart("Runs that have not collapsed", "share, by RL step", lines, (0.0, 1.0))
     return charts
 
@@ -105,14 +115,10 @@ def _fit_chart(study: Study, arm: str, each: ArmFit, runs: Sequence[CellRun], st
         )
         for i, (c, v) in enumerate(zip(at, values, strict=True))
     ]
-    seen = [
-        [
-            Point(x=float(c), y=float(r), label=f"{number_text(float(c))} {unit}")
-            for c, r in zip(curve.compute, curve.reached, strict=True)
-        ]
-        for curve in curves
-    ]
-    means = [Point(x=p.x, y=p.y, label=p.label) for p in over_seeds(seen)]
+    by_step = sorted(point for run in runs for point in points_for_fit(study, run))
+    at_step = (list(points) for _, points in itertools.groupby(by_step, key=lambda point: point[0]))
+    seen = (np.mean([point[1:] for point in points], axis=0) for points in at_step)
+    means = [Point(x=float(c), y=float(v), label=f"{number_text(float(c))} {unit}") for c, v in seen]
     lines = [
         Series(label="fit, with its 95 % band", style=style, points=fitted),
         Series(label="mean of runs (dotted)", style=style % (DOTTED // 2) + DOTTED, points=means),
@@ -120,13 +126,12 @@ def _fit_chart(study: Study, arm: str, each: ArmFit, runs: Sequence[CellRun], st
     return line_chart(f"{arm}: {study.evaluation.metric} by {unit}", "", lines, study.evaluation.limits)
 
 
-def _stairs(rows: Sequence[tuple[float, float, float, float]]) -> list[Point]:
+def _stairs(rows: Sequence[Survival]) -> list[Point]:
     points: list[Point] = []
-    for step, share, low, high in rows:
+    for row in rows:
         if points:
-            before = points[-1]
-            points.append(Point(x=step, y=before.y, label=f"step {step:g}", low=before.low, high=before.high))
-        points.append(Point(x=step, y=share, label=f"step {step:g}", low=low, high=high))
+            points.append(replace(points[-1], x=row.step, label=f"step {row.step:.0f}"))
+        points.append(Point(x=row.step, y=row.share, label=f"step {row.step:.0f}", low=row.low, high=row.high))
     return points
 
 
@@ -169,11 +174,7 @@ def _results_panel(
     last = study.evaluation.last
     which = "the last value" if last == 1 else f"the mean of the last {last} values"
     notes = [f"A run's result is {which} of {study.evaluation.metric}: {metric.meaning if metric else ''}."]
-    for each in found:
-        if each.state not in COUNTED:
-            at = f" at step {each.step} of {each.cell.config.train.steps}" if each.recorded else ""
-            why = f": {each.reason}" if each.reason else ""
-            notes.append(f"Not in means, differences and fits: {each.cell.name} ({each.state}{at}{why})")
+    notes += [note for each in found if (note := _remark(study, results, each))]
     rows = []
     for arm, by_seed in results.results.items():
         interval = results.means.get(arm)
@@ -189,6 +190,18 @@ def _results_panel(
         styles=[style.get(arm) for arm in results.results],
         charts=[drawn["curves"]] if "curves" in drawn else [],
     )
+
+
+def _remark(study: Study, results: StudyResults, each: CellStanding) -> str | None:
+    """What a reader must know of a cell whose result is not that of a whole run."""
+    at = f" at step {each.step} of {each.cell.config.train.steps}" if each.recorded else ""
+    why = f": {each.reason}" if each.reason else ""
+    named = f"{each.cell.name} ({each.state}{at}{why})"
+    if each.state not in COUNTED:
+        return f"Not in means, differences and fits: {named}"
+    if each.cell.seed not in results.results[each.cell.arm]:
+        return f"Without a value of {study.evaluation.metric}, so not in means, differences and fits: {named}"
+    return f"Counted as it is: {named}" if each.state is CellState.SPENT else None
 
 
 def _fits_panel(study: Study, results: StudyResults, charts: Sequence[Chart]) -> Panel:
@@ -241,7 +254,7 @@ def _results_csv(results: StudyResults, found: Sequence[CellStanding]) -> str:
 
 def _curves_csv(study: Study, runs: Sequence[CellRun]) -> str:
     rows = [
-        [each.standing.cell.arm, each.standing.cell.seed, f"{step:g}", compute, value]
+        [each.standing.cell.arm, each.standing.cell.seed, int(step), compute, value]
         for each in runs
         for step, compute, value in each.points
     ]

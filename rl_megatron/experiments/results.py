@@ -115,13 +115,17 @@ def results_of(study: Study, arms: Sequence[str], runs: Sequence[CellRun]) -> St
 
 def curves_for_fit(study: Study, runs: Sequence[CellRun]) -> list[SeedCurve]:
     """The points of each run that a fit takes."""
-    least = study.evaluation.from_compute
-    kept = [[(c, value) for _, c, value in each.points if c > 0 and c >= least] for each in runs]
+    kept = [points_for_fit(study, each) for each in runs]
     return [
-        SeedCurve(compute=np.array([c for c, _ in points]), reached=np.array([v for _, v in points]))
+        SeedCurve(compute=np.array([c for _, c, _ in points]), reached=np.array([v for _, _, v in points]))
         for points in kept
         if points
     ]
+
+
+def points_for_fit(study: Study, each: CellRun) -> list[tuple[float, float, float]]:
+    """(step, compute, value) of those points."""
+    return [point for point in each.points if point[1] > 0 and point[1] >= study.evaluation.from_compute]
 
 
 def _contrasts(study: Study, arms: Sequence[str]) -> Iterator[tuple[str, Mapping[str, float]]]:
@@ -139,7 +143,7 @@ def _last(study: Study, each: CellRun) -> float:
 
 def _fit(study: Study, runs: Sequence[CellRun]) -> ArmFit:
     curves, limits = curves_for_fit(study, runs), study.evaluation.limits
-    refused = why_not(curves, limits)
+    refused = why_not(curves, limits) if runs else "none of its runs has ended"
     return ArmFit(
         refused=refused,
         fit=None if refused else fit_sigmoid(curves, limits),

@@ -12,6 +12,7 @@ they hold the truth: 94 to 97 % of 500 synthetic studies of 5 seeds, for each pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ _STEPS = 200  # of the last search
 _LEAST_SHARE = 0.75  # of the rise, by the last point: there the slope is 3/4 of the greatest
 _LEAST_F = 7.0
 _WORST_CONDITION = 1e14
+_LARGEST = 700.0  # logarithm of what is still a number
 _MOST_OF_CEILING = 0.5  # half the interval of A, of the rise that was seen
 
 
@@ -53,15 +55,16 @@ class SigmoidFit:
     error: float  # root mean squared, of the points
 
     def intervals(self) -> dict[str, Interval]:
-        """Of each parameter by name; B and Cmid are symmetric in their logarithms."""
+        """Of each parameter by name; B and Cmid are symmetric in their logarithms, and may have no upper end."""
         inner = _inner(self.parameters)
         found = {}
         for i, name in enumerate(NAMES):
             low = high = None
             if self.covariance is not None and name not in self.at_bound:
                 half = t_quantile(self.seeds - 1) * float(np.sqrt(self.covariance[i, i]))
-                ends = inner[i] - half, inner[i] + half
-                low, high = (float(np.exp(e)) if i > 1 else float(e) for e in ends)
+                low, high = float(inner[i] - half), float(inner[i] + half)
+                if i > 1:
+                    low, high = math.exp(low), math.exp(high) if high < _LARGEST else None
             found[name] = Interval(value=float(self.parameters[i]), low=low, high=high, count=self.seeds)
         return found
 
@@ -131,11 +134,15 @@ def _bends(curves: Sequence[SeedCurve], fit: SigmoidFit) -> bool:
     line = np.polyfit(x, np.concatenate([curve.reached for curve in curves]), 1)
     straight = bent = 0.0
     for curve in curves:
-        own = np.stack([np.ones(len(curve.compute)), np.log(curve.compute)], axis=1)
-        apart = np.eye(len(own)) - own @ np.linalg.pinv(own)
-        straight += float(np.sum((apart @ (curve.reached - np.polyval(line, own[:, 1]))) ** 2))
-        bent += float(np.sum((apart @ (curve.reached - fit.at(curve.compute)[0])) ** 2))
+        own = np.log(curve.compute)
+        straight += _beyond_line(own, curve.reached - np.polyval(line, own))
+        bent += _beyond_line(own, curve.reached - fit.at(curve.compute)[0])
     return (straight - bent) * (len(x) - 2 * len(curves) - 2) > 2 * _LEAST_F * bent
+
+
+def _beyond_line(x: Array, left: Array) -> float:
+    """The sum of squares that no straight line in x explains."""
+    return float(np.sum((left - np.polyval(np.polyfit(x, left, 1), x)) ** 2))
 
 
 def _inner(parameters: Array) -> Array:
@@ -156,17 +163,19 @@ def _share(steepness: Array | float, middle: Array | float, x: Array) -> Array:
 
 def _on_grid(x: Array, y: Array, limits: tuple[float, float] | None) -> Array:
     """The best of a grid of B and Cmid, with the least-squares R0 and A of each."""
-    steep = np.geomspace(*_STEEPNESS, 24)[:, None, None]
-    middles = np.linspace(*_middles(x), 48)[None, :, None]
-    share = _share(steep, middles, x)
-    design = np.stack([1 - share, share], axis=-1)  # [B, Cmid, n, 2]
-    normal = np.einsum("abni,abnj->abij", design, design) + 1e-12 * np.eye(2)
-    ends = np.linalg.solve(normal, np.einsum("abni,n->abi", design, y)[..., None])[..., 0]
-    if limits is not None:
-        ends = np.clip(ends, *limits)
-    error = np.sum((y - np.einsum("abni,abi->abn", design, ends)) ** 2, axis=-1)
-    i, j = np.unravel_index(int(np.argmin(error)), error.shape)
-    return np.array([*ends[i, j], np.log(steep[i, 0, 0]), middles[0, j, 0]])
+    middles, best, least = np.linspace(*_middles(x), 48), np.zeros(4), np.inf
+    for steepness in np.geomspace(*_STEEPNESS, 24):  # one at a time, for memory: a study may have 100,000 points
+        share = _share(steepness, middles[:, None], x)
+        design = np.stack([1 - share, share], axis=-1)  # [Cmid, n, 2]
+        normal = np.einsum("bni,bnj->bij", design, design) + 1e-12 * np.eye(2)
+        ends = np.linalg.solve(normal, np.einsum("bni,n->bi", design, y)[..., None])[..., 0]
+        if limits is not None:
+            ends = np.clip(ends, *limits)
+        error = np.sum((y - np.einsum("bni,bi->bn", design, ends)) ** 2, axis=-1)
+        at = int(np.argmin(error))
+        if error[at] < least:
+            best, least = np.array([*ends[at], np.log(steepness), middles[at]]), float(error[at])
+    return best
 
 
 def _middles(x: Array) -> tuple[float, float]:

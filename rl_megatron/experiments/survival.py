@@ -19,12 +19,15 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survival:
-    """From this step on, the share of runs that have not collapsed; ``at_risk`` ran up to it."""
+    """From this step on, the share of runs that have not collapsed; ``at_risk`` ran up to it.
+
+    ``low`` and ``high`` are None where none is left: no error can be estimated from that.
+    """
 
     step: float
     share: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     at_risk: int
 
 
@@ -40,7 +43,7 @@ def kaplan_meier(lifetimes: Sequence[Lifetime]) -> list[Survival]:
         collapsed = sum(each.collapsed and each.steps == step for each in lifetimes)
         share *= 1 - collapsed / at_risk
         if share == 0:
-            rows.append(Survival(step=step, share=0.0, low=0.0, high=0.0, at_risk=at_risk))
+            rows.append(Survival(step=step, share=0.0, low=None, high=None, at_risk=at_risk))
             break
         greenwood += collapsed / (at_risk * (at_risk - collapsed))
         width = math.exp(_Z * math.sqrt(greenwood) / abs(math.log(share)))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rl_megatron.experiments.forecast import forecast, power_law
-from rl_megatron.experiments.sigmoid import NAMES, SeedCurve, fit_sigmoid, why_not
+from rl_megatron.experiments.sigmoid import NAMES, SeedCurve, SigmoidFit, fit_sigmoid, why_not
 from rl_megatron.experiments.survival import Lifetime, kaplan_meier, lifetime
 from rl_megatron.observability.intervals import contrast, mean_interval, t_quantile
 
@@ -86,6 +87,27 @@ def test_one_seed_has_a_fit_and_no_interval() -> None:
     np.testing.assert_allclose(fit.parameters, TRUTH, rtol=1e-6)
     assert fit.at(COMPUTE)[1] is None
     assert {(found.low, found.high) for found in fit.intervals().values()} == {(None, None)}
+
+
+def test_an_interval_beyond_all_numbers_has_no_upper_end() -> None:
+    """Of two seeds, t of one degree is 12.7: 12.7 times a spread of 100 in log Cmid is beyond floats' 1e308."""
+    spread = np.diag([1e-4, 1e-4, 0.01, 1e4])
+    fit = SigmoidFit(parameters=np.array(TRUTH), covariance=spread, at_bound=(), seeds=2, error=0.0)
+    found = fit.intervals()
+    assert (found["Cmid"].low, found["Cmid"].high) == (pytest.approx(0.0), None)
+    assert found["B"].high == pytest.approx(1.5 * np.exp(12.706205 * 0.1))
+
+
+def test_a_fit_of_many_points_is_of_bounded_memory() -> None:
+    """5,000 points are 40 KB; a matrix of their pairs would be 200 MB."""
+    rng, compute = np.random.default_rng(1), np.linspace(1, 40, 5000)
+    reached = sigmoid(compute, *TRUTH) + 0.02 * rng.normal(size=len(compute))
+    tracemalloc.start()
+    try:
+        assert why_not([SeedCurve(compute=compute, reached=reached)], RATE) is None
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_ceiling_at_its_limit_has_no_interval() -> None:
@@ -199,3 +221,4 @@ def test_a_collapse_is_the_first_fall_below_its_share_of_the_best() -> None:
     assert lifetime([], below=0.5, least=0.1) == Lifetime(steps=0.0, collapsed=False)
     everyone = [Lifetime(steps=2.0, collapsed=True)] * 3
     assert [(row.step, row.share) for row in kaplan_meier(everyone)] == [(0, 1), (2, 0)]
+    assert kaplan_meier(everyone)[-1].high is None, "three runs do not show that every run collapses"

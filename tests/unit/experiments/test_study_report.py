@@ -15,7 +15,7 @@ import yaml
 from rl_megatron.config.io import save_resolved
 from rl_megatron.errors import DataError
 from rl_megatron.experiments.cells import Cell, cells_of
-from rl_megatron.experiments.report import write_study_report
+from rl_megatron.experiments.report import figure_files, write_study_report
 from rl_megatron.experiments.states import CellRecord, write_record
 from rl_megatron.experiments.study import Study, read_study
 from rl_megatron.observability.metrics import MetricsWriter
@@ -25,13 +25,13 @@ ARMS = ["moe grpo", "moe gspo", "dense grpo", "dense gspo"]
 AT = np.arange(0, STEPS + 1, 2)
 
 
-def recorded(cell: Cell, values: np.ndarray) -> None:
+def recorded(cell: Cell, values: np.ndarray, tokens: int = 100) -> None:
     cell.folder.mkdir(parents=True)
     save_resolved(cell.config, cell.folder / "config.yaml")
     writer = MetricsWriter(cell.folder)
     for step, value in zip(AT, values, strict=False):
         row = {"phase": "rl", "step": int(step), "eval/accuracy": float(value), "seconds/step": 2.0}
-        writer.write({**row, "tokens/rollout": 100, "reward/mean": float(value), "reward/std": 0.5})
+        writer.write({**row, "tokens/rollout": tokens, "reward/mean": float(value), "reward/std": 0.5})
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +127,53 @@ def test_compute_is_what_was_spent_up_to_a_value(tmp_path: Path, compute: str, s
     with (tmp_path / "runs" / "curves.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert (float(rows[-1]["compute" if compute == "steps" else compute]), rows[-1]["eval/accuracy"]) == (spent, "0.3")
+
+
+def test_no_ended_cell_is_left_out_or_counted_silently(tmp_path: Path) -> None:
+    """One cell was stopped by its time, one recorded no value of the metric, one went to its end."""
+    axes = {"a": [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate(("spent", "mute", "whole"), 1)]}
+    keys = {"overrides": ["train.steps=4"], "seeds": [0], "budget": {"cell_minutes": 1}, "axes": axes}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"folder": str(tmp_path / "runs"), **keys}, sort_keys=False))
+    read = read_study(tmp_path / "s.yaml")
+    spent, mute, whole = cells_of(read)
+    recorded(spent, np.array([0.1, 0.2]))
+    write_record(spent, CellRecord(pid=1, began=0.0, starts=1, seconds=60.5, status=0))
+    recorded(mute, np.array([]))
+    MetricsWriter(mute.folder).write({"phase": "rl", "step": 4, "reward/mean": 0.5})
+    recorded(whole, np.array([0.1, 0.2, 0.3]))
+    page = write_study_report(read, [spent, mute, whole], tmp_path / "report.html").read_text()
+    notes = re.findall(r'<p class="note">([^<]*)', page)
+    assert f"Counted as it is: {spent.name} (spent at step 2 of 4: budget.cell_minutes=1 are over)" in notes
+    assert (
+        f"Without a value of eval/accuracy, so not in means, differences and fits: {mute.name} (done at step 4 of 4)"
+        in notes
+    )
+    assert whole.name not in " ".join(notes)
+    assert "mute: refused, as no run has a value." in notes
+    results = json.loads((tmp_path / "results.json").read_text())["cells"]
+    assert [(each["state"], each["result"]) for each in results] == [("spent", 0.2), ("done", None), ("done", 0.3)]
+
+
+def test_the_mean_under_a_fit_is_taken_step_by_step(tmp_path: Path) -> None:
+    """Runs sample 90, 100 and 110 tokens a step, so that no two values are at the same compute."""
+    study = {"folder": str(tmp_path / "runs"), "overrides": [f"train.steps={STEPS}"], "seeds": [0, 1, 2]}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump({**study, "evaluation": {"compute": "tokens"}}))
+    read = read_study(tmp_path / "s.yaml")
+    cells, rng = cells_of(read), np.random.default_rng(3)
+    for cell, tokens in zip(cells, (90, 100, 110), strict=True):
+        curve = 0.1 + 0.6 / (1 + (6 / (AT + 2)) ** 1.6)
+        recorded(cell, curve + 0.01 * rng.normal() + 0.003 * rng.normal(size=len(AT)), tokens=tokens)
+    write_study_report(read, cells, tmp_path / "report.html")
+    root = ElementTree.parse(tmp_path / "figures" / "fit-base.svg").getroot()
+    (dotted,) = [each for each in root.iter() if each.get("stroke-dasharray") and each.get("d", "").count("L") > 1]
+    assert dotted.get("d", "").count("L") == len(AT) - 1
+
+
+def test_figures_of_names_that_come_out_alike_are_numbered() -> None:
+    assert figure_files(["curves", "fit a b", "fit a/b", "fit β", "fit γ"]) == [
+        "curves",
+        "fit-a-b",
+        "fit-a-b-2",
+        "fit",
+        "fit-2",
+    ]
