@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ def contrast(
     return Interval(value=value, low=value - half, high=value + half, count=count)
 
 
+@functools.lru_cache(maxsize=256)  # it takes a millisecond, and a page asks for one at each point of each chart
 def t_quantile(degrees: float, level: float = LEVEL) -> float:
     """The t above which (1 - level) / 2 of Student's distribution lies, by bisection; ``degrees`` at least 1."""
     tail, low, high = (1 - level) / 2, 0.0, 1.0
