@@ -10,14 +10,27 @@ from typing import Annotated
 
 import typer
 
-from launcher.commands import convert, doctor, experiment, inspect, job, plan, rehearse, report, submit, train, verify
+from launcher.commands import (
+    convert,
+    doctor,
+    experiment,
+    inspect,
+    job,
+    plan,
+    rehearse,
+    report,
+    scale,
+    submit,
+    train,
+    verify,
+)
 from launcher.processes import limits
 from rl_megatron.errors import RLMegatronError
 
 _NAMES = {"help_option_names": ["-h", "--help"]}
 _COMMANDS = (
     *(train.train, rehearse.rehearse, submit.submit, job.status, job.logs, job.attach, job.cancel),
-    *(report.report, convert.convert, verify.verify, inspect.inspect, plan.plan),
+    *(report.report, convert.convert, verify.verify, inspect.inspect, plan.plan, scale.scale),
 )
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_NAMES)
 for command in _COMMANDS:

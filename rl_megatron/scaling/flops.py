@@ -26,7 +26,8 @@ class Peak:
 
     ``names`` are parts of the name that CUDA gives it. Sources, all NVIDIA's: the data sheets of A100 (June 2021), H100
     (2024), H200 (2024), of H100 NVL and H200 NVL the halves of their sparse figures, the Blackwell architecture brief
-    (2024) for B200 at 1,000 W and GB200 at 1,200 W.
+    (2024) for B200 at 1,000 W and GB200 at 1,200 W, the pages of DGX B300 and GB300 NVL72 (2025). H20 has no data
+    sheet in public: its peak is what resellers print.
     """
 
     names: Sequence[str]
@@ -39,8 +40,9 @@ PEAKS: Sequence[Peak] = (  # the first that fits
     Peak(names=("H100 PCIe", "H800 PCIe"), bfloat16=756.0, float8=1513.0),
     Peak(names=("H100 NVL", "H200 NVL"), bfloat16=835.5, float8=1671.0),
     Peak(names=("H100", "H200", "H800", "GH200"), bfloat16=989.5, float8=1979.0),
-    Peak(names=("GB200",), bfloat16=2500.0, float8=5000.0),
-    Peak(names=("B200",), bfloat16=2250.0, float8=4500.0),
+    Peak(names=("H20",), bfloat16=148.0, float8=296.0),
+    Peak(names=("GB200", "GB300"), bfloat16=2500.0, float8=5000.0),
+    Peak(names=("B200", "B300"), bfloat16=2250.0, float8=4500.0),
 )
 
 

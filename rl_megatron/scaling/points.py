@@ -1,0 +1,291 @@
+"""Published runs beside what the planner predicts of them: memory of a GPU, and tokens a second. No torch.
+
+A file of points is a JSON list; bench/published_runs.json is one, with each point's source, and
+docs/scaling.md names its keys. What the learner does not have (float8, moments in bfloat16, drafts, other dispatchers)
+is added to the plan's bytes here, for the sake of the comparison alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.shape import LatentAttention, ModelShape
+from rl_megatron.options.device import GPU
+from rl_megatron.scaling.constants import FITTED, Constants
+from rl_megatron.scaling.flops import training_flops
+from rl_megatron.scaling.hardware import GPUS
+from rl_megatron.scaling.memory import GB, footprints
+from rl_megatron.scaling.time import LearnerWork, step_seconds
+from rl_megatron.types import ParallelDims
+
+NEWEST = (2026, 8)
+"""The release of the stack that the constants describe."""
+_FAMILIES = {
+    "qwen3": "qwen3_moe",
+    "deepseek": "deepseek_v3",
+    "moonlight": "deepseek_v3",
+    "kimi": "kimi_k2",
+    "mixtral": "mixtral",
+    "llama": "llama",
+    "gpt-oss": "gpt_oss",
+}
+_KEPT_IN_FLOAT8 = 1.35 / 2  # of what layers keep: inputs of products in one byte, the others in two
+_REPLAYED = ("b200", "b300", "gb200", "gb300")  # whose recipes record their launches (Megatron-Bridge)
+_TERMS = ("parameters", "gradients", "optimizer", "activations", "logits")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A published number beside the prediction: ``kind`` "memory" in GB, or "throughput" in tokens/s of a GPU."""
+
+    name: str
+    kind: str
+    group: tuple[str, str]  # model and GPU
+    release: str
+    predicted: float
+    measured: float
+    sparse: bool
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted / self.measured - 1
+
+
+def read_points(path: Path) -> Sequence[Mapping[str, Any]]:
+    """The points of a file. Raises ConfigError where it is not a list of objects with the keys that are read."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--points {path}: cannot be read as JSON: {error}") from error
+    needed = {"id", "kind", "model", "shape", "gpu", "gpus", "tp", "pp", "vpp", "ep", "cp", "dp", "precision"}
+    if not isinstance(tree, list) or not all(isinstance(point, dict) for point in tree):
+        raise ConfigError(f"--points {path}: must be a list of points (docs/scaling.md)")
+    for i, point in enumerate(tree):
+        if lacking := needed - point.keys():
+            raise ConfigError(f"--points {path}: point {i} lacks {', '.join(sorted(lacking))} (docs/scaling.md)")
+        if point["gpu"] not in GPUS:
+            raise ConfigError(f"--points {path}: point {i} has gpu={point['gpu']}; known: {', '.join(GPUS)}")
+    return tree
+
+
+def predictions(
+    points: Sequence[Mapping[str, Any]],
+    constants: Constants = FITTED,
+    kinds: Sequence[str] = ("throughput", "memory"),
+    refused: list[str] | None = None,
+) -> Iterator[Prediction]:
+    """The points of training steps that say enough, each with its prediction, and their peaks of memory.
+
+    Rates that a later release of the same software outruns (``superseded``) are left out. Points whose layout the plan
+    cannot have are added to ``refused``, with the reason; without it, they raise ConfigError.
+    """
+    for point in points:
+        if point["kind"] not in ("train", "memory") or not point["shape"].get("vocab"):
+            continue
+        about = {
+            "name": point["id"],
+            "group": (str(point["model"]), str(point["gpu"])),
+            "release": str(point["released"]),
+            "sparse": bool(point["shape"]["experts"]),
+        }
+        measured = None if point["superseded"] or "throughput" not in kinds else _tokens_a_second(point)
+        if measured is not None:
+            work = work_of(point)
+            tokens = point["global_batch"] * point["sequence_tokens"] / point["gpus"]
+            predicted = tokens / step_seconds(work, constants)
+            yield Prediction(kind="throughput", predicted=predicted, measured=measured, **about)
+        if point["peak_memory_gb"] and "memory" in kinds:
+            try:
+                predicted = _gigabytes(point)
+            except ConfigError as error:
+                if refused is None:
+                    raise
+                refused.append(f"{point['id']}: {error}")
+                continue
+            yield Prediction(kind="memory", predicted=predicted, measured=point["peak_memory_gb"], **about)
+
+
+def ordered_pairs(found: Sequence[Prediction], apart: float = 0.15) -> tuple[int, int]:
+    """Pairs of one model, GPU and release whose rates are ``apart``, and how many of them are predicted in order."""
+    rates = [point for point in found if point.kind == "throughput"]
+    right = total = 0
+    for i, one in enumerate(rates):
+        for other in rates[i + 1 :]:
+            if (one.group, one.release) != (other.group, other.release):
+                continue
+            ratio = one.measured / other.measured
+            if max(ratio, 1 / ratio) < 1 + apart:
+                continue
+            total += 1
+            right += (one.predicted > other.predicted) == (ratio > 1)
+    return right, total
+
+
+def interval(right: int, total: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share (Wilson 1927)."""
+    if not total:
+        return 0.0, 1.0
+    z, share = 1.96, right / total
+    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
+    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total)) / (1 + z * z / total)
+    return middle - half, middle + half
+
+
+def work_of(point: Mapping[str, Any]) -> LearnerWork:
+    """The optimizer step of a point of kind "train"."""
+    year, month = map(int, str(point["released"]).split("."))
+    dispatcher, recompute = point["dispatcher"], point["recompute"] or []
+    return LearnerWork(
+        shape=shape_of(point),
+        dims=_dims(point),
+        gpu=replace(GPUS[point["gpu"]], domain=point["nvlink_domain"]),
+        tokens=point["micro_batch"] * point["sequence_tokens"],
+        length=point["sequence_tokens"],
+        micro_batches=point["global_batch"] / (point["dp"] * point["micro_batch"]),
+        drafts=point["shape"]["mtp_layers"] or 0,
+        precision="float8" if "8" in point["precision"] else "bfloat16",
+        gradient_bytes=2 if point["gradient_dtype"] == "bf16" else 4,
+        dispatcher="alltoall" if dispatcher in ("alltoall", None) else "by_node",
+        overlap=_overlap(point),
+        natural=point["routing"] == "natural",
+        again=frozenset(["full"] if recompute == "full" else recompute),
+        graphs=point["gpu"] in _REPLAYED,
+        sync_hidden=True,
+        months=max(0, (NEWEST[0] - year) * 12 + NEWEST[1] - month),
+    )
+
+
+def _overlap(point: Mapping[str, Any]) -> float:
+    """The share of `Constants.hidden` that a point has: 1, none, or half where nothing is said; DualPipe
+    hides all that there is (arXiv:2412.19437)."""
+    if point["dispatcher"] == "own":
+        return 2.0
+    return 0.5 if point["ep_overlap"] is None else float(point["ep_overlap"])
+
+
+def shape_of(point: Mapping[str, Any]) -> ModelShape:
+    """The sizes of a point's model, without its draft layers."""
+    s = point["shape"]
+    family = next((f for start, f in _FAMILIES.items() if str(point["model"]).startswith(start)), "qwen3_moe")
+    latent = None
+    if s["attention"] == "mla":
+        latent = LatentAttention(
+            query_rank=s["q_rank"],
+            kv_rank=s["kv_rank"],
+            nope_dim=s["nope_dim"],
+            rope_dim=s["rope_dim"],
+            value_dim=s["value_dim"],
+        )
+    experts, layers = s["experts"] or 0, s["layers"]
+    return ModelShape(
+        family=family,
+        num_layers=layers,
+        hidden_size=s["hidden"],
+        num_heads=s["heads"],
+        num_kv_heads=s["kv_heads"],
+        head_dim=s["nope_dim"] + s["rope_dim"] if latent else s["head_dim"],
+        num_experts=experts,
+        experts_per_token=s["top_k"] or 0,
+        expert_width=s["expert_ffn"] or 0,
+        vocab_size=s["vocab"],
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        normalize_top_k=True,
+        tie_embeddings=s["tied"],
+        max_positions=1 << 20,
+        latent=latent,
+        dense_layers=s["dense_layers"] if experts else 0,
+        dense_width=s["dense_ffn"] or 0,
+        shared_width=s["shared_ffn"] or 0,
+        qk_norm="head" if family == "qwen3_moe" else None,
+        sinks=family == "gpt_oss",
+        windows=tuple(s["window"] * (i % 2 == 0) for i in range(layers)) if s["window"] else (),
+        expert_bias=family == "gpt_oss",
+    )
+
+
+def _dims(point: Mapping[str, Any]) -> ParallelDims:
+    keys = ("tp", "pp", "vpp", "ep", "cp", "dp")
+    return ParallelDims(etp=point.get("etp") or 1, **{key: point[key] for key in keys})
+
+
+def _tokens_a_second(point: Mapping[str, Any]) -> float | None:
+    """Of one GPU; from model FLOPs where a point has only those, with draft layers and their output layer."""
+    if point["kind"] != "train" or not point["micro_batch"]:
+        return None
+    if point["tokens_per_s_per_gpu"]:
+        return float(point["tokens_per_s_per_gpu"])
+    if not point["model_tflops_per_gpu"]:
+        return None
+    shape, length, drafts = shape_of(point), point["sequence_tokens"], point["shape"]["mtp_layers"] or 0
+    flops = training_flops(replace(shape, num_layers=shape.num_layers + drafts), [length])
+    flops += drafts * 6 * length * shape.hidden_size * (shape.vocab_size + 2 * shape.hidden_size)
+    return float(point["model_tflops_per_gpu"] * 1e12 / (flops / length))
+
+
+def _gigabytes(point: Mapping[str, Any]) -> float:
+    """The plan's bytes on the fullest GPU, or on the last stage's where the point is logged there."""
+    shape, config = shape_of(point), _config(point)
+    found = footprints(config, shape)
+    totals = [_total(point, shape, f.terms, f.stage == config.learner.pp - 1) for f in found]
+    return (totals[-1] if "last rank" in (point.get("notes") or "") else max(totals)) / GB
+
+
+def _total(point: Mapping[str, Any], shape: ModelShape, terms: Mapping[str, float], last: bool) -> float:
+    """Bytes of a rank, with what the learner does not have."""
+    held = dict(terms)
+    if "8" in point["precision"]:
+        held["activations"] *= _KEPT_IN_FLOAT8
+    if point["optimizer_moments"] == "bf16":
+        held["optimizer"] *= 8 / 12
+    return sum(held[term] for term in _TERMS)
+
+
+def _config(point: Mapping[str, Any]) -> RunConfig:
+    """The learner's configuration in a point's layout.
+
+    Without recomputing attention's core, which keeps no more than its inputs (FlashAttention), or norms, which are
+    parts of TransformerEngine's linears.
+    """
+    d = _dims(point)
+    recompute = point["recompute"] or []
+    again: dict[str, Any] = {"uniform": 1} if recompute == "full" else dict.fromkeys(recompute, True)
+    again = {name: on for name, on in again.items() if name not in ("core_attn", "layernorm")}
+    tokens = (point["micro_batch"] or 0) * (point["sequence_tokens"] or 0)
+    learner = {
+        **{key: getattr(d, key) for key in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")},
+        "stage_layers": _stage_layers(shape_of(point).num_layers, d),
+        "device": GPU,
+        "dtype": "bfloat16",
+        "gradient_dtype": "bfloat16" if point["gradient_dtype"] == "bf16" else "float32",
+        "layers": "auto",
+        "max_tokens_per_micro_batch": max(2, tokens),
+        "recompute": again,
+        "offload": {"optimizer": (point["offload"] or {}).get("optimizer_fraction", 0)},
+    }
+    rollout = {"max_prompt_tokens": 1, "max_new_tokens": 1}  # which must fit into a micro-batch
+    try:
+        return RunConfig.model_validate({"learner": learner, "rollout": rollout})
+    except ValidationError as error:
+        raise ConfigError(
+            "; ".join(str(found["msg"]).removeprefix("Value error, ") for found in error.errors())
+        ) from error
+
+
+def _stage_layers(layers: int, d: ParallelDims) -> str | None:
+    """The layers of each chunk; the last ones have fewer, beside the output layer, where the degrees do not divide."""
+    chunks = d.pp * d.vpp
+    if layers % chunks == 0:
+        return None
+    each, rest = divmod(layers, chunks)
+    return "+".join(str(each + (i < rest)) for i in range(chunks))
