@@ -1,80 +1,184 @@
-"""``rl-megatron scale``: predicts memory and time of layouts on GPUs; compares predictions with published runs."""
+"""``rl-megatron scale``: searches layouts of a run on given GPUs; compares predictions with published runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from launcher.programs.scale import Asked, asked_of, configuration_file
 from rl_megatron.errors import ConfigError
-from rl_megatron.scaling.constants import LEFT_OUT
-from rl_megatron.scaling.points import Prediction, interval, ordered_pairs, predictions, read_points
+from rl_megatron.scaling.hardware import GPUS
+from rl_megatron.scaling.memory import GB
+from rl_megatron.scaling.planner.explained import explain_term
+from rl_megatron.scaling.planner.layouts import described
+from rl_megatron.scaling.planner.search import PlannedRun, SearchResult, search
+from rl_megatron.scaling.points import Prediction, predictions, read_points, summary
+
+RANGE = (0.75, 1.3)
+"""Times the predicted rate between which a measured one is expected (docs/scaling.md)."""
+_SHOWN = 8  # rejected layouts
 
 
 def scale(
-    points: Annotated[
-        Path | None,
-        typer.Option(
-            help="a JSON file of published runs: print what is predicted and was measured of each (docs/scaling.md)"
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL KEYS",
+            help="a folder with a config.json or a name as kimi-k2, gpus=N, gpu= one of "
+            f"{', '.join(GPUS)} or a YAML file, then if wanted goal=tokens, memory or step, mean_tokens=N of a "
+            "completion, and keys of the run as rollout.group_size=16",
         ),
     ] = None,
+    points: Annotated[
+        Path | None,
+        typer.Option(help="a JSON file of published runs: print what is predicted and was measured (docs/scaling.md)"),
+    ] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="TERM", help="say what a term of memory or time is made of, as all-to-all")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print layouts, terms and reasons as JSON")] = False,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.yaml", help="write the best layout as a configuration that train takes"),
+    ] = None,
 ) -> None:
-    """Predict memory and time of a learner's layouts, in a second and without torch."""
-    if points is None:
-        raise ConfigError("give --points FILE.json, as in rl-megatron scale --points bench/published_runs.json")
-    refused: list[str] = []
-    show_points(list(predictions(read_points(points), refused=refused)))
-    for line in refused:
-        print(f"not predicted: {line}")
-
-
-def show_points(found: Sequence[Prediction]) -> None:
-    """Print each point's prediction, and how far they are off in all beside the bars that they are held to."""
+    """Plan a run: search layouts of learner and servers on given GPUs, with memory and seconds by term."""
+    if points is not None:
+        if arguments:
+            raise ConfigError(f"--points compares a file's runs and takes no MODEL: {' '.join(arguments)}")
+        show_points(points)
+        return
+    started = time.perf_counter()
+    asked = asked_of(arguments or [])
+    found = search(asked.wanted)
+    text = configuration_file(asked, found.plans[0])
+    if write is not None:
+        write.write_text(text, encoding="utf-8")
+    if as_json:
+        print(json.dumps(as_tree(asked, found), indent=1))
+        return
     console = Console()
+    show(console, asked, found, time.perf_counter() - started)
+    if explain is not None:
+        for line in explain_term(explain, found.plans[0]):
+            console.print(line, soft_wrap=True, markup=False)
+    if write is not None:
+        name = "" if asked.wanted.base.model.name is None else " model.path=FOLDER"
+        console.print(f"written: {write}; rl-megatron submit {write}{name} --dry-run checks it", soft_wrap=True)
+
+
+def show(console: Console, asked: Asked, found: SearchResult, seconds: float) -> None:
+    """Print the best layout with its terms, the next ones, and the rejected ones with their reasons."""
+    wanted, best = asked.wanted, found.plans[0]
+    console.print(
+        f"{asked.model} on {wanted.gpus:,} {asked.gpu}, goal={wanted.goal}: {found.layouts:,} layouts timed and "
+        f"{found.planned} planned in {seconds:.1f} s",
+        soft_wrap=True,
+    )
+    console.print(f"best: {described(best.keys)}", soft_wrap=True)
+    console.print(
+        "  " + " ".join(f"{key}={_said(value)}" for key, value in asked.changed(best).items()), soft_wrap=True
+    )
+    for line in _rates(asked, best):
+        console.print(line, soft_wrap=True)
+    console.print(_table("seconds of a step", best.step.parts, "s"))
+    console.print(_table("seconds of training, by term", best.step.training, "s"))
+    terms = {term: held / GB for term, held in best.footprint.terms.items()}
+    title = f"GB on the fullest GPU (stage {best.footprint.stage}), of {wanted.gpu.memory:g}"
+    console.print(_table(title, terms, "GB"))
+    for plan in found.plans[1:4]:
+        more = plan.step.seconds / best.step.seconds
+        console.print(
+            f"next: {described(plan.keys)}: {plan.step.seconds:,.1f} s ({more:.2f} times), "
+            f"{plan.footprint.total / GB:.0f} GB",
+            soft_wrap=True,
+        )
+    for one in found.rejected[:_SHOWN]:
+        console.print(f"rejected: {described(one.keys)}: {one.reason}", soft_wrap=True, markup=False)
+
+
+def _rates(asked: Asked, best: PlannedRun) -> list[str]:
+    step, gpus = best.step, asked.wanted.gpus
+    rate, (low, high) = step.tokens_a_second, RANGE
+    lines = [
+        f"a step: {step.seconds:,.1f} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} a GPU; expect {low * rate:,.0f} to "
+        f"{high * rate:,.0f} (docs/scaling.md)",
+        f"completions of {asked.mean:,.0f} tokens in the mean, of at most {asked.most:,} (mean_tokens=), are assumed",
+    ]
+    if step.staleness:
+        lines.append(
+            f"train.max_staleness={step.staleness}: the longest completion takes {step.sampled.longest:,.0f} s; "
+            f"{step.least} is the least at which no step waits for it"
+        )
+    if best.keys.get("learner.dispatcher") == "deepep":
+        lines.append("learner.dispatcher=deepep needs its package, and has not been run here")
+    return lines
+
+
+def _table(title: str, terms: Mapping[str, float], unit: str) -> Table:
+    table = Table("", unit, "share", title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    total = sum(terms.values())
+    for term, value in terms.items():
+        if value >= 0.001 * total:
+            table.add_row(term, f"{value:,.2f}", f"{value / total:.0%}")
+    return table
+
+
+def _said(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def as_tree(asked: Asked, found: SearchResult) -> dict[str, object]:
+    """Plans and rejected layouts as plain values: seconds, and bytes of the fullest GPU, by term."""
+    return {
+        "model": asked.model,
+        "gpus": asked.wanted.gpus,
+        "gpu": asked.gpu,
+        "goal": asked.wanted.goal,
+        "layouts": found.layouts,
+        "plans": [
+            {
+                "keys": dict(plan.keys),
+                "seconds": plan.step.seconds,
+                "tokens_per_second": plan.step.tokens_a_second,
+                "parts": dict(plan.step.parts),
+                "training": dict(plan.step.training),
+                "bytes": dict(plan.footprint.terms),
+                "stage": plan.footprint.stage,
+            }
+            for plan in found.plans
+        ],
+        "rejected": [{"keys": dict(one.keys), "reason": one.reason} for one in found.rejected],
+    }
+
+
+def show_points(path: Path) -> None:
+    """Print each point's prediction, and how far they are off in all beside the bars that they are held to."""
+    console, refused = Console(), list[str]()
+    found = list(predictions(read_points(path), refused=refused))
     for kind, unit in (("throughput", "tokens/s a GPU"), ("memory", "GB on the fullest GPU")):
         rows = [point for point in found if point.kind == kind]
-        if not rows:
-            continue
-        table = Table(kind, "predicted", "measured", "error", title=f"{kind}: {unit}")
-        for column in table.columns[1:]:
-            column.justify = "right"
-        for point in sorted(rows, key=lambda point: (point.group, point.release)):
-            numbers = (
-                f"{value:,.1f}" if value < 100 else f"{value:,.0f}" for value in (point.predicted, point.measured)
-            )
-            table.add_row(point.name, *numbers, f"{point.error:+.1%}")
-        console.print(table)
-    for line in _against_bars(found):
+        if rows:
+            console.print(_points(rows, f"{kind}: {unit}"))
+    for line in (*summary(found), *(f"not predicted: {line}" for line in refused)):
         console.print(line, soft_wrap=True)
 
 
-def _against_bars(found: Sequence[Prediction]) -> list[str]:
-    """Lines of the errors in all, each beside its bar."""
-    lines = []
-    sizes = [abs(point.error) for point in found if point.kind == "throughput"]
-    if sizes:
-        lines.append(
-            f"throughput, {len(sizes)} points: mean error {sum(sizes) / len(sizes):.1%} (bar 12 %), median "
-            f"{median(sizes):.1%}, worst {max(sizes):.0%}"
-        )
-        lines.append(
-            f"throughput of models and GPUs that a fit had not seen: mean error {LEFT_OUT:.0%} (bar 15 %), stored when "
-            "the constants were fitted (bench/step_time.py)"
-        )
-    right, total = ordered_pairs(found)
-    if total:
-        low, high = interval(right, total)
-        lines.append(
-            f"order of {total} pairs of one model, GPU and release that lie 15 % apart: {right / total:.0%} right (bar "
-            f"80 %), 95 % interval {low:.0%} to {high:.0%}"
-        )
-    for sparse, name, bar in ((True, "mixtures of experts", 8), (False, "dense models", 12)):
-        sizes = [abs(point.error) for point in found if point.kind == "memory" and point.sparse == sparse]
-        if sizes:
-            lines.append(f"memory of {name}, {len(sizes)} points: worst error {max(sizes):.1%} (bar {bar} %)")
-    return lines
+def _points(rows: Sequence[Prediction], title: str) -> Table:
+    table = Table("", "predicted", "measured", "error", title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for point in sorted(rows, key=lambda point: (point.group, point.release)):
+        both = (point.predicted, point.measured)
+        numbers = (f"{value:,.1f}" if value < 100 else f"{value:,.0f}" for value in both)
+        table.add_row(point.name, *numbers, f"{point.error:+.1%}")
+    return table

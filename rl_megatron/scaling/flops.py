@@ -46,6 +46,7 @@ PEAKS: Sequence[Peak] = (  # the first that fits
 )
 
 
+@cache
 def peak_of(name: str) -> Peak | None:
     """The peak of the GPU that CUDA calls ``name``; None if it is not in the table, or a part of one (MIG)."""
     words = name.replace("-", " ").split()

@@ -10,8 +10,9 @@ from math import prod
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.offload import SLAB, leaving
+from rl_megatron.options.option import Rank
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.scaling.memory import gpu_terms, layers_held, rank_of
+from rl_megatron.scaling.memory import gpu_terms, layers_held, ranks_of
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import learner_layout
 
@@ -26,7 +27,7 @@ def host_bytes(config: RunConfig, shape: ModelShape) -> float:
     """
     learner, layout = config.learner, learner_layout(config, shape)
     inner, each = learner.dims.world_size // learner.dims.pp, config.slurm.gpus_per_node or learner.dims.world_size
-    by_stage = [_parked(config, layout, stage) + _stepped(config, layout, stage) for stage in range(learner.dims.pp)]
+    by_stage = [_parked(config, layout, rank) + _stepped(config, layout, rank) for rank in ranks_of(config, layout)]
     held = [by_stage[rank // inner] for rank in range(learner.dims.world_size)]
     return max(sum(held[first : first + each]) for first in range(0, len(held), each))
 
@@ -36,21 +37,21 @@ def pinned(num_bytes: float) -> int:
     return 1 << max(int(num_bytes) - 1, 0).bit_length() if num_bytes else 0
 
 
-def _parked(config: RunConfig, layout: Layout, stage: int) -> float:
+def _parked(config: RunConfig, layout: Layout, rank: Rank) -> float:
     """Of a rank, while servers sample: each model's state and weights are in slabs of their own."""
     kinds = leaving(config.learner)
-    terms, critic = gpu_terms(config, layout, rank_of(config, layout, stage), LEARNER, served=False)
+    terms, critic = gpu_terms(config, layout, rank, LEARNER, served=False)
     left = [terms["optimizer"], critic.get("optimizer", 0.0)] if "optimizer" in kinds else []
     left += [critic.get("parameters", 0.0), terms["reference"]] if "models" in kinds else []
     return sum(held // SLAB * SLAB + pinned(held % SLAB) for held in left)
 
 
-def _stepped(config: RunConfig, layout: Layout, stage: int) -> float:
+def _stepped(config: RunConfig, layout: Layout, rank: Rank) -> float:
     """Of a rank, for parameters that are stepped on the CPU: weight and gradient are pinned, each by itself."""
-    rank, counts = rank_of(config, layout, stage), dict.fromkeys(("asked", "pinned"), 0)
+    counts = dict.fromkeys(("asked", "pinned"), 0)
     if not (share := config.learner.offload.optimizer):
         return 0.0
-    for spec, held, layers in layers_held(layout, stage):
+    for spec, held, layers in layers_held(layout, rank.stage):
         each = layout.shape.num_experts // layout.dims.ep if "{expert}" in spec.name else 1
         size = prod(held) * _FLOAT
         counts["asked"] += layers * each * size

@@ -10,8 +10,10 @@ activations and logits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import groupby
 from math import prod
 from typing import Literal
 
@@ -32,6 +34,7 @@ from rl_megatron.weights.layouts.layout import Layout, ParamSpec
 from rl_megatron.weights.layouts.learner import learner_layout
 
 GB = 1e9
+Phase = Literal["", "training", "sampling"]
 RESERVED = 0.06  # of a GPU: CUDA and NCCL contexts, what the allocator cannot join
 _SERVER_SHARE = 0.9  # of a GPU that an engine takes where memory_fraction is not set
 ASLEEP = 2e9
@@ -77,7 +80,7 @@ class Footprint:
     stage: int
     terms: Mapping[str, float]
     role: str = LEARNER
-    phase: Literal["", "training", "sampling"] = ""
+    phase: Phase = ""
 
     @property
     def total(self) -> float:
@@ -96,23 +99,33 @@ def footprints(config: RunConfig, shape: ModelShape) -> list[Footprint]:
 
     Raises ConfigError if the layout does not divide the model's sizes.
     """
+    return _footprints(config, shape, every=True)
+
+
+def _footprints(config: RunConfig, shape: ModelShape, *, every: bool) -> list[Footprint]:
+    """`footprints`; if not ``every`` one, of ranks beside servers the first of each stage: the others are like it."""
     learner, layout = config.learner, learner_layout(config, shape)
     inner = learner.dims.world_size // learner.dims.pp
-    beside = _beside_servers(config)
-    stages = [rank_of(config, layout, stage) for stage in range(learner.dims.pp)]
+    beside, stages = _beside_servers(config), ranks_of(config, layout)
+    if not every:
+        beside = {min(same) for _, same in groupby(sorted(beside), key=lambda rank: rank // inner)}
     firsts = {rank.stage * inner for rank in stages}
+
+    @cache
+    def phases(role: str, stage: int, served: bool) -> Sequence[tuple[Phase, Terms]]:
+        return list(_phases(config, role, *gpu_terms(config, layout, stages[stage], role, served=served)))
+
     return [
         Footprint(rank=r, stage=r // inner, terms=terms, role=role, phase=phase)
         for role, ranks in ((LEARNER, {*beside, *firsts}), *((role, firsts) for role in config.roles.separate))
         for r in sorted(ranks)
-        for found in [gpu_terms(config, layout, stages[r // inner], role, served=r in beside)]
-        for phase, terms in _phases(config, role, *found)
+        for phase, terms in phases(role, r // inner, r in beside)
     ]
 
 
 def fullest(config: RunConfig, shape: ModelShape) -> Footprint:
     """The footprint with the most bytes. Raises as `footprints` does."""
-    return max(footprints(config, shape), key=lambda m: m.total)
+    return max(_footprints(config, shape, every=False), key=lambda m: m.total)
 
 
 def check_memory(config: RunConfig, shape: ModelShape) -> Footprint | None:
@@ -153,12 +166,7 @@ def elements(layout: Layout, stage: int, bytes_of: Callable[[str], int] = lambda
 
     With ``bytes_of`` an element of a Hugging Face pattern, their bytes.
     """
-    counts = {False: 0, True: 0}
-    for spec, held, layers in layers_held(layout, stage):
-        expert = "{expert}" in spec.name
-        each = layout.shape.num_experts // layout.dims.ep if expert else 1
-        counts[expert] += prod(held) * layers * each * bytes_of(layout.chunks(spec)[0][0].hf)
-    return Elements(dense=counts[False], experts=counts[True])
+    return _by_stage(layout, bytes_of)[stage]
 
 
 def layers_held(layout: Layout, stage: int) -> Iterator[tuple[ParamSpec, tuple[int, ...], int]]:
@@ -171,19 +179,42 @@ def layers_held(layout: Layout, stage: int) -> Iterator[tuple[ParamSpec, tuple[i
 
 def trained_elements(config: RunConfig, layout: Layout, stage: int) -> Elements:
     """The part of `elements` that is trained: without ``learner.router.frozen``, all."""
+    return _trained(config, layout)[stage]
+
+
+def _trained(config: RunConfig, layout: Layout) -> Sequence[Elements]:
+    """`trained_elements` of each stage."""
     still: set[str] = set()
     if config.learner.router.frozen:
-        still = {layout.chunks(spec)[0][0].hf for spec in layout.rows() if ".router." in spec.name}
-    return elements(layout, stage, lambda hf: hf not in still)
+        still = {layout.first_chunk(spec)[0].hf for spec in layout.rows() if ".router." in spec.name}
+    return _by_stage(layout, lambda hf: hf not in still)
 
 
-def trained_matrices(config: RunConfig, layout: Layout, stage: int) -> Elements:
-    """The part of `trained_elements` that `rl_megatron.learner.muon.matrices` takes for matrices."""
-    rows = [(spec.name, layout.chunks(spec)[0][0]) for spec in layout.rows() if "{layer}" in spec.name]
+def _by_stage(layout: Layout, bytes_of: Callable[[str], int]) -> Sequence[Elements]:
+    """`elements` of each stage."""
+    counts = [{False: 0, True: 0} for _ in range(layout.dims.pp)]
+    times: dict[tuple[object, ...], Counter[int]] = {}  # of a row with such layers, by stage
+    for spec in layout.rows():
+        if spec.keeps_dtype:  # a buffer
+            continue
+        expert, held = "{expert}" in spec.name, layout.first_chunk(spec)[0]
+        each = layout.shape.num_experts // layout.dims.ep if expert else 1
+        size = prod(held.shape) * each * bytes_of(held.hf)
+        alike = ("{layer}" in spec.name, spec.stage, spec.layers(layout.shape))
+        if alike not in times:
+            times[alike] = Counter(stage for stages in layout.layer_stages(spec).values() for stage in stages)
+        for stage, layers in times[alike].items():
+            counts[stage][expert] += size * layers
+    return [Elements(dense=count[False], experts=count[True]) for count in counts]
+
+
+def trained_matrices(config: RunConfig, layout: Layout) -> Sequence[Elements]:
+    """The part of `trained_elements` of each stage that `rl_megatron.learner.muon.matrices` takes for matrices."""
+    rows = [(spec.name, layout.first_chunk(spec)[0]) for spec in layout.rows() if "{layer}" in spec.name]
     matrices = {held.hf for name, held in rows if len(held.shape) > 1 and "bias" not in name}
     if config.learner.router.frozen:
         matrices -= {held.hf for name, held in rows if ".router." in name}
-    return elements(layout, stage, lambda hf: hf in matrices)
+    return _by_stage(layout, lambda hf: hf in matrices)
 
 
 def server_weights(config: RunConfig, shape: ModelShape) -> float:
@@ -212,7 +243,7 @@ def server_window(config: RunConfig, shape: ModelShape) -> float:
     layout = with_scales(hf, hf, BLOCKS.get(server.quantization))
     bytes_of = bytes_served(config, layout)
     for spec in layout.rows():
-        held, each = layout.chunks(spec)[0][0], shape.num_experts if "{expert}" in spec.name else server.dp
+        held, each = layout.first_chunk(spec)[0], shape.num_experts if "{expert}" in spec.name else server.dp
         layers = layout.layer_stages(spec) if "{layer}" in spec.name else (None,)
         sizes.update(dict.fromkeys(layers, prod(held.shape) * each * bytes_of(held.hf)))
     outside = sizes.pop(None)
@@ -225,8 +256,9 @@ def _beside_servers(config: RunConfig) -> set[int]:
     if "engines" in by_role:
         return set()
     each, count, nodes = config.slurm.gpus_per_node, config.learner.dims.world_size, by_role["learner"]
+    number = {node: i for i, node in enumerate(nodes)}
     seats = seats_of(config, nodes, ())
-    return {rank for s in seats for gpu in s.gpus if (rank := nodes.index(s.node) * each + gpu) < count}
+    return {rank for s in seats for gpu in s.gpus if (rank := number[s.node] * each + gpu) < count}
 
 
 def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, served: bool) -> tuple[Terms, Terms]:
@@ -274,9 +306,7 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     return terms, critic
 
 
-def _phases(
-    config: RunConfig, role: str, terms: Terms, critic: Terms
-) -> Iterator[tuple[Literal["", "training", "sampling"], Terms]]:
+def _phases(config: RunConfig, role: str, terms: Terms, critic: Terms) -> Iterator[tuple[Phase, Terms]]:
     """What ``terms`` are in each phase."""
     if role != LEARNER or not (config.rollout.served and config.rollout.server.colocated):
         yield "", terms
@@ -328,20 +358,25 @@ def _server(config: RunConfig, shape: ModelShape) -> float:
     return max(own, weights + window) if section.colocated else own + window
 
 
-def rank_of(config: RunConfig, layout: Layout, stage: int) -> Rank:
-    """The work of one rank of a pipeline stage, for the options."""
-    learner, shape = config.learner, layout.shape
+def ranks_of(config: RunConfig, layout: Layout) -> Sequence[Rank]:
+    """The work of one rank of each pipeline stage, for the options."""
+    learner, hidden = config.learner, layout.shape.hidden_size
     tokens = learner.max_tokens_per_micro_batch / learner.dims.cp
-    layers = [layer for layer, stages in _stages(layout).items() if stage in stages]
-    return Rank(
-        stage=stage,
-        parameters=elements(layout, stage),
-        trained=trained_elements(config, layout, stage),
-        matrices=trained_matrices(config, layout, stage),
-        tokens=tokens,
-        layers=tuple(layers),
-        inputs=(tokens * shape.hidden_size / learner.dims.tp,) * len(layers),
-    )
+    of_layer, held, trained = _stages(layout), _by_stage(layout, lambda hf: 1), _trained(config, layout)
+    matrices = trained_matrices(config, layout)
+    layers = [tuple(n for n, stages in of_layer.items() if stage in stages) for stage in range(layout.dims.pp)]
+    return [
+        Rank(
+            stage=stage,
+            parameters=held[stage],
+            trained=trained[stage],
+            matrices=matrices[stage],
+            tokens=tokens,
+            layers=layers[stage],
+            inputs=(tokens * hidden / learner.dims.tp,) * len(layers[stage]),
+        )
+        for stage in range(layout.dims.pp)
+    ]
 
 
 def _of_critic(layout: Layout, rank: Rank) -> Rank:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,7 +21,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import LatentAttention, ModelShape
 from rl_megatron.options.device import GPU
-from rl_megatron.scaling.constants import FITTED, Constants
+from rl_megatron.scaling.constants import FITTED, LEFT_OUT, Constants
 from rl_megatron.scaling.flops import training_flops
 from rl_megatron.scaling.hardware import GPUS
 from rl_megatron.scaling.memory import GB, footprints
@@ -129,6 +130,33 @@ def ordered_pairs(found: Sequence[Prediction], apart: float = 0.15) -> tuple[int
             total += 1
             right += (one.predicted > other.predicted) == (ratio > 1)
     return right, total
+
+
+def summary(found: Sequence[Prediction]) -> list[str]:
+    """Lines of the errors in all, each beside its bar."""
+    lines = []
+    sizes = [abs(point.error) for point in found if point.kind == "throughput"]
+    if sizes:
+        lines.append(
+            f"throughput, {len(sizes)} points: mean error {sum(sizes) / len(sizes):.1%} (bar 12 %), median "
+            f"{median(sizes):.1%}, worst {max(sizes):.0%}"
+        )
+        lines.append(
+            f"throughput of models and GPUs that a fit had not seen: mean error {LEFT_OUT:.0%} (bar 15 %), stored when "
+            "the constants were fitted (bench/step_time.py)"
+        )
+    right, total = ordered_pairs(found)
+    if total:
+        low, high = interval(right, total)
+        lines.append(
+            f"order of {total} pairs of one model, GPU and release that lie 15 % apart: {right / total:.0%} right (bar "
+            f"80 %), 95 % interval {low:.0%} to {high:.0%}"
+        )
+    for sparse, name, bar in ((True, "mixtures of experts", 8), (False, "dense models", 12)):
+        sizes = [abs(point.error) for point in found if point.kind == "memory" and point.sparse == sparse]
+        if sizes:
+            lines.append(f"memory of {name}, {len(sizes)} points: worst error {max(sizes):.1%} (bar {bar} %)")
+    return lines
 
 
 def interval(right: int, total: int) -> tuple[float, float]:

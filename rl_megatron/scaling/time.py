@@ -35,7 +35,8 @@ class LearnerWork:
     split into whole layers. ``drafts``: multi-token-prediction layers on the last stage. ``dispatcher``: a copy of a
     token leaves a node for each of its experts ("alltoall"), or for each node that has some. ``overlap``: the share of
     experts' messages for which another micro-batch computes meanwhile. ``again``: parts of layers that are computed
-    again, as in ``learner.recompute``, "full" for whole ones, "experts" for torch's products of gate and up.
+    again, as in ``learner.recompute``, "full" for whole ones, "experts" for torch's products of gate and up, "head" for
+    the output layer.
     ``graphs``: whether launches are recorded; ``sync_hidden``: whether gradients and parameters travel while layers
     compute; ``offloaded``: the share of the optimizer in the host's memory; ``months``: the age of the software.
     """
@@ -66,8 +67,9 @@ Seconds = dict[str, float]
 def step_terms(work: LearnerWork, constants: Constants = FITTED) -> Seconds:
     """Seconds of the step by term; they add up to the step's."""
     d, c = work.dims, constants
-    dense, sparse = (_layer(_Kind.of(work, is_sparse, c)) for is_sparse in (False, True))
-    head = _head(work, c)
+    kinds = [_Kind.of(work, is_sparse, c) for is_sparse in (False, True)]
+    dense, sparse = (_layer(kind) for kind in kinds)
+    head = _head(kinds[bool(work.shape.num_experts)], work.drafts)
     counts, last = _counts(work, _sum(sparse), _sum(head))
     chunk: Seconds = {}
     for terms, times in ((dense, counts[0]), (sparse, counts[1]), (head, 1.0 if last else 0.0)):
@@ -132,6 +134,10 @@ class _Kind:
     again: frozenset[str]
     graphs: bool
     constants: Constants
+
+    def __hash__(self) -> int:
+        """Of the numbers that differ between layouts of one model, whose hash takes longer."""
+        return hash((self.sparse, self.tp, self.ep, self.etp, self.cp, self.tokens, self.dispatcher, self.again))
 
     @classmethod
     def of(cls, work: LearnerWork, sparse: bool, constants: Constants) -> _Kind:
@@ -299,18 +305,18 @@ def _attention_flops(s: ModelShape, length: float) -> float:
     return 2 * s.num_heads * widths * sum(spans) / len(spans)
 
 
-def _head(work: LearnerWork, c: Constants) -> Seconds:
-    """The output layer and log-probs of the last stage, and draft layers, forward and backward."""
-    s, d = work.shape, work.dims
-    rows = work.tokens / d.cp
-    rate = rate_of(work.gpu, "bfloat16", c)
-    logits = product_seconds(rows, s.hidden_size, s.vocab_size / d.tp, rate, work.gpu, c.tile) * 3
-    read = 6 * rows * s.vocab_size / d.tp * 4 / (work.gpu.hbm * GB * MEMORY)
-    out = {"output layer": (logits + read) * (1 + work.drafts)}
-    if work.drafts:
-        merge = 3 * product_seconds(rows, 2 * s.hidden_size, s.hidden_size / d.tp, rate, work.gpu, c.tile)
-        layer = _layer(_Kind.of(work, bool(s.num_experts), c))
-        out["draft layers"] = work.drafts * (_sum(layer) + merge)
+@lru_cache(maxsize=4096)
+def _head(k: _Kind, drafts: int) -> Mapping[str, float]:
+    """The output layer and log-probs of the last stage, and draft layers as ``k``, forward and backward."""
+    s, c, rows = k.shape, k.constants, k.tokens / k.cp
+    rate = rate_of(k.gpu, "bfloat16", c)
+    products = 4 if "head" in k.again else 3
+    logits = product_seconds(rows, s.hidden_size, s.vocab_size / k.tp, rate, k.gpu, c.tile) * products
+    read = 6 * rows * s.vocab_size / k.tp * 4 / (k.gpu.hbm * GB * MEMORY)
+    out = {"output layer": (logits + read) * (1 + drafts)}
+    if drafts:
+        merge = 3 * product_seconds(rows, 2 * s.hidden_size, s.hidden_size / k.tp, rate, k.gpu, c.tile)
+        out["draft layers"] = drafts * (_sum(_layer(k)) + merge)
     return out
 
 

@@ -87,6 +87,10 @@ class ScaledLayout(Layout):
         ]
 
     @override
+    def first_chunk(self, spec: ParamSpec) -> list[Slice]:
+        return self.chunks(spec)[0]
+
+    @override
     def layer_stages(self, spec: ParamSpec) -> dict[int, tuple[int, ...]]:
         return self.base.layer_stages(self.of_weights.get(spec.name, spec))
 

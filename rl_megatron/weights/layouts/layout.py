@@ -145,11 +145,11 @@ class Layout:
 
     def chunks(self, spec: ParamSpec) -> list[list[Slice]]:
         """The slices of each chunk, in the order of ``spec.axis``, without padding."""
-        shape = self._local_shape(spec)
-        return [
-            [Slice(hf=hf, hf_box=hf_box, param=spec.name, shape=shape, box=box) for hf, hf_box, box in boxes]
-            for boxes in (self._boxes(spec, chunk) for chunk in range(self._degree(spec)))
-        ]
+        return [self._slices(spec, chunk) for chunk in range(self._degree(spec))]
+
+    def first_chunk(self, spec: ParamSpec) -> list[Slice]:
+        """The first of `chunks`, alone: all have its shape."""
+        return self._slices(spec, 0)
 
     def layer_stages(self, spec: ParamSpec) -> dict[int, tuple[int, ...]]:
         """The stages that hold each layer of the row; layer 0 stands for a row without layers."""
@@ -200,6 +200,13 @@ class Layout:
         others = spec.others(self.shape)
         rows = sum(_rows_of(band) for band in self._bands(spec)) // self._degree(spec)
         return (*others[: spec.dim], rows, *others[spec.dim :])
+
+    def _slices(self, spec: ParamSpec, chunk: int) -> list[Slice]:
+        shape = self._local_shape(spec)
+        return [
+            Slice(hf=hf, hf_box=hf_box, param=spec.name, shape=shape, box=box)
+            for hf, hf_box, box in self._boxes(spec, chunk)
+        ]
 
     def _experts(self, spec: ParamSpec, ep: int) -> range:
         if "{expert}" not in spec.name:

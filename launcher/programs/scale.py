@@ -1,0 +1,167 @@
+"""What ``rl-megatron scale`` is asked, as a search, and its best layout as a configuration file. No torch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from rl_megatron.config import yaml_text
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.named import NAMED
+from rl_megatron.options.device import GPU
+from rl_megatron.scaling.hardware import gpu_named
+from rl_megatron.scaling.planner.layouts import Goal, Wanted
+from rl_megatron.scaling.planner.search import PlannedRun
+from rl_megatron.scaling.rollouts import lengths_of
+from rl_megatron.weights.layouts.parsing import model_shape
+
+_OWN = ("gpus", "gpu", "goal", "mean_tokens")
+_GROUPS = {"algorithm": "gspo", "data": "gsm8k", "rollout": "vllm"}
+_USUAL: Mapping[str, object] = {
+    "data.chat_template": True,
+    "reward.function": "final_number",
+    "rollout.prompts_per_step": 128,
+    "rollout.group_size": 16,
+    "rollout.max_prompt_tokens": 1024,
+    "rollout.max_new_tokens": 7168,
+    "rollout.slots": 256,
+    "rollout.server.start_seconds": 1800,
+    "rollout.server.memory_fraction": 0.85,
+    "learner.device": GPU,
+    "learner.dtype": "bfloat16",
+    "learner.timeout_seconds": 1800,
+    "train.learning_rate": 1e-6,
+    "train.minibatches": 4,
+    "checkpoint.every": 20,
+    "weights.bucket_mb": 256,
+    "slurm.memory_per_node": "0",
+    "slurm.signal_seconds": 1800,
+}
+"""Keys of a run on GPUs where the user gives none: those of the recipes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A search, and what it was asked by: names of model and GPU, mean and longest completion in tokens.
+
+    ``tree`` is the configuration that the layout's keys are added to.
+    """
+
+    wanted: Wanted
+    model: str
+    gpu: str
+    mean: float
+    most: int
+    tree: Mapping[str, object]
+
+    def changed(self, plan: PlannedRun) -> dict[str, object]:
+        """The layout's keys that are not defaults."""
+        usual = RunConfig()
+        return {key: value for key, value in plan.keys.items() if value_of(usual, key) != value}
+
+
+def asked_of(arguments: Sequence[str]) -> Asked:
+    """The search that a command line asks for. Raises ConfigError that says what is missing or wrong."""
+    own = dict(item.split("=", 1) for item in arguments if item.partition("=")[0] in _OWN and "=" in item)
+    models = [item for item in arguments if "=" not in item]
+    if len(models) != 1 or not {"gpus", "gpu"} <= own.keys():
+        raise ConfigError(
+            "give a model, its GPUs and their kind, as in rl-megatron scale kimi-k2 gpus=1024 gpu=h100; given: "
+            f"{' '.join(arguments) or 'nothing'}"
+        )
+    overrides = [item for item in arguments if "=" in item and item.partition("=")[0] not in _OWN]
+    model, gpus, wish = models[0], _whole("gpus", own["gpus"]), own.get("goal", "tokens")
+    goal = next((known for known in get_args(Goal) if known == wish), None)
+    if goal is None:
+        raise ConfigError(f"goal={wish}: must be one of {', '.join(get_args(Goal))}")
+    gpu, tree = gpu_named(own["gpu"]), _tree(model, overrides)
+    base = _loaded(tree, ["learner.max_tokens_per_micro_batch=16777216", *overrides])
+    shape = model_shape(model, base.learner.model)
+    most = base.rollout.max_new_tokens
+    mean = _whole("mean_tokens", own["mean_tokens"]) if "mean_tokens" in own else max(1, most // 2)
+    if mean > most:
+        raise ConfigError(f"mean_tokens={mean} is more than rollout.max_new_tokens={most}; lower the first")
+    given = {key: value_of(base, key) for key in (item.partition("=")[0] for item in overrides) if "." in key}
+    wanted = Wanted(
+        base=base,
+        shape=shape,
+        gpu=gpu,
+        gpus=gpus,
+        lengths=lengths_of(mean, most),
+        prompt=base.rollout.max_prompt_tokens / 2,
+        goal=goal,
+        given=given,
+    )
+    for key, value in given.items():
+        _put(tree, key, value)
+    return Asked(wanted=wanted, model=model, gpu=own["gpu"], mean=mean, most=most, tree=tree)
+
+
+def configuration_file(asked: Asked, plan: PlannedRun) -> str:
+    """YAML of a plan, for ``train`` and ``submit``. Raises ConfigError if the configuration's checks refuse it."""
+    tree = _copied(asked.tree)
+    for key, value in asked.changed(plan).items():
+        _put(tree, key, value)
+    _loaded(tree, [])
+    gpus = f"{asked.wanted.gpus} {asked.gpu}, goal={asked.wanted.goal}"
+    path = "" if asked.wanted.base.model.name is None else "model.path=FOLDER "
+    return (
+        f"# {asked.model} on {gpus}: found by rl-megatron scale, which predicts {plan.step.seconds:,.1f} s a step.\n"
+        f"# rl-megatron submit FILE.yaml {path}slurm.partition=NAME\n{yaml_text.write(tree)}"
+    )
+
+
+def value_of(config: RunConfig, key: str) -> object:
+    """The value of ``section.key``; a section of its own where the key names one."""
+    found: Any = config
+    for part in key.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _tree(model: str, overrides: Sequence[str]) -> dict[str, object]:
+    """The configuration before a layout is chosen: groups, the model, and `_USUAL`."""
+    groups = _GROUPS | {key: value for key, _, value in (item.partition("=") for item in overrides) if "." not in key}
+    tree: dict[str, object] = {"defaults": [{group: name} for group, name in groups.items()]}
+    _put(tree, "model.name" if model in NAMED else "model.path", model)
+    chosen = {"data.chat_template", "reward.function"} if groups["data"] != _GROUPS["data"] else set()
+    for key, value in _USUAL.items():
+        if key not in chosen:
+            _put(tree, key, value)
+    return tree
+
+
+def _loaded(tree: Mapping[str, object], overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a tree, by the reader of all configurations; a model by name needs no folder here."""
+    named = isinstance(section := tree["model"], Mapping) and "name" in section
+    path = ["model.path=."] if named and not any(item.startswith("model.path=") for item in overrides) else []
+    values = [item for item in overrides if "." in item.partition("=")[0]]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "scale.yaml"
+        file.write_text(yaml_text.write(tree), encoding="utf-8")
+        return load_config(str(file), [*values, *path, "run.launcher=slurm"])
+
+
+def _put(tree: dict[str, object], key: str, value: object) -> None:
+    """Set ``section.key`` of a tree."""
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = tree.setdefault(section, {})
+        assert isinstance(inner, dict)
+        tree = inner
+    tree[last] = str(value) if isinstance(value, Path) else value
+
+
+def _copied(tree: Mapping[str, object]) -> dict[str, object]:
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+
+
+def _whole(name: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{name}={text}: must be a whole number above 0")
+    return int(text)

@@ -1,0 +1,101 @@
+"""Where a planned run's servers are: on the learner's GPUs or on nodes of their own, by the fastest degrees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+from rl_megatron.scaling.memory import GB, server_weights
+from rl_megatron.scaling.planner.layouts import Wanted, with_keys
+from rl_megatron.scaling.rl_step import KERNELS
+from rl_megatron.scaling.rollouts import Sampled, ServerShape, sampled
+
+_SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the nodes that servers may have for themselves
+_FRACTIONS = (0.6, 0.4, 0.25)  # of a GPU for a server that takes turns with the learner
+_CACHE = 0.12  # of a GPU that a server's cache and kernels take at least
+
+
+def placements(wanted: Wanted) -> Iterator[tuple[float, dict[str, object]]]:
+    """Where servers are, with the degrees that sample fastest there: seconds that a step takes at least, and keys of
+    rollout.server, slurm and weights."""
+    nodes, each = wanted.gpus // wanted.per_node, wanted.per_node
+    shared: dict[str, object] = {"slurm.gpus_per_node": each, "slurm.gpu_memory_gb": wanted.gpu.memory}
+    places: list[tuple[int, float, dict[str, object]]] = [
+        (
+            wanted.gpus,
+            fraction,
+            {
+                "slurm.nodes": nodes,
+                "rollout.server.colocated": True,
+                "learner.offload.while_sampling": "optimizer",
+                "weights.transport": "cuda_ipc" if nodes == 1 else "carried",
+            },
+        )
+        for fraction in _FRACTIONS
+    ]
+    for count in sorted({round(nodes * share) for share in _SHARES} - {0, nodes}):
+        apart = {"slurm.nodes": nodes - count, "slurm.engines.nodes": count, "weights.transport": "process_group"}
+        places.append((count * each, 0.85, apart))
+    for gpus, fraction, keys in places:
+        keys |= {**shared, "rollout.server.memory_fraction": fraction}
+        if any(wanted.given.get(key, value) != value for key, value in keys.items()):
+            continue
+        if "rollout.server.colocated" not in keys and wanted.given.get("rollout.server.colocated"):
+            continue
+        if (servers := _servers(wanted, gpus, fraction)) is not None:
+            overlaps = "rollout.server.colocated" not in keys and wanted.goal != "step"
+            engines = servers[0].steady if overlaps else servers[0].alone
+            yield engines, keys | servers[1]
+
+
+def _servers(wanted: Wanted, gpus: int, fraction: float) -> tuple[Sampled, dict[str, object]] | None:
+    """Degrees and number of servers that sample fastest on ``gpus``; None if the weights do not fit them."""
+    best: tuple[Sampled, dict[str, object]] | None = None
+    shape, (dense, experts) = wanted.shape, _served(wanted)
+    for tp, dp in product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32)):
+        ranks = tp * dp
+        spread = dp > 1 and (not shape.num_experts or shape.num_experts % ranks)
+        if ranks > gpus or tp > wanted.per_node or shape.num_heads % tp or spread:
+            continue
+        if (ranks > wanted.per_node and tp < wanted.per_node) or gpus % ranks:
+            continue
+        weights = (dense * dp + experts) / ranks
+        if weights > (fraction - _CACHE) * wanted.gpu.memory * GB:
+            continue
+        keys: dict[str, object] = {"rollout.server.replicas": gpus // ranks, "rollout.server.tp": tp}
+        keys |= {"rollout.server.dp": dp, "rollout.server.ep": ranks if dp > 1 else 1}
+        if any(wanted.given.get(key, value) != value for key, value in keys.items()):
+            continue
+        here = _sampling(wanted, keys, fraction, weights)
+        if best is None or here.alone < best[0].alone:
+            best = here, keys
+    return best
+
+
+def _served(wanted: Wanted) -> tuple[float, float]:
+    """Bytes in engines of the weights without experts, and of the experts, from the plan's shares by two degrees."""
+    one, two = (
+        server_weights(with_keys(wanted.base, {f"rollout.server.{k}": v for k, v in degrees.items()}), wanted.shape)
+        for degrees in ({"tp": 1, "dp": 1}, {"tp": 1, "dp": 2})
+    )
+    dense = 2 * two - one
+    return dense, one - dense
+
+
+def _sampling(wanted: Wanted, keys: Mapping[str, Any], fraction: float, weights: float) -> Sampled:
+    """Seconds of a step's completions on servers with such degrees."""
+    cache = max(0.0, (fraction - KERNELS) * wanted.gpu.memory * GB - weights)
+    server = ServerShape(tp=keys["rollout.server.tp"], dp=keys["rollout.server.dp"], weights=weights, cache=cache)
+    rollout = wanted.base.rollout
+    return sampled(
+        wanted.shape,
+        server,
+        wanted.gpu,
+        replicas=keys["rollout.server.replicas"],
+        completions=wanted.base.completions_per_step,
+        group=rollout.group_size,
+        prompt=wanted.prompt,
+        lengths=wanted.lengths,
+        slots=rollout.slots,
+    )

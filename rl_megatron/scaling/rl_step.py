@@ -1,0 +1,177 @@
+"""Seconds of reinforcement learning's whole step: rollout, log-probs, training, push, and how they overlap. No torch.
+
+Synchronous, they follow each other. With ``train.max_staleness`` = k, sampling and training overlap, and a step takes
+the longest of the learner's seconds, the engines', and W / k, where W are the seconds of the longest completion: a
+batch is trained on at most k steps after it was begun (Little's law; simulated least k: W over the step, within one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.implementation import wants_transformer_engine
+from rl_megatron.scaling.constants import FITTED, Constants
+from rl_megatron.scaling.hardware import Gpu
+from rl_megatron.scaling.memory import server_weights
+from rl_megatron.scaling.rollouts import Sampled, ServerShape, sampled
+from rl_megatron.scaling.time import PCIE, LearnerWork, step_terms
+
+GB = 1e9
+MOST_STALENESS = 8
+"""Most steps that a planned run's data may be old; more is for the user to say."""
+_UPDATE = ("gradients, parameters", "optimizer", "optimizer on the host", "fixed")
+KERNELS = 0.05  # of a GPU that an engine's own kernels and buffers take
+_PAUSE = 2.0  # seconds in which servers stop, verify and go on at a push; assumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlStep:
+    """A step's ``seconds``, its parts, and of training's the terms; ``staleness`` is what the seconds hold for, and
+    ``least`` with which a step takes no longer than the slower of learner and engines."""
+
+    seconds: float
+    parts: Mapping[str, float]
+    training: Mapping[str, float]
+    sampled: Sampled
+    staleness: int
+    least: int
+    tokens: float
+
+    @property
+    def tokens_a_second(self) -> float:
+        """Of prompts and completions, of all GPUs together."""
+        return self.tokens / self.seconds
+
+
+def learner_work(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float) -> LearnerWork:
+    """One optimizer step of a run whose sequences have ``mean`` tokens, prompt included."""
+    learner, d = config.learner, config.learner.dims
+    tokens, micro_batches = filled(config, learner.max_tokens_per_micro_batch, d.dp, mean)
+    again = set(learner.recompute.modules)
+    if learner.recompute.uniform is not None:
+        again = {"full"}
+    if learner.head_dtype is not None:
+        again |= {"head"}
+    if "moe_act" in again and not wants_transformer_engine(learner, shape):
+        again |= {"experts"}
+    return LearnerWork(
+        shape=shape,
+        dims=d,
+        gpu=gpu,
+        tokens=tokens,
+        length=mean,
+        micro_batches=micro_batches,
+        stages=learner.stages or (shape.num_layers // (d.pp * d.vpp),) * (d.pp * d.vpp),
+        gradient_bytes=2 if learner.gradient_dtype == "bfloat16" else 4,
+        dispatcher="alltoall" if learner.dispatcher == "alltoall" else "by_node",
+        again=frozenset(again),
+        sync_hidden=learner.overlap.gradients and learner.overlap.parameters,
+        offloaded=learner.offload.optimizer,
+    )
+
+
+def filled(config: RunConfig, most: float, dp: int, mean: float) -> tuple[float, float]:
+    """Tokens of a micro-batch of at most ``most``, which is filled but for half a sequence in the mean, and how many
+    micro-batches each of ``dp`` ranks has in an optimizer step."""
+    share = config.completions_per_step * mean / config.train.minibatches / dp
+    full = max(mean, most - mean / 2)
+    return min(full, share), float(max(1, ceil(share / full)))
+
+
+def forward_seconds(work: LearnerWork, batches: int, constants: Constants = FITTED) -> float:
+    """A pass without gradients over what ``batches`` optimizer steps train on: a third of training's products."""
+    terms = step_terms(replace(work, again=frozenset(), micro_batches=work.micro_batches * batches), constants)
+    return sum(seconds for name, seconds in terms.items() if name not in _UPDATE) / 3
+
+
+def push_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float, float]:
+    """Of a push in closed form: in all, sent by the busiest learner rank, received by the busiest server rank.
+
+    Each server rank gets its share of the weights once, and learner ranks that hold the same parts share the sending.
+    """
+    server, world = config.rollout.server, config.learner.dims.world_size
+    received = server_weights(config, shape)
+    total = received * server.ranks * server.replicas
+    return total, total / world, received
+
+
+def server_shape(config: RunConfig, shape: ModelShape, gpu: Gpu) -> ServerShape:
+    """The run's servers, with the cache that ``rollout.server.memory_fraction`` leaves."""
+    server, weights = config.rollout.server, server_weights(config, shape)
+    cache = max(0.0, ((server.memory_fraction or 0.9) - KERNELS) * gpu.memory * GB - weights)
+    return ServerShape(tp=server.tp, dp=server.dp, weights=weights, cache=cache)
+
+
+def rl_step(
+    config: RunConfig,
+    shape: ModelShape,
+    gpu: Gpu,
+    lengths: Sequence[float],
+    *,
+    prompt: float,
+    staleness: int | None = None,
+    constants: Constants = FITTED,
+) -> RlStep:
+    """A run's step, with completions of ``lengths``; ``staleness`` None takes the least that costs no time.
+
+    Learner and servers on the same GPUs follow each other whatever it is.
+    """
+    mean = sum(lengths) / len(lengths) + prompt
+    work, batches = learner_work(config, shape, gpu, mean), config.train.minibatches
+    training = {name: s * batches * config.train.epochs for name, s in step_terms(work, constants).items()}
+    parts = {"training": sum(training.values())}
+    if config.algorithm.old_logprobs == "learner":
+        parts["log-probs"] = forward_seconds(work, batches, constants)
+    if config.algorithm.needs_reference:
+        parts["reference"] = forward_seconds(work, batches, constants)
+    server, section = server_shape(config, shape, gpu), config.rollout.server
+    apart = config.slurm.engines.nodes > 0
+    _, sent, received = push_bytes(config, shape)
+    near = not apart and config.slurm.nodes == 1
+    link = gpu.nvlink if near else gpu.network
+    parts["push"] = max(sent, received) / (link * constants.links * GB) + _PAUSE
+    if section.colocated and config.learner.offload.while_sampling == "optimizer":
+        parts["turns"] = 2 * _moved_to_host(config, shape) / (PCIE * GB)
+    engines = sampled(
+        shape,
+        server,
+        gpu,
+        replicas=section.replicas,
+        completions=config.completions_per_step,
+        group=config.rollout.group_size,
+        prompt=prompt,
+        lengths=lengths,
+        slots=config.rollout.slots,
+    )
+    learner = sum(parts.values())
+    slower = max(learner, engines.steady)
+    least = min(MOST_STALENESS, max(1, ceil(engines.longest / slower))) if apart else 0
+    k = (least if staleness is None else staleness) if apart else 0
+    parts["rollout"] = engines.steady if k else engines.alone
+    seconds = max(slower, engines.longest / k) if k else learner + engines.alone
+    if k and seconds > slower:
+        parts["waiting for the longest"] = seconds - slower
+    return RlStep(
+        seconds=seconds,
+        parts=parts,
+        training=training,
+        sampled=engines,
+        staleness=k,
+        least=least,
+        tokens=config.completions_per_step * mean,
+    )
+
+
+def _moved_to_host(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes of the optimizer's state of a rank that leave its GPU while servers sample."""
+    d = config.learner.dims
+    return 12.0 * (shape.active_parameters if not shape.num_experts else _all_parameters(shape)) / d.world_size
+
+
+def _all_parameters(shape: ModelShape) -> float:
+    experts = 3.0 * shape.hidden_size * shape.expert_width * len(shape.moe_layers)
+    return shape.active_parameters + experts * (shape.num_experts - shape.experts_per_token)

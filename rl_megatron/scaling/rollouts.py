@@ -1,0 +1,136 @@
+"""Seconds that engines take to sample a step's completions: a decode roofline with the tail of lengths. No torch.
+
+A token of all rows that decode costs the larger of what is read (weights, of experts those that some row chose, and the
+rows' cache) and what is computed, and a fixed time for launches and messages. Once no prompt waits, rows end one after
+the other and the longest decodes nearly alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.scaling.hardware import Gpu
+
+GB = 1e9
+READ = 0.6  # share of a GPU's memory rate at which engines read weights and caches; assumed
+COMPUTED = 0.5  # share of the peak in prompts' passes and large batches; assumed
+TOKEN_SECONDS = 2e-3  # launches, sampling and scheduling of a token; assumed
+LAYER_SECONDS = 2e-5  # messages of a layer in tensor- or expert-parallel engines; assumed
+SPREAD = 0.6  # standard deviation of the logarithm of lengths; assumed
+_CLASSES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerShape:
+    """The degrees of a server, and what of a GPU's memory its cache has, in bytes."""
+
+    tp: int
+    dp: int
+    weights: float  # bytes on a GPU
+    cache: float
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of a server."""
+        return self.tp * self.dp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """Seconds of a step's completions: ``alone`` if all start together and the step waits for the last; ``steady`` if
+    others fill the places of those that end; and of the ``longest`` completion in a full engine."""
+
+    alone: float
+    steady: float
+    longest: float
+    prompts: float
+    rows: float  # that a server decodes at once
+    waves: float
+
+
+@lru_cache(maxsize=64)
+def lengths_of(mean: float, most: float, spread: float = SPREAD) -> tuple[float, ...]:
+    """Lengths of equally many completions, ascending: lognormal, cut off at ``most``, with that ``mean``."""
+    steps = [math.exp(spread * NormalDist().inv_cdf((i + 0.5) / _CLASSES)) for i in range(_CLASSES)]
+    low, high = 0.0, 100.0 * most
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(min(most, middle * step) for step in steps) / _CLASSES < mean:
+            low = middle
+        else:
+            high = middle
+    return tuple(min(most, low * step) for step in steps)
+
+
+def token_seconds(shape: ModelShape, server: ServerShape, gpu: Gpu, rows: float, context: float) -> float:
+    """Of one token for each of a server's ``rows``, whose prompts and tokens so far are ``context``."""
+    sparse, k = len(shape.moe_layers), shape.experts_per_token
+    experts = 3.0 * shape.hidden_size * shape.expert_width * sparse
+    others = shape.active_parameters - experts * k
+    touched = shape.num_experts * (1 - (1 - k / shape.num_experts) ** rows) if shape.num_experts else 0.0
+    weights = 2 * (others / server.tp + experts * touched / server.ranks)
+    cache = cache_bytes(shape) * context * rows / server.dp / _cache_ranks(shape, server)
+    read = (weights + cache) / (READ * gpu.hbm * GB)
+    computed = 2 * shape.active_parameters * rows / server.ranks / (gpu.peak.bfloat16 * 1e12 * COMPUTED)
+    messages = LAYER_SECONDS * shape.num_layers if server.ranks > 1 else 0.0
+    return max(read, computed) + TOKEN_SECONDS + messages
+
+
+def cache_bytes(shape: ModelShape) -> float:
+    """Of one token of one row, of the whole model."""
+    if shape.latent is not None:
+        return 2.0 * shape.num_layers * (shape.latent.kv_rank + shape.latent.rope_dim)
+    return 4.0 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+
+
+def sampled(
+    shape: ModelShape,
+    server: ServerShape,
+    gpu: Gpu,
+    *,
+    replicas: int,
+    completions: int,
+    group: int,
+    prompt: float,
+    lengths: Sequence[float],
+    slots: int,
+    in_flight: float = math.inf,
+) -> Sampled:
+    """The time of ``completions`` in groups of ``group``, which share a prompt; ``in_flight`` bounds a server's rows
+    beside ``slots`` and its cache."""
+    mean, each = sum(lengths) / len(lengths), completions / replicas
+    room = server.cache * server.dp * _cache_ranks(shape, server) / (cache_bytes(shape) * (prompt + mean))
+    most = max(1.0, min(slots * server.dp, room))
+    rows = min(each, most)
+
+    def seconds(active: float, done: float) -> float:
+        return token_seconds(shape, server, gpu, max(1.0, active), prompt + done)
+
+    queued = max(0.0, each - rows) * mean / rows * seconds(rows, mean / 2)
+    drained, before = 0.0, 0.0
+    for i, length in enumerate(lengths):
+        if length > before:
+            drained += (length - before) * seconds(rows * (len(lengths) - i) / len(lengths), (before + length) / 2)
+            before = length
+    flops = 2 * shape.active_parameters * prompt * completions / group
+    prompts = flops / (replicas * server.ranks * gpu.peak.bfloat16 * 1e12 * COMPUTED)
+    full = min(most, in_flight)
+    steady = each * mean / full * seconds(full, mean / 2)
+    return Sampled(
+        alone=prompts + queued + drained,
+        steady=prompts + steady,
+        longest=max(lengths) * seconds(full, max(lengths) / 2),
+        prompts=prompts,
+        rows=rows,
+        waves=each / most,
+    )
+
+
+def _cache_ranks(shape: ModelShape, server: ServerShape) -> int:
+    """Ranks of a tensor-parallel group that share out a row's cache: latents are whole on each."""
+    return 1 if shape.latent is not None else min(server.tp, shape.num_kv_heads)

@@ -1,0 +1,131 @@
+"""A step of reinforcement learning against engines simulated token by token, and against the real plan's bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rl_megatron.config.io import load_config
+from rl_megatron.models.named import NAMED
+from rl_megatron.scaling import rollouts
+from rl_megatron.scaling.hardware import GPUS
+from rl_megatron.scaling.pushes import push_cost
+from rl_megatron.scaling.rl_step import forward_seconds, learner_work, push_bytes, rl_step
+from rl_megatron.scaling.rollouts import Sampled, ServerShape, cache_bytes, lengths_of, sampled, token_seconds
+from rl_megatron.scaling.time import step_terms
+
+H100, SHAPE = GPUS["h100"], NAMED["qwen3-30b-a3b"]
+SERVER = ServerShape(tp=2, dp=1, weights=30e9, cache=35e9)
+
+
+def test_lengths_have_their_mean_and_their_cut() -> None:
+    for mean, most in ((500.0, 4096.0), (3000.0, 4096.0), (1.0, 10.0)):
+        found = lengths_of(mean, most)
+        assert sum(found) / len(found) == pytest.approx(mean, rel=1e-6)
+        assert list(found) == sorted(found)
+        assert found[-1] <= most
+    assert lengths_of(3000.0, 4096.0)[-1] == 4096.0
+
+
+def test_a_token_reads_the_weights_that_some_row_uses_and_the_cache() -> None:
+    """Qwen3-30B-A3B on two H100: 3.3 B weights without experts' choice, 8 experts of 4.7 M in 48 layers for one row."""
+    attention = 48 * 2048 * (2 * 32 + 2 * 4) * 128
+    dense = attention + 48 * 2048 * 128 + 151936 * 2048
+    experts = 48 * 8 * 3 * 2048 * 768
+    cache = 2 * 2 * 48 * 4 * 128 * 1000
+    read = (2 * (dense + experts) + cache) / 2 / (rollouts.READ * 3350e9)
+    fixed = rollouts.TOKEN_SECONDS + 48 * rollouts.LAYER_SECONDS
+    assert token_seconds(SHAPE, SERVER, H100, 1, 1000) == pytest.approx(read + fixed, rel=1e-9)
+    assert cache_bytes(SHAPE) == 98304  # bytes of a token: 96 KiB, as vLLM reports of this model
+    assert cache_bytes(NAMED["deepseek-v3"]) == 2 * 61 * 576
+
+
+def simulated(rows: list[float], slots: int, prompt: float) -> float:
+    """Seconds until the last of ``rows`` ends, if each that ends makes room for the next; 16 tokens at a time."""
+    waiting, now, running = list(rows), 0.0, list[list[float]]()
+    while waiting or running:
+        while waiting and len(running) < slots:
+            running.append([waiting.pop(0), 0.0])
+        context = prompt + sum(done for _, done in running) / len(running)
+        now += 16 * token_seconds(SHAPE, SERVER, H100, len(running), context)
+        for row in running:
+            row[1] += 16
+        running = [row for row in running if row[1] < row[0]]
+    return now
+
+
+@pytest.mark.parametrize(("waves", "slots"), [(1, 64), (2, 64), (4, 128)])
+def test_sampling_takes_as_long_as_if_each_token_is_simulated(waves: int, slots: int) -> None:
+    """Up to 12 %: the queue's rows are taken at their mean length, and the last ones as if all had just begun."""
+    lengths = lengths_of(1000, 4096)
+    order = [lengths[i * 37 % 64] for i in range(64)] * (waves * slots // 64)
+    found = sampled(
+        SHAPE,
+        SERVER,
+        H100,
+        replicas=1,
+        completions=len(order),
+        group=len(order),
+        prompt=0,
+        lengths=lengths,
+        slots=slots,
+    )
+    assert found.alone == pytest.approx(simulated(order, slots, 0), rel=0.12)
+    assert found.steady < found.alone
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_235b_a22b", "deepseek_v3", "kimi_k2", "qwen3_235b_a22b_colocated", "qwen3_30b_a3b"]
+)
+def test_the_closed_form_of_a_push_has_the_real_plans_bytes(name: str) -> None:
+    """The real plan repeats what all tensor-parallel ranks hold (latents' down-projections); the form shares it."""
+    config = load_config(name, ["model.path=.", "run.launcher=slurm"])
+    hop = push_cost(config, NAMED[str(config.model.name)]).hops[0]
+    total, sent, received = push_bytes(config, NAMED[str(config.model.name)])
+    assert total == pytest.approx(hop.total, rel=0.05)
+    assert received == pytest.approx(hop.received, rel=0.05)
+    assert sent == pytest.approx(hop.sent, rel=0.12)
+
+
+def step(k: int | None, **times: float) -> tuple[float, int]:
+    """Seconds and staleness of a step whose engines take such times."""
+    config = load_config("qwen3_235b_a22b", ["model.path=.", "run.launcher=slurm"])
+    lengths, shape = lengths_of(2000, 7168), NAMED["qwen3-235b-a22b"]
+    found = rl_step(config, shape, H100, lengths, prompt=512, staleness=k)
+    learner = sum(s for name, s in found.parts.items() if name not in ("rollout", "waiting for the longest"))
+    if k == 0:
+        assert found.seconds == pytest.approx(learner + found.sampled.alone)
+    elif found.staleness:
+        slower = max(learner, found.sampled.steady)
+        assert found.seconds == pytest.approx(max(slower, found.sampled.longest / found.staleness))
+        assert (found.sampled.longest / slower <= found.staleness) == (found.seconds <= slower * (1 + 1e-9))
+    return found.seconds, found.staleness
+
+
+def test_staleness_hides_what_is_shorter_and_the_longest_completion_over_its_steps() -> None:
+    """streaming's law: a step takes no longer than the slower side once k >= W / T."""
+    alone, one, two, best = step(0)[0], step(1)[0], step(2)[0], step(None)
+    assert alone > one >= two >= best[0]
+    assert best[1] >= 1
+    assert step(best[1] + 1)[0] == pytest.approx(best[0], rel=1e-9)
+    if best[1] > 1:
+        assert step(best[1] - 1)[0] > best[0]
+
+
+def test_a_forward_pass_is_a_third_of_trainings_products() -> None:
+    config = load_config("qwen3_30b_a3b", ["model.path=.", "run.launcher=slurm", "learner.recompute.uniform=null"])
+    work = learner_work(config, SHAPE, H100, 4000)
+    products = step_terms(work)["linears"] / 3
+    assert products < forward_seconds(work, 1) < sum(step_terms(work).values()) / 2.5
+    assert forward_seconds(work, 4) > 3 * forward_seconds(work, 1)
+
+
+def test_engines_that_are_full_sample_faster_than_a_tail() -> None:
+    even, tail = (1000.0,) * 64, lengths_of(1000, 8000)
+    of = {"replicas": 1, "completions": 64, "group": 64, "prompt": 0.0, "slots": 64}
+    flat, long = (sampled(SHAPE, SERVER, H100, lengths=lengths, **of) for lengths in (even, tail))
+    assert isinstance(flat, Sampled)
+    assert long.alone > 1.5 * flat.alone
+    assert long.steady == pytest.approx(flat.steady, rel=1e-6)
+    assert replace(flat, alone=0.0) != flat
