@@ -20,7 +20,7 @@ GB = 1e9
 READ = 0.6  # share of a GPU's memory rate at which engines read weights and caches; assumed
 COMPUTED = 0.5  # share of the peak in prompts' passes and large batches; assumed
 TOKEN_SECONDS = 2e-3  # launches, sampling and scheduling of a token; assumed
-LAYER_SECONDS = 2e-5  # messages of a layer in tensor- or expert-parallel engines; assumed
+LAYER_SECONDS = 1e-4  # messages and launches of a layer in engines of several GPUs; set after 11 published steps
 SPREAD = 0.6  # standard deviation of the logarithm of lengths; assumed
 _CLASSES = 64
 

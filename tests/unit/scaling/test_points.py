@@ -10,10 +10,17 @@ import numpy as np
 import pytest
 
 from bench.step_time import POINTS, described, fit, left_out, usable
-from launcher.commands.scale import show_points
 from rl_megatron.errors import ConfigError
 from rl_megatron.scaling.constants import FITTED, LEFT_OUT
-from rl_megatron.scaling.points import Prediction, interval, ordered_pairs, predictions, read_points, shape_of
+from rl_megatron.scaling.points import (
+    Prediction,
+    interval,
+    ordered_pairs,
+    predictions,
+    read_points,
+    shape_of,
+    summary,
+)
 from rl_megatron.weights.layouts.parsing import model_shape
 
 RUNS = read_points(POINTS)
@@ -67,11 +74,12 @@ def test_pairs_count_only_within_a_model_gpu_and_release_and_where_they_lie_apar
     assert interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)  # Wilson's, as Agresti and Coull tabulate it
 
 
-def test_a_summary_has_each_bar_beside_its_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    show_points([rate(90, 100), rate(50, 40)])
-    said = capsys.readouterr().out
-    assert "throughput, 2 points: mean error 17.5% (bar 12 %), median 17.5%, worst 25%" in said
-    assert "order of 1 pairs of one model, GPU and release that lie 15 % apart: 100% right (bar 80 %)" in said
+def test_a_summary_has_each_bar_beside_its_figure() -> None:
+    said = summary([rate(90, 100), rate(50, 40)])
+    assert said[0] == "throughput, 2 points: mean error 17.5% (bar 12 %), median 17.5%, worst 25%"
+    assert said[2].startswith(
+        "order of 1 pairs of one model, GPU and release that lie 15 % apart: 100% right (bar 80 %)"
+    )
 
 
 @pytest.mark.parametrize(
