@@ -53,7 +53,7 @@ def bytes_by_rank(config: RunConfig, shape: ModelShape) -> dict[int, int]:
     out: dict[int, int] = {}
     for stage in range(d.pp):
         held, trained = elements(layout, stage), trained_elements(config, layout, stage)
-        spared = trained_matrices(config, layout, stage) if muon else Elements(dense=0, experts=0)
+        spared = trained_matrices(config, layout)[stage] if muon else Elements(dense=0, experts=0)
         for rank in range(max(d.tp, d.etp * d.ep)):
             dense, experts = rank < d.tp, rank < d.etp * d.ep
             of_dense = held.dense * each + trained.dense * _STATE - spared.dense * _MOMENT
