@@ -12,7 +12,8 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.options.option import Rank
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.scaling.memory import gpu_terms, layers_held, ranks_of
+from rl_megatron.scaling.memory import gpu_terms
+from rl_megatron.scaling.parameters import layers_held, ranks_of
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import learner_layout
 

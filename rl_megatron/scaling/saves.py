@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.option import BYTES, Elements
-from rl_megatron.scaling.memory import GB, elements, trained_elements, trained_matrices
+from rl_megatron.scaling.memory import GB
+from rl_megatron.scaling.parameters import elements, trained_elements, trained_matrices
 from rl_megatron.weights.layouts.learner import learner_layout
 
 _STATE = 12  # bytes: a float32 copy of the parameter, and both moments

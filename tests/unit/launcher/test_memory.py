@@ -27,11 +27,11 @@ from rl_megatron.scaling.memory import (
     GB,
     Footprint,
     check_memory,
-    elements,
     footprints,
     fullest,
     server_window,
 )
+from rl_megatron.scaling.parameters import elements
 from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.learner import learner_layout
 

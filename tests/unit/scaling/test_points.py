@@ -37,7 +37,7 @@ def test_errors_beside_published_runs_are_these() -> None:
     memory = {sparse: [abs(p.error) for p in found if p.kind == "memory" and p.sparse == sparse] for sparse in (1, 0)}
     assert (len(memory[1]), len(memory[0])) == (10, 2)
     assert max(memory[1]) < 0.03
-    assert max(memory[0]) < 0.09
+    assert max(memory[0]) < 0.1
 
 
 def test_the_constants_are_those_of_the_fit_and_so_is_the_error_of_points_left_out() -> None:

@@ -1,0 +1,94 @@
+"""Counts the parameters that each rank of the learner holds and trains, and the work of one rank of each stage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.options.option import Elements, Rank
+from rl_megatron.weights.layouts.layout import Layout, ParamSpec
+
+
+def elements(layout: Layout, stage: int, bytes_of: Callable[[str], int] = lambda hf: 1) -> Elements:
+    """Number of parameters of one rank of a pipeline stage, padding included.
+
+    With ``bytes_of`` an element of a Hugging Face pattern, their bytes.
+    """
+    return _by_stage(layout, bytes_of)[stage]
+
+
+def layers_held(layout: Layout, stage: int) -> Iterator[tuple[ParamSpec, tuple[int, ...], int]]:
+    """Each row of the parameters' table, the shape that a rank holds of it, and in how many layers of the stage."""
+    for spec in layout.rows():
+        if not spec.keeps_dtype:  # else a buffer
+            layers = sum(stage in stages for stages in layout.layer_stages(spec).values())
+            yield spec, layout.chunks(spec)[0][0].shape, layers
+
+
+def trained_elements(config: RunConfig, layout: Layout, stage: int) -> Elements:
+    """The part of `elements` that is trained: without ``learner.router.frozen``, all."""
+    return _trained(config, layout)[stage]
+
+
+def _trained(config: RunConfig, layout: Layout) -> Sequence[Elements]:
+    """`trained_elements` of each stage."""
+    still: set[str] = set()
+    if config.learner.router.frozen:
+        still = {layout.first_chunk(spec)[0].hf for spec in layout.rows() if ".router." in spec.name}
+    return _by_stage(layout, lambda hf: hf not in still)
+
+
+def _by_stage(layout: Layout, bytes_of: Callable[[str], int]) -> Sequence[Elements]:
+    """`elements` of each stage."""
+    counts = [{False: 0, True: 0} for _ in range(layout.dims.pp)]
+    times: dict[tuple[object, ...], Counter[int]] = {}  # of a row with such layers, by stage
+    for spec in layout.rows():
+        if spec.keeps_dtype:  # a buffer
+            continue
+        expert, held = "{expert}" in spec.name, layout.first_chunk(spec)[0]
+        each = layout.shape.num_experts // layout.dims.ep if expert else 1
+        size = prod(held.shape) * each * bytes_of(held.hf)
+        alike = ("{layer}" in spec.name, spec.stage, spec.layers(layout.shape))
+        if alike not in times:
+            times[alike] = Counter(stage for stages in layout.layer_stages(spec).values() for stage in stages)
+        for stage, layers in times[alike].items():
+            counts[stage][expert] += size * layers
+    return [Elements(dense=count[False], experts=count[True]) for count in counts]
+
+
+def trained_matrices(config: RunConfig, layout: Layout) -> Sequence[Elements]:
+    """The part of `trained_elements` of each stage that `rl_megatron.learner.muon.matrices` takes for matrices."""
+    rows = [(spec.name, layout.first_chunk(spec)[0]) for spec in layout.rows() if "{layer}" in spec.name]
+    matrices = {held.hf for name, held in rows if len(held.shape) > 1 and "bias" not in name}
+    if config.learner.router.frozen:
+        matrices -= {held.hf for name, held in rows if ".router." in name}
+    return _by_stage(layout, lambda hf: hf in matrices)
+
+
+def ranks_of(config: RunConfig, layout: Layout) -> Sequence[Rank]:
+    """The work of one rank of each pipeline stage, for the options."""
+    learner, hidden = config.learner, layout.shape.hidden_size
+    tokens = learner.max_tokens_per_micro_batch / learner.dims.cp
+    of_layer, held, trained = _stages(layout), _by_stage(layout, lambda hf: 1), _trained(config, layout)
+    matrices = trained_matrices(config, layout)
+    layers = [tuple(n for n, stages in of_layer.items() if stage in stages) for stage in range(layout.dims.pp)]
+    return [
+        Rank(
+            stage=stage,
+            parameters=held[stage],
+            trained=trained[stage],
+            matrices=matrices[stage],
+            tokens=tokens,
+            layers=layers[stage],
+            inputs=(tokens * hidden / learner.dims.tp,) * len(layers[stage]),
+        )
+        for stage in range(layout.dims.pp)
+    ]
+
+
+def _stages(layout: Layout) -> Mapping[int, tuple[int, ...]]:
+    """The stages of each layer, from a row that all layers have."""
+    every = [spec for spec in layout.rows() if "{layer}" in spec.name]
+    return max((layout.layer_stages(spec) for spec in every), key=len)
