@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from launcher.hosts.threads import threads_per_worker
 from launcher.processes.parent import die_with_parent
+from rl_megatron.config.io import save_resolved
 from rl_megatron.errors import ConfigError
 from rl_megatron.experiments import states
 from rl_megatron.experiments.cells import Cell
@@ -161,8 +162,9 @@ class _Series:
         output.parent.mkdir(parents=True, exist_ok=True)
         printed = output.stat().st_size if output.is_file() else 0  # by earlier starts
         resume = ["--resume"] if cell.folder.is_dir() else []
-        config = ["--config", cell.base, "log.progress=plain"]
-        child = await self.start(["train", *config, *cell.overrides, *resume], output)
+        save_resolved(cell.config, states.config_path(cell))
+        given = ["--config", str(states.config_path(cell)), "log.progress=plain"]
+        child = await self.start(["train", *given, *resume], output)
         self.running[cell.name] = cell, child
         if self.stopping:  # since the process was asked for
             self._end(cell.name, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The cells of a study: each one's overrides, its checked configuration and the name of its run folder."""
+"""The cells of a study: each one's checked configuration and the name of its run folder."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ _DIGITS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One run of a study. ``overrides`` are of ``base``; cells of an ``arm`` differ in the seed alone."""
+    """One run of a study; cells of an ``arm`` differ in the seed alone."""
 
     arm: str
     seed: int
-    base: str
-    overrides: tuple[str, ...]
     config: RunConfig
 
     @property
@@ -100,17 +98,13 @@ def config_digest(config: RunConfig) -> str:
 
 
 def _cell(study: Study, arm: str, seed: int, overrides: Sequence[str]) -> Cell:
-    own = (*overrides, f"seed={seed}")
-    config = load_config(study.base, own)
+    config = load_config(study.base, [*overrides, f"seed={seed}"])
     assert study.folder is not None
     found = sorted(study.folder.glob(f"*-{config_digest(config)}"))  # also of an arm that had another label then
     readable = re.sub(r"[^A-Za-z0-9._=]+", "-", f"{arm}-s{seed}").replace("=", "-").strip("._-")[:120]
     name = found[0].name if found else f"{readable}-{config_digest(config)}"
     run = config.run.model_copy(update={"dir": study.folder, "name": name})
-    keys = (f"run.dir={study.folder}", f"run.name={name}")
-    return Cell(
-        arm=arm, seed=seed, base=study.base, overrides=(*own, *keys), config=config.model_copy(update={"run": run})
-    )
+    return Cell(arm=arm, seed=seed, config=config.model_copy(update={"run": run}))
 
 
 def _equal(cells: Sequence[Cell]) -> list[str]:

@@ -77,6 +77,11 @@ def record_path(cell: Cell) -> Path:
     return cell.folder.parent / "cells" / f"{cell.name}.json"
 
 
+def config_path(cell: Cell) -> Path:
+    """The configuration that its processes are started with: what was checked, whatever has become of its base."""
+    return cell.folder.parent / "cells" / f"{cell.name}.yaml"
+
+
 def output_path(cell: Cell) -> Path:
     """What its processes have printed."""
     return cell.folder.parent / "cells" / f"{cell.name}.txt"

@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 
 from launcher.programs.experiment import Start, run_cells
+from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.experiments.cells import Cell, cells_of
 from rl_megatron.experiments.states import CellStanding, find_states, output_path, read_record
 from rl_megatron.experiments.study import Study, read_study
@@ -34,8 +35,7 @@ def shell(script: str) -> Start:
     """Starts the script in place of each cell, in its run folder and with the cell's name as $0."""
 
     async def start(arguments: Sequence[str], output: Path) -> asyncio.subprocess.Process:
-        given = dict(argument.split("=", 1) for argument in arguments if argument.startswith("run."))
-        folder = Path(given["run.dir"]) / given["run.name"]
+        folder = output.parents[1] / output.stem
         folder.mkdir(exist_ok=True)
         with output.open("ab") as file:
             return await asyncio.create_subprocess_exec(
@@ -66,6 +66,26 @@ def test_a_stop_reaches_a_cell_whose_process_is_just_being_made(tmp_path: Path) 
     (found,) = ran(study, cells, start, said)
     record = read_record(cells[0])
     assert (found.state.value, record and record.status) == ("stopped", 0)
+
+
+def test_all_cells_train_what_was_checked_though_the_base_is_edited_meanwhile(tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    save_resolved(load_config("tiny_cpu", ["train.learning_rate=3e-3"]), base)
+    study, cells = study_of(tmp_path, base="base.yaml", seeds=[0, 1], budget={"cells_at_once": 1})
+    trained = []
+
+    async def start(arguments: Sequence[str], output: Path) -> asyncio.subprocess.Process:
+        command, option, config, *overrides = arguments
+        assert (command, option) == ("train", "--config")
+        trained.append(load_config(config, overrides))
+        save_resolved(load_config("tiny_cpu", ["train.learning_rate=1e-3"]), base)
+        return await shell(row(2))(arguments, output)
+
+    found = ran(study, cells, start)
+    assert [each.state.value for each in found] == ["done", "done"]
+    plain = [cell.config.log.model_copy(update={"progress": "plain"}) for cell in cells]
+    assert trained == [cell.config.model_copy(update={"log": log}) for cell, log in zip(cells, plain, strict=True)]
+    assert {config.train.learning_rate for config in trained} == {3e-3}
 
 
 def test_the_reason_of_a_failure_is_of_the_last_start(tmp_path: Path) -> None:

@@ -54,11 +54,9 @@ def test_arms_that_are_not_paired_have_seeds_of_their_own(tmp_path: Path) -> Non
     assert sorted(named(cells)) == [("grpo", 0), ("grpo", 5), ("gspo", 6), ("gspo", 11)]
 
 
-def test_a_cell_is_what_train_would_make_of_its_command(tmp_path: Path) -> None:
-    """Its overrides alone, given to the command line's own reader, give its configuration."""
+def test_a_cell_is_a_run_in_the_studys_folder(tmp_path: Path) -> None:
     for cell in cells_of(study_of(tmp_path, axes={"a": ALGORITHMS, "rate": RATES})):
-        assert load_config(cell.base, cell.overrides) == cell.config
-        assert cell.folder == tmp_path / "runs" / cell.name
+        assert cell.folder == cell.config.run.dir / str(cell.config.run.name) == tmp_path / "runs" / cell.name
 
 
 def test_a_folder_is_named_by_what_changes_numbers_alone(tmp_path: Path) -> None:
