@@ -22,8 +22,25 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
             f"learner.fusion.router=true with algorithm.routing_replay={c.algorithm.routing_replay}: the fused kernel "
             "chooses experts by itself, and takes and tells none; set one of them to its default"
         )
+    if c.learner.deterministic and _one_nccl(c):
+        yield (
+            "learner.deterministic=true with weights.transport=process_group into servers: the learner's ranks choose "
+            f"NCCL's algorithm by NCCL_ALGO, {_ONE_GROUP}"
+        )
     if c.rollout.server.batch_invariant:
         yield from _of_servers(c)
+
+
+_ONE_GROUP = (
+    "and ranks of one group that choose differently wait for each other without end; set weights.transport=file, or "
+    "for servers on the learner's GPUs carried or cuda_ipc"
+)
+
+
+def _one_nccl(c: RunConfig) -> bool:
+    """Whether ranks of learner and servers are one group over NCCL, which compares no settings (docs/engines.md)."""
+    one = c.rollout.served and c.transport.group == "all"
+    return one and c.transport.backend(c.learner.device) == "nccl"
 
 
 def _of_servers(c: RunConfig) -> Iterator[str]:
@@ -39,4 +56,9 @@ def _of_servers(c: RunConfig) -> Iterator[str]:
         yield (
             f"{given} is for servers that the run starts, but rollout.server.addresses={server.addresses} are running "
             "ones; start those so (docs/mismatch.md), and leave it out"
+        )
+    if _one_nccl(c) and (c.rollout.engine != "sglang" or server.ranks > 1):  # SGLang's mode sets none for one rank
+        yield (
+            f"{given} with weights.transport=process_group: in this mode {c.rollout.engine} sets NCCL's algorithm and "
+            f"channels in its ranks, {_ONE_GROUP}"
         )

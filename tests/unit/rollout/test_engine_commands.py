@@ -117,6 +117,30 @@ def test_batch_invariance_is_refused_where_no_server_has_it(keys: tuple[str, ...
         load_config("tiny_cpu", [*keys, "rollout.server.batch_invariant=true"])
 
 
+ON_GPUS = ("learner.device=cuda", "learner.dtype=bfloat16", "weights.transport=process_group")
+INVARIANT, DETERMINISTIC = "rollout.server.batch_invariant=true", "learner.deterministic=true"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("rollout=vllm", INVARIANT), r"in this mode vllm sets NCCL's algorithm and channels in its ranks"),
+        (("rollout=sglang", "rollout.server.tp=2", INVARIANT), r"in this mode sglang sets NCCL's algorithm"),
+        (("rollout=sglang", INVARIANT), None),
+        (("rollout=vllm", DETERMINISTIC), r"the learner's ranks choose NCCL's algorithm by NCCL_ALGO, and ranks of one"),
+        (("rollout=vllm", DETERMINISTIC, INVARIANT, "weights.transport=file"), None),
+        (("rollout=vllm", DETERMINISTIC, "learner.device=cpu", "learner.dtype=float32"), None),
+    ],
+)
+def test_ranks_that_set_nccl_otherwise_are_no_group_of_one_nccl(keys: tuple[str, ...], said: str | None) -> None:
+    """vLLM 0.32.0's utils/nccl.py: NCCL does not compare settings, and ranks that differ in them hang."""
+    if said is None:
+        load_config("tiny_cpu", [*ON_GPUS, *keys])
+        return
+    with pytest.raises(ConfigError, match=said):
+        load_config("tiny_cpu", [*ON_GPUS, *keys])
+
+
 def test_sglang_gets_another_seed_for_each_completion_of_a_group_and_for_each_rest() -> None:
     """In its deterministic mode equal seeds give equal completions of equal prompts."""
     bodies: list[Any] = []
