@@ -1,7 +1,8 @@
 """What a decoder layer keeps of each token for its backward pass, in bytes, and what recomputing parts of it frees.
 
 Of torch's layers it is what tests/distributed/test_kept.py counts on real ones; of TransformerEngine's it follows from
-its source and megatron-core's: in float8 linears keep their inputs so, and no scales are counted. Attention keeps no
+its source and megatron-core's: in float8 linears keep their inputs so, but those that others keep in bfloat16
+anyway (megatron-core's ``set_save_original_input``), and no scales are counted. Attention keeps no
 scores (FlashAttention), and experts are evenly loaded. Not counted are rotary angles (once a micro-batch), the
 padding of sequences to a common length, and the masks that torch's attention needs for windows, sinks and cp > 1.
 """
@@ -30,20 +31,12 @@ def kept(learner: LearnerSection, shape: ModelShape, layer: int) -> float:
     norms += shape.hidden_size * ((given if shape.latent is None else size) + (size if moe else given))
     attention = _grouped(learner, shape, fused) if shape.latent is None else _latent(learner, shape, fused)
     mlp = _experts(learner, shape, fused) if moe else _gated(shape.dense_width, learner, fused)
-    return (norms + attention + mlp + _float8_copies(learner, shape, moe=moe)) / learner.tp
+    return (norms + attention + mlp) / learner.tp
 
 
 def _given(learner: LearnerSection, fused: bool) -> int:
     """Bytes of an element of a linear's input as it keeps it."""
     return 1 if fused and learner.fp8 is not None else BYTES[learner.dtype]
-
-
-def _float8_copies(learner: LearnerSection, shape: ModelShape, *, moe: bool) -> float:
-    """Inputs of linears that others keep in bfloat16 too: attention's output, and a norm's for shared experts."""
-    if learner.fp8 is None:
-        return 0.0
-    value = shape.head_dim if shape.latent is None else shape.latent.value_dim
-    return shape.num_heads * value + (shape.hidden_size if moe and shape.shared_width else 0)
 
 
 def freed(learner: LearnerSection, shape: ModelShape, layer: int) -> Mapping[str, float]:
@@ -116,12 +109,13 @@ def _latent(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
     """Latent attention: latents before and after their norms, queries, keys and values as attended, and the output."""
     m, heads = shape.latent, shape.num_heads
     assert m is not None
-    latents = 2 * (m.query_rank or 0) + 2 * m.kv_rank + m.rope_dim
+    rank = (m.query_rank or 0) + m.kv_rank
+    latents = (rank + m.rope_dim) * BYTES[learner.dtype] + rank * _given(learner, fused)  # before norms, and after
     head, value, ranks = m.nope_dim + m.rope_dim, m.value_dim, 1 if fused else learner.cp
     attended = head + ranks * (head + value) + value
     rows = 0 if fused else value  # the output, laid out as it was before attention
     scales = (heads + 1 + (m.query_rank is not None)) * _FLOAT
-    return (latents + heads * (attended + rows)) * BYTES[learner.dtype] + scales
+    return latents + heads * (attended + rows) * BYTES[learner.dtype] + scales
 
 
 def _up_projected(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
@@ -129,8 +123,9 @@ def _up_projected(learner: LearnerSection, shape: ModelShape, fused: bool) -> fl
     m, ranks = shape.latent, 1 if fused else learner.cp
     assert m is not None
     head, rank = m.nope_dim + m.rope_dim, (m.query_rank or 0) + m.kv_rank
-    columns = shape.num_heads * (head + ranks * (head + m.value_dim)) + rank
-    return columns * BYTES[learner.dtype] + (1 + (m.query_rank is not None)) * _FLOAT
+    columns = shape.num_heads * (head + ranks * (head + m.value_dim))
+    scales = (1 + (m.query_rank is not None)) * _FLOAT
+    return columns * BYTES[learner.dtype] + rank * _given(learner, fused) + scales
 
 
 def _gated(width: int, learner: LearnerSection, fused: bool) -> float:
