@@ -47,6 +47,7 @@ from rl_megatron.weights.bytes.parked import Parked
 
 Added = tuple[Sequence[Samples], Callable[[Sequence[PackedMicroBatch]], object]]
 """Micro-batches, and the function that accumulates the gradients of micro-batches."""
+_COPIES = "_fp8_workspaces"  # of weights in float8, which a module of TransformerEngine 2.11 keeps between passes
 
 
 class MegatronLearner(MegatronScorer):
@@ -106,6 +107,9 @@ class MegatronLearner(MegatronScorer):
             self._buckets.wait()  # for what is copied
             buffers = [buffer.grad_data for chunk in self._trained for buffer in _buffers(chunk)]
             self._parked.leave("gradients", buffers, kept=bool(self._added))
+        if self._leaving:
+            for module in (module for chunk in self._trained for module in chunk.modules()):
+                getattr(module, _COPIES, {}).clear()  # the next pass makes them
         weights = [parameter for chunk in self._trained for parameter in chunk.parameters()]
         if "optimizer" in self._leaving:
             create_state(self._optimizer)  # else a checkpoint would

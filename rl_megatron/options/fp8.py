@@ -67,6 +67,13 @@ class Fp8(Option):
         if (part := torch_only(shape)) is not None:
             yield f"{given}: the model has {part}, which torch's layers alone compute; leave it out"
         unit = 32 if learner.fp8 == "mxfp8" else 16
+        if learner.fp8 == "blockwise" and learner.tp > 1:
+            for size, what in _gathered(shape).items():
+                if size % rows(learner):
+                    yield (
+                        f"{given} with learner.tp={learner.tp}: ranks gather the {size} {what} in float8, and they are "
+                        f"no multiple of {rows(learner)}; set learner.tp=1, or learner.fp8=tensorwise"
+                    )
         for size, what in _sizes(learner, shape).items():
             if size % unit:
                 yield f"{given}: the {size} {what} are no multiple of {unit}; lower learner.tp or etp, or leave it out"
@@ -83,7 +90,7 @@ class Fp8(Option):
         return Keywords(model={"fp8": kind, "fp8_recipe": learner.fp8})
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """Bytes of weights' copies in float8, which stay from a step's first micro-batch to its last."""
+        """Bytes of weights' copies in float8, which stay between passes, but for ``learner.offload.while_sampling``."""
         if learner.fp8 is None:
             return terms
         last = rank.stage == learner.pp - 1
@@ -97,6 +104,12 @@ def rows(learner: LearnerSection) -> int:
     return {None: 1, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}[learner.fp8]
 
 
+def _gathered(shape: ModelShape) -> dict[int, str]:
+    """Sizes of what the ranks of a tensor-parallel group gather for a linear, in words."""
+    ranks = () if shape.latent is None else (shape.latent.query_rank or 0, shape.latent.kv_rank)
+    return {shape.hidden_size: "hidden columns", **{rank: "columns of a latent" for rank in ranks if rank}}
+
+
 def _sizes(learner: LearnerSection, shape: ModelShape) -> dict[int, str]:
     """A rank's sizes of what linears take and give, in words."""
     d, out = learner.dims, {shape.hidden_size: "hidden columns"}
@@ -106,6 +119,7 @@ def _sizes(learner: LearnerSection, shape: ModelShape) -> dict[int, str]:
     else:
         out[shape.num_heads * shape.latent.value_dim // d.tp] = "columns of a rank's heads"
         out[shape.latent.kv_rank + shape.latent.rope_dim] = "columns of latents"
+        out |= _gathered(shape)
     if shape.dense_width:
         out[shape.dense_width // d.tp] = "columns of a rank's dense layers"
     if shape.num_experts:

@@ -29,13 +29,13 @@ class OffloadSection(Section):
     which weight and gradient are pinned in powers of two."""
     while_sampling: Literal["gradients", "optimizer"] | None = None
     """What leaves the GPU before servers that take turns with the learner (``rollout.server.colocated``) wake, until it
-    is needed again: the memory of gradients, which costs nothing; or that, the optimizer's state, and the weights of a
-    critic and a reference, which wait in as much pinned memory of the host."""
+    is needed again: the memory of gradients and of weights' copies in float8, which costs nothing; or that, the
+    optimizer's state, and the weights of a critic and a reference, which wait in as much pinned memory of the host."""
 
 
 def leaving(learner: LearnerSection) -> frozenset[str]:
-    """What leaves a GPU while servers sample: "gradients", without a copy, and with a copy in the host's memory
-    "optimizer", and "models", those whose weights are not pushed."""
+    """What leaves a GPU while servers sample: "gradients", without a copy, as do weights' copies in float8; and with a
+    copy in the host's memory "optimizer", and "models", those whose weights are not pushed."""
     kinds = {"gradients": ("gradients",), "optimizer": ("gradients", "optimizer", "models")}
     return frozenset(kinds[learner.offload.while_sampling] if learner.offload.while_sampling else ())
 

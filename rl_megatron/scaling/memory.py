@@ -264,8 +264,8 @@ def _phases(config: RunConfig, role: str, terms: Terms, critic: Terms) -> Iterat
 def parked(terms: Terms, critic: Terms, kinds: Collection[str]) -> Terms:
     """What stays of the terms of a rank of the learner once ``kinds`` of `leaving` have left its GPU; the ``critic``'s
     are counted in them."""
-    out = dict(terms)
-    for kind in {"gradients", "optimizer"} & set(kinds):
+    out, copies = dict(terms), {"fp8 weights"} & set(terms) if kinds else set()
+    for kind in {"gradients", "optimizer"} & set(kinds) | copies:
         out[kind] = 0.0
         out["critic"] -= critic.get(kind, 0.0)
     if "models" in kinds:

@@ -137,7 +137,8 @@ def fp8_main(rank: int, root: Path) -> None:
     seen: dict[str, Any] = {}
     shape = replace(read_shape(root / "qwen3_moe"), expert_width=32, head_dim=32)
     for recipe in ("tensorwise", "blockwise", "mxfp8"):
-        learner = LearnerSection.model_validate({**keys, "fp8": recipe})
+        parked = {"offload": {"while_sampling": "gradients"}}
+        learner = LearnerSection.model_validate({**keys, **parked, "fp8": recipe})
         try:
             policy = make_policy(shape, learner, device, temperature=1.0)
         except ConfigError as error:
@@ -146,7 +147,12 @@ def fp8_main(rank: int, root: Path) -> None:
         made = get_fp8_recipe(policy._models[0].config)
         (packed,) = policy._pack([ragged_samples(3, torch.Generator().manual_seed(1))])
         kept = [name for name, parameter in policy.tensors.items() if parameter.dtype != torch.bfloat16]
-        seen[recipe] = [type(made).__name__, made.fp8_format.name, len(packed.input_ids) % rows(learner), kept]
+        modules = [module for module in policy._models[0].modules() if hasattr(module, "_fp8_workspaces")]
+        for module in modules:
+            module._fp8_workspaces["weight"] = torch.zeros(2, dtype=torch.uint8, device=device)
+        policy.park(pushed=True)
+        left = [len(modules) > 8, sum(len(module._fp8_workspaces) for module in modules)]
+        seen[recipe] = [type(made).__name__, made.fp8_format.name, len(packed.input_ids) % rows(learner), kept, left]
     (root / "fp8.json").write_text(json.dumps(seen))
     world.leave()
 

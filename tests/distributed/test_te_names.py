@@ -95,7 +95,8 @@ def test_a_resume_counts_the_steps_of_experts_though_the_first_stage_has_none(se
 
 
 def test_float8_has_transformer_engines_recipe_padded_tokens_and_bfloat16_parameters(seen: Any) -> None:
+    """And no copies of weights while servers sample."""
     (rank,) = seen["fp8"]
-    assert rank["tensorwise"] == ["Float8CurrentScaling", "HYBRID", 0, []]
-    assert rank["blockwise"] == ["Float8BlockScaling", "E4M3", 0, []]
+    assert rank["tensorwise"] == ["Float8CurrentScaling", "HYBRID", 0, [], [True, 0]]
+    assert rank["blockwise"] == ["Float8BlockScaling", "E4M3", 0, [], [True, 0]]
     assert "learner.fp8=mxfp8: Device compute capability 10.0 or higher required for MXFP8" in rank["mxfp8"]

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner import cpu
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.fusion import FusionSection
 from rl_megatron.types import DryRun, LossInputs, LossOutput, Samples
 
 cpu.install()  # before the modules below bind megatron's functions
@@ -29,6 +30,9 @@ from rl_megatron.learner.megatron import make_policy_as  # noqa: E402
 from rl_megatron.learner.optimizer import create_state  # noqa: E402
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch  # noqa: E402
 from rl_megatron.learner.trained import MegatronLearner  # noqa: E402
+
+_WITHOUT = {"fp8": None, "batch_invariant": False, "fusion": FusionSection()}
+"""Keys of kernels that TransformerEngine alone has, as a learner of torch's layers has them."""
 
 
 class WithoutMicroBatches(MegatronLearner):
@@ -71,7 +75,7 @@ def dry_run(shape: ModelShape, learner: LearnerSection, rank: int, *, sequence: 
     This process is of no use for anything else afterwards. Raises what a real rank would raise for sizes that do not
     divide.
     """
-    learner = learner.model_copy(update={"device": "cpu", "layers": "torch"})
+    learner = learner.model_copy(update={"device": "cpu", "layers": "torch", **_WITHOUT})
     _join(learner, rank)
     packed = micro_batch(learner, sequence)
     even.install((len(packed.input_ids) // learner.tp, 1, shape.hidden_size))

@@ -304,6 +304,11 @@ def test_learner_and_servers_that_take_turns_are_counted_apart() -> None:
         assert sums["training"] == pytest.approx(3 * weights + state + busy + 2e9 + pushed)  # 2 GB: asleep
         slabs = (state // 2**30 + 1) * 2**30  # state is 42.7 GiB: the last slab is rounded up to 1 GiB
         assert host_bytes(config, shape) == (8 * slabs if level == "optimizer" else 0)
+        float8 = footprints(
+            *recipe("qwen3_30b_a3b", *turns, f"learner.offload.while_sampling={level}", "learner.fp8=mxfp8")
+        )
+        (copies,) = (one.terms["fp8 weights"] for one in float8 if one.rank == 0 and one.phase == "sampling")
+        assert (copies > 0) is (level == "null")
     assert recipe_fits(*turns, "rollout.server.memory_fraction=0.85", "learner.offload.while_sampling=optimizer")
     with pytest.raises(ConfigError, match=r"GB while servers sample \(.* or set learner\.offload\.while_sampling=opt"):
         recipe_fits(*turns, "rollout.server.memory_fraction=0.85", "learner.offload.while_sampling=gradients")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,11 +10,11 @@ import pytest
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.named import NAMED
 from rl_megatron.options import table
-from rl_megatron.options.fp8 import rows
+from rl_megatron.options.fp8 import Fp8, rows
 from rl_megatron.options.kept import freed, kept
 from rl_megatron.options.option import Elements, Rank
 
-QWEN, DEEPSEEK = NAMED["qwen3-30b-a3b"], NAMED["deepseek-v3"]
+OPTION, QWEN, DEEPSEEK = Fp8(), NAMED["qwen3-30b-a3b"], NAMED["deepseek-v3"]
 
 
 def learner(fp8: str | None, **keys: Any) -> LearnerSection:
@@ -43,6 +44,18 @@ def test_weights_have_two_copies_of_a_byte_but_for_tables_of_the_vocabulary(stag
     terms = table.memory(learner("mxfp8", pp=3, tp=2), QWEN, rank)
     assert terms["fp8 weights"] == 2 * (2 * 10**9 - tables * 151936 * 2048 / 2)
     assert "fp8 weights" not in table.memory(learner(None, pp=3, tp=2), QWEN, rank)
+
+
+def test_blocks_of_128_are_gathered_whole() -> None:
+    """Float8BlockQuantizer.is_quantizable of TransformerEngine 2.11, which asserts it of what it gathers."""
+    shape = replace(QWEN, hidden_size=2048 + 16, latent=None)
+    said = [list(OPTION.problems(learner(fp8, tp=tp), shape)) for fp8, tp in (("blockwise", 2), ("blockwise", 1))]
+    assert said[1] == []
+    assert "learner.tp=2: ranks gather the 2064 hidden columns in float8, and they are no multiple of 128" in said[0][0]
+    assert list(OPTION.problems(learner("blockwise", tp=2), DEEPSEEK)) == []
+    narrow = replace(DEEPSEEK, latent=replace(DEEPSEEK.latent, kv_rank=520, rope_dim=56))
+    (problem,) = OPTION.problems(learner("tensorwise"), narrow)
+    assert "the 520 columns of a latent are no multiple of 16" in problem
 
 
 def test_tokens_are_multiples_of_what_has_a_scale_of_its_own() -> None:
