@@ -16,6 +16,7 @@ from rl_megatron.learner import logprobs
 from rl_megatron.learner.dry_run.meter import Meter
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, Rope
+from rl_megatron.options.fusion import FusionSection
 from rl_megatron.scaling.memory import footprints
 from tests.distributed.ranks import run_ranks
 
@@ -102,7 +103,9 @@ LONG = 4096
 def dry_latent(_: int, folder: Path) -> None:
     from rl_megatron.learner.dry_run.rank import dry_run
 
-    (folder / "passes").write_text(str(dry_run(LATENT, latent_learner(), 0, sequence=LONG).passes))
+    kernels = {"fp8": "tensorwise", "fusion": FusionSection(router=True, permute=True)}  # not torch's layers'
+    learner = latent_learner().model_copy(update=kernels)
+    (folder / "passes").write_text(str(dry_run(LATENT, learner, 0, sequence=LONG).passes))
 
 
 def latent_learner() -> LearnerSection:
