@@ -104,7 +104,7 @@ $(ENVIRONMENT): pyproject.toml constraints.txt
 .venv312/te/.installed: .venv312/.installed
 
 .venv/te/.installed .venv312/te/.installed: tests/te.txt
-	$(@D)/../bin/pip install -q --no-deps --upgrade --target $(@D) -r tests/te.txt
+	$(patsubst %/te,%,$(@D))/bin/pip install -q --no-deps --upgrade --target $(@D) -r tests/te.txt
 	touch $@
 
 # Engines want other versions than the learner and than each other. Stand-ins for what they lack on a CPU go into their
