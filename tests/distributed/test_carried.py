@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from rl_megatron.errors import ConfigError, SyncError
+from rl_megatron.options.offload import SLAB
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.boxes import Box, whole_box
 from rl_megatron.weights.bytes.parked import Parked
@@ -194,7 +195,7 @@ def engine(rank: int, job: Job) -> dict[str, Any]:
     receiver = Receiver(job.rendezvous, LEARNERS + rank, {one: one.of(params[one.param]) for one in held})
     out: dict[str, Any] = {"reports": [], "bytes": [], "groups": groups(), "lost": ""}
     for version in job.versions:
-        expected, beside, asleep = tensors_of(version), Beside(), Parked()
+        expected, beside, asleep = tensors_of(version), Beside(), Parked(SLAB)
         asleep.leave("weights", params.values(), kept=False)
         asleep.back()  # elsewhere, with whatever was there
         for param in params.values() if job.device == "cuda" else ():
