@@ -30,7 +30,10 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
     _fix_torch_adam()
     _fix_places_of_state()
     HybridDeviceOptimizer._move_new_state_to_right_device = _move_state
-    config = OptimizerConfig(**with_dtypes(given.optimizer))
+    settings = with_dtypes(given.optimizer)
+    if "muon_use_nesterov" in settings and "muon_nesterov" in inspect.signature(OptimizerConfig).parameters:
+        settings["muon_nesterov"] = settings.pop("muon_use_nesterov")  # its name in megatron-core 0.19
+    config = OptimizerConfig(**settings)
     if config.optimizer == "muon":
         config.optimizer = "adam"  # of what is no matrix: megatron's functions know this name alone
         optimizer: MegatronOptimizer = LayerWise(config, chunks)

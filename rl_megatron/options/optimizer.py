@@ -82,6 +82,11 @@ class Optimizer(Option):
                 "learner.optimizer.name=muon with learner.optimizer.distributed=false: data-parallel ranks always "
                 "share its matrices out, so that each is orthogonalised once; leave distributed out"
             )
+        if section.name == "muon" and learner.batch_invariant:
+            yield (
+                "learner.optimizer.name=muon with learner.batch_invariant=true: that mode's torch.addmm takes no "
+                "factors, and Muon's iteration has some; leave one of them out"
+            )
         if section.name != "muon" and section.muon != MuonSection():
             changed = [key for key, value in MuonSection() if getattr(section.muon, key) != value]
             yield (

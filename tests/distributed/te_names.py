@@ -170,27 +170,31 @@ def counting_main(rank: int, root: Path) -> None:
     from rl_megatron.weights.layouts.families import read_shape
 
     keys = {"device": "cuda", "dtype": "bfloat16", "pp": 2, "stage_layers": "1+3"}
-    learner, shape = LearnerSection.model_validate(keys), read_shape(root / "glm4_moe")
-    device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-counting", seed=1)
-    policy, again = (make_policy(shape, learner, device, temperature=1.0) for _ in range(2))
-    create_state(policy._optimizer)
-    for one in policy.tensors.values():
-        one.zero_()
-    for group in groups(policy):  # as its step leaves it, of which the kernel is not here
-        group["step"] = STEPS_MADE
-    folder = root / "counted"
-    folder.mkdir(exist_ok=True)
-    policy.save(folder)
-    again.load(folder)
-    kinds = {type(part.optimizer).__module__ for part in inner_optimizers(again._optimizer)}
-    said = {"kinds": sorted(kinds), "steps": [group.get("step") for group in groups(again)]}
-    (root / f"counting-{rank}.json").write_text(json.dumps(said | {"links": len(inner_optimizers(again._optimizer))}))
+    shape, said, device = read_shape(root / "glm4_moe"), dict[str, Any](), None
+    for name in ("adamw", "muon"):
+        learner = LearnerSection.model_validate({**keys, "optimizer": {"name": name}})
+        if device is None:
+            device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-counting", seed=1)
+        policy, again = (make_policy(shape, learner, device, temperature=1.0) for _ in range(2))
+        create_state(policy._optimizer)
+        for one in policy.tensors.values():
+            one.zero_()
+        for group in groups(policy):  # as its step leaves it, of which the kernel is not here
+            group["step"] = STEPS_MADE
+        folder = root / f"counted-{name}"
+        folder.mkdir(exist_ok=True)
+        policy.save(folder)
+        again.load(folder)
+        links = inner_optimizers(again._optimizer)
+        kinds = sorted({type(part.optimizer).__module__ for part in links})
+        said[name] = {"kinds": kinds, "steps": [group.get("step") for group in groups(again)], "links": len(links)}
+    (root / f"counting-{rank}.json").write_text(json.dumps(said))
     world.leave()
 
 
 def groups(policy: Any) -> list[dict[str, Any]]:
-    """The optimizers' groups that have parameters."""
-    return [group for group in policy._optimizer.param_groups if group["params"]]
+    """The groups of Adam's optimizers that have parameters."""
+    return [group for group in policy._optimizer.param_groups if group["params"] and "betas" in group]
 
 
 def named(policy: Any) -> dict[str, Any]:

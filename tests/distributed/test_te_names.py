@@ -88,10 +88,13 @@ def test_a_fused_router_asks_the_kernel_alone_and_its_routes_are_refused(seen: A
 
 def test_a_resume_counts_the_steps_of_experts_though_the_first_stage_has_none(seen: Any) -> None:
     """The Adam is TransformerEngine's, which counts steps by group and leaves out groups without parameters."""
+    adam = "transformer_engine.pytorch.optimizers.fused_adam"
     for rank in seen["counting"]:
-        assert rank["kinds"] == ["transformer_engine.pytorch.optimizers.fused_adam"]
-        assert rank["links"] == 2
-        assert set(rank["steps"]) == {te_names.STEPS_MADE}
+        assert rank["adamw"]["kinds"] == [adam]
+        assert rank["muon"]["kinds"] == ["rl_megatron.learner.muon.newton_schulz", adam]
+        for one in rank.values():
+            assert one["links"] == 2
+            assert set(one["steps"]) == {te_names.STEPS_MADE}
 
 
 def test_float8_has_transformer_engines_recipe_padded_tokens_and_bfloat16_parameters(seen: Any) -> None:

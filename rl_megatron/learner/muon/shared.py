@@ -49,6 +49,7 @@ class LayerWise(ChainedOptimizer):
         ]
         mine = {id(p) for group, owners in self._owned for p in owners[group.rank()]}
         self._stepped = [p for p, _ in found if id(p) in mine]
+        self._device = next(p.device for chunk in chunks for p in chunk.parameters())
         matrices = {p: m for p, m in found if m is not None and id(p) in mine}
         others = [p for p in self._stepped if p not in matrices]
         world = parallel_state.get_intra_distributed_optimizer_instance_group()
@@ -81,6 +82,10 @@ class LayerWise(ChainedOptimizer):
         """Load what `sharded_state_dict` said, with this layout's tensors."""
         for number, name, tensor in self._state():
             tensor.copy_(state_dict["tensors"][f"{number}.{name}"])
+        adam = self.chained_optimizers[1].optimizer
+        if not isinstance(adam, torch.optim.AdamW):  # groups of others have no step before the first
+            for group in adam.param_groups:
+                group.setdefault("step", 0)
         for count in self._counts():
             count["step"] = _as_before(count["step"], state_dict["adam_steps"])
 
@@ -100,9 +105,8 @@ class LayerWise(ChainedOptimizer):
         return [one for one in (*adam.state.values(), *adam.param_groups) if "step" in one]
 
     def _adam_steps(self) -> int:
-        device = next((p.device for p in self._stepped), torch.device("cpu"))
         found = [float(count["step"]) for count in self._counts()]
-        most = torch.tensor(max(found, default=0.0), device=device)
+        most = torch.tensor(max(found, default=0.0), device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return int(most)
 
@@ -151,7 +155,7 @@ def _muon(config: OptimizerConfig, matrices: dict[Tensor, Matrices]) -> Megatron
     inner = Muon(
         matrices,
         momentum=config.muon_momentum,
-        nesterov=config.muon_use_nesterov,
+        nesterov=config.muon_nesterov if hasattr(config, "muon_nesterov") else config.muon_use_nesterov,
         ns_steps=config.muon_num_ns_steps,
         scale=config.muon_scale_mode,
         weight_decay=config.weight_decay,
