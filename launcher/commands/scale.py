@@ -108,8 +108,8 @@ def _rates(asked: Asked, best: PlannedRun) -> list[str]:
     step, gpus = best.step, asked.wanted.gpus
     rate, (low, high) = step.tokens_a_second, RANGE
     lines = [
-        f"a step: {step.seconds:,.1f} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} a GPU; expect {low * rate:,.0f} to "
-        f"{high * rate:,.0f} (docs/scaling.md)",
+        f"a step: {step.seconds:,.1f} s, {rate:,.0f} tokens/s, {rate / gpus:,.0f} a GPU; expect training at {low:g} to "
+        f"{high:g} times its rate, whole steps less surely (docs/scaling.md)",
         f"completions of {asked.mean:,.0f} tokens in the mean, of at most {asked.most:,} (mean_tokens=), are assumed",
     ]
     if step.staleness:

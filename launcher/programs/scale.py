@@ -81,6 +81,15 @@ def asked_of(arguments: Sequence[str]) -> Asked:
         raise ConfigError(f"goal={wish}: must be one of {', '.join(get_args(Goal))}")
     gpu, tree = gpu_named(own["gpu"]), _tree(model, overrides)
     base = _loaded(tree, ["learner.max_tokens_per_micro_batch=16777216", *overrides])
+    if base.rollout.server.pp != 1 or base.roles.separate:
+        raise ConfigError(
+            "rollout.server.pp or roles: scale plans servers of one stage, and no nodes for a critic or a reference of "
+            "their own; leave them out"
+        )
+    if goal == "step" and base.train.max_staleness:
+        raise ConfigError(
+            f"goal=step is synchronous, but train.max_staleness={base.train.max_staleness}; leave one of them out"
+        )
     shape = model_shape(model, base.learner.model)
     most = base.rollout.max_new_tokens
     mean = _whole("mean_tokens", own["mean_tokens"]) if "mean_tokens" in own else max(1, most // 2)

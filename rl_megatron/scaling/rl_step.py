@@ -77,7 +77,7 @@ def learner_work(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float) ->
 def filled(config: RunConfig, most: float, dp: int, mean: float) -> tuple[float, float]:
     """Tokens of a micro-batch of at most ``most``, which is filled but for half a sequence in the mean, and how many
     micro-batches each of ``dp`` ranks has in an optimizer step."""
-    share = config.completions_per_step * mean / config.train.minibatches / dp
+    share = max(1.0, config.completions_per_step / config.train.minibatches / dp) * mean
     full = max(mean, most - mean / 2)
     return min(full, share), float(max(1, ceil(share / full)))
 

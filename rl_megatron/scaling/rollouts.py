@@ -105,7 +105,7 @@ def sampled(
     beside ``slots`` and its cache."""
     mean, each = sum(lengths) / len(lengths), completions / replicas
     room = server.cache * server.dp * _cache_ranks(shape, server) / (cache_bytes(shape) * (prompt + mean))
-    most = max(1.0, min(slots * server.dp, room))
+    most = max(1.0, min(slots, room))
     rows = min(each, most)
 
     def seconds(active: float, done: float) -> float:

@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.offload import OffloadSection
-from rl_megatron.options.recompute import RecomputeSection
 from rl_megatron.scaling.hardware import Gpu
 from rl_megatron.scaling.rl_step import filled, learner_work
 from rl_megatron.scaling.time import step_seconds
@@ -58,10 +56,9 @@ def with_keys(base: RunConfig, keys: Mapping[str, object]) -> RunConfig:
     for name, value in keys.items():
         section, _, key = name.rpartition(".")
         sections.setdefault(section, {})[key] = value
-    if "learner.recompute" in sections:
-        learner["recompute"] = RecomputeSection(**sections["learner.recompute"])
-    if "learner.offload" in sections:
-        learner["offload"] = OffloadSection(**sections["learner.offload"])
+    for name in ("recompute", "offload"):
+        if given := sections.get(f"learner.{name}"):
+            learner[name] = getattr(base.learner, name).model_copy(update=given)
     if "slurm.engines" in sections:
         slurm["engines"] = base.slurm.engines.model_copy(update=sections["slurm.engines"])
     update: dict[str, Any] = {
@@ -107,7 +104,7 @@ def layouts(wanted: Wanted, world: int) -> Iterator[dict[str, object]]:
             return [tp]
         return sorted({1, int(str(wanted.given.get("learner.etp", tp if cuts else 1)))})
 
-    cps = [cp for cp in (1, 2, 4, 8) if cp == 1 or longest / cp >= 8192]
+    cps = [cp for cp in (1, 2, 4, 8) if cp == 1 or longest / cp >= 8192 or wanted.given.get("learner.cp") == cp]
     for tp, cp in product(tps, cps):
         for pp in range(1, min(_MOST_STAGES, shape.num_layers) + 1):
             if world % (tp * cp * pp):
@@ -126,10 +123,13 @@ def _with_work(wanted: Wanted, longest: int, degrees: Mapping[str, int]) -> Iter
     dispatchers = ["alltoall"]
     if degrees["ep"] * degrees["etp"] > wanted.gpu.domain:
         dispatchers.append("deepep")
-    for dispatcher, times in product(dispatchers, (1, 2) if longest < _USUAL else (1,)):
+    sizes = [longest, 2 * longest] if longest < _USUAL else [longest]
+    if size := wanted.given.get("learner.max_tokens_per_micro_batch"):
+        sizes = [int(str(size))]
+    for dispatcher, size in product(dispatchers, sizes):
         keys: dict[str, object] = {f"learner.{axis}": degree for axis, degree in degrees.items()}
         keys |= {"learner.stage_layers": stages, "learner.dispatcher": dispatcher}
-        keys["learner.max_tokens_per_micro_batch"] = longest * times
+        keys["learner.max_tokens_per_micro_batch"] = size
         if all(wanted.given.get(key, value) == value for key, value in keys.items()):
             yield keys
 

@@ -37,8 +37,11 @@ def placements(wanted: Wanted) -> Iterator[tuple[float, dict[str, object]]]:
     for count in sorted({round(nodes * share) for share in _SHARES} - {0, nodes}):
         apart = {"slurm.nodes": nodes - count, "slurm.engines.nodes": count, "weights.transport": "process_group"}
         places.append((count * each, 0.85, apart))
-    for gpus, fraction, keys in places:
+    for gpus, usual, keys in places:
+        fraction = float(str(wanted.given.get("rollout.server.memory_fraction") or usual))
         keys |= {**shared, "rollout.server.memory_fraction": fraction}
+        if "rollout.server.colocated" in keys and wanted.given.get("train.max_staleness"):
+            continue  # refused: servers that take turns with the learner sample nothing meanwhile
         if any(wanted.given.get(key, value) != value for key, value in keys.items()):
             continue
         if "rollout.server.colocated" not in keys and wanted.given.get("rollout.server.colocated"):

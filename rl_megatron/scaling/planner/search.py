@@ -21,6 +21,7 @@ from rl_megatron.scaling.rl_step import RlStep, rl_step
 NEAR = 1.3
 """How many times the fastest step's seconds a layout of ``goal=memory`` may take: the range of what is predicted."""
 _CHECKED = 24  # layouts of a placement whose memory is planned, at most
+_TOO_MUCH = " GB of "  # in the reason of a layout that does not fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,12 @@ def search(wanted: Wanted) -> SearchResult:
         _search_placement(wanted, placed, timed[world], found)
         best = min((plan.step.seconds for plan in found.plans), default=math.inf)
     found.rejected.sort(key=lambda one: one.seconds)
+    if not found.plans and not found.rejected:
+        raise ConfigError(
+            f"no layout on {wanted.gpus} GPUs of {wanted.gpu.memory:g} GB was tried: servers' weights fit in none of "
+            f"its placements, or these keys leave none: {', '.join(wanted.given) or 'none given'}; give more GPUs, or "
+            "leave one out"
+        )
     if not found.plans:
         tried = "; ".join(f"{described(one.keys)}: {one.reason}" for one in found.rejected[:3])
         raise ConfigError(f"no layout on {wanted.gpus} GPUs of {wanted.gpu.memory:g} GB fits. Nearest: {tried}")
@@ -93,14 +100,15 @@ def _search_placement(
     slack = NEAR if wanted.goal == "memory" else 1.0
     best, too_large, last = math.inf, list[tuple[int, ...]](), found.planned + _CHECKED
     for seconds, keys in timed:
-        degrees = tuple(int(str(keys[f"learner.{axis}"])) for axis in ("tp", "pp", "ep", "cp"))
+        degrees = _room(keys)
         if seconds >= best * slack or found.planned >= last:
             break
         if any(all(d <= other for d, other in zip(degrees, failed, strict=True)) for failed in too_large):
             continue
         least = _planned(wanted, base, placed, {**keys, **ladder[-1]}, found)
         if isinstance(least, str):
-            too_large.append(degrees)
+            if _TOO_MUCH in least:
+                too_large.append(degrees)
             found.rejected.append(Rejected(keys={**placed, **keys, **ladder[-1]}, seconds=seconds, reason=least))
             continue
         for saved in ladder[:-1]:
@@ -111,6 +119,13 @@ def _search_placement(
         if least.step.parts["training"] < best * slack:
             best = min(best, least.step.parts["training"])
             found.plans.append(least)
+
+
+def _room(keys: Mapping[str, object]) -> tuple[int, ...]:
+    """What a layout's memory falls with: of two, that with the smaller numbers needs more."""
+    falling = [int(str(keys[f"learner.{axis}"])) for axis in ("tp", "pp", "ep", "etp", "cp")]
+    rising = [int(str(keys[f"learner.{key}"])) for key in ("vpp", "max_tokens_per_micro_batch")]
+    return (*falling, *(-number for number in rising))
 
 
 def _planned(
@@ -132,7 +147,7 @@ def _planned(
     if footprint.total > wanted.gpu.memory * GB:
         largest, when = footprint.largest, f" while {footprint.phase}" if footprint.phase else ""
         return (
-            f"{footprint.total / GB:.0f} GB of {wanted.gpu.memory:g} on stage {footprint.stage}{when}, most of it "
+            f"{footprint.total / GB:.0f}{_TOO_MUCH}{wanted.gpu.memory:g} on stage {footprint.stage}{when}, most of it "
             f"{largest}, {footprint.terms[largest] / GB:.0f} GB; {({**CHANGES, **options.changes()})[largest]}"
         )
     staleness = wanted.given.get("train.max_staleness")
@@ -161,4 +176,8 @@ def savings(wanted: Wanted) -> Iterator[dict[str, object]]:
     ladder: list[dict[str, object]] = [{}, parts, {**parts, **head}, whole]
     if "learner.offload.optimizer" not in wanted.given and "learner.layers" not in wanted.given:
         ladder.append({**whole, "learner.offload.optimizer": 1.0, "learner.layers": "torch"})
-    yield from (saved for i, saved in enumerate(ladder) if saved not in ladder[:i])
+    known = set(options.problems(wanted.base.learner, wanted.shape))
+    for i, saved in enumerate(ladder):
+        refused = set(options.problems(with_keys(wanted.base, saved).learner, wanted.shape)) - known
+        if saved not in ladder[:i] and not refused:
+            yield saved

@@ -12,7 +12,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.scaling.memory import GB, check_memory, fullest
 from rl_megatron.scaling.planner.layouts import described, layouts, stage_layers, with_keys
 from rl_megatron.scaling.planner.search import NEAR, PlannedRun, savings, search
-from rl_megatron.scaling.rl_step import rl_step
+from rl_megatron.scaling.rl_step import filled, rl_step
 
 SMALL = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=64")
 
@@ -70,6 +70,34 @@ def test_the_users_keys_stay_and_goals_differ() -> None:
     assert plans["tokens"].step.seconds <= plans["step"].step.seconds
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "learner.optimizer.name=muon",  # refused together with some of the savings
+        "learner.offload.optimizer=0.5",  # beside what leaves while servers sample
+        "learner.max_tokens_per_micro_batch=12288",
+        "rollout.server.memory_fraction=0.5",
+        "train.max_staleness=2",  # only with servers apart
+    ],
+)
+def test_a_users_key_that_the_search_would_not_try_is_planned_as_it_is_written(key: str) -> None:
+    given = asked(*SMALL, key)
+    plan = search(given.wanted).plans[0]
+    assert dict(fullest(plan.config, given.wanted.shape).terms) == dict(plan.footprint.terms)
+    name, _, value = key.partition("=")
+    found: object = plan.config
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert str(found) == value
+    assert configuration_file(given, plan)
+
+
+def test_no_data_parallel_rank_computes_less_than_a_sequence() -> None:
+    wanted = asked(*SMALL).wanted
+    sequences = wanted.base.completions_per_step / wanted.base.train.minibatches
+    assert filled(wanted.base, 1e6, int(2 * sequences), 1000.0) == filled(wanted.base, 1e6, int(sequences), 1000.0)
+
+
 def test_a_thousand_gpus_of_a_model_with_61_layers_have_uneven_stages() -> None:
     best = search(asked("deepseek-v3", "gpus=1024", "gpu=h100", "rollout.prompts_per_step=512").wanted).plans[0]
     stages = best.config.learner.stages
@@ -98,7 +126,10 @@ def test_rejected_layouts_say_why_and_what_would_help() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("deepseek-v3", "gpus=8", "gpu=h100"), "no layout on 8 GPUs of 80 GB fits"),
+        (("deepseek-v3", "gpus=8", "gpu=h100"), "on 8 GPUs of 80 GB was tried: servers' weights fit in none"),
+        ((*SMALL, "learner.max_tokens_per_micro_batch=8192", "learner.ep=3"), "or these keys leave none: rollout."),
+        ((*SMALL, "rollout.server.pp=2"), "scale plans servers of one stage"),
+        ((*SMALL, "goal=step", "train.max_staleness=2"), "goal=step is synchronous, but train.max_staleness=2"),
         ((*SMALL, "gpus=12"), "gpus=12 are no whole nodes of 8 GPUs; give a multiple of 8"),
         (("gpus=8", "gpu=h100"), "give a model, its GPUs and their kind, as in rl-megatron scale kimi-k2 gpus=1024"),
         ((*SMALL, "goal=speed"), "goal=speed: must be one of tokens, memory, step"),
