@@ -153,11 +153,11 @@ def test_what_would_end_the_run_late_is_told_at_once(
 
 def test_all_that_is_wrong_is_told_together_and_nothing_is_made(tmp_path: Path, keys: tuple[str, ...]) -> None:
     (tmp_path / "model" / "tokenizer.json").unlink()
-    wrong = ("data.train=/nonexist.jsonl", "reward.function=my_rewards:nope", "rollout.python=/nope/python")
+    wrong = ("data.train=/nonexist.jsonl", "reward.function=nobodys_rewards:nope", "rollout.python=/nope/python")
     with pytest.raises(ConfigError) as caught:
         prepare(job(keys, *wrong))
     lines = str(caught.value).splitlines()
-    for text in ("it has no tokenizer", "/nonexist.jsonl: no such file", "no module 'my_rewards'", "/nope/python"):
+    for text in ("it has no tokenizer", "/nonexist.jsonl: no such file", "no module 'nobodys_rewards'", "/nope/python"):
         assert sum(text in line for line in lines) == 1
     assert len(lines) == 4
     assert not (tmp_path / "runs").exists()
