@@ -65,6 +65,7 @@ def learner_work(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float) ->
         tokens=tokens,
         length=mean,
         micro_batches=micro_batches,
+        precision="bfloat16" if learner.fp8 is None else "float8",
         stages=learner.stages or (shape.num_layers // (d.pp * d.vpp),) * (d.pp * d.vpp),
         gradient_bytes=2 if learner.gradient_dtype == "bfloat16" else 4,
         dispatcher="alltoall" if learner.dispatcher == "alltoall" else "by_node",
@@ -103,7 +104,7 @@ def server_shape(config: RunConfig, shape: ModelShape, gpu: Gpu) -> ServerShape:
     """The run's servers, with the cache that ``rollout.server.memory_fraction`` leaves."""
     server, weights = config.rollout.server, server_weights(config, shape)
     cache = max(0.0, ((server.memory_fraction or 0.9) - KERNELS) * gpu.memory * GB - weights)
-    return ServerShape(tp=server.tp, dp=server.dp, weights=weights, cache=cache)
+    return ServerShape(tp=server.tp, dp=server.dp, cache=cache)
 
 
 def rl_step(
@@ -128,6 +129,8 @@ def rl_step(
         parts["log-probs"] = forward_seconds(work, batches, constants)
     if config.algorithm.needs_reference:
         parts["reference"] = forward_seconds(work, batches, constants)
+    if config.algorithm.needs_critic:
+        parts["critic"] = parts["training"] + forward_seconds(work, batches, constants)
     server, section = server_shape(config, shape, gpu), config.rollout.server
     apart = config.slurm.engines.nodes > 0
     _, sent, received = push_bytes(config, shape)

@@ -31,7 +31,6 @@ class ServerShape:
 
     tp: int
     dp: int
-    weights: float  # bytes on a GPU
     cache: float
 
     @property
@@ -99,10 +98,9 @@ def sampled(
     prompt: float,
     lengths: Sequence[float],
     slots: int,
-    in_flight: float = math.inf,
 ) -> Sampled:
-    """The time of ``completions`` in groups of ``group``, which share a prompt; ``in_flight`` bounds a server's rows
-    beside ``slots`` and its cache."""
+    """The time of ``completions`` in groups of ``group``, which share a prompt; ``slots`` and its cache bound a
+    server's rows."""
     mean, each = sum(lengths) / len(lengths), completions / replicas
     room = server.cache * server.dp * _cache_ranks(shape, server) / (cache_bytes(shape) * (prompt + mean))
     most = max(1.0, min(slots, room))
@@ -119,12 +117,11 @@ def sampled(
             before = length
     flops = 2 * shape.active_parameters * prompt * completions / group
     prompts = flops / (replicas * server.ranks * gpu.peak.bfloat16 * 1e12 * COMPUTED)
-    full = min(most, in_flight)
-    steady = each * mean / full * seconds(full, mean / 2)
+    steady = each * mean / most * seconds(most, mean / 2)
     return Sampled(
         alone=prompts + queued + drained,
         steady=prompts + steady,
-        longest=max(lengths) * seconds(full, max(lengths) / 2),
+        longest=max(lengths) * seconds(most, max(lengths) / 2),
         prompts=prompts,
         rows=rows,
         waves=each / most,

@@ -36,6 +36,7 @@ SECONDS: Mapping[str, str] = {
     "training": "forward and backward passes of all minibatches and epochs, with the optimizer's steps",
     "log-probs": "one forward pass of the policy over the batch before it is trained on (algorithm.old_logprobs)",
     "reference": "one forward pass of the reference, for the KL term",
+    "critic": "training of the critic, counted as the policy's, and one forward pass for its values",
     "push": "weights over the slowest link of the busiest rank, and a pause of the servers",
     "turns": "the optimizer's state to the host's memory and back, while servers sample on the same GPUs",
     "rollout": "prompts, then a token after the other for all rows that are left: each reads the weights that some row "

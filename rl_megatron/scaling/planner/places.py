@@ -89,7 +89,7 @@ def _served(wanted: Wanted) -> tuple[float, float]:
 def _sampling(wanted: Wanted, keys: Mapping[str, Any], fraction: float, weights: float) -> Sampled:
     """Seconds of a step's completions on servers with such degrees."""
     cache = max(0.0, (fraction - KERNELS) * wanted.gpu.memory * GB - weights)
-    server = ServerShape(tp=keys["rollout.server.tp"], dp=keys["rollout.server.dp"], weights=weights, cache=cache)
+    server = ServerShape(tp=keys["rollout.server.tp"], dp=keys["rollout.server.dp"], cache=cache)
     rollout = wanted.base.rollout
     return sampled(
         wanted.shape,

@@ -16,7 +16,7 @@ from rl_megatron.scaling.rollouts import Sampled, ServerShape, cache_bytes, leng
 from rl_megatron.scaling.time import step_terms
 
 H100, SHAPE = GPUS["h100"], NAMED["qwen3-30b-a3b"]
-SERVER = ServerShape(tp=2, dp=1, weights=30e9, cache=35e9)
+SERVER = ServerShape(tp=2, dp=1, cache=35e9)
 
 
 def test_lengths_have_their_mean_and_their_cut() -> None:

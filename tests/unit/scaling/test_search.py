@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from launcher.programs.scale import Asked, asked_of, configuration_file
 from rl_megatron.config import yaml_text
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.scaling.memory import GB, check_memory, fullest
 from rl_megatron.scaling.planner.layouts import described, layouts, stage_layers, with_keys
@@ -90,6 +92,21 @@ def test_a_users_key_that_the_search_would_not_try_is_planned_as_it_is_written(k
         found = getattr(found, part)
     assert str(found) == value
     assert configuration_file(given, plan)
+
+
+def test_a_critic_and_float8_change_the_seconds_of_a_layout() -> None:
+    plain = search(asked(*SMALL).wanted).plans[0]
+    wanted = asked(*SMALL).wanted
+
+    def parts(config: RunConfig) -> Mapping[str, float]:
+        return rl_step(config, wanted.shape, wanted.gpu, wanted.lengths, prompt=wanted.prompt).parts
+
+    usual = parts(plain.config)
+    learner = plain.config.learner.model_copy(update={"fp8": "tensorwise"})
+    assert parts(plain.config.model_copy(update={"learner": learner}))["training"] < 0.95 * usual["training"]
+    ppo = asked(*SMALL, "algorithm=ppo").wanted.base.algorithm
+    critic = parts(plain.config.model_copy(update={"algorithm": ppo}))["critic"]
+    assert usual["training"] < critic < 1.5 * usual["training"]
 
 
 def test_no_data_parallel_rank_computes_less_than_a_sequence() -> None:
