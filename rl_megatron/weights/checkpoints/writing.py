@@ -111,8 +111,9 @@ def _begin(partial: Path, out: Path, book: Mapping[str, Any]) -> None:
     """Make the folder, or find it begun with the same ``book``. Raises CheckpointError."""
     path = partial / _NOTES / _BOOK
     path.parent.mkdir(parents=True, exist_ok=True)
+    files = [name for name in os.listdir(partial) if not name.startswith(".")]  # before: parts write the book first
     if not path.is_file():
-        if any(not name.startswith(".") for name in os.listdir(partial)):
+        if files:
             raise CheckpointError(f"{partial} was left by another version or program; remove it")
         write_atomically(path, json.dumps(book).encode())
     differing = _differing(_read(path), book)

@@ -53,6 +53,24 @@ def test_parts_side_by_side_write_what_one_process_writes(hf: Path, megatron: Pa
     assert said_by("parts", hf, megatron, tmp_path) == ""
 
 
+def test_a_part_that_begins_while_another_writes_does_not_take_its_files_for_a_strangers(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other part begins, and writes, between this one's look for the book and what it does next."""
+    is_file, others = Path.is_file, []
+
+    def then_another_part(path: Path) -> bool:
+        found = is_file(path)
+        if path.parent.name == ".conversion" and not others:
+            others.append(path)
+            assert convert.hf_to_megatron(hf, tmp_path / "out", shard_bytes=6_000, share=Share(index=1, count=2)) == [0]
+        return found
+
+    monkeypatch.setattr(Path, "is_file", then_another_part)
+    assert convert.hf_to_megatron(hf, tmp_path / "out", shard_bytes=6_000, share=Share(index=0, count=2)) == []
+    assert others
+
+
 def test_a_conversion_is_continued_only_with_its_own_source_and_options(hf: Path, tmp_path: Path) -> None:
     out, first = tmp_path / "out", Share(index=0, count=2)
     assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=first) == [1]
