@@ -14,6 +14,7 @@ from rich.table import Table
 
 from launcher.programs.scale import Asked, asked_of, configuration_file
 from rl_megatron.errors import ConfigError
+from rl_megatron.scaling.constants import RANGE
 from rl_megatron.scaling.hardware import GPUS
 from rl_megatron.scaling.memory import GB
 from rl_megatron.scaling.planner.explained import explain_term
@@ -21,8 +22,6 @@ from rl_megatron.scaling.planner.layouts import described
 from rl_megatron.scaling.planner.search import PlannedRun, SearchResult, search
 from rl_megatron.scaling.points import Prediction, predictions, read_points, summary
 
-RANGE = (0.75, 1.3)
-"""Times the predicted rate between which a measured one is expected (docs/scaling.md)."""
 _SHOWN = 8  # rejected layouts
 
 

@@ -80,6 +80,9 @@ def asked_of(arguments: Sequence[str]) -> Asked:
     if goal is None:
         raise ConfigError(f"goal={wish}: must be one of {', '.join(get_args(Goal))}")
     gpu, tree = gpu_named(own["gpu"]), _tree(model, overrides)
+    _put(tree, "slurm.speeds.gpu", own["gpu"])
+    if "mean_tokens" in own:
+        _put(tree, "slurm.speeds.mean_tokens", _whole("mean_tokens", own["mean_tokens"]))
     base = _loaded(tree, ["learner.max_tokens_per_micro_batch=16777216", *overrides])
     if base.rollout.server.pp != 1 or base.roles.separate:
         raise ConfigError(

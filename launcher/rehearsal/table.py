@@ -87,8 +87,8 @@ def lines_of_run(
     row = rows[1] if len(rows) > 1 else {}  # the first step also compiles and allocates
     yield TableLine(what="start to the first step", unit="s", measured=None if started is None else started.ready)
     yield _memory(config, shape, [r["memory/peak"] for r in rows if "memory/peak" in r])
-    step, stated = _number(row, "seconds/step"), config.slurm.speeds.step_seconds
-    yield TableLine(what="step, with its checkpoint", unit="s", measured=step, predicted=stated)
+    step = _number(row, "seconds/step")
+    yield TableLine(what="step, with its checkpoint", unit="s", measured=step, predicted=_step(guess))
     made = None if step is None else float(row["tokens/train"]) / step
     yield TableLine(what="trained tokens", unit="tokens/s", measured=made)
     yield from _push(guess, row, step)
@@ -97,6 +97,13 @@ def lines_of_run(
     noticed = None if started is None else started.noticed
     yield TableLine(what="killed rank to the run's end", unit="s", measured=noticed, bound=limit)
     yield TableLine(what="resume to its first step", unit="s", measured=resumed)
+
+
+def _step(guess: Estimate) -> float | None:
+    """Seconds that the user stated; or predicted ones, and a checkpoint's, which each of a rehearsal's steps writes."""
+    if guess.step is None or (guess.step.predicted is None and not guess.step.stated):
+        return None
+    return guess.step.seconds + (0.0 if guess.step.stated else guess.save.seconds)
 
 
 def _memory(config: RunConfig, shape: ModelShape, peaks: Sequence[float]) -> TableLine:

@@ -1,4 +1,4 @@
-"""What a push and a checkpoint cost against a step, in lines that ``plan`` and ``submit`` show. No torch."""
+"""What a step, a push and a checkpoint cost, in lines that ``plan`` and ``submit`` show. No torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from dataclasses import dataclass
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.nodes import made_up_nodes
+from rl_megatron.scaling.constants import RANGE
 from rl_megatron.scaling.flops import training_flops
+from rl_megatron.scaling.hardware import gpu_named
 from rl_megatron.scaling.pushes import Push, push_cost
+from rl_megatron.scaling.rl_step import RlStep, rl_step
+from rl_megatron.scaling.rollouts import lengths_of
 from rl_megatron.scaling.saves import Save, save_cost
 
 TOO_MUCH = 0.1
@@ -16,25 +22,71 @@ TOO_MUCH = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """A step that `rl_step` predicts for ``gpus`` of the kind ``gpu``, with completions of ``mean`` tokens.
+
+    ``peak_seconds`` are what training takes at the peak of the learner's GPUs.
+    """
+
+    step: RlStep
+    gpu: str
+    gpus: int
+    mean: float
+    peak_seconds: float
+
+    @property
+    def mfu(self) -> float:
+        """The share of the learner's peak that training uses."""
+        return self.peak_seconds / self.step.parts["training"]
+
+    def lines(self) -> Iterator[str]:
+        """Lines to show below the step's seconds."""
+        step, (low, high) = self.step, RANGE
+        parts = ", ".join(f"{name} {seconds:,.1f} s" for name, seconds in step.parts.items())
+        bubble = step.training.get("bubble", 0.0) / step.parts["training"]
+        yield f"  {parts}{f'; sampling overlaps the rest (staleness {step.staleness})' if step.staleness else ''}"
+        rate = step.tokens_a_second
+        yield (
+            f"  {rate:,.0f} tokens/s, {rate / self.gpus:,.0f} on each of {self.gpus} GPUs; "
+            f"training at {self.mfu:.0%} of the peak (MFU), {bubble:.0%} of it the pipeline's bubble"
+        )
+        yield (
+            f"  expect training at {low:g} to {high:g} times its rate, whole steps less surely (docs/scaling.md); "
+            f"completions of {self.mean:,.0f} tokens in the mean are assumed (slurm.speeds.mean_tokens)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of a step: stated by the user, or else the floor of a step whose completions all have full length."""
+    """Seconds of a step: stated by the user, else ``predicted``, else the floor of a step whose completions all have
+    full length; ``why`` says why none are predicted."""
 
     seconds: float
     stated: bool
+    predicted: Predicted | None = None
+    why: str = ""
 
-    def describe(self) -> str:
-        """A line to show."""
+    def lines(self) -> Iterator[str]:
+        """Lines to show."""
+        found = self.predicted
         if self.stated:
-            return f"a step: {self.seconds:,.0f} s (slurm.speeds.step_seconds)"
-        return (
-            f"a step: at least {self.seconds:,.1f} s if completions have full length, for training alone at the GPUs' "
-            "peak; set slurm.speeds.step_seconds to a measured one"
-        )
+            yield f"a step: {self.seconds:,.0f} s (slurm.speeds.step_seconds)"
+        elif found is None:
+            yield (
+                f"a step: at least {self.seconds:,.1f} s if completions have full length, for training alone at the "
+                "GPUs' peak; set slurm.speeds.step_seconds to a measured one"
+            )
+        if found is not None:
+            named = "predicted" if self.stated else "a step"
+            yield f"{named}: {found.step.seconds:,.1f} s, predicted for slurm.speeds.gpu={found.gpu}:"
+            yield from found.lines()
+        elif self.why:
+            yield f"  seconds by phase are not predicted: {self.why}"
 
     def share(self, seconds: float) -> str:
         """The share of the step that ``seconds`` are, in words; of a floor it is the most that they can be."""
         share = seconds / self.seconds
-        if self.stated:
+        if self.stated or self.predicted is not None:
             return f"{share:.1%}"
         return f"at most {share:.1%}" if share <= 1 else f"{share:.1f} times this floor"
 
@@ -57,7 +109,7 @@ class Estimate:
         yield self.save.describe()
         if self.step is not None:
             push, saves = self.step.share(self.push.seconds), self.step.share(self.save.seconds_a_step)
-            yield self.step.describe()
+            yield from self.step.lines()
             yield f"  of it: a push {push}, checkpoints {saves}"
         yield "all speeds are assumed, none is measured (slurm.speeds)"
 
@@ -86,16 +138,65 @@ class Estimate:
 
 def estimate(config: RunConfig, shape: ModelShape) -> Estimate:
     """The estimate of a run. Raises ConfigError if the layout or the servers do not fit."""
-    return Estimate(push=push_cost(config, shape), save=save_cost(config, shape), step=_step(config, shape))
+    push = push_cost(config, shape)
+    return Estimate(push=push, save=save_cost(config, shape), step=_step(config, shape, push))
 
 
-def _step(config: RunConfig, shape: ModelShape) -> StepTime | None:
+def _step(config: RunConfig, shape: ModelShape, push: Push) -> StepTime | None:
     stated = config.slurm.speeds.step_seconds
-    if stated is not None:
-        return StepTime(seconds=stated, stated=True)
     if config.learner.device == "cpu":
-        return None
-    return StepTime(seconds=floor_seconds(config, shape), stated=False)
+        return None if stated is None else StepTime(seconds=stated, stated=True)
+    why = _unpredicted(config)
+    found = predicted(config, shape, push) if not why else None
+    seconds = stated or (floor_seconds(config, shape) if found is None else found.step.seconds)
+    return StepTime(seconds=seconds, stated=stated is not None, predicted=found, why=why)
+
+
+def _unpredicted(config: RunConfig) -> str:
+    """Why a step's seconds are not predicted; empty if they are."""
+    server = config.rollout.server
+    if config.slurm.speeds.gpu is None:
+        return "set slurm.speeds.gpu to the kind of your GPUs, as h100"
+    if config.offline:
+        return "they are of steps that sample, and data.rejected_field has pairs of a file"
+    if not config.rollout.served:
+        return f"they are of servers that sample, and rollout.engine={config.rollout.engine}"
+    if server.addresses is not None:
+        return "the GPUs of servers at rollout.server.addresses are not known"
+    return f"they are of servers of one stage, and rollout.server.pp={server.pp}" if server.pp > 1 else ""
+
+
+def predicted(config: RunConfig, shape: ModelShape, push: Push) -> Predicted:
+    """The step that is predicted of a configuration with ``slurm.speeds.gpu``; a push takes the seconds of its plan.
+
+    Raises ConfigError if no GPU is called so.
+    """
+    speeds, rollout, kind = config.slurm.speeds, config.rollout, str(config.slurm.speeds.gpu)
+    mean = min(speeds.mean_tokens or rollout.max_new_tokens / 2, rollout.max_new_tokens)
+    gpu, prompt = gpu_named(kind, "slurm.speeds.gpu"), rollout.max_prompt_tokens / 2
+    flops = training_flops(shape, [round(prompt + mean)]) * config.completions_per_step * config.train.epochs
+    return Predicted(
+        step=rl_step(
+            config,
+            shape,
+            gpu,
+            lengths_of(mean, rollout.max_new_tokens),
+            prompt=prompt,
+            staleness=config.train.max_staleness,
+            push=push.seconds,
+        ),
+        gpu=kind,
+        gpus=sum(gpus_by_role(config).values()),
+        mean=mean,
+        peak_seconds=flops / (config.learner.dims.world_size * gpu.peak.bfloat16 * 1e12),
+    )
+
+
+def gpus_by_role(config: RunConfig) -> dict[str, int]:
+    """The GPUs of a job's nodes by role, servers on nodes of their own as "engines"; without GPUs none."""
+    slurm = config.slurm
+    of = {role: slurm.gpus_per_node if role == LEARNER else slurm.gpus_of(role) for role in made_up_nodes(config)}
+    return {role: each * len(made_up_nodes(config)[role]) for role, each in of.items() if each}
 
 
 def floor_seconds(config: RunConfig, shape: ModelShape) -> float:

@@ -55,16 +55,16 @@ GPUS: Mapping[str, Gpu] = {
 }
 
 
-def gpu_named(name: str) -> Gpu:
+def gpu_named(name: str, key: str = "gpu") -> Gpu:
     """The GPU of the table, or of a YAML file: ``like``, a name of the table, and the fields of `Gpu` that differ.
 
-    Raises ConfigError for an unknown name, and for keys and values of a file that are not a GPU's.
+    Raises ConfigError, which says ``key``, for an unknown name, and for keys and values of a file that are not a GPU's.
     """
     if name in GPUS:
         return GPUS[name]
     path = Path(name)
     if not path.is_file():
-        raise ConfigError(f"gpu={name}: neither a known GPU nor a file; known: {', '.join(GPUS)}")
+        raise ConfigError(f"{key}={name}: neither a known GPU nor a file; known: {', '.join(GPUS)}")
     tree = yaml_text.read(path)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a file of a GPU has keys: like, which names a known GPU, and what differs from it")

@@ -115,11 +115,13 @@ def rl_step(
     *,
     prompt: float,
     staleness: int | None = None,
+    push: float | None = None,
     constants: Constants = FITTED,
 ) -> RlStep:
     """A run's step, with completions of ``lengths``; ``staleness`` None takes the least that costs no time.
 
-    Learner and servers on the same GPUs follow each other whatever it is.
+    Learner and servers on the same GPUs follow each other whatever it is. ``push`` are seconds of a push without the
+    servers' pause; None: by the closed form of `push_bytes`.
     """
     mean = sum(lengths) / len(lengths) + prompt
     work, batches = learner_work(config, shape, gpu, mean), config.train.minibatches
@@ -127,16 +129,14 @@ def rl_step(
     parts = {"training": sum(training.values())}
     if config.algorithm.old_logprobs == "learner":
         parts["log-probs"] = forward_seconds(work, batches, constants)
-    if config.algorithm.needs_reference:
-        parts["reference"] = forward_seconds(work, batches, constants)
-    if config.algorithm.needs_critic:
-        parts["critic"] = parts["training"] + forward_seconds(work, batches, constants)
+    parts |= _others(config, forward_seconds(work, batches, constants), parts)
     server, section = server_shape(config, shape, gpu), config.rollout.server
     apart = config.slurm.engines.nodes > 0
-    _, sent, received = push_bytes(config, shape)
-    near = not apart and config.slurm.nodes == 1
-    link = gpu.nvlink if near else gpu.network
-    parts["push"] = max(sent, received) / (link * constants.links * GB) + _PAUSE
+    if push is None:
+        _, sent, received = push_bytes(config, shape)
+        near = not apart and config.slurm.nodes == 1
+        push = max(sent, received) / ((gpu.nvlink if near else gpu.network) * constants.links * GB)
+    parts["push"] = push + _PAUSE
     if section.colocated and config.learner.offload.while_sampling == "optimizer":
         parts["turns"] = 2 * _moved_to_host(config, shape) / (PCIE * GB)
     engines = sampled(
@@ -167,6 +167,20 @@ def rl_step(
         least=least,
         tokens=config.completions_per_step * mean,
     )
+
+
+def _others(config: RunConfig, forward: float, parts: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a reference and a critic, whose passes take ``forward``: on ranks of their own they compute beside the
+    policy, and the step waits for what is longer."""
+    out, beside = {}, parts.get("log-probs", 0.0)
+    if config.algorithm.needs_reference:
+        apart = "reference" in config.roles.separate
+        out["reference"] = max(0.0, forward - beside) if apart else forward
+        beside += out["reference"]
+    if config.algorithm.needs_critic:
+        apart = "critic" in config.roles.separate
+        out["critic"] = max(0.0, forward - beside) if apart else parts["training"] + forward
+    return out
 
 
 def _moved_to_host(config: RunConfig, shape: ModelShape) -> float:

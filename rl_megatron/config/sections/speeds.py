@@ -7,7 +7,13 @@ from rl_megatron.section import PositiveFloat, Section
 
 class SpeedsSection(Section):
     """Speeds of the cluster, in GB/s (1e9 bytes) each way, by which ``plan`` and ``submit`` estimate pushes and
-    checkpoints. The defaults are assumed, not measured. A run reads none of these keys."""
+    checkpoints, and what steps are predicted by. The defaults are assumed, not measured. No run is faster by them."""
+
+    gpu: str | None = None
+    """Kind of the GPUs, by which ``plan`` and ``submit`` predict a step's seconds by phase, as h100, or a YAML file as
+    ``rl-megatron scale`` takes (docs/scaling.md); null: they say only what no step can beat."""
+    mean_tokens: PositiveFloat | None = None
+    """Mean length of completions, in tokens, of the predicted step; null: half of rollout.max_new_tokens."""
 
     nic: PositiveFloat = 50.0
     """A GPU's share of the network between nodes; 50 is a link of 400 Gb/s for each GPU."""

@@ -353,13 +353,14 @@ def test_what_takes_more_than_a_tenth_of_a_stated_step_is_warned_of(keys: Sequen
 
 @pytest.mark.parametrize("key", SpeedsSection.model_fields)
 def test_each_speed_acts(key: str) -> None:
-    runs = (("qwen3_235b_a22b",), ("qwen3_30b_a3b",), ("qwen3_30b_a3b", "weights.transport=auto"))
+    floor = ("qwen3_30b_a3b", "slurm.speeds.gpu=null")
+    runs = (("qwen3_235b_a22b",), floor, ("qwen3_30b_a3b", "weights.transport=auto"))
 
     def seconds(*more: str) -> list[tuple[float, ...]]:
         found = [estimate(config := job(*run, *more), named(config)) for run in runs]
         return [(one.push.seconds, one.save.seconds, one.step.seconds if one.step else 0) for one in found]
 
-    assert seconds(f"slurm.speeds.{key}=1") != seconds()
+    assert seconds(f"slurm.speeds.{key}={'h20' if key == 'gpu' else 1}") != seconds()
 
 
 def test_plans_and_layouts_that_do_not_fit_are_refused_as_the_learners() -> None:

@@ -1,0 +1,116 @@
+"""A step's seconds as ``plan`` and ``submit`` show them: by hand, beside ``scale``, and why there are none."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from launcher.programs.scale import asked_of
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.named import NAMED
+from rl_megatron.scaling.estimates import StepTime, estimate, gpus_by_role
+from rl_megatron.scaling.hardware import GPUS
+from rl_megatron.scaling.planner.search import search
+from rl_megatron.scaling.rl_step import RlStep, rl_step
+from rl_megatron.scaling.rollouts import lengths_of
+
+BY_ADDRESS = (
+    *("rollout.server.addresses=http://a:1", "rollout.server.memory_fraction=null", "rollout.server.tp=1"),
+    "weights.transport=process_group",
+)
+SHAPE = NAMED["qwen3-30b-a3b"]
+
+
+def job(name: str, *keys: str) -> RunConfig:
+    return load_config(name, ["model.path=/given", "run.launcher=slurm", *keys])
+
+
+def told(config: RunConfig) -> StepTime:
+    found = estimate(config, NAMED[str(config.model.name)]).step
+    assert found is not None
+    return found
+
+
+def test_a_synchronous_step_by_hand() -> None:
+    found = told(job("qwen3_30b_a3b", "slurm.speeds.mean_tokens=1000"))
+    assert found.predicted is not None
+    step, tokens = found.predicted.step, 64 * 16 * (512 + 1000)
+    assert found.seconds == step.seconds == pytest.approx(sum(step.parts.values()))
+    assert step.tokens_a_second == pytest.approx(tokens / step.seconds)
+    scores = 3 * 4 * 128 * 32 * 48 * (1512 * 1513 / 2) * 64 * 16  # of 32 heads in 48 layers, with the keys before
+    peak = (6 * SHAPE.active_parameters * tokens + scores) / (8 * 989.5e12)
+    assert found.predicted.mfu == pytest.approx(peak / step.parts["training"])
+    text = "\n".join(found.lines())
+    assert f"a step: {step.seconds:,.1f} s, predicted for slurm.speeds.gpu=h200:" in text
+    assert re.search(r"training [\d.]+ s, log-probs [\d.]+ s, push 2\.0 s, rollout [\d.]+ s\n", text)
+    assert f"{tokens / step.seconds:,.0f} tokens/s, {tokens / step.seconds / 8:,.0f} on each of 8 GPUs" in text
+    assert "expect training at 0.75 to 1.3 times its rate" in text
+    assert "completions of 1,000 tokens in the mean are assumed" in text
+
+
+def test_a_stated_step_stays_the_step_and_the_predicted_one_is_beside_it() -> None:
+    lines = list(told(job("qwen3_30b_a3b", "slurm.speeds.step_seconds=300")).lines())
+    assert lines[0] == "a step: 300 s (slurm.speeds.step_seconds)"
+    assert re.fullmatch(r"predicted: [\d.]+ s, predicted for slurm.speeds.gpu=h200:", lines[1])
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        (("slurm.speeds.gpu=null",), "set slurm.speeds.gpu to the kind of your GPUs, as h100"),
+        (BY_ADDRESS, "the GPUs of servers at rollout.server.addresses are not known"),
+        (("rollout.server.tp=4", "rollout.server.pp=2"), "servers of one stage, and rollout.server.pp=2"),
+        (("rollout=local", "weights.transport=process_group"), "servers that sample, and rollout.engine=local"),
+    ],
+)
+def test_a_step_that_is_not_predicted_has_a_floor_and_a_reason(keys: tuple[str, ...], why: str) -> None:
+    found = told(job("qwen3_30b_a3b", *keys))
+    text = "\n".join(found.lines())
+    assert text.startswith("a step: at least ")
+    assert re.search(rf"seconds by phase are not predicted: .*{re.escape(why)}", text)
+    with pytest.raises(ConfigError, match=r"slurm\.speeds\.gpu=h1000: neither a known GPU nor a file; known: a100"):
+        told(job("qwen3_30b_a3b", "slurm.speeds.gpu=h1000"))
+
+
+def test_a_plan_that_scale_found_has_the_seconds_that_scale_says() -> None:
+    """But for the push, which is that of the real plan."""
+    arguments = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=64", "mean_tokens=1500")
+    given = asked_of(arguments)
+    best = search(given.wanted).plans[0]
+    assert (given.tree["slurm"]["speeds"]) == {"gpu": "h100", "mean_tokens": 1500}  # type: ignore[index]
+    found = told(best.config)
+    assert found.predicted is not None
+    for part, seconds in best.step.parts.items():
+        assert found.predicted.step.parts[part] == pytest.approx(seconds, rel=0.2 if part == "push" else 1e-9)
+    assert found.seconds == pytest.approx(best.step.seconds, rel=0.01)
+
+
+def step(config: RunConfig) -> RlStep:
+    return rl_step(
+        config, SHAPE, GPUS["h100"], lengths_of(1000, 7168), prompt=512, staleness=config.train.max_staleness
+    )
+
+
+def test_roles_with_ranks_of_their_own_compute_beside_the_policy() -> None:
+    keys = ("algorithm=ppo", "algorithm.kl.coefficient=0.1", "learner.router.frozen=false")
+    shared = step(job("qwen3_30b_a3b", *keys)).parts
+    apart = step(job("qwen3_30b_a3b", *keys, "roles.critic=separate", "roles.reference=separate")).parts
+    assert shared["critic"] > shared["training"] > 0 == apart["critic"]
+    assert apart["reference"] == pytest.approx(0 if "log-probs" in apart else shared["reference"])
+    assert gpus_by_role(job("qwen3_30b_a3b", *keys, "roles.critic=separate")) == {"learner": 8, "critic": 8}
+
+
+def test_servers_with_gpus_of_their_own_sample_while_the_learner_trains() -> None:
+    here = job("qwen3_30b_a3b_disaggregated", "train.max_staleness=2")
+    found = told(here)
+    assert found.predicted is not None
+    assert found.predicted.step.staleness == 2
+    assert found.seconds < sum(found.predicted.step.parts.values())
+    assert "; sampling overlaps the rest (staleness 2)" in "\n".join(found.lines())
+    assert gpus_by_role(here) == {"learner": 6, "engines": 2}
+    beside = step(job("qwen3_30b_a3b", "train.max_staleness=2"))  # on the learner's GPUs
+    assert beside.staleness == 0
+    assert beside.seconds == pytest.approx(sum(beside.parts.values()))
