@@ -1,10 +1,13 @@
 # One attempt of a run: train from the last checkpoint, then see whether the run comes back. Read by bash, in the job.
 # Before it stand PYTHON, RUN (the run's folder), TRAIN (what `train` is given), REQUEUES, RESTARTS, SLOW, EXCLUDE.
-restart=${SLURM_RESTART_COUNT:-0}
-attempt=$RUN/jobs/$SLURM_JOB_ID-$restart
+restart=${SLURM_RESTART_COUNT:-0} job=$SLURM_JOB_ID
+if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then # one task of the array has the array's own id, by which Slurm means them all
+    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+fi
+attempt=$RUN/jobs/$job-$restart
 mkdir -p -m 700 "$attempt"
-echo "$SLURM_JOB_ID" >"$RUN/jobs/id"
-say() { echo "[$(date +%FT%T)] job $SLURM_JOB_ID, restart $restart: $*"; }
+echo "$job" >"$RUN/jobs/id"
+say() { echo "[$(date +%FT%T)] job $job, restart $restart: $*"; }
 newest() { ls -1td "$RUN"/checkpoints/{step,warm_start}_[0-9]* 2>/dev/null | head -n 1; }
 before=$(newest)
 say "starts on $SLURM_JOB_NODELIST; output is in $attempt"
@@ -43,13 +46,13 @@ come_back() { # $1 is why; requeue without the nodes that failed and, as far as 
         else
             say "$1$few; comes back without $nodes"
             trap '' TERM # until the list of nodes is changed, which a job that runs does not allow
-            scontrol requeue "$SLURM_JOB_ID" || exit 1
-            scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$nodes${EXCLUDE:+,$EXCLUDE}" || say "it was not excluded"
+            scontrol requeue "$job" || exit 1
+            scontrol update JobId="$job" ExcNodeList="$nodes${EXCLUDE:+,$EXCLUDE}" || say "it was not excluded"
             exec sleep 600 # Slurm ends this script
         fi
     done
     say "$1; comes back$few"
-    scontrol requeue "$SLURM_JOB_ID" || exit 1
+    scontrol requeue "$job" || exit 1
     exec sleep 600
 }
 if [ -e "$attempt/requeue" ] && [ "$restart" -lt "$REQUEUES" ]; then
@@ -64,7 +67,7 @@ if [ -e "$attempt/requeue" ] && [ "$restart" -lt "$REQUEUES" ]; then
     fi
     come_back saved 1 "$(list_slow)"
 fi
-if scontrol show job "$SLURM_JOB_ID" | grep -qE '(^|[[:space:]])PreemptTime=[0-9]'; then
+if scontrol show job "$job" | grep -qE '(^|[[:space:]])PreemptTime=[0-9]'; then
     say "preempted; Slurm brings it back"
     exec sleep 3600 # a script that ends by itself is not brought back
 fi

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from rl_megatron.errors import ConfigError
 from rl_megatron.experiments.cells import Cell, cells_of
-from rl_megatron.experiments.states import CellState, find_states, states_table
+from rl_megatron.experiments.states import STARTABLE, CellState, counts, find_states, states_table
 from rl_megatron.experiments.study import Study, read_study
 
 app = typer.Typer(no_args_is_help=True, help="Run a study: a grid of runs with seeds, from one file.")
@@ -25,25 +26,65 @@ def run(
     """Run the cells that are not done, side by side, each as a run of its own that can be resumed.
 
     Ctrl-C has all of them save and ends with status 0; started again, the study goes on. The status is 1 if a cell has
-    failed.
+    failed. Cells that are in Slurm's queue are left to it.
     """
     loaded, cells = _checked(study)
+    from launcher.programs.arrays import queue_of
     from launcher.programs.experiment import cells_at_once, run_cells
 
     if check:
         print(f"{len(cells)} cells, {cells_at_once(loaded, cells)} at once; nothing is wrong with any")
         return
-    found = asyncio.run(run_cells(loaded, cells, retry=retry))
+    found = asyncio.run(run_cells(loaded, cells, retry=retry, queue=queue_of(cells)))
     print(states_table(found))
     if any(each.state is CellState.FAILED for each in found):
         raise typer.Exit(1)
 
 
 @app.command()
-def status(study: StudyFile) -> None:
-    """Print each cell: done, running, failed with the reason, or waiting."""
+def submit(
+    study: StudyFile,
+    retry: Annotated[bool, typer.Option("--retry", help="send cells again that have failed")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="check all, print the scripts, and send nothing")] = False,
+) -> None:
+    """Send the cells that are not done to Slurm: an array for cells of alike nodes, budget.cells_at_once at a time.
+
+    A cell comes back by itself after a time limit, preemption or a node's loss. Sent again, the study takes what is
+    neither done nor in Slurm's queue; cells that have failed are named, and taken with --retry.
+    """
+    from launcher.programs import arrays
+    from launcher.programs.experiment import alone
+
     loaded = read_study(study)
-    print(states_table(find_states(loaded, cells_of(loaded))))
+    cells = cells_of(loaded)
+    notes = arrays.checked_for_slurm(loaded, cells)
+    with alone(loaded):
+        found = find_states(loaded, cells, arrays.queue_of(cells))
+        takes = {*STARTABLE, *([CellState.FAILED] if retry else [])}
+        wanted = arrays.arrays_of(loaded, [each.cell for each in found if each.state in takes])
+        print(f"{loaded.folder}: {counts(found)}", *notes, sep="\n")
+        for each in found:
+            if each.state is CellState.FAILED and not retry:
+                print(f"not sent without --retry: {each.cell.name}: {each.reason}")
+        for array in wanted:
+            arrays.verify(array)
+            print(array.script if dry_run else array.describe())
+        if dry_run:
+            print(f"nothing was sent; without --dry-run {sum(len(array.cells) for array in wanted)} cells would be")
+            return
+        for job, script in arrays.send(loaded, wanted):
+            print(f"array {job}: {script}; scancel {job} ends it")
+    print(f"rl-megatron experiment status {study} shows the cells" if wanted else "nothing was sent")
+
+
+@app.command()
+def status(study: StudyFile) -> None:
+    """Print each cell: done, running, pending in Slurm's queue, failed with the reason, lost, or waiting."""
+    from launcher.programs.arrays import queue_of
+
+    loaded = read_study(study)
+    cells = cells_of(loaded)
+    print(states_table(find_states(loaded, cells, queue_of(cells))))
 
 
 @app.command()
@@ -52,17 +93,23 @@ def report(
     out: Annotated[Path | None, typer.Option(help="the HTML file [default: report.html in the study's folder]")] = None,
 ) -> None:
     """Write the page over all runs, with differences, fits and survival; beside it JSON, CSV and SVG."""
+    from launcher.programs.arrays import queue_of
     from rl_megatron.experiments.report import write_study_report
 
     loaded = read_study(study)
+    cells = cells_of(loaded)
     assert loaded.folder is not None
-    print(write_study_report(loaded, cells_of(loaded), out or loaded.folder / "report.html"))
+    try:
+        queue = queue_of(cells)
+    except ConfigError as error:  # the folders may have been copied from the cluster
+        print(f"note: Slurm was not asked: {error}")
+        queue = None
+    print(write_study_report(loaded, cells, out or loaded.folder / "report.html", queue))
 
 
 def _checked(path: Path) -> tuple[Study, list[Cell]]:
     """The study and its cells, each of which could start on this machine."""
     from launcher.preflight.checks import preflight
-    from rl_megatron.errors import ConfigError
 
     study = read_study(path)
     cells = cells_of(study)

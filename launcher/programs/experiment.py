@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +25,7 @@ from rl_megatron.config.io import save_resolved
 from rl_megatron.errors import ConfigError
 from rl_megatron.experiments import states
 from rl_megatron.experiments.cells import Cell
+from rl_megatron.experiments.queued import Queued
 from rl_megatron.experiments.states import CellRecord, CellStanding, CellState
 from rl_megatron.experiments.study import Study
 
@@ -70,18 +71,25 @@ async def start_process(arguments: Sequence[str], output: Path) -> Child:
 
 
 async def run_cells(
-    study: Study, cells: Sequence[Cell], *, retry: bool, start: Start = start_process, console: Console | None = None
+    study: Study,
+    cells: Sequence[Cell],
+    *,
+    retry: bool,
+    start: Start = start_process,
+    console: Console | None = None,
+    queue: Mapping[str, Queued] | None = None,
 ) -> list[CellStanding]:
     """Start the cells that have not ended, and wait until none runs. Returns what has become of each.
 
     Ctrl-C or SIGTERM has every cell finish its step and save; a second one ends them at once. A cell that has failed is
-    started only with ``retry``. Raises ConfigError if another process runs this study, and OSError if a cell cannot be
-    started or its record not be written, as on a full disk; the other cells are then ended.
+    started only with ``retry``, one that is in Slurm's ``queue`` not at all. Raises ConfigError if another process runs
+    this study, and OSError if a cell cannot be started or its record not be written, as on a full disk; the other cells
+    are then ended.
     """
     at_once = cells_at_once(study, cells)
-    with _alone(study):
-        found = states.find_states(study, cells)
-        startable = {CellState.STOPPED, CellState.WAITING} | ({CellState.FAILED} if retry else set())
+    with alone(study):
+        found = states.find_states(study, cells, queue)
+        startable = {*states.STARTABLE, *([CellState.FAILED] if retry else [])}
         waiting = [each.cell for each in found if each.state in startable]
         display = _Display(study, cells, console or Console(), {each.cell.name: each.step for each in found})
         display.note(f"{study.folder}: {states.counts(found)}; up to {at_once} at once")
@@ -98,7 +106,7 @@ async def run_cells(
                 raise several.exceptions[0] from several
             finally:
                 watch.cancel()
-        return states.find_states(study, cells)
+        return states.find_states(study, cells, queue)
 
 
 def cells_at_once(study: Study, cells: Sequence[Cell]) -> int:
@@ -172,7 +180,7 @@ class _Series:
             pid=child.pid,
             began=_began(child.pid),
             starts=(last.starts if last else 0) + 1,
-            seconds=last.seconds if last else 0.0,
+            seconds=states.seconds_of(cell, last) if last else 0.0,
         )
         states.write_record(cell, record)
         self.display.note(f"{cell.name}: {'goes on' if resume else 'starts'}")
@@ -244,7 +252,8 @@ class _Display:
 
 
 @contextlib.contextmanager
-def _alone(study: Study) -> Iterator[None]:
+def alone(study: Study) -> Iterator[None]:
+    """Let one process start cells of the study. Raises ConfigError if another does."""
     assert study.folder is not None
     study.folder.mkdir(parents=True, exist_ok=True)
     with (study.folder / ".lock").open("ab") as file:
@@ -252,7 +261,7 @@ def _alone(study: Study) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"{study.folder}: another process runs this study; wait for its end, or end it"
+                f"{study.folder}: another process runs this study, or sends it; wait for its end, or end it"
             ) from error
         yield
 

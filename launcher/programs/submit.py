@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from launcher.build.model import starting_shape
 from launcher.hosts.slurm.script import PACKAGE, job_script
 from launcher.preflight.checks import Preflight, preflight
+from rl_megatron.config.errors import explain_errors
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import remove_folder, write_atomically
@@ -81,6 +84,16 @@ def _roles(config: RunConfig) -> str:
     return f"in every rank beside the policy: {', '.join(held)}" if held else ""
 
 
+def for_slurm(config: RunConfig) -> RunConfig:
+    """The configuration as a job's. Raises ConfigError by the rules that involve the launcher."""
+    if config.run.launcher == "local":
+        config = config.model_copy(update={"run": config.run.model_copy(update={"launcher": "slurm"})})
+    try:
+        return RunConfig.model_validate(config.model_dump())
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain_errors(error.errors()))) from error
+
+
 def taken(folder: Path) -> bool:
     """Whether the folder holds a run; a folder with only an unsubmitted job is free."""
     jobs = folder / "jobs"
@@ -90,9 +103,7 @@ def taken(folder: Path) -> bool:
 
 def prepare(config: RunConfig, *, command: Sequence[str] = ("train",)) -> Prepared:
     """Make the run's folder with config.yaml, job.sbatch and placement.txt. Raises ConfigError before it writes any."""
-    if config.run.launcher == "local":
-        config = config.model_copy(update={"run": config.run.model_copy(update={"launcher": "slurm"})})
-    config = RunConfig.model_validate(config.model_dump())  # applies rules that involve the launcher
+    config = for_slurm(config)
     findings = preflight(config, for_job=True)
     findings.raise_problems()
     found = checked(config)
@@ -111,9 +122,9 @@ def verify_script(prepared: Prepared, *, cluster: bool) -> None:
     Raises ConfigError with their message, after removing the run's folder.
     """
     try:
-        _call(["bash", "-n", str(prepared.script)])
+        call_slurm(["bash", "-n", str(prepared.script)])
         if cluster:
-            _call(["sbatch", "--test-only", str(prepared.script)])
+            call_slurm(["sbatch", "--test-only", str(prepared.script)])
     except ConfigError:
         remove_folder(prepared.folder)
         raise
@@ -121,12 +132,13 @@ def verify_script(prepared: Prepared, *, cluster: bool) -> None:
 
 def send(prepared: Prepared) -> str:
     """Submit the job. Returns its id, which is also written to the run's folder."""
-    job = _call(["sbatch", "--parsable", str(prepared.script)]).strip().partition(";")[0]
+    job = call_slurm(["sbatch", "--parsable", str(prepared.script)]).strip().partition(";")[0]
     write_atomically(prepared.folder / "jobs" / "id", f"{job}\n".encode())
     return job
 
 
-def _call(command: list[str]) -> str:
+def call_slurm(command: list[str]) -> str:
+    """What a command prints, outside of any job that this is in. Raises ConfigError with its errors."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
     kept |= {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}  # but none of a surrounding job
     try:

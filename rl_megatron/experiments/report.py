@@ -16,6 +16,7 @@ import numpy as np
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError
 from rl_megatron.experiments.cells import Cell, arms_of
+from rl_megatron.experiments.queued import Queued
 from rl_megatron.experiments.results import (
     COUNTED,
     ArmFit,
@@ -42,12 +43,15 @@ _UNITS = {"steps": "RL steps", "tokens": "sampled tokens", "device_seconds": "pr
 _POINTS = 60  # of a fitted curve
 
 
-def write_study_report(study: Study, cells: Sequence[Cell], out: Path) -> Path:
+def write_study_report(
+    study: Study, cells: Sequence[Cell], out: Path, queue: Mapping[str, Queued] | None = None
+) -> Path:
     """Write the page to ``out``, and beside it results.json, results.csv, curves.csv and figures/. Returns the page.
 
-    Cells may still run, wait or have failed: the page names them. Raises DataError if none has recorded a step.
+    Cells may still run, wait or have failed: the page names them. ``queue`` is what Slurm says of those sent to it,
+    None if it was not asked. Raises DataError if none has recorded a step.
     """
-    found = find_states(study, cells)
+    found = find_states(study, cells, queue)
     names = list(arms_of(study))
     begun = sorted((each for each in found if each.recorded), key=lambda each: names.index(each.cell.arm))
     if not begun:

@@ -1,11 +1,11 @@
-"""What has become of a study's cells: read from their run folders, and from the record that `experiment run` keeps."""
+"""What has become of a study's cells: read from their run folders, their records, and what Slurm says of its tasks."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -15,28 +15,40 @@ import psutil
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError
 from rl_megatron.experiments.cells import Cell
+from rl_megatron.experiments.queued import Queued, Task, read_task
 from rl_megatron.experiments.study import Study
 from rl_megatron.observability.files import JsonRow, from_the_end
 from rl_megatron.observability.history import number
 
 
 class CellState(StrEnum):
-    """Done: its last step is recorded. Spent: its time is, so it counts as it is. Stopped: a start goes on with it."""
+    """Done: its last step is recorded. Spent: its time is, so it counts as it is. Pending: it is in Slurm's queue.
+
+    Lost: its job is gone and did not say how it ended. Stopped: a start goes on with it.
+    """
 
     DONE = "done"
     SPENT = "spent"
     RUNNING = "running"
+    PENDING = "pending"
     FAILED = "failed"
+    LOST = "lost"
     STOPPED = "stopped"
     WAITING = "waiting"
 
 
+STARTABLE = (CellState.STOPPED, CellState.WAITING, CellState.LOST)
+"""The states of cells that the next start of the study takes, without being asked to try again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRecord:
-    """What `experiment run` knows of a cell: the process of its last start, and how that ended.
+    """What a study knows of a cell: the process of its last start, and how that ended.
 
     ``status`` is its exit status, below 0 a signal's number; None while it runs. ``seconds`` are those of all starts.
     ``step`` is the last one recorded when it ended: a failed run that has a later one was resumed by hand.
+    A cell in Slurm's hands has no process here: ``task`` is its array's task, as 12_3, which may run for ``granted``
+    seconds (None: as long as it needs), not counted in ``seconds``.
     """
 
     pid: int
@@ -46,6 +58,8 @@ class CellRecord:
     status: int | None = None
     reason: str = ""
     step: int | None = None
+    task: str = ""
+    granted: float | None = None
 
     def ended(self, *, status: int, reason: str, seconds: float, step: int) -> CellRecord:
         """The record of a process that has ended after so many seconds, at this step."""
@@ -105,9 +119,18 @@ def write_record(cell: Cell, record: CellRecord) -> None:
     write_atomically(path, json.dumps(asdict(record)).encode())
 
 
-def find_states(study: Study, cells: Sequence[Cell]) -> list[CellStanding]:
-    """What has become of each cell, in their order. A cell with a broken metrics.jsonl has failed, by that reason."""
-    return [_found(study, cell) for cell in cells]
+def find_states(study: Study, cells: Sequence[Cell], queue: Mapping[str, Queued] | None = None) -> list[CellStanding]:
+    """What has become of each cell, in their order. A cell with a broken metrics.jsonl has failed, by that reason.
+
+    ``queue`` is what Slurm says of tasks that have not said that they ended; None: it was not asked.
+    """
+    return [_found(study, cell, queue) for cell in cells]
+
+
+def unsettled(cells: Sequence[Cell]) -> list[str]:
+    """The tasks of cells that were sent to Slurm and have not said that they ended."""
+    tasks = [(cell, record.task) for cell in cells if (record := read_record(cell)) is not None and record.task]
+    return [task for cell, task in tasks if not read_task(cell, task).end]
 
 
 def last_step(cell: Cell) -> int:
@@ -118,6 +141,17 @@ def last_step(cell: Cell) -> int:
     except (FileNotFoundError, DataError):  # `find_states` says what is wrong
         return 0
     return _step(row) if row is not None and row.get("phase") == "rl" else 0
+
+
+def seconds_of(cell: Cell, record: CellRecord) -> float:
+    """Of all its starts, those by Slurm too."""
+    return record.seconds + (read_task(cell, record.task).seconds if record.task else 0.0)
+
+
+def time_was_up(cell: Cell, record: CellRecord) -> bool:
+    """Whether the cell's task in Slurm ended because its time was over."""
+    task = read_task(cell, record.task)
+    return bool(task.end) and task.time_was_up
 
 
 def states_table(found: Sequence[CellStanding]) -> str:
@@ -134,7 +168,7 @@ def counts(found: Sequence[CellStanding]) -> str:
 
 def is_running(record: CellRecord) -> bool:
     """Whether the process of its last start is alive on this machine."""
-    if record.status is not None:
+    if record.status is not None or record.task:
         return False
     try:
         process = psutil.Process(record.pid)
@@ -143,7 +177,7 @@ def is_running(record: CellRecord) -> bool:
         return False
 
 
-def _found(study: Study, cell: Cell) -> CellStanding:
+def _found(study: Study, cell: Cell, queue: Mapping[str, Queued] | None) -> CellStanding:
     record, recorded, value, broken = read_record(cell), False, None, ""
     try:
         for row in _rows(cell):
@@ -153,8 +187,12 @@ def _found(study: Study, cell: Cell) -> CellStanding:
     except DataError as error:
         broken = str(error)
     step = last_step(cell)
-    state, reason = _state(study, cell, record, step, any_row=recorded)
-    if broken and state is not CellState.RUNNING:
+    ended = recorded and step >= cell.config.train.steps
+    if record is not None and record.task:
+        state, reason = _state_in_queue(study, cell, record, queue, ended=ended)
+    else:
+        state, reason = _state(study, cell, record, step, ended=ended)
+    if broken and state not in {CellState.RUNNING, CellState.PENDING}:
         state, reason = CellState.FAILED, broken
     return CellStanding(
         cell=cell,
@@ -162,7 +200,7 @@ def _found(study: Study, cell: Cell) -> CellStanding:
         recorded=recorded and not broken,
         step=step,
         value=value,
-        seconds=record.seconds if record else 0.0,
+        seconds=seconds_of(cell, record) if record else 0.0,
         reason=reason,
     )
 
@@ -178,14 +216,44 @@ def _step(row: JsonRow) -> int:
     return int(number(row, "step") or 0)
 
 
-def _state(study: Study, cell: Cell, record: CellRecord | None, step: int, *, any_row: bool) -> tuple[CellState, str]:
+def _state(study: Study, cell: Cell, record: CellRecord | None, step: int, *, ended: bool) -> tuple[CellState, str]:
     if record is not None and is_running(record):
         return CellState.RUNNING, ""
     if record is not None and record.status and (record.step is None or step <= record.step):
         return CellState.FAILED, record.reason
-    if any_row and step >= cell.config.train.steps:
+    if ended:
         return CellState.DONE, ""
     limit = study.budget.cell_minutes
     if record is not None and limit is not None and record.seconds >= 60 * limit:
         return CellState.SPENT, f"budget.cell_minutes={limit:g} are over"
     return (CellState.STOPPED if cell.folder.is_dir() else CellState.WAITING), ""
+
+
+def _state_in_queue(
+    study: Study, cell: Cell, record: CellRecord, queue: Mapping[str, Queued] | None, *, ended: bool
+) -> tuple[CellState, str]:
+    """Of a cell that Slurm has: by its own last words, else by Slurm's."""
+    task = read_task(cell, record.task)
+    slurm, called = (queue or {}).get(record.task), f"job {record.task}"
+    if not task.end and slurm is not None and (slurm.waits or slurm.runs):
+        return (CellState.PENDING if slurm.waits else CellState.RUNNING), f"{called}: {slurm.text}"
+    if task.failed and not _resumed_since(cell, task):
+        return CellState.FAILED, f"{called}: {task.end}"
+    if ended:
+        return CellState.DONE, ""
+    limit = study.budget.cell_minutes
+    granted = record.granted is not None and limit is not None and record.seconds + record.granted >= 60 * limit
+    if granted and time_was_up(cell, record):
+        return CellState.SPENT, f"budget.cell_minutes={limit:g} are over"
+    if slurm is not None and slurm.failed:
+        return CellState.FAILED, f"{called}: {slurm.text}; {task.log} has what it printed"
+    if task.end or (slurm is not None and slurm.word == "CANCELLED"):
+        return CellState.STOPPED, f"{called}: {slurm.text}" if slurm is not None else ""
+    asked = "Slurm could not be asked here" if queue is None else "Slurm has forgotten it"
+    return CellState.LOST, f"{called}: {slurm.text if slurm is not None else asked}; it has not said how it ended"
+
+
+def _resumed_since(cell: Cell, task: Task) -> bool:
+    """Whether the run has recorded a step after its job's last line."""
+    rows = cell.folder / "metrics.jsonl"
+    return rows.is_file() and rows.stat().st_mtime > task.log.stat().st_mtime

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def status_of(job: str) -> Status:
     shown = _slurm("scontrol", "show", "job", "-o", job, check=False).splitlines()
     # The first entry of a name counts, because a later comment may hold any text. An array shows all tasks.
     parts = [dict(reversed(re.findall(r"(\S+?)=(\S*)", line))) for line in shown]
-    if parts := [part for part in parts if job in (part.get("JobId"), part.get("HetJobId"))]:
+    if parts := [part for part in parts if job in (part.get("JobId"), part.get("HetJobId"), _task(part))]:
         found = parts[0]
         waits = f" ({found['Reason']})" if found.get("Reason", "None") != "None" else ""
         nodes = [part["NodeList"] for part in parts if part.get("NodeList", "") not in ("", "(null)")]
@@ -101,6 +102,40 @@ def status_of(job: str) -> Status:
         if said:
             return Status(name=said.split()[0], text=said)
     return Status(name="GONE", text="gone from Slurm's memory")
+
+
+def states_of(arrays: Sequence[str]) -> dict[str, Status]:
+    """The status of each task of the arrays, by the task's name, as 12_3; those that Slurm has forgotten are missing.
+
+    Raises ConfigError where Slurm is not installed or does not answer.
+    """
+    found = {}
+    for array in arrays:
+        for line in _known("squeue", "-h", "-r", "-t", "all", "-j", array, "-o", "%F_%K|%T|%R").splitlines():
+            task, name, where = line.split("|", 2)
+            found[task] = Status(name=name, text=f"{name} {where}" if where.startswith("(") else f"{name} on {where}")
+        if not any(task.startswith(f"{array}_") for task in found) and shutil.which("sacct"):
+            said = _slurm("sacct", "-X", "-n", "-P", "-j", array, "-o", "JobID,State", check=False)
+            for line in said.splitlines():
+                task, _, text = line.partition("|")
+                if text:
+                    found[task] = Status(name=text.split()[0], text=text)
+    return found
+
+
+def _known(*command: str) -> str:
+    """What Slurm says, nothing of jobs that it has forgotten. Raises ConfigError if it does not answer."""
+    try:
+        return _slurm(*command)
+    except ConfigError as error:
+        if "Invalid job id" in str(error):
+            return ""
+        raise
+
+
+def _task(part: Mapping[str, str]) -> str:
+    """The name of an array's task, as 12_3, of what scontrol shows of it."""
+    return f"{part.get('ArrayJobId')}_{part.get('ArrayTaskId')}"
 
 
 def _slurm(*command: str, check: bool = True) -> str:

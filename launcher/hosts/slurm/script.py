@@ -20,10 +20,18 @@ _UNREAD = re.compile(r"[^\w./+:=@,~-]")  # not allowed in a line of #SBATCH: quo
 
 
 def job_script(
-    config: RunConfig, *, folder: Path, python: str, package: Path, command: Sequence[str] = ("train",)
+    config: RunConfig,
+    *,
+    folder: Path,
+    python: str,
+    package: Path,
+    command: Sequence[str] = ("train",),
+    cells: Sequence[str] = (),
 ) -> str:
     """The job's script. It runs in ``folder``, where relative paths start; ``package`` is the folder of this code.
     ``command`` of this program is train, which may come back, or rehearse with its options, which does not.
+
+    ``cells``: the config's run folder is a study's, and task i of ``slurm.array`` trains the cell of that name in it.
 
     Only ``slurm.setup`` is executed: other values are quoted, or have only characters without a meaning to bash and
     sbatch. Raises ConfigError for a run's folder with other characters.
@@ -57,6 +65,7 @@ def job_script(
         python=config.slurm.python or python,
         package=package,
         command=command,
+        cells=cells,
     )
 
 

@@ -168,3 +168,14 @@ class SlurmSection(Section):
             return []
         binds = [f"--bind={self.container_mounts}"] if self.container_mounts else []
         return ["apptainer", "exec", *(["--nv"] if self.gpus_per_node else []), *binds, image]
+
+
+def minutes_of(time: str) -> float:
+    """The minutes of a time limit, as Slurm reads 90, 90:00, 1:30:00, 2-12 and 2-12:30:00."""
+    days, _, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if days:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+        return (int(days) * 24 + hours) * 60 + minutes + seconds / 60
+    hours, minutes, seconds = parts if len(parts) == 3 else [0, *parts, 0][:3]
+    return hours * 60 + minutes + seconds / 60

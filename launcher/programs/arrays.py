@@ -1,0 +1,202 @@
+"""Sends the cells of a study to Slurm: an array for those that ask for alike nodes, a task for each cell.
+
+Runs on a login node: imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher.hosts.slurm import jobs
+from launcher.hosts.slurm.script import PACKAGE, job_script
+from launcher.preflight.checks import preflight
+from launcher.programs.submit import call_slurm, checked, for_slurm
+from rl_megatron.config.io import save_resolved
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.slurm import minutes_of
+from rl_megatron.durable import write_atomically
+from rl_megatron.errors import ConfigError
+from rl_megatron.experiments import states
+from rl_megatron.experiments.cells import Cell
+from rl_megatron.experiments.queued import Queued
+from rl_megatron.experiments.states import CellRecord
+from rl_megatron.experiments.study import Study
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellArray:
+    """Cells of one shape. Task i of the script trains cell i."""
+
+    cells: Sequence[Cell]
+    script: str
+    resources: str  # ranks on nodes, to show
+    private: bool  # whether the script holds values of slurm.environment
+
+    def describe(self) -> str:
+        """Lines to show."""
+        (line,) = (line for line in self.script.splitlines() if line.startswith("#SBATCH --array="))
+        return f"{len(self.cells)} cells, {line.removeprefix('#SBATCH ')}, each:\n{self.resources}"
+
+
+def queue_of(cells: Sequence[Cell]) -> dict[str, Queued]:
+    """What Slurm says of the cells that were sent to it and have not said that they ended.
+
+    Asks nothing if there are none. Raises ConfigError if Slurm does not answer here.
+    """
+    arrays = sorted({task.partition("_")[0] for task in states.unsettled(cells)})
+    return {task: Queued(word=found.name, text=found.text) for task, found in jobs.states_of(arrays).items()}
+
+
+def checked_for_slurm(study: Study, cells: Sequence[Cell]) -> list[str]:
+    """Check every arm as `submit` does. Returns each one's notes. Raises one ConfigError for all problems."""
+    arms = {cell.arm: cell for cell in reversed(cells)}  # a seed changes nothing here
+    problems, notes = list[str](), list[str]()
+    for arm, cell in arms.items():
+        try:
+            _check_array(cell.config)
+            config = for_slurm(cell.config)
+            found = preflight(config, for_job=True)
+            problems += [f"{arm}: {text}" for text in found.texts("problem")]
+            notes += [f"{arm}: {text}" for text in found.notes()]
+            checked(config)
+        except ConfigError as error:
+            problems += [f"{arm}: {line}" for line in str(error).splitlines()]
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return notes
+
+
+def arrays_of(study: Study, cells: Sequence[Cell]) -> list[CellArray]:
+    """The arrays for these cells. Raises ConfigError if there are more of them than cells may run at once."""
+    assert study.folder is not None
+    by_shape: dict[str, list[Cell]] = {}
+    for cell in cells:
+        by_shape.setdefault(_script(study, cell, [""], "0"), []).append(cell)
+    at_once = _shares(study, [len(alike) for alike in by_shape.values()])
+    return [
+        CellArray(
+            cells=alike,
+            script=_script(study, alike[0], [cell.name for cell in alike], f"0-{len(alike) - 1}{throttle}"),
+            resources=checked(for_slurm(alike[0].config)).describe(),
+            private=bool(alike[0].config.slurm.environment),
+        )
+        for alike, throttle in zip(by_shape.values(), at_once, strict=True)
+    ]
+
+
+def verify(array: CellArray) -> None:
+    """Have bash parse the script. Raises ConfigError with its message."""
+    done = subprocess.run(["bash", "-n"], input=array.script, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"bash -n: status {done.returncode}\n{done.stderr.strip()}")
+
+
+def send(study: Study, arrays: Sequence[CellArray]) -> list[tuple[str, Path]]:
+    """Submit the arrays, after Slurm has said of each that it could run. Returns their ids and scripts.
+
+    A cell's record then names its task. Raises ConfigError with sbatch's words; arrays before it stay sent.
+    """
+    assert study.folder is not None
+    folder = study.folder / "jobs"
+    for needed in (folder, study.folder / "cells"):
+        needed.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"next-{number}.sbatch" for number, _ in enumerate(arrays)]
+    sent = []
+    try:
+        for array, path in zip(arrays, paths, strict=True):
+            write_atomically(path, array.script.encode(), private=array.private)
+            call_slurm(["sbatch", "--test-only", str(path)])
+        for array, path in zip(arrays, paths, strict=True):
+            for cell in array.cells:
+                save_resolved(for_slurm(cell.config), states.config_path(cell))
+            job = call_slurm(["sbatch", "--parsable", str(path)]).strip().partition(";")[0]
+            for index, cell in enumerate(array.cells):
+                states.write_record(cell, _sent(study, cell, f"{job}_{index}"))
+            sent.append((job, path.rename(folder / f"{job}.sbatch")))
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+    return sent
+
+
+def _check_array(config: RunConfig) -> None:
+    """Raises ConfigError for what an array of cells cannot have."""
+    if config.slurm.array:
+        raise ConfigError(
+            f"slurm.array={config.slurm.array}: a study's cells are the tasks of its arrays; remove it, and name seeds "
+            "in the study's `seeds`"
+        )
+    if config.slurm.heterogeneous:
+        raise ConfigError(
+            "slurm.heterogeneous=true: Slurm has no arrays of heterogeneous jobs; give all roles nodes of one kind, or "
+            "send the cells one by one with rl-megatron submit"
+        )
+
+
+def _script(study: Study, cell: Cell, names: Sequence[str], array: str) -> str:
+    """The script for cells like this one; its run is the study's folder."""
+    assert study.folder is not None
+    config = for_slurm(cell.config)
+    slurm = config.slurm.model_copy(update={"array": array, **_time(study, cell)})
+    run = config.run.model_copy(update={"dir": study.folder.parent, "name": study.folder.name})
+    config = config.model_copy(update={"slurm": slurm, "run": run})
+    return job_script(config, folder=Path.cwd(), python=sys.executable, package=PACKAGE, cells=names)
+
+
+def _time(study: Study, cell: Cell) -> Mapping[str, object]:
+    """With ``budget.cell_minutes``, a job of these minutes that saves at their end and does not come back after it.
+
+    Raises ConfigError if slurm.time is shorter: then the cell's time would be spread over several jobs.
+    """
+    granted, slurm = _granted(study, cell), cell.config.slurm
+    if granted is None:
+        return {}
+    minutes = -int(-granted // 60) + -(-slurm.signal_seconds // 60)
+    if minutes > minutes_of(slurm.time):
+        raise ConfigError(
+            f"{cell.arm}: budget.cell_minutes={study.budget.cell_minutes:g} and slurm.signal_seconds="
+            f"{slurm.signal_seconds} to save need a job of {minutes} minutes, but slurm.time={slurm.time}; raise "
+            "slurm.time as far as the partition allows, or lower or remove the budget"
+        )
+    return {"time": str(minutes), "requeues": 0}
+
+
+def _granted(study: Study, cell: Cell) -> float | None:
+    """The seconds that ``budget.cell_minutes`` leaves the cell; None: as many as it needs."""
+    limit = study.budget.cell_minutes
+    return None if limit is None else max(60 * limit - _used(study, cell), 60.0)
+
+
+def _used(study: Study, cell: Cell) -> float:
+    """Seconds that count: those on this machine, and what its task was granted if it had all of that."""
+    record = states.read_record(cell)
+    if record is None:
+        return 0.0
+    spent = record.granted is not None and states.time_was_up(cell, record)
+    return record.seconds + (record.granted or 0.0 if spent else 0.0)
+
+
+def _sent(study: Study, cell: Cell, task: str) -> CellRecord:
+    before = states.read_record(cell)
+    record = CellRecord(pid=0, began=0.0, starts=(before.starts if before else 0) + 1, seconds=_used(study, cell))
+    return replace(record, task=task, granted=_granted(study, cell))
+
+
+def _shares(study: Study, sizes: Sequence[int]) -> list[str]:
+    """The throttle of each array, as %8: its share of the cells that may run at once, by its cells, at least one."""
+    at_once = study.budget.cells_at_once
+    if at_once is None:
+        return [""] * len(sizes)
+    if at_once < len(sizes):
+        raise ConfigError(
+            f"budget.cells_at_once={at_once}, but the cells have {len(sizes)} shapes (nodes, time and other keys of "
+            f"slurm), each an array of its own; raise it to {len(sizes)} or more, or give them alike nodes"
+        )
+    shares = [max(1, at_once * size // sum(sizes)) for size in sizes]
+    while sum(shares) > at_once:
+        shares[shares.index(max(shares))] -= 1
+    return [f"%{share}" for share in shares]

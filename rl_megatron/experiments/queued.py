@@ -1,0 +1,72 @@
+"""Cells that were sent to Slurm: what it says of their tasks, and what the tasks' scripts have said (slurm/job.sh)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rl_megatron.experiments.cells import Cell
+
+_SAID = re.compile(r"^\[([-0-9T:]+)\] job \S+, restart (\d+): (.*)$", re.MULTILINE)
+_ENDS = ("done", "failed with status ", "failed: twice in a row ")
+_WAITS = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
+_RUNS = {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
+_FAILED = {"FAILED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """Slurm's word on a task, as PENDING, and a line with its reason or its node."""
+
+    word: str
+    text: str
+
+    @property
+    def waits(self) -> bool:
+        """Whether it will start, or start again."""
+        return self.word in _WAITS
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has nodes."""
+        return self.word in _RUNS
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended by a fault of its own: not by a node's, nor because somebody cancelled it."""
+        return self.word in _FAILED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What the script of a cell's array task has said. ``end`` is ``done``, the line of its failure, or empty."""
+
+    log: Path
+    end: str
+    seconds: float
+    time_was_up: bool  # in its last attempt, so that the run was saved
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended by an error."""
+        return self.end.startswith("failed")
+
+
+def task_log(cell: Cell, task: str) -> Path:
+    """What the task of this name, as 12_3, has printed: its script's own lines, and Slurm's."""
+    return cell.folder.parent / "jobs" / f"{task}.txt"
+
+
+def read_task(cell: Cell, task: str) -> Task:
+    """Read its lines and its attempts' folders; a task that has not started has said nothing."""
+    log, jobs = task_log(cell, task), cell.folder / "jobs"
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    end, seconds, attempt = "", 0.0, jobs
+    for when, restart, said in _SAID.findall(text):
+        attempt, end = jobs / f"{task}-{restart}", said if said.startswith(_ENDS) else ""
+        printed = attempt / "controller.txt"
+        if said.startswith("starts on") and printed.is_file():
+            seconds += max(printed.stat().st_mtime - datetime.fromisoformat(when).timestamp(), 0.0)
+    return Task(log=log, end=end, seconds=seconds, time_was_up=(attempt / "requeue").exists())
