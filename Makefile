@@ -5,6 +5,7 @@
 # make try-newest-engines                      a part of them with the newest vLLM and SGLang, beside the tested ones
 # make test-312 [PYTHON312=PATH]               the learner's tests on Python 3.12, with the newest megatron-core tried
 # make test-cluster                            jobs on a real Slurm of twenty-five nodes on this machine (root, Debian)
+# make test-series                             24 cells of a study over eight nodes of it, one of which is lost
 # make test-pretended-gpu                      the learner's tests again, on pretended GPUs: ten minutes on two cores
 # make test-gpu [HALF=1|2] [GPU_PYTHON=python3]  the kit for one GPU, ten minutes a half; prints a table of figures
 # make test-images                             the learner's steps of an image, in a new environment: minutes, and the index
@@ -25,8 +26,8 @@ FILES ?=
 HALF ?=
 GPU_PYTHON ?=
 
-.PHONY: train test test-dry-run test-engines try-newest-engines test-312 test-cluster test-pretended-gpu test-gpu test-images \
-	mutants lint clean
+.PHONY: train test test-dry-run test-engines try-newest-engines test-312 test-cluster test-series test-pretended-gpu test-gpu \
+	test-images mutants lint clean
 .DELETE_ON_ERROR:
 
 train: $(ENVIRONMENT)
@@ -45,6 +46,10 @@ test-312: .venv312/.installed .venv312/te/.installed
 test-cluster: $(ENVIRONMENT)
 	tests/cluster/install.sh
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs -n 4 --dist worksteal tests/cluster
+
+test-series: $(ENVIRONMENT)
+	tests/cluster/install.sh
+	STUDY_CELLS=24 OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs -s tests/cluster/test_study.py
 
 test-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder \

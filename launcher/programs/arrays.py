@@ -53,7 +53,9 @@ def queue_of(cells: Sequence[Cell]) -> dict[str, Queued]:
 
 def checked_for_slurm(study: Study, cells: Sequence[Cell]) -> list[str]:
     """Check every arm as `submit` does. Returns each one's notes. Raises one ConfigError for all problems."""
-    arms = {cell.arm: cell for cell in reversed(cells)}  # a seed changes nothing here
+    arms = dict[str, Cell]()
+    for cell in cells:
+        arms.setdefault(cell.arm, cell)  # a seed changes nothing here
     problems, notes = list[str](), list[str]()
     for arm, cell in arms.items():
         try:

@@ -65,6 +65,17 @@ def test_a_node_without_the_controllers_interpreter_is_told(tmp_path: Path) -> N
     assert f"status 127: {tmp_path}/commands/gone, in which the controller runs, is not on this node; set slurm" in said
 
 
+def test_a_task_of_an_array_comes_back_alone(tmp_path: Path) -> None:
+    """By its own name: the array's id, which is also the id of one of its tasks, means all of them to Slurm."""
+    run = tmp_path / "run"
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "ATTEMPT": f"{run}/jobs/7_3-0"}
+    status, said, asked = attempt(tmp_path, 0, "000001", **array)
+    assert (status, asked) == (0, ["requeue 7_3"])
+    assert "job 7_3, restart 0: saved; comes back" in said
+    assert (run / "jobs" / "id").read_text() == "7_3\n"
+    assert (run / "jobs" / "7_3-0" / "controller.txt").exists()
+
+
 def excluding(*nodes: str) -> list[str]:
     """What the script asks of Slurm's controller to come back without these and the job's own ``slurm.exclude``."""
     return ["requeue 7", f"update JobId=7 ExcNodeList={','.join((*nodes, 'node9'))}"]

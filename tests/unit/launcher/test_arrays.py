@@ -1,0 +1,237 @@
+"""A study's cells as arrays of Slurm: their scripts, what is refused, and states by Slurm's and the script's words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launcher.__main__ import main
+from launcher.hosts.slurm.jobs import states_of
+from launcher.programs.arrays import CellArray, arrays_of, checked_for_slurm
+from rl_megatron.config.sections.slurm import minutes_of
+from rl_megatron.errors import ConfigError
+from rl_megatron.experiments.cells import Cell, cells_of
+from rl_megatron.experiments.queued import Queued, task_log
+from rl_megatron.experiments.states import CellRecord, find_states, read_record, write_record
+from rl_megatron.experiments.study import Study, read_study
+from rl_megatron.observability.metrics import MetricsWriter
+
+ARMS = {"a": ["algorithm=grpo", "algorithm=gspo"]}
+WIDE = {"x": ["train.learning_rate=1e-3", {"two nodes": ["train.learning_rate=2e-3", "slurm.nodes=2"]}]}
+
+
+def study_of(folder: Path, **keys: object) -> Study:
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({"folder": str(folder / "runs"), "axes": ARMS, "seeds": [0, 1], **keys}))
+    return read_study(path)
+
+
+def sent_as(study: Study) -> list[CellArray]:
+    return arrays_of(study, cells_of(study))
+
+
+def options(array: CellArray) -> dict[str, str]:
+    lines = (line.removeprefix("#SBATCH --") for line in array.script.splitlines() if line.startswith("#SBATCH"))
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def test_an_array_has_a_task_for_each_cell_and_bash_finds_it_by_its_index(tmp_path: Path) -> None:
+    study = study_of(tmp_path, axes={"a": [{"it's $HOME; a": "algorithm=grpo"}, "algorithm=gspo"]})
+    (array,) = sent_as(study)
+    assert options(array)["array"] == "0-3"
+    before, cut, _ = array.script.partition("REQUEUES=")
+    assert cut
+    for index, cell in enumerate(cells_of(study)):
+        environment = {**os.environ, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": str(index)}
+        script = f'{before}\nprintf "%s\\n" "$RUN" "${{TRAIN[@]}}"'
+        done = subprocess.run(["bash"], input=script, env=environment, capture_output=True, text=True, check=True)
+        config = f"{tmp_path}/runs/cells/{cell.name}.yaml"
+        assert done.stdout.splitlines() == [str(cell.folder), "--config", config, "log.progress=plain"]
+        assert (cell.folder / "jobs" / f"12_{index}.txt").parent.samefile(cell.folder / "jobs")
+        assert os.readlink(cell.folder / "jobs" / f"12_{index}.txt") == f"../../jobs/12_{index}.txt"
+
+
+def test_cells_of_alike_nodes_are_one_array_and_arrays_share_what_may_run_at_once(tmp_path: Path) -> None:
+    study = study_of(tmp_path, axes={**ARMS, **WIDE}, seeds=[0, 1, 2], budget={"cells_at_once": 8})
+    found = {options(array)["nodes"]: array for array in sent_as(study)}
+    assert {nodes: options(array)["array"] for nodes, array in found.items()} == {"1": "0-5%4", "2": "0-5%4"}
+    assert {cell.arm.partition(" ")[2] for cell in found["2"].cells} == {"two nodes"}
+    study = study_of(tmp_path, axes={**ARMS, **WIDE}, budget={"cells_at_once": 1})
+    with pytest.raises(ConfigError, match=r"cells_at_once=1, but the cells have 2 shapes .*; raise it to 2 or more"):
+        sent_as(study)
+
+
+def test_a_cell_whose_minutes_are_limited_has_one_job_of_that_time_and_saves_at_its_end(tmp_path: Path) -> None:
+    overrides = ["slurm.signal_seconds=90", "slurm.time=1:00:00"]
+    (array,) = sent_as(study_of(tmp_path, overrides=overrides, budget={"cell_minutes": 30}))
+    assert options(array)["time"] == "32"
+    assert "REQUEUES=0 " in array.script
+    study = study_of(tmp_path, overrides=overrides, budget={"cell_minutes": 59})
+    with pytest.raises(ConfigError, match=r"need a job of 61 minutes, but slurm.time=1:00:00; raise slurm.time"):
+        sent_as(study)
+
+
+@pytest.mark.parametrize(
+    ("time", "minutes"),  # man sbatch
+    [("90", 90), ("90:30", 90.5), ("1:30:00", 90), ("2-12", 3600), ("2-12:30", 3630), ("1-0:30:30", 1470.5)],
+)
+def test_a_time_limit_is_read_as_slurm_does(time: str, minutes: float) -> None:
+    assert minutes_of(time) == minutes
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("slurm.array=0-3", "a study's cells are the tasks of its arrays; remove it"),
+        ("slurm.ntasks_per_node=3", "3 tasks, but the learner has"),
+        ("model.path=/nowhere/model", "/nowhere/model"),
+    ],
+)
+def test_what_cannot_be_a_cells_job_is_refused_with_the_arm(tmp_path: Path, override: str, message: str) -> None:
+    study = study_of(tmp_path, overrides=[override])
+    with pytest.raises(ConfigError) as error:
+        checked_for_slurm(study, cells_of(study))
+    assert message in str(error.value)
+    assert str(error.value).startswith("grpo: ")
+
+
+def test_heterogeneous_cells_are_refused(tmp_path: Path) -> None:
+    keys = ["algorithm.kl.coefficient=0.1", "roles.reference=separate", "slurm.heterogeneous=true"]
+    study = study_of(tmp_path, overrides=[*keys, "slurm.reference.nodes=1"])
+    with pytest.raises(ConfigError, match="Slurm has no arrays of heterogeneous jobs"):
+        checked_for_slurm(study, cells_of(study))
+
+
+def at(restart: int, text: str) -> str:
+    return f"[2026-01-02T03:04:05] job 12_0, restart {restart}: {text}\n"
+
+
+STARTED = at(0, "starts on node1; output is in /x")
+FAILED = at(0, "failed with status 1: error: no price")
+STATES = {  # rows recorded of 2, the script's words, Slurm's, whether its time was up: what has become of it
+    "waits": (-1, "", "PENDING (JobArrayTaskLimit)", False, "pending"),
+    "runs": (1, STARTED, "RUNNING on node1", False, "running"),
+    "its last step is made, but it still saves": (2, STARTED, "RUNNING on node1", False, "running"),
+    "comes back": (1, STARTED + at(0, "failed: rank 1 died; comes back"), "PENDING (BeginTime)", False, "pending"),
+    "done": (2, STARTED + at(0, "done"), None, False, "done"),
+    "cancelled after its last step": (2, STARTED, "CANCELLED", False, "done"),
+    "failed": (1, STARTED + FAILED, None, False, "failed"),
+    "failed in the second attempt": (1, STARTED + at(0, "comes back") + FAILED, None, False, "failed"),
+    "failed before its first line": (-1, "module: command not found\n", "FAILED (NonZeroExitCode)", False, "failed"),
+    "out of memory": (1, STARTED, "OUT_OF_MEMORY (OutOfMemory)", False, "failed"),
+    "its time was up": (1, STARTED + at(0, "done"), None, True, "spent"),
+    "cancelled": (1, STARTED, "CANCELLED", False, "stopped"),
+    "a node failed, and it was not requeued": (1, STARTED, "NODE_FAIL", False, "lost"),
+    "forgotten": (1, STARTED, None, False, "lost"),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_a_cells_state_is_by_its_scripts_last_words_then_by_slurms(tmp_path: Path, case: str) -> None:
+    steps, said, slurm, time_was_up, wanted = STATES[case]
+    study = study_of(tmp_path, axes={}, seeds=[0], overrides=["train.steps=2"], budget={"cell_minutes": 1})
+    (cell,) = cells_of(study)
+    attempt = cell.folder / "jobs" / "12_0-0"
+    attempt.mkdir(parents=True)
+    for step in range(steps + 1):
+        MetricsWriter(cell.folder).write({"step": step, "phase": "rl"})
+    if time_was_up:
+        (attempt / "requeue").touch()
+    log = task_log(cell, "12_0")
+    log.parent.mkdir()
+    log.write_text(said)
+    write_record(cell, CellRecord(pid=0, began=0.0, starts=1, seconds=0.0, task="12_0", granted=60.0))
+    queue = {"12_0": Queued(word=slurm.split()[0], text=slurm)} if slurm else {}
+    (found,) = find_states(study, [cell], queue)
+    assert found.state.value == wanted
+    assert ("error: no price" in found.reason) == ("price" in said)
+    if slurm in {"PENDING (JobArrayTaskLimit)", "OUT_OF_MEMORY (OutOfMemory)", "NODE_FAIL"}:
+        assert f"job 12_0: {slurm}" in found.reason
+    (unasked,) = find_states(study, [cell])
+    if not said.endswith(("done\n", "price\n")) and steps < 2:
+        assert (unasked.state.value, "Slurm could not be asked here" in unasked.reason) == ("lost", True)
+
+
+def test_a_failed_task_that_was_resumed_by_hand_is_as_far_as_it_came(tmp_path: Path) -> None:
+    study = study_of(tmp_path, axes={}, seeds=[0], overrides=["train.steps=2"])
+    (cell,) = cells_of(study)
+    log = task_log(cell, "12_0")
+    log.parent.mkdir(parents=True)
+    log.write_text(STARTED + FAILED)
+    os.utime(log, (1e9, 1e9))
+    write_record(cell, CellRecord(pid=0, began=0.0, starts=1, seconds=0.0, task="12_0"))
+    assert find_states(study, [cell])[0].state.value == "failed"
+    for step in range(3):
+        MetricsWriter(cell.folder).write({"step": step, "phase": "rl"})
+    assert find_states(study, [cell])[0].state.value == "done"
+
+
+COMMANDS = {
+    "sbatch": """#!/bin/sh
+case "$*" in *--test-only*) exit 0;; esac
+echo "$@" >>sent; echo "$((11 + $(grep -c . sent)))"
+""",
+    "squeue": """#!/bin/sh
+[ -e forgotten ] && { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
+printf '12_0|RUNNING|node3\\n12_1|PENDING|(JobArrayTaskLimit)\\n12_3|COMPLETED|\\n'
+""",
+    "sacct": "#!/bin/sh\nprintf '12_2|CANCELLED by 0\\n'\n",
+}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with stand-ins for Slurm's commands."""
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    for name, text in COMMANDS.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def called(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit_status:
+        main(["experiment", *arguments, "mine.yaml"])
+    assert exit_status.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_what_slurm_says_of_tasks_is_read_task_by_task(cluster: Path) -> None:
+    found = {task: status.text for task, status in states_of(["12"]).items()}
+    assert found == {"12_0": "RUNNING on node3", "12_1": "PENDING (JobArrayTaskLimit)", "12_3": "COMPLETED on "}
+    (cluster / "forgotten").touch()
+    assert {task: status.name for task, status in states_of(["12"]).items()} == {"12_2": "CANCELLED"}
+
+
+def test_submit_sends_what_is_not_done_once_and_what_failed_on_request(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells: list[Cell] = cells_of(study_of(cluster, overrides=["train.steps=2"]))
+    assert "#SBATCH --array=0-3\n" in called(capsys, "submit", "--dry-run")
+    assert not (cluster / "sent").exists()
+    assert "array 12: " in called(capsys, "submit")
+    assert [(record.task, record.pid) for cell in cells if (record := read_record(cell))] == [
+        (f"12_{index}", 0) for index in range(4)
+    ]
+    for index, said in ((2, at(0, "done")), (3, STARTED + FAILED)):
+        task_log(cells[index], f"12_{index}").write_text(said)
+    for step in range(3):
+        MetricsWriter(cells[2].folder).write({"step": step, "phase": "rl"})
+    shown = called(capsys, "status")
+    assert shown.splitlines()[-1] == "4 cells: 1 done, 1 running, 1 pending, 1 failed"
+    assert "job 12_1: PENDING (JobArrayTaskLimit)" in shown
+    shown = called(capsys, "submit")
+    assert f"not sent without --retry: {cells[3].name}: job 12_3: failed with status 1: error: no price" in shown
+    assert "nothing was sent" in shown
+    shown = called(capsys, "submit", "--retry")
+    assert "array 13: " in shown
+    assert f"    {cells[3].name}\n)" in (cluster / "runs" / "jobs" / "13.sbatch").read_text()
+    assert [record.task for cell in cells if (record := read_record(cell))] == ["12_0", "12_1", "12_2", "13_0"]
+    assert len((cluster / "sent").read_text().splitlines()) == 2
