@@ -67,7 +67,7 @@ def submit(
             if each.state is CellState.FAILED and not retry:
                 print(f"not sent without --retry: {each.cell.name}: {each.reason}")
         for array in wanted:
-            arrays.verify(array)
+            arrays.read_by_bash(array)
             print(array.script if dry_run else array.describe())
         if dry_run:
             print(f"nothing was sent; without --dry-run {sum(len(array.cells) for array in wanted)} cells would be")

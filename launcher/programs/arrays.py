@@ -14,7 +14,7 @@ from pathlib import Path
 from launcher.hosts.slurm import jobs
 from launcher.hosts.slurm.script import PACKAGE, job_script
 from launcher.preflight.checks import preflight
-from launcher.programs.submit import call_slurm, checked, for_slurm
+from launcher.programs import submit
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import minutes_of
@@ -60,11 +60,11 @@ def checked_for_slurm(study: Study, cells: Sequence[Cell]) -> list[str]:
     for arm, cell in arms.items():
         try:
             _check_array(cell.config)
-            config = for_slurm(cell.config)
+            config = submit.for_slurm(cell.config)
             found = preflight(config, for_job=True)
             problems += [f"{arm}: {text}" for text in found.texts("problem")]
             notes += [f"{arm}: {text}" for text in found.notes()]
-            checked(config)
+            submit.checked(config)
         except ConfigError as error:
             problems += [f"{arm}: {line}" for line in str(error).splitlines()]
     if problems:
@@ -83,14 +83,14 @@ def arrays_of(study: Study, cells: Sequence[Cell]) -> list[CellArray]:
         CellArray(
             cells=alike,
             script=_script(study, alike[0], [cell.name for cell in alike], f"0-{len(alike) - 1}{throttle}"),
-            resources=checked(for_slurm(alike[0].config)).describe(),
+            resources=submit.checked(submit.for_slurm(alike[0].config)).describe(),
             private=bool(alike[0].config.slurm.environment),
         )
         for alike, throttle in zip(by_shape.values(), at_once, strict=True)
     ]
 
 
-def verify(array: CellArray) -> None:
+def read_by_bash(array: CellArray) -> None:
     """Have bash parse the script. Raises ConfigError with its message."""
     done = subprocess.run(["bash", "-n"], input=array.script, capture_output=True, text=True)
     if done.returncode:
@@ -111,11 +111,11 @@ def send(study: Study, arrays: Sequence[CellArray]) -> list[tuple[str, Path]]:
     try:
         for array, path in zip(arrays, paths, strict=True):
             write_atomically(path, array.script.encode(), private=array.private)
-            call_slurm(["sbatch", "--test-only", str(path)])
+            submit.call_slurm(["sbatch", "--test-only", str(path)])
         for array, path in zip(arrays, paths, strict=True):
             for cell in array.cells:
-                save_resolved(for_slurm(cell.config), states.config_path(cell))
-            job = call_slurm(["sbatch", "--parsable", str(path)]).strip().partition(";")[0]
+                save_resolved(submit.for_slurm(cell.config), states.config_path(cell))
+            job = submit.call_slurm(["sbatch", "--parsable", str(path)]).strip().partition(";")[0]
             for index, cell in enumerate(array.cells):
                 states.write_record(cell, _sent(study, cell, f"{job}_{index}"))
             sent.append((job, path.rename(folder / f"{job}.sbatch")))
@@ -142,7 +142,7 @@ def _check_array(config: RunConfig) -> None:
 def _script(study: Study, cell: Cell, names: Sequence[str], array: str) -> str:
     """The script for cells like this one; its run is the study's folder."""
     assert study.folder is not None
-    config = for_slurm(cell.config)
+    config = submit.for_slurm(cell.config)
     slurm = config.slurm.model_copy(update={"array": array, **_time(study, cell)})
     run = config.run.model_copy(update={"dir": study.folder.parent, "name": study.folder.name})
     config = config.model_copy(update={"slurm": slurm, "run": run})

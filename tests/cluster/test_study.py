@@ -33,7 +33,7 @@ def held(prompt, completions, texts):
     """In its second step, after 8 calls of two evaluations and 4 of a step, task {LOST} waits for its end."""
     global calls
     calls += prompt.id != "made-up"
-    if TASK == {FAILS} and not Path("mended").exists() and calls:
+    if TASK == {FAILS} and not Path("repaired").exists() and calls:
         raise KeyError("price list")
     while TASK == {LOST} and first and calls > 8 and Path("study_holds").exists():
         Path("study_held").touch()
@@ -107,7 +107,7 @@ def test_all_cells_of_a_study_end_though_a_node_is_lost_and_one_fails(cluster: C
     assert node not in left_of(lost, array)[-1]
     assert "COMPLETED on" in cluster.program("status", str(lost))
 
-    (cluster.work / "mended").touch()
+    (cluster.work / "repaired").touch()
     retried = re.search(
         r"^array (\d+): ", cluster.program("experiment", "submit", "grid.yaml", "--retry"), re.MULTILINE
     )

@@ -33,6 +33,7 @@ ONE_EACH = {  # functions that may have one name, by where they are: a table tak
     "unpack": "launcher/wire/messages.py",
     "plan": "launcher/commands",  # a command is called as its function is
     "report": "launcher/commands",
+    "submit": "launcher/commands",
     "train": "launcher/commands",
     "verify": "launcher/commands",
 }
