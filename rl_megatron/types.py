@@ -67,6 +67,7 @@ class SamplingParams:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     seed: int
+    router_noise: float = 0.0  # standard deviation of the noise on router logits; servers have none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

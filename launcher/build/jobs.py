@@ -86,5 +86,5 @@ def _sampler(parts: Parts, roles: Roles, data: Data) -> RolloutSampler:
         stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
         seed=config.seed,
         greedy_baseline=config.algorithm.advantage_mean == "greedy",
-        routes=config.algorithm.routing_replay == "r3",
+        routes=config.asks_for_routes is not None,
     )

@@ -43,6 +43,15 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
             f"algorithm.routing_replay={config.algorithm.routing_replay}: model_type={shape.family!r} has no experts, "
             "so there is no routing; set algorithm.routing_replay=off"
         )
+    if config.train.route_flips and not shape.num_experts:
+        yield problem(
+            f"train.route_flips=true: model_type={shape.family!r} has no experts, so there is no routing; leave it out"
+        )
+    if config.rollout.router_noise and shape.num_experts < 2:
+        yield problem(
+            f"rollout.router_noise={config.rollout.router_noise:g} changes nothing in a model of {shape.num_experts} "
+            "experts; leave it out"
+        )
 
 
 def _engine(config: RunConfig, shape: ModelShape) -> Iterator[Found]:

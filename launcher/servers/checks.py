@@ -63,10 +63,9 @@ class ServerChecks:
                 )
             if not described.problems and described.dtype != wanted:
                 problems.append(f"{url}: it computes in {described.dtype}, but learner.dtype={wanted}; make them equal")
-            if self.config.algorithm.routing_replay == "r3" and described.no_routes:
+            if (asking := self.config.asks_for_routes) is not None and described.no_routes:
                 problems.append(
-                    f"{url}: algorithm.routing_replay=r3 needs routes, but it returns none; {described.no_routes}, or "
-                    "set routing_replay=r2 or off"
+                    f"{url}: {asking} needs routes, but it returns none; {described.no_routes}, or leave it out"
                 )
             if described.max_length < self.max_length:
                 problems.append(f"{url}: its longest sequence is {described.max_length}; {self.max_length} is needed")

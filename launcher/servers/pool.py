@@ -248,7 +248,7 @@ class ServedEngines:
             ep=section.ep,
             memory_fraction=section.memory_fraction,
             colocated=section.colocated,
-            routes=config.algorithm.routing_replay == "r3",
+            routes=config.asks_for_routes is not None,
             batch_invariant=section.batch_invariant,
             extra=self._extra,
         )

@@ -26,7 +26,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *_group_problems(config),
         *_server_problems(config.rollout),
         *_quantization_problems(config),
-        *_replay_problems(config),
+        *_route_problems(config),
         *_role_problems(config),
         *_separate_problems(config),
         *_colocation_problems(config),
@@ -259,13 +259,27 @@ def _quantization_problems(c: RunConfig) -> list[str]:
     return out
 
 
-def _replay_problems(c: RunConfig) -> list[str]:
+def _route_problems(c: RunConfig) -> list[str]:
+    """Engines' routes that are not there, and noise on routers that no engine of the run adds."""
+    out, noise = [], f"rollout.router_noise={c.rollout.router_noise:g}"
     if c.algorithm.routing_replay == "r3" and c.offline:
-        return [
+        out.append(
             "algorithm.routing_replay=r3 replays the engine's choice of experts, but no engine sampled the completions "
             "of data.rejected_field; set algorithm.routing_replay=r2 or off"
-        ]
-    return []
+        )
+    if c.train.route_flips and c.offline:
+        out.append(
+            "train.route_flips=true compares the learner's experts with the engine's, but no engine sampled the "
+            "completions of data.rejected_field; leave it out"
+        )
+    if c.rollout.router_noise and c.rollout.served:
+        out.append(
+            f"{noise} with rollout.engine={c.rollout.engine}: servers compute routers in kernels of their own, "
+            "to which nothing can be added; set rollout.engine=local, or rollout.router_noise=0"
+        )
+    if c.rollout.router_noise and c.offline:
+        out.append(f"{noise}: no engine samples the completions of data.rejected_field; leave it out")
+    return out
 
 
 def _role_problems(c: RunConfig) -> list[str]:

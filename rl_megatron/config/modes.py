@@ -22,6 +22,11 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
             f"learner.fusion.router=true with algorithm.routing_replay={c.algorithm.routing_replay}: the fused kernel "
             "chooses experts by itself, and takes and tells none; set one of them to its default"
         )
+    if c.learner.fusion.router and c.train.route_flips:
+        yield (
+            "learner.fusion.router=true with train.route_flips=true: the fused kernel chooses experts by itself and "
+            "tells none; set one of them to its default"
+        )
     if c.learner.deterministic and _one_nccl(c):
         yield (
             "learner.deterministic=true with weights.transport=process_group into servers: the learner's ranks choose "

@@ -106,6 +106,10 @@ class TrainSection(Section):
     """Steps of linear warm-up."""
     lr_decay: Literal["none", "linear", "cosine"] = "none"
     """Schedule of the learning rate after the warm-up; linear and cosine fall towards 0."""
+    route_flips: bool = False
+    """Whether each step measures how many tokens' experts differ between engine and learner, and before and after the
+    update, by layer, and which tokens' ratio left 1 +- 0.2 (``moe/flips_*``, ``ratio/outside``): one more pass over
+    the batch."""
     max_staleness: NonNegative = 0
     """Most rollout batches that sampling may be ahead of training; 0 is synchronous."""
     on_nonfinite: Annotated[str, Field(pattern=r"^(fail|skip:[1-9][0-9]{0,5})$")] = "skip:3"
@@ -191,6 +195,13 @@ class RunConfig(Section):
     def offline(self) -> bool:
         """Whether the data holds the pairs to train on, so that engines sample none."""
         return isinstance(self.data, FileData) and self.data.rejected_field is not None
+
+    @property
+    def asks_for_routes(self) -> str | None:
+        """The key for which engines return the experts that they chose, with its value; None: they need not."""
+        if self.algorithm.routing_replay == "r3":
+            return "algorithm.routing_replay=r3"
+        return "train.route_flips=true" if self.train.route_flips else None
 
     @property
     def completions_per_step(self) -> int:

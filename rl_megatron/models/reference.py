@@ -10,7 +10,7 @@ Letters: N tokens, H hidden, V vocabulary, Q query heads, K key-value heads, D h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -83,18 +83,29 @@ class ReferenceModel:
         finally:
             self._packed_is_current = False
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, routes: Tensor | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        routes: Tensor | None = None,
+        noise: Callable[[int], Tensor] | None = None,
+    ) -> Tensor:
         """Final-normed states [N, H] of ``tokens`` [N] int64 at ``positions`` [N] int64 in their own sequences.
 
-        If ``routes`` [N, layers, k] is given, it receives the experts that each layer chose.
+        If ``routes`` [N, layers, k] is given, it receives the experts that each layer chose. What ``noise`` says of a
+        layer's number, [N, E], is added to its router's logits.
         """
         x = self.embedding.index_select(0, tokens)
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
         for index, weights in enumerate(self.layers):
             x = self._attention(index, weights, x, cos, sin, attend)
             normed = rms_norm(x, weights.expert_norm, self._eps)
+            router_logits = functional.linear(normed, weights.router)
+            if noise is not None:
+                router_logits = router_logits.float() + noise(index)
             chosen, shares = choose_experts(
-                functional.linear(normed, weights.router),
+                router_logits,
                 experts_per_token=self.shape.experts_per_token,
                 normalize=self.shape.normalize_top_k,
             )

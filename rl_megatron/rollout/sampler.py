@@ -54,7 +54,9 @@ class RolloutSampler:
         """
         section = self.rollout
         choices = (section.group_size, section.temperature, section.top_p)
-        answered = await self._run(prompts, f"step {step}", *choices, routes=self.routes)
+        answered = await self._run(
+            prompts, f"step {step}", *choices, routes=self.routes, router_noise=section.router_noise
+        )
         if self.greedy_baseline:
             greedy = await self._run(prompts, f"step {step}, greedy", 1, 0.0, 1.0)
             answered = [_with_greedy(*pair) for pair in zip(answered, greedy, strict=True)]
@@ -85,10 +87,11 @@ class RolloutSampler:
         top_p: float,
         *,
         routes: bool = False,
+        router_noise: float = 0.0,
     ) -> list[_Answered]:
         try:
             async with asyncio.TaskGroup() as tasks:
-                requests = [self._request(p, purpose, count, temperature, top_p, routes) for p in prompts]
+                requests = [self._request(p, purpose, count, temperature, top_p, routes, router_noise) for p in prompts]
                 pairs = zip(prompts, requests, strict=True)
                 running = [tasks.create_task(self._group(prompt, request)) for prompt, request in pairs]
         except ExceptionGroup as failed:  # the first is the cause; callers catch its type
@@ -96,7 +99,14 @@ class RolloutSampler:
         return [task.result() for task in running]
 
     def _request(
-        self, prompt: Prompt, purpose: str, count: int, temperature: float, top_p: float, routes: bool
+        self,
+        prompt: Prompt,
+        purpose: str,
+        count: int,
+        temperature: float,
+        top_p: float,
+        routes: bool,
+        router_noise: float,
     ) -> GenerationRequest:
         digest = hashlib.sha256(f"{self.seed}\n{purpose}\n{prompt.id}".encode()).digest()
         return GenerationRequest(
@@ -109,6 +119,7 @@ class RolloutSampler:
                 max_new_tokens=self.rollout.max_new_tokens,
                 stop_token_ids=self.stop_token_ids,
                 seed=int.from_bytes(digest[:8], "little") >> 1,
+                router_noise=router_noise,
             ),
             routes=routes,
         )

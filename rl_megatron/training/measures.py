@@ -24,6 +24,7 @@ class Measured:
     samples: Samples
     current: Tensor | None  # [N] log-probs of the policy at the start of the update
     next_values: Tensor | None  # [S]
+    routes: Tensor | None  # [N, MoE layers, top_k] the experts that its pass used, where asked for
 
 
 def mismatch_row(found: Measured) -> Row:

@@ -31,6 +31,7 @@ from rl_megatron.training.credit import (
     reference_kl,
     shape_rewards,
 )
+from rl_megatron.training.flips import engine_flips, update_flips
 from rl_megatron.training.measures import Made, Measured, advantage_row, critic_row, mismatch_row, policy_row
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.training.schedule import critic_learning_rate, learning_rate, seed_of
@@ -78,8 +79,12 @@ class Update:
         if not groups:
             self.state = rewards.state
             return row
-        found = await self._measure(self._samples_of(groups), watch)
+        sampled = self._samples_of(groups)
+        replays = self.config.algorithm.routing_replay == "r3"
+        found = await self._measure(sampled if replays else replace(sampled, routes=None), watch)
         row |= mismatch_row(found)
+        if sampled.routes is not None and found.routes is not None:
+            row |= engine_flips(sampled.routes, found.routes, sampled.mask)
         samples, state = assign_credit(
             found.samples,
             groups,
@@ -94,18 +99,19 @@ class Update:
         samples = self._with_second_moment_limited(samples, found.current, row)
         samples = self._with_proximal_share(samples, groups, step)
         row |= await self._train(samples, step, watch, [group.prompt for group in groups])
+        row |= await self._flips(found, watch)
         self.state = self._with_kl_controlled(state, samples, row)
         return row
 
     def _samples_of(self, groups: Sequence[RolloutGroup]) -> Samples:
-        """Samples of the groups, with the engine's routes only for replay. Raises DataError if those are missing."""
-        samples = to_samples(groups)
-        if self.config.algorithm.routing_replay != "r3":
+        """Samples of the groups, with the engine's routes if the run needs them. Raises DataError if it has none."""
+        samples, asking = to_samples(groups), self.config.asks_for_routes
+        if asking is None:
             return replace(samples, routes=None)
         if samples.routes is None:
             raise DataError(
-                "algorithm.routing_replay=r3, but these completions have no routes: they were sampled before it was "
-                "set; continue with off or r2 until they are trained on, or start a new run"
+                f"{asking}, but these completions have no routes: they were sampled before it was set; continue "
+                "without it until they are trained on, or start a new run"
             )
         return samples
 
@@ -114,8 +120,9 @@ class Update:
         section, roles = self.config.algorithm, self.roles
         batch = self._packer.pack(samples)
         asked = section.old_logprobs == "learner" or section.second_moment_limit is not None
-        asked |= section.routing_replay == "r2"
+        asked |= section.routing_replay == "r2" or self.config.train.route_flips
         current = next_values = None
+        routes = samples.routes
         async with AtOnce(watch) as at_once:
             policy = reference = critic = None
             if asked:
@@ -128,7 +135,9 @@ class Update:
                 said = await at_once.end(policy)
                 current = unpack(batch, said["logprobs"], samples)
                 if "routes" in said:
-                    samples = replace(samples, routes=unpack(batch, said["routes"], samples))
+                    routes = unpack(batch, said["routes"], samples)
+                if section.routing_replay == "r2":
+                    samples = replace(samples, routes=routes)
                 if section.old_logprobs == "learner":
                     samples = replace(samples, old_logprobs=current)
             if reference is not None:
@@ -137,12 +146,31 @@ class Update:
             if critic is not None:
                 values, next_values = await at_once.end(critic)
                 samples = replace(samples, old_values=values)
-        return Measured(samples, current, next_values)
+        return Measured(samples, current, next_values, routes)
 
     @property
     def _wanted_of_policy(self) -> frozenset[Want]:
-        """Log-probs, and the learner's routes if they are to be replayed."""
-        return LOGPROBS | {"routes"} if self.config.algorithm.routing_replay == "r2" else LOGPROBS
+        """Log-probs, and the learner's routes if they are to be replayed, or compared and not replayed."""
+        replay = self.config.algorithm.routing_replay
+        chosen = replay == "r2" or (replay == "off" and self.config.train.route_flips)
+        return LOGPROBS | {"routes"} if chosen else LOGPROBS
+
+    async def _flips(self, found: Measured, watch: Stopwatch) -> Row:
+        """The routes and ratios of the new policy beside the old one's, by one more pass, if the run asks for it.
+
+        With replay the pass takes the experts of the update's, so no route flips.
+        """
+        if not self.config.train.route_flips:
+            return {}
+        assert found.current is not None
+        assert found.routes is not None
+        replayed = found.samples.routes is not None
+        batch = self._packer.pack(found.samples)
+        with watch("logprobs"):
+            said = await self.roles.policy.score(batch, LOGPROBS if replayed else LOGPROBS | {"routes"})
+        after = found.routes if replayed else unpack(batch, said["routes"], found.samples)
+        new = unpack(batch, said["logprobs"], found.samples)
+        return update_flips(found.routes, after, new - found.current, found.samples.mask)
 
     async def _values(self, samples: Samples, critic: Scorer) -> tuple[Tensor, Tensor]:
         """Values [N] before each sampled token, and [S] after each completion's last one."""

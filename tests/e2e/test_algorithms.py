@@ -23,6 +23,7 @@ PPO = (
     "algorithm.kl.horizon=100",
     "algorithm.whiten_rewards=true",
     "algorithm.routing_replay=r2",
+    "train.route_flips=true",
     "train.epochs=3",
     "train.lr_decay=linear",
 )
@@ -44,6 +45,7 @@ def test_ppo_trains_policy_and_critic_with_kl_in_the_reward(ppo: Run) -> None:
     assert rows[0]["kl/reference"] == pytest.approx(0, abs=1e-4)  # the reference is the policy of the start
     assert abs(rows[-1]["kl/reference"]) > 1e-3
     assert all(0 < row["moe/rerouted_fraction"] < 0.2 for row in rows)  # after the first of six optimizer steps
+    assert all(row["moe/flips_update"] == 0 and row["moe/flips_engine"] < 0.02 for row in rows)  # replay; no noise
     one_pass = rows[0]["tokens/train"] / 3
     assert one_pass == int(one_pass)
     rates = [row["critic/learning_rate"] for row in rows]
@@ -99,12 +101,15 @@ def test_a_critic_starts_from_a_checkpoint_and_may_train_alone_at_first(place: P
 
 def test_kl_in_the_loss_to_a_reference_of_ones_own(place: Place, ppo: Run) -> None:
     folder = ppo.folder / "hf_start"
-    keys = ("algorithm.kl.coefficient=0.1", f"algorithm.kl.reference={folder}", "train.steps=2", "seed=1")
+    routes = ("train.route_flips=true", "rollout.router_noise=0.5")
+    keys = ("algorithm.kl.coefficient=0.1", f"algorithm.kl.reference={folder}", "train.steps=2", "seed=1", *routes)
     run = place.fork("own-reference", "algorithm=grpo", HALF_RIGHT, *keys)
     run.finish()
     rows = [row for row in run.rows() if row["step"]]
     assert rows[0]["kl/reference"] > 0.01  # another seed's model
     assert rows[0]["loss/kl"] > 0
+    assert all(row["moe/flips_engine"] > 0.05 for row in rows)
+    assert all(0 < row["moe/flips_update"] < row["moe/flips_engine"] for row in rows)
     assert not (run.folder / "hf_start").exists()
 
 

@@ -94,3 +94,34 @@ def test_options_see_the_critics_own_optimizer() -> None:
     with pytest.raises(ConfigError, match=r"^of algorithm.critic.optimizer: learner.overlap.parameters=true"):
         load_config("tiny_cpu", [*overlap, *critic])
     load_config("tiny_cpu", [*overlap, *critic[:2]])
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (
+            ["rollout=sglang", "rollout.router_noise=0.1"],
+            "router_noise=0.1 with rollout.engine=sglang: servers compute routers in kernels of their own, to which "
+            "nothing can be added; set rollout.engine=local",
+        ),
+        (
+            ["learner.fusion.router=true", "train.route_flips=true"],
+            "learner.fusion.router=true with train.route_flips=true: the fused kernel chooses experts by itself",
+        ),
+        (["rollout.router_noise=-1"], "rollout.router_noise=-1"),
+    ],
+)
+def test_noise_and_flips_of_routers_that_nobody_reaches_are_refused(keys: list[str], reason: str) -> None:
+    assert reason in (problem(*keys) or "")
+
+
+@pytest.mark.parametrize(
+    ("tree", "reason"),
+    [
+        ({"rollout": {"router_noise": 0.1}}, r"router_noise=0\.1: no engine samples the completions of data\.rejected"),
+        ({"train": {"route_flips": True}}, r"route_flips=true compares .* no engine sampled the completions"),
+    ],
+)
+def test_noise_and_flips_without_sampled_completions_are_refused(tree: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        RunConfig.model_validate({"algorithm": {"preference_beta": 0.1}, "data": PAIRS} | tree)

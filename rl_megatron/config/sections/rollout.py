@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from rl_megatron.section import NonNegative, OwnCode, Positive, PositiveFloat, Section
+from rl_megatron.section import NonNegative, NonNegativeFloat, OwnCode, Positive, PositiveFloat, Section
 
 _NOT_OFFERED = {"nvfp4", "mxfp4", "mxfp8", "int4", "awq", "gptq", "fp4"}
 
@@ -135,6 +135,10 @@ class RolloutSection(Section):
     max_refills: Positive = 8
     """dynamic_sampling=refill, drop: most batches to sample for one step, which then trains on the groups that it has.
     """
+    router_noise: NonNegativeFloat = 0.0
+    """Standard deviation, in logits, of Gaussian noise on the routers of the in-process engine while it samples the
+    completions to train on, so that its routes differ from the learner's by a known level (docs/algorithms.md). It is
+    a function of the request's seed, the completion, position, layer and expert; evaluations have none. For studies."""
     slots: Positive = 512
     """Most sequences that an engine replica decodes at once."""
     server: ServerSection = ServerSection()

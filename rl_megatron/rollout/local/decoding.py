@@ -21,6 +21,7 @@ from rl_megatron.data.routes import encode_routes, routes_dtype
 from rl_megatron.errors import EngineError
 from rl_megatron.models.kv_cache import KVCache
 from rl_megatron.models.reference import CausalAttention, ReferenceModel
+from rl_megatron.rollout.local.noise import RouterNoise, completion_streams, prompt_streams
 from rl_megatron.rollout.local.sampling import RowSampling, choose_tokens, stream_keys, uniforms
 from rl_megatron.types import Completion, GenerationRequest, Routes, Span
 
@@ -53,8 +54,13 @@ class Decoding:
         self._any_greedy = any(request.params.temperature == 0 for request in requests)
         self._any_top_p = any(request.params.top_p < 1 for request in requests)
         self._any_routes = any(request.routes for request in requests)
+        self._any_noise = any(request.params.router_noise for request in requests)
         self._prompt_of, self._initial, self._initial_sampling, self._stop_table = self._sequence_state()
+        self._seeds = torch.tensor([(r.params.seed + 2**63) % 2**64 - 2**63 for r in requests])  # any int, as int64
+        self._in_group = torch.cat([torch.arange(request.num_completions) for request in requests])
         self._uniforms = self._random_numbers()
+        self._noise_streams = completion_streams(self._seeds[self._prompt_of.cpu()], self._in_group)
+        self._noise_levels = torch.tensor([request.params.router_noise for request in requests])
         self._state = self._initial.new_zeros(len(self._initial), cache.rows)
         self._sampling = self._initial_sampling.new_zeros(len(self._initial_sampling), cache.rows)
         self._out_tokens = self._initial.new_zeros(self._num * self._width)
@@ -79,7 +85,8 @@ class Decoding:
         self._cache.open_column(self._clock, active=padded, oldest=self._oldest)
         tokens_in, positions = self._state[_TOKEN, :padded], self._state[_POSITION, :padded]
         routes = self._room(padded)
-        hidden = self._model.hidden(tokens_in, positions, self._cache.attend, routes)
+        noise = self._noise_of_rows(padded) if self._any_noise else None
+        hidden = self._model.hidden(tokens_in, positions, self._cache.attend, routes, noise)
         state = self._state[:, : self._active]
         logits = self._model.project(hidden)[: self._active]
         inverse_temperature, top_p, greedy = self._sampling[:, : self._active].unsqueeze(-1)
@@ -183,11 +190,34 @@ class Decoding:
 
     def _random_numbers(self) -> Tensor:
         """A random number in [0, 1) for every token that the call may sample, [S * width], indexed like the tokens."""
-        seeds = [(request.params.seed + 2**63) % 2**64 - 2**63 for request in self._requests]  # any int, as int64
-        counts = [request.num_completions for request in self._requests]
-        completions = torch.cat([torch.arange(count) for count in counts])
-        keys = stream_keys(torch.tensor(seeds).repeat_interleave(torch.tensor(counts)), completions)
+        keys = stream_keys(self._seeds[self._prompt_of.cpu()], self._in_group)
         return uniforms(keys[:, None], torch.arange(self._width)).view(-1).to(self._model.device)
+
+    def _noise_of_rows(self, rows: int) -> RouterNoise:
+        """The noise of the next step's tokens; idle rows have that of some sequence."""
+        sequences = (self._state[_OUT, :rows] // self._width).clamp(max=self._num - 1)
+        return self._noise(
+            self._noise_streams.to(sequences.device).take(sequences),
+            self._state[_POSITION, :rows],
+            self._prompt_of.take(sequences),
+        )
+
+    def _noise_of_prompts(self, requests: range, positions: Tensor) -> RouterNoise:
+        """The noise of the prompts of these requests without their last tokens."""
+        numbers = torch.tensor(requests, device=positions.device).repeat_interleave(
+            torch.tensor([self._prefix_lengths[number] for number in requests], device=positions.device)
+        )
+        return self._noise(prompt_streams(self._seeds).to(positions.device).take(numbers), positions, numbers)
+
+    def _noise(self, keys: Tensor, positions: Tensor, requests: Tensor) -> RouterNoise:
+        shape = self._model.shape
+        return RouterNoise(
+            keys=keys,
+            positions=positions,
+            deviations=self._noise_levels.to(keys.device).take(requests),
+            num_layers=shape.num_layers,
+            num_experts=shape.num_experts,
+        )
 
     def _prefill(self, first: int) -> _Block:
         """Prefill prompts from ``first`` on, as many as the free rows can start within the token limit."""
@@ -204,7 +234,10 @@ class Decoding:
         prompts = [token for request in self._requests[first:stop] for token in request.token_ids[:-1]]
         routes = self._room(len(prompts))
         if prompts:
-            self._model.hidden(torch.tensor(prompts, device=device), attend.positions, attend, routes)
+            tokens, noise = torch.tensor(prompts, device=device), None
+            if self._any_noise:
+                noise = self._noise_of_prompts(range(first, stop), attend.positions)
+            self._model.hidden(tokens, attend.positions, attend, routes, noise)
         if routes is not None:
             self._prompt_routes += routes.split(self._prefix_lengths[first:stop])
         return _Block(prefix=attend.kept, first=first, stop=stop)

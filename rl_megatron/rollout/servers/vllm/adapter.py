@@ -96,8 +96,9 @@ class VLLMAdapter(Adapter):
     def command(self, options: StartOptions) -> Command:
         if options.routes and options.device == "cpu":
             raise ConfigError(
-                "algorithm.routing_replay=r3: vLLM 0.32.0 returns routes only from its second model runner, which "
-                "needs Triton and so does not run on CPUs; set rollout=local or sglang, or routing_replay=r2 or off"
+                "algorithm.routing_replay=r3 and train.route_flips=true need the engine's routes: vLLM 0.32.0 returns "
+                "them only from its second model runner, which needs Triton and so does not run on CPUs; set "
+                "rollout=local or sglang, or routing_replay=r2 or off and route_flips=false"
             )
         options.refuse_extra(_KEYS)
         if "--enable-eplb" in options.extra:
