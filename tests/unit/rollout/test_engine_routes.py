@@ -160,7 +160,7 @@ def test_vllm_has_latent_attention_without_amx_kernels_where_they_cannot_take_th
 
 
 def test_vllm_on_a_cpu_is_refused_with_the_reason(shape: ModelShape) -> None:
-    with pytest.raises(ConfigError, match=r"routing_replay=r3 and .*: vLLM 0\.32\.0 .* does not run on CPUs; set rollout"):
+    with pytest.raises(ConfigError, match=r"replay=r3 and .*: vLLM 0\.32\.0 .* does not run on CPUs; set rollout"):
         VLLMAdapter(shape).command(replace(OPTIONS, device="cpu"))
 
 
