@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -31,14 +32,16 @@ def run(
     shard_gb: float | None = None,
     config: Path | None = None,
     family: str | None = None,
+    upcycle: str | None = None,
     part: str | None = None,
 ) -> None:
     """Convert to the other kind; ``source``'s own kind is detected. Raises RLMegatronError.
 
-    ``part`` is as `read_share` takes it.
+    ``upcycle`` is as `read_upcycling` takes it, and ``part`` as `read_share`.
     """
     share = read_share(part)
     source = found(source)
+    making = None if upcycle is None else _upcycling(upcycle, config, family)
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is unknown; one of: {', '.join(DTYPES)}")
     if shard_gb is not None and not shard_gb > 0:
@@ -54,7 +57,9 @@ def run(
     if note is not None:
         print(f"note: {note}", file=sys.stderr)
     with display(source, 1 / share.count) as progress:
-        if backwards:
+        if making is not None:
+            missing = making(source, out, dtype=kind, on_bytes=progress, share=share, **options)
+        elif backwards:
             missing = convert.megatron_to_hf(
                 source, out, config=config, family=family, dtype=kind, on_bytes=progress, share=share, **options
             )
@@ -69,9 +74,19 @@ def run(
             f"{out}. If one fails, run it again"
         )
         return
-    same = "" if dtype else f" --against {source}"
+    same = "" if dtype or upcycle else f" --against {source}"
     read = (f" --config {config}" if config else "") + (f" --family {family}" if family else "")
     _tell(source, out, f"rl-megatron verify {out}{same}{read}", f" learner.model={family}" if family else "")
+
+
+def _upcycling(text: str, config: Path | None, family: str | None) -> Callable[..., list[int]]:
+    """Upcycles as ``text`` says. Raises ConfigError, also for options that only other conversions have."""
+    from rl_megatron.weights.checkpoints.upcycle import read_upcycling, upcycle  # imports torch
+
+    given = [f"--config {config}"] * (config is not None) + [f"--family {family}"] * (family is not None)
+    if given:
+        raise ConfigError(f"--upcycle makes a Qwen3-MoE folder of a Qwen3 one, without {' and '.join(given)}")
+    return partial(upcycle, given=read_upcycling(text))
 
 
 def read_share(part: str | None) -> Share:

@@ -25,16 +25,31 @@ def convert(
     ] = None,
     shard_gb: Annotated[float | None, typer.Option(help="size of a file [default: 1 to megatron, 2 to HF]")] = None,
     family: OwnFamily = None,
+    upcycle: Annotated[
+        str | None,
+        typer.Option(
+            help="make a mixture of experts of a dense HF folder: experts=8[,topk=2,granularity=1,noise=0,seed=0]"
+        ),
+    ] = None,
     part: OnePart = None,
 ) -> None:
     """Convert a checkpoint to the other kind, streaming. If it was killed, the same command continues it.
+
+    With --upcycle OUT is a Hugging Face folder too: each expert begins as the dense layer's MLP (docs/weights.md).
 
     Started by srun as several tasks, on one node or many, each writes its share of the files.
     """
     from tools import conversion
 
     conversion.run(
-        source, out, dtype=dtype, shard_gb=shard_gb, config=config, family=family, part=part or part_of_step(os.environ)
+        source,
+        out,
+        dtype=dtype,
+        shard_gb=shard_gb,
+        config=config,
+        family=family,
+        upcycle=upcycle,
+        part=part or part_of_step(os.environ),
     )
 
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rl_megatron.digests import digest_of
 from rl_megatron.durable import write_atomically
@@ -74,7 +73,7 @@ def hf_to_megatron(
     shape = read_shape(source, family)
     hf, megatron = hf_layout(shape), megatron_layout(shape)  # the order of rows on one rank is that of any file
     stored, files = hf_copies(source, shape, dtype)
-    home = {tensor.name: tensor for tensor in _in_dtype(stored, dtype, hf)}
+    home = {tensor.name: tensor for tensor in in_dtype(stored, dtype, hf)}
     fragments: dict[str, list[Fragment]] = {}
     dtypes: dict[str, DType] = {}
     for piece in plan(hf, megatron).receives(0):
@@ -93,9 +92,9 @@ def hf_to_megatron(
 
     def finish(folder: Path, notes: Mapping[str, list[dict[str, object]]]) -> None:
         index_files(folder, sinks, notes, stacked=shape.uniform)
-        _copy_companions(source, folder, {dtype} if dtype else set())
+        _copy_companions(source, folder, config_text(source, {str(dtype)} if dtype else set()))
 
-    options = _options(source, family, dtype, shard_bytes)
+    options = options_of(source, family, dtype, shard_bytes)
     return write_files(source, out, sinks, files, on_bytes, finish, options=options, share=share)
 
 
@@ -119,8 +118,40 @@ def megatron_to_hf(
     shape = read_shape(companion, family)
     quantise = dtype is DType.F8_E4M3
     stored, files = megatron_copies(source, shape)
-    plain = stored if quantise else _in_dtype(stored, dtype, hf_layout(shape))
+    plain = stored if quantise else in_dtype(stored, dtype, hf_layout(shape))
     tensors = _quantised(plain) if quantise else list(plain)
+    quantization = quantization_config([(tensor.name, tensor.shape) for tensor in tensors]) if quantise else None
+    return write_hf(
+        source,
+        out,
+        tensors,
+        files,
+        companion=companion,
+        config=config_text(companion, {str(plain[0].dtype)}, quantization),
+        options=options_of(companion, family, dtype, shard_bytes),
+        shard_bytes=shard_bytes,
+        on_bytes=on_bytes,
+        share=share,
+    )
+
+
+def write_hf(
+    source: Path,
+    out: Path,
+    tensors: Sequence[Streamed],
+    files: Files,
+    *,
+    companion: Path,
+    config: str,
+    options: Mapping[str, object],
+    shard_bytes: int,
+    on_bytes: OnBytes,
+    share: Share,
+) -> list[int]:
+    """Write ``tensors`` as a Hugging Face folder with ``config`` as its config.json and the tokenizer of ``companion``.
+
+    ``options`` are what the files depend on beside ``source``. Returns and raises as `write_files`.
+    """
     groups = in_files(tensors, shard_bytes)
     names = file_names(len(groups))
     sinks = [
@@ -134,14 +165,12 @@ def megatron_to_hf(
             write_atomically(
                 folder / INDEX, index_text(weight_map, sum(tensor.num_bytes for tensor in tensors)).encode()
             )
-        quantization = quantization_config([(tensor.name, tensor.shape) for tensor in tensors]) if quantise else None
-        _copy_companions(companion, folder, {plain[0].dtype}, quantization)
+        _copy_companions(companion, folder, config)
 
-    options = _options(companion, family, dtype, shard_bytes)
     return write_files(source, out, sinks, files, on_bytes, finish, options=options, share=share)
 
 
-def _options(companion: Path, family: str | None, dtype: DType | None, shard_bytes: int) -> dict[str, object]:
+def options_of(companion: Path, family: str | None, dtype: DType | None, shard_bytes: int) -> dict[str, object]:
     """What the files depend on beside their source."""
     config = digest_of((companion / "config.json").read_bytes()).xxh3_128
     return {"config": config, "family": family, "dtype": dtype, "shard_bytes": shard_bytes}
@@ -181,7 +210,7 @@ def _keeping_dtype(layout: Layout) -> set[str]:
     return set(replace(layout, table=[row for row in layout.table if row.keeps_dtype]).local_shapes(0))
 
 
-def _in_dtype(tensors: Sequence[Copy], dtype: DType | None, layout: Layout) -> list[Copy]:
+def in_dtype(tensors: Sequence[Copy], dtype: DType | None, layout: Layout) -> list[Copy]:
     """The tensors in ``dtype``, except those whose row of ``layout`` keeps its dtype."""
     exact = _keeping_dtype(layout)
     return [tensor if tensor.name in exact else _cast(tensor, dtype) for tensor in tensors]
@@ -201,10 +230,7 @@ def _quantised(tensors: Sequence[Copy]) -> list[Streamed]:
     return [one for tensor in tensors for one in quantised(tensor)]
 
 
-def _copy_companions(
-    source: Path, folder: Path, dtypes: set[DType], quantization: dict[str, Any] | None = None
-) -> None:
+def _copy_companions(source: Path, folder: Path, config: str) -> None:
     for path in companions(source):
         write_atomically(folder / path.name, path.read_bytes())
-    text = config_text(source, {str(dtype) for dtype in dtypes}, quantization)
-    write_atomically(folder / "config.json", text.encode())
+    write_atomically(folder / "config.json", config.encode())
