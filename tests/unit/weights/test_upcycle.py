@@ -1,4 +1,4 @@
-"""Upcycling: transformers' logits of the new model are the dense one's; copies, parts, routers and noise are as asked."""
+"""Upcycling: transformers' logits of the new model are the dense one's; copies, parts, routers, noise are as asked."""
 
 from __future__ import annotations
 
