@@ -20,4 +20,4 @@ def run_ranks(main: Callable[..., None], world_size: int, *arguments: Any) -> No
     codes = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()
-    assert codes == [0] * world_size
+    assert codes == [0] * world_size, f"the ranks' exit statuses are {codes}; None has not ended in {LIMIT:.0f} s"
