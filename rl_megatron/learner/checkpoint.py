@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 
 from rl_megatron.digests import Digest, digests
 from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.learner.adam.groups import add_missing, own_settings
 from rl_megatron.learner.muon.shared import LayerWise
 from rl_megatron.learner.optimizer import copy_to_host, create_state, inner_optimizers, keeps_weights
 from rl_megatron.weights.bytes.bits import all_numbers
@@ -233,7 +234,8 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Meg
     with torch.no_grad():
         for i, chunk in enumerate(chunks):
             _fill(chunk, state[_key(i, len(chunks))], f"{folder}, chunk {i}")
-        optimizer.load_state_dict(_in_links(state["optimizer"], optimizer, folder))
+        with own_settings(optimizer):
+            optimizer.load_state_dict(_in_groups(_in_links(state["optimizer"], optimizer, folder), optimizer))
     copy_to_host(optimizer)
 
 
@@ -259,6 +261,16 @@ def _in_links(saved: dict[Any, Any], optimizer: MegatronOptimizer, folder: Path)
     ]
     one["optimizer"] = {**one["optimizer"], "param_groups": groups}
     return {link: {**one, **saved[link]} for link in links}
+
+
+def _in_groups(saved: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
+    """``saved`` with all groups of parameters: in older versions' checkpoints biases of experts may have none."""
+    parts = inner_optimizers(optimizer)
+    for link, part in enumerate(parts):
+        state = saved if len(parts) == 1 else saved.get(link, {})
+        if "param_state" in state:
+            add_missing(state["optimizer"]["param_groups"], part.optimizer.param_groups)
+    return saved
 
 
 def _read(wanted: dict[str, Any], folder: Path, into: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
+from rl_megatron.learner.adam.groups import overrides, set_decay
 from rl_megatron.learner.model.build import with_dtypes
 from rl_megatron.learner.muon.newton_schulz import Muon
 from rl_megatron.learner.muon.shared import LayerWise
@@ -38,7 +39,7 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
         config.optimizer = "adam"  # of what is no matrix: megatron's functions know this name alone
         optimizer: MegatronOptimizer = LayerWise(config, chunks)
     else:
-        optimizer = get_megatron_optimizer(config, list(chunks))
+        optimizer = get_megatron_optimizer(config, list(chunks), overrides(config))
     for part in inner_optimizers(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):  # neither apex nor TransformerEngine
             for group in part.optimizer.param_groups:
@@ -52,6 +53,7 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
             for group in part.optimizer.param_groups:
                 for key in _HYBRID_KEYS & group.keys():  # classes among them, which checkpoints must not hold
                     del group[key]
+    set_decay(optimizer, config.weight_decay)
     return optimizer
 
 

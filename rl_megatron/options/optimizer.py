@@ -51,7 +51,7 @@ class OptimizerSection(Section):
     eps: PositiveFloat = 1e-8
     """Constant added to the denominator."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices and embeddings. Norms and biases do not decay, as in megatron-core."""
     clip_grad: NonNegativeFloat = 1.0
     """Maximum global norm of the gradient; 0 does not clip."""
     distributed: bool = True

@@ -35,8 +35,8 @@ RUNS = {
 }
 
 
-def learner(share: float, pp: int = 1) -> LearnerSection:
-    keys = {"device": "cuda", "dtype": "bfloat16", "pp": pp, "offload": {"optimizer": share}}
+def learner(share: float, pp: int = 1, **optimizer: float) -> LearnerSection:
+    keys = {"device": "cuda", "dtype": "bfloat16", "pp": pp, "offload": {"optimizer": share}, "optimizer": optimizer}
     return LearnerSection.model_validate(keys)
 
 
@@ -66,7 +66,11 @@ def rank_main(rank: int, folder: Path, name: str) -> None:
         policy = make_policy(run.shape, learner(share, run.pp), device, temperature=1.0)
         checkpoint.load(folder / f"{was}", policy._trained, policy._optimizer)
         resumed += steps(policy, 1)
-    (folder / f"rank{rank}.json").write_text(json.dumps({"shares": seen, "resumed": resumed}))
+    policy = make_policy(run.shape, learner(0.5, run.pp, weight_decay=0.5, beta1=0.7), device, temperature=1.0)
+    checkpoint.load(folder / "0.5", policy._trained, policy._optimizer)
+    steps(policy, 1)
+    said = {"shares": seen, "resumed": resumed, "settings": settings(policy)}
+    (folder / f"rank{rank}.json").write_text(json.dumps(said))
     world.leave()
 
 
@@ -77,6 +81,14 @@ def steps(policy: Any, count: int) -> list[tuple[float | None, float]]:
         said = policy.backward([samples(0)], CrossEntropy(), num_tokens=TOKENS, num_sequences=len(LENGTHS))
         made.append((said and said["loss"].value, policy.step(1e-2).grad_norm))
     return made
+
+
+def settings(policy: Any) -> list[tuple[float, float]]:
+    """The different decays of weights and of means by which parameters were stepped."""
+    from rl_megatron.learner.optimizer import inner_optimizers
+
+    inside = [one for part in inner_optimizers(policy._optimizer) for one in part.optimizer.sub_optimizers]
+    return sorted({(group["weight_decay"], group["betas"][0]) for one in inside for group in one.param_groups})
 
 
 def held(policy: Any) -> dict[str, int]:

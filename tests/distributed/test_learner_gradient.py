@@ -88,8 +88,10 @@ class TorchOptimizers:
         self.parts = [(part, p) for name, p in inside.items() for part in matrices(name, p)]
         self.stepped = [torch.nn.Parameter(part(p.data)) for part, p in self.parts]  # views: in place is in the model
         rest = [p for name, p in named.items() if name not in inside]
+        groups = [{"params": [p for p in rest if p.dim() > 1]}]
+        groups += [{"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0}]  # norms
         betas = section.beta1, section.beta2
-        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, betas=betas, eps=section.eps, **same)]
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, betas=betas, eps=section.eps, **same)]
         if self.stepped:
             self.optimizers.append(torch.optim.Muon(self.stepped, adjust_lr_fn=section.muon.scale, **same))
 
@@ -143,7 +145,7 @@ MUON = {"name": "muon", "weight_decay": 0.1}
 @pytest.mark.parametrize(
     ("tied", "layout", "optimizer"),
     [
-        (False, {}, {}),
+        (False, {}, {"weight_decay": 5.0}),
         (True, {"pp": 2}, {}),
         (False, {}, MUON),
         (True, {"pp": 2}, MUON),

@@ -24,6 +24,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor
 
+from rl_megatron.learner.adam.groups import by_decay
 from rl_megatron.learner.muon.matrices import Matrices, find_matrices
 from rl_megatron.learner.muon.newton_schulz import Muon
 
@@ -172,7 +173,7 @@ def _muon(config: OptimizerConfig, matrices: dict[Tensor, Matrices]) -> Megatron
 
 def _adam(config: OptimizerConfig, chunks: Sequence[Any], parameters: list[Tensor]) -> MegatronOptimizer:
     made: MegatronOptimizer = _get_megatron_optimizer_based_on_param_groups(
-        config, list(chunks), [{"params": parameters}]
+        config, list(chunks), by_decay(config, chunks, parameters)
     )
     return made
 

@@ -246,7 +246,7 @@ def keywords(shape: ModelShape, learner: LearnerSection, *, installed: bool) -> 
             patch.setattr(build.moe_utils, "fused_topk_with_score_function", keywords, raising=False)
         patch.setattr(trained, "DistributedDataParallelConfig", record("DistributedDataParallelConfig"))
         patch.setattr(optimizer, "OptimizerConfig", record("OptimizerConfig"))
-        patch.setattr(optimizer, "get_megatron_optimizer", stop)
+        patch.setattr(optimizer, "overrides", stop)
         patch.setattr(optimizer, "LayerWise", stop)
         try:
             config = build.make_config(shape, learner)

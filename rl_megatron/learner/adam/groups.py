@@ -1,0 +1,65 @@
+"""Settings of an optimizer's groups of parameters: which decay, and that a resumed run keeps its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_standard_config_overrides
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from megatron.core.optimizer.optimizer_config import ParamKey
+from torch import Tensor
+
+_OF_THE_RUN = {"params", "step"}  # all else in a group is a setting
+
+
+def overrides(config: OptimizerConfig) -> dict[ParamKey, Any]:
+    """Megatron's own: no decay of biases and of what has one dimension. The biases of all experts may be one tensor."""
+    found: dict[ParamKey, Any] = get_standard_config_overrides(config)
+    return {**found, ParamKey(name="*_bias"): {"wd_mult": 0.0}}
+
+
+def by_decay(config: OptimizerConfig, chunks: Sequence[Any], parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """Groups of ``parameters`` of ``chunks``: those that decay, and those that do not. At least one, maybe empty."""
+    still = {
+        id(parameter)
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if any("wd_mult" in said and key.matches(parameter, name) for key, said in overrides(config).items())
+    }
+    groups = [
+        {"params": [p for p in parameters if id(p) not in still], "wd_mult": 1.0},
+        {"params": [p for p in parameters if id(p) in still], "wd_mult": 0.0},
+    ]
+    return [group for group in groups if group["params"]] or groups[:1]
+
+
+def set_decay(optimizer: MegatronOptimizer, weight_decay: float) -> None:
+    """Give each group its decay, as megatron's scheduler of learning rates does, which the learner has none of."""
+    for group in optimizer.param_groups:
+        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+
+@contextlib.contextmanager
+def own_settings(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Loads within it change the count of steps of groups alone: their settings stay those that the run was given,
+    and not those of the run that saved a checkpoint, or of its kind of AdamW."""
+    own = [{key: value for key, value in group.items() if key not in _OF_THE_RUN} for group in optimizer.param_groups]
+    yield
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        for key in group.keys() - settings.keys() - _OF_THE_RUN:
+            del group[key]
+        group.update(settings)
+
+
+def add_missing(saved: list[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Add those of ``groups`` that a saved list of an older version lacks, with the count of steps of the others."""
+    there = {_identity(group) for group in saved}
+    for group in groups:
+        if _identity(group) not in there:
+            saved.append({**saved[0], **{key: group[key] for key in param_group_identifier_keys if key in group}})
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[object, ...]:
+    return tuple(group.get(key) for key in param_group_identifier_keys)
