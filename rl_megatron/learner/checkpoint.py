@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 
 from rl_megatron.digests import Digest, digests
 from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.learner.adam.float8 import as_float32
 from rl_megatron.learner.adam.groups import add_missing, own_settings
 from rl_megatron.learner.muon.shared import LayerWise
 from rl_megatron.learner.optimizer import copy_to_host, create_state, inner_optimizers, keeps_weights
@@ -114,7 +115,7 @@ def _values_of(values: Callable[[Tensor], Tensor], part: DistributedOptimizer, p
     if keeps_weights(part):
         group, order = part.model_param_group_index_map[parameter]
         state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
-        held = {name: values(tensor).float() for name, tensor in state.items()}
+        held = {name: as_float32(tensor, values) for name, tensor in state.items()}
         return {"param": held.pop("master_param"), **held}
     held = DistributedOptimizer._get_main_param_and_optimizer_states(part, parameter)
     return {name: values(tensor) for name, tensor in held.items() if isinstance(tensor, Tensor)}

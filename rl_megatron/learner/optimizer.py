@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
+from rl_megatron.learner.adam.float8 import keep_float8, tensors_in
 from rl_megatron.learner.adam.groups import overrides, set_decay
 from rl_megatron.learner.model.build import with_dtypes
 from rl_megatron.learner.muon.newton_schulz import Muon
@@ -48,6 +49,8 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
             _keep_state(part.optimizer)
         if keeps_weights(part):
             _step_in_pieces(part.optimizer)
+        if torch.uint8 in getattr(part.optimizer, "name_to_dtype_map", {}).values():  # means float8
+            keep_float8(part.optimizer)
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             part.optimizer.param_update_in_fp32 = False  # its weights are float32: it would look for copies at a load
             for group in part.optimizer.param_groups:
@@ -104,8 +107,8 @@ def state_of(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
         adam = part.optimizer
         for one in (adam, *adam.sub_optimizers) if isinstance(adam, HybridDeviceOptimizer) else (adam,):
             yield from (parameter for group in one.param_groups for parameter in group["params"])
-            for state in one.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+            for value in (value for state in one.state.values() for value in state.values()):
+                yield from tensors_in(value) if isinstance(value, torch.Tensor) else ()
 
 
 def adopt(optimizer: MegatronOptimizer) -> None:

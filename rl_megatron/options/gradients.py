@@ -23,7 +23,7 @@ class GradientKeys(Section):
 
 class Gradients(Option):
     """Keeps gradients in ``learner.gradient_dtype``. The optimizer steps with float32 copies of its share, except
-    TransformerEngine's Adam where it keeps moments in bfloat16: that reads any dtype."""
+    TransformerEngine's Adam where it keeps moments in fewer bits: that reads any dtype."""
 
     keys = GradientKeys
 

@@ -1,8 +1,11 @@
-"""What a rank computes and holds with the optimizer's moments in bfloat16, by TransformerEngine's own FusedAdam."""
+"""What ranks compute and hold with the optimizer's moments in few bits, by TransformerEngine's own FusedAdam."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +13,30 @@ import torch
 
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.models.shape import ModelShape
 from tests.distributed.pretended.tensor import plain
 from tests.distributed.test_kept import LENGTHS, MOE, TOKENS, samples
 
 STEPS = 3
 RATE, CLIP = 1e-2, 0.1
-RESUMED = (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "bfloat16"))  # from, with
+KEPT = ("bfloat16", "float32", "float8")
+RESUMED = (  # from, with
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+    ("float32", "bfloat16"),
+    ("float8", "float8"),
+    ("float8", "bfloat16"),
+)
+CUT = replace(MOE, num_layers=3)  # two data-parallel ranks' halves of its parameters end inside of one
+UNTOUCHED = 3  # a parameter whose gradient is 0
 PIECE = 1000  # parameters that are stepped at once in one of the runs
 
 
-def learner(moments: str, **offload: str) -> LearnerSection:
-    keys = {"device": "cuda", "dtype": "bfloat16", "layers": "torch", "offload": offload}
-    return LearnerSection.model_validate({**keys, "optimizer": {"moments_dtype": moments, "clip_grad": CLIP}})
+def learner(moments: str, dp: int = 1, leaves: str | None = None, **settings: float) -> LearnerSection:
+    keys = {"device": "cuda", "dtype": "bfloat16", "layers": "torch", "dp": dp, "offload": {"while_sampling": leaves}}
+    return LearnerSection.model_validate(
+        {**keys, "optimizer": {"moments_dtype": moments, "clip_grad": CLIP, **settings}}
+    )
 
 
 def rank_main(rank: int, folder: Path) -> None:
@@ -30,7 +45,7 @@ def rank_main(rank: int, folder: Path) -> None:
 
     device = world.join(learner("float32"), rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
     seen: dict[str, Any] = {"adopted": adopted(device)}
-    for moments in ("bfloat16", "float32"):
+    for moments in KEPT:
         policy = started(device, learner(moments))
         apart = stepped_apart(policy, moments)
         (folder / moments).mkdir()
@@ -45,28 +60,63 @@ def rank_main(rank: int, folder: Path) -> None:
         assert places(policy) == before  # no second state
         seen["resumed"].append([step(policy), step(policy)])
     optimizer.STEPPED_AT_ONCE = PIECE
-    policy = started(device, learner("bfloat16", while_sampling="optimizer"))
-    for _ in range(STEPS):
-        policy.park(pushed=True)
-        step(policy)
-    policy.park(pushed=True)
-    (folder / "parked").mkdir()
-    policy.save(folder / "parked")
-    policy = made(device, learner("bfloat16"))
-    policy.load(folder / "parked")
-    seen["parked"] = [step(policy), step(policy)]
+    seen["parked"] = {
+        moments: parked(device, moments, folder / f"parked {moments}") for moments in ("bfloat16", "float8")
+    }
+    policy = made(device, learner("float8"), CUT)
+    policy.load(folder / "by two")
+    (folder / "by one").mkdir()
+    policy.save(folder / "by one")
+    policy = made(device, learner("bfloat16", weight_decay=0.5, beta1=0.7))
+    policy.load(folder / "bfloat16")
+    step(policy)
+    groups = policy._optimizer.param_groups
+    seen["settings"] = sorted({(group["weight_decay"], group["betas"][0]) for group in groups if group["params"]})
     (folder / "rank0.json").write_text(json.dumps(seen))
     world.leave()
 
 
-def made(device: torch.device, section: LearnerSection) -> Any:
+def two_ranks_main(rank: int, folder: Path) -> None:
+    """Steps, saves and resumes on two data-parallel ranks."""
+    torch.set_num_threads(1)
+    from rl_megatron.learner import world
+
+    section = learner("float8", dp=2)
+    device = world.join(section, rank=rank, rendezvous=f"file://{folder}/rendezvous of two", seed=0)
+    policy = started(device, section, CUT)
+    for _ in range(STEPS):
+        step(policy, lessened)
+    (folder / "by two").mkdir(exist_ok=True)
+    policy.save(folder / "by two")
+    followed = [step(policy, lessened), step(policy, lessened)]
+    policy = made(device, section, CUT)
+    policy.load(folder / "by two")
+    assert [step(policy, lessened), step(policy, lessened)] == followed
+    world.leave()
+
+
+def parked(device: torch.device, moments: str, folder: Path) -> list[tuple[float, float]]:
+    """Steps of a run that goes on from a checkpoint of one whose optimizer left the GPU before each step."""
+    policy = started(device, learner(moments, leaves="optimizer"))
+    for _ in range(STEPS):
+        policy.park(pushed=True)
+        step(policy, without_one)
+    policy.park(pushed=True)
+    folder.mkdir()
+    policy.save(folder)
+    policy = made(device, learner(moments))
+    policy.load(folder)
+    return [step(policy), step(policy)]
+
+
+def made(device: torch.device, section: LearnerSection, shape: ModelShape = MOE) -> Any:
     from rl_megatron.learner.megatron import make_policy
 
-    return make_policy(MOE, section, device, temperature=1.0)
+    return make_policy(shape, section, device, temperature=1.0)
 
 
-def started(device: torch.device, section: LearnerSection) -> Any:
-    policy = made(device, section)
+def started(device: torch.device, section: LearnerSection, shape: ModelShape = MOE) -> Any:
+    policy = made(device, section, shape)
     fill(policy, 0)
     policy.adopt()
     return policy
@@ -84,34 +134,65 @@ def gradient(policy: Any) -> float:
     return float(said["loss"].value)
 
 
-def step(policy: Any) -> tuple[float, float]:
-    """Loss and gradient norm."""
-    return gradient(policy), policy.step(RATE).grad_norm
+def step(policy: Any, change: Callable[[Any], None] = lambda _: None) -> tuple[float, float]:
+    """Loss and gradient norm, after a ``change`` of gradients."""
+    loss = gradient(policy)
+    change(policy)
+    return loss, policy.step(RATE).grad_norm
+
+
+def without_one(policy: Any) -> None:
+    parameters(policy)[UNTOUCHED].main_grad.zero_()
+
+
+def lessened(policy: Any) -> None:
+    """Gradients of the second rank's part of a parameter that is cut become a millionth."""
+    from rl_megatron.learner.optimizer import inner_optimizers
+
+    for part in inner_optimizers(policy._optimizer):
+        for parameter in part.model_param_group_index_map:
+            own = part._get_model_param_range_map(parameter)["param"]
+            if own.size < parameter.numel():
+                parameter.main_grad.view(-1)[own.end if own.start == 0 else own.start :].mul_(1e-6)
+
+
+def parameters(policy: Any) -> list[Any]:
+    return [p for chunk in policy._trained for p in chunk.parameters()]
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """To float8 e4m3 by the least scale that is a power of two, without subnormal numbers."""
+    scale = 2.0 ** math.ceil(math.log2(float(values.abs().max()) / 448)) if values.any() else 1.0
+    short = (values / scale).to(torch.float8_e4m3fn).float()
+    return torch.where(short.abs() < 2.0**-6, 0.0, short) * scale
 
 
 def stepped_apart(policy: Any, moments: str) -> dict[str, float]:
     """Steps beside torch's AdamW, whose float32 weights have the same gradients and whose moments are rounded after
     each step: the most that weights differ, as a share of the steps, and the share of the model's that do."""
-    parameters = [p for chunk in policy._trained for p in chunk.parameters()]
-    weights = [torch.nn.Parameter(plain(p.detach()).float().clone()) for p in parameters]
+    trained = parameters(policy)
+    weights = [torch.nn.Parameter(plain(p.detach()).float().clone()) for p in trained]
     start = [weight.detach().clone() for weight in weights]
     adam = torch.optim.AdamW(weights, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     for _ in range(STEPS):
         gradient(policy)
-        for weight, parameter in zip(weights, parameters, strict=True):
+        without_one(policy)
+        for weight, parameter in zip(weights, trained, strict=True):
             weight.grad = plain(parameter.main_grad).float().clone()
         torch.nn.utils.clip_grad_norm_(weights, CLIP)
         policy.step(RATE)
         adam.step()
-        for state in adam.state.values() if moments == "bfloat16" else ():
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name].copy_(state[name].bfloat16())
+        for state in adam.state.values() if moments != "float32" else ():
+            mean = state["exp_avg"]
+            mean.copy_(rounded(mean) if moments == "float8" else mean.bfloat16())
+            state["exp_avg_sq"].copy_(state["exp_avg_sq"].bfloat16())
     moved = torch.cat([(weight - was).flatten() for weight, was in zip(weights, start, strict=True)]).detach()
-    found = torch.cat([plain(p.detach()).flatten() for p in parameters])
+    found = torch.cat([plain(p.detach()).flatten() for p in trained])
     wanted = torch.cat([weight.detach().flatten() for weight in weights])
     return {
         "moved": float(moved.abs().max()),
         "apart": float((main_weights(policy) - wanted).abs().max() / moved.abs().max()),
+        "further": float(((main_weights(policy) - wanted).abs() > 1e-5 * moved.abs().max()).float().mean()),
         "unequal": float((found != wanted.bfloat16()).float().mean()),
     }
 
@@ -123,7 +204,7 @@ def main_weights(policy: Any) -> torch.Tensor:
 
     parts = inner_optimizers(policy._optimizer)
     of = {p: part for part in parts for p in part.model_param_group_index_map}
-    every = [p for chunk in policy._trained for p in chunk.parameters()]
+    every = parameters(policy)
     return torch.cat([plain(_values_of(lambda x: x, of[p], p)["param"].detach()).flatten() for p in every])
 
 

@@ -1,11 +1,14 @@
-"""Moments in bfloat16 by TransformerEngine's own FusedAdam, whose kernels are in torch, on a pretended GPU."""
+"""Moments in bfloat16 and float8 by TransformerEngine's own FusedAdam, with kernels in torch, on a pretended GPU."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.scaling.memory import footprints
@@ -18,18 +21,27 @@ pytestmark = pytest.mark.skipif(not (te.FOLDER / ".installed").exists(), reason=
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("moments")
-    run_worlds([World(main=low_moments.rank_main, size=1, arguments=(root,))], before=te.load)
+    by_two = World(main=low_moments.two_ranks_main, size=2, arguments=(root,))
+    run_worlds([by_two, World(main=low_moments.rank_main, size=1, arguments=(root,))], before=te.load)
+    return root
+
+
+@pytest.fixture(scope="module")
+def seen(root: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((root / "rank0.json").read_text())
     return found
 
 
-@pytest.mark.parametrize("moments", ["bfloat16", "float32"])
+@pytest.mark.parametrize("moments", low_moments.KEPT)
 def test_it_steps_as_torchs_adamw_whose_moments_are_rounded_after_each_step(moments: str, seen: Any) -> None:
+    """One parameter has no gradient, so its moments are zeros."""
     apart = seen[moments]["apart"]
     assert apart["moved"] > low_moments.RATE
-    assert apart["apart"] < {"bfloat16": 2**-9, "float32": 1e-5}[moments]  # where a sum rounds otherwise
+    most = {"bfloat16": 2**-9, "float32": 1e-5, "float8": 2**-5}  # where a sum rounds otherwise
+    assert apart["apart"] < most[moments]
+    assert apart["further"] < 1e-3
     assert apart["unequal"] < 1e-3  # of the model's, in bfloat16
 
 
@@ -38,18 +50,23 @@ def test_written_weights_are_adopted(seen: Any) -> None:
 
 
 def test_its_state_has_the_planned_bytes(seen: Any) -> None:
-    for moments in ("bfloat16", "float32"):
+    for moments in low_moments.KEPT:
         config = RunConfig(learner=low_moments.learner(moments))
         (planned,) = {m.terms["optimizer"] for m in footprints(config, MOE)}
         assert sum(seen[moments]["held"].values()) == pytest.approx(planned, rel=0.02)
-    assert seen["bfloat16"]["held"] == {
-        "torch.float32": seen["float32"]["held"]["torch.float32"] // 3,
-        "torch.bfloat16": seen["float32"]["held"]["torch.float32"] // 3,
-    }
+    each = seen["float32"]["held"]["torch.float32"] // 12  # parameters
+    assert seen["bfloat16"]["held"] == {"torch.float32": 4 * each, "torch.bfloat16": 4 * each}
+    float8 = seen["float8"]["held"]
+    assert float8["torch.uint8"] == each
+    assert float8["torch.bfloat16"] == 2 * each
+    assert 0 < float8["torch.float32"] - 4 * each < 0.03 * each  # a scale a tensor
 
 
 def test_a_resume_continues_and_may_change_the_dtype(seen: Any) -> None:
-    same, to_float32, to_bfloat16 = seen["resumed"]
+    same, to_float32, to_bfloat16, same_float8, from_float8 = seen["resumed"]
+    assert same_float8 == seen["float8"]["next"]
+    assert from_float8[0] == seen["float8"]["next"][0]
+    assert from_float8[1] == pytest.approx(seen["float8"]["next"][1], rel=1e-2)
     assert same == seen["bfloat16"]["next"]
     assert to_float32[0] == seen["bfloat16"]["next"][0]
     assert to_float32[1] == pytest.approx(seen["bfloat16"]["next"][1], rel=1e-3)
@@ -57,5 +74,31 @@ def test_a_resume_continues_and_may_change_the_dtype(seen: Any) -> None:
     assert to_bfloat16[1] == pytest.approx(seen["float32"]["next"][1], rel=1e-3)
 
 
+def test_a_resumed_run_has_its_own_settings_and_only_matrices_decay(seen: Any) -> None:
+    assert seen["settings"] == [[0.0, 0.7], [0.5, 0.7]]
+
+
 def test_it_steps_in_pieces_and_leaves_the_gpu_and_is_saved_meanwhile_to_the_same_bits(seen: Any) -> None:
-    assert seen["parked"] == seen["bfloat16"]["next"]
+    assert seen["parked"] == {moments: seen[moments]["next"] for moments in ("bfloat16", "float8")}
+
+
+def test_where_ranks_change_the_least_of_a_float8_tensor_may_become_0_and_nothing_else_changes(root: Path) -> None:
+    """Two ranks' parts of a tensor have one scale then, that of the larger."""
+    before, after = (state(root / folder) for folder in ("by two", "by one"))
+    assert before.keys() == after.keys()
+    lost = 0
+    for name, was in before.items():
+        changed = was != after[name]
+        if "exp_avg." in name:
+            assert not after[name][changed].any()
+            assert not changed.any() or was[changed].abs().max() <= was.abs().max() / 14336
+            lost += int(changed.sum())
+        else:
+            assert not changed.any()
+    assert lost
+
+
+def state(folder: Path) -> dict[str, Tensor]:
+    """The whole tensors of the optimizer in a checkpoint."""
+    found = _load_state_dict_from_keys(checkpoint_id=folder)
+    return {name: tensor for name, tensor in found.items() if "exp_avg" in name or "fp32" in name}

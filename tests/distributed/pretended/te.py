@@ -55,6 +55,7 @@ def load() -> None:
     compiled: Any = _Compiled("transformer_engine_torch")
     compiled.get_cudnn_version = lambda: 91300
     compiled.multi_tensor_adam = te_kernels.adam
+    compiled.quantize, compiled.dequantize = te_kernels.quantize, te_kernels.dequantize
     compiled.multi_tensor_l2norm, compiled.multi_tensor_scale = te_kernels.l2norm, te_kernels.scale
     sys.modules[compiled.__name__] = compiled
     for name in _KERNELS:
@@ -64,6 +65,9 @@ def load() -> None:
     for name, module in [*sys.modules.items()]:
         if name.startswith("transformer_engine.") and "canonicalize_device" in vars(module):
             vars(module)["canonicalize_device"] = _device
+    wrapper: Any = importlib.import_module("transformer_engine.pytorch.quantized_tensor").QuantizedTensor
+    make = wrapper.__new__
+    wrapper.__new__ = lambda cls, *given, device=None, **named: make(cls, *given, device=_device(device), **named)
     yarn: Any = importlib.import_module("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding")
     yarn.torch = _Torch("torch")
 

@@ -216,34 +216,6 @@ def test_the_step_copies_gradients_of_bfloat16_in_float32() -> None:
     assert fullest(*recipe("qwen3_30b_a3b", keys[1])).terms["step"] == 0
 
 
-def test_moments_of_bfloat16_have_half_the_bytes_and_a_step_copies_some() -> None:
-    """By hand: 8 bytes of state a parameter where 12 were; 2 ** 26 parameters at once have both moments in float32."""
-    few = ("learner.max_tokens_per_micro_batch=8192", "learner.head_dtype=float32")
-    low = ("learner.optimizer.moments_dtype=bfloat16",)
-    whole, half = (fullest(*recipe("qwen3_30b_a3b_80gb", *keys)).terms for keys in (few, low))
-    assert half["optimizer"] == pytest.approx(whole["optimizer"] * 8 / 12)
-    assert half["activations"] + half["logits"] + half["step"] == pytest.approx(
-        max(half["activations"] + half["logits"], 8 * 2**26)
-    )
-    config, shape = recipe("qwen3_30b_a3b", *low, "learner.gradient_dtype=bfloat16")
-    assert all(found.terms["step"] == 0 for found in footprints(config, shape))  # gradients are read as they are
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ("learner.device=cpu", "TransformerEngine's Adam keeps them, on GPUs alone; leave it out"),
-        ("learner.dtype=float32", "megatron-core can do this only with learner.dtype=bfloat16; set it"),
-        ("learner.optimizer.distributed=false", "only with learner.optimizer.distributed=true; set it"),
-        ("learner.optimizer.name=muon", "only with learner.optimizer.name=adamw; set it"),
-        ("learner.offload.optimizer=0.5", "that needs a learner without TransformerEngine, .* set one of the two"),
-    ],
-)
-def test_moments_of_bfloat16_are_refused_where_nothing_keeps_them(keys: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"learner.optimizer.moments_dtype=bfloat16.*{message}"):
-        recipe("qwen3_30b_a3b", "learner.optimizer.moments_dtype=bfloat16", keys)
-
-
 def test_torch_pins_powers_of_two() -> None:
     assert [pinned(size) for size in (0, 1, 4096, 4097, 3 * 2**29)] == [0, 1, 4096, 8192, 2**31]
     config, shape = recipe("qwen3_30b_a3b_disaggregated")
