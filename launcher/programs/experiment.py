@@ -110,8 +110,19 @@ async def run_cells(
 
 
 def cells_at_once(study: Study, cells: Sequence[Cell]) -> int:
-    """As the budget says, or as many as this machine's cores allow. Raises ConfigError for several on GPUs."""
+    """As the budget says, or as many as this machine's cores allow; Ray's own processes count as one core of a cell.
+
+    Raises ConfigError for several on the same GPUs, or on the same nodes of the job that this process is in.
+    """
     asked = study.budget.cells_at_once
+    if "SLURM_JOB_ID" in os.environ and any(cell.config.run.launcher != "local" for cell in cells):
+        if asked is not None and asked > 1:
+            raise ConfigError(
+                f"budget.cells_at_once={asked}: this is inside job {os.environ['SLURM_JOB_ID']}, and each cell would "
+                "place its ranks on all of the job's nodes; allowed: 1. For more at once use rl-megatron experiment "
+                "submit, which gives each cell a job"
+            )
+        return 1
     if any(cell.config.learner.device != "cpu" for cell in cells):
         if asked is not None and asked > 1:
             raise ConfigError(
@@ -121,7 +132,7 @@ def cells_at_once(study: Study, cells: Sequence[Cell]) -> int:
         return 1
     if asked is not None:
         return asked
-    most = max(threads_per_worker(cell.config) * cell.processes for cell in cells)
+    most = max(threads_per_worker(cell.config) * cell.processes + (cell.config.run.launcher == "ray") for cell in cells)
     return max(1, len(os.sched_getaffinity(0)) // most)
 
 

@@ -19,6 +19,7 @@ from rl_megatron.experiments.cells import Cell, cells_of
 from rl_megatron.experiments.states import CellStanding, find_states, read_record
 from rl_megatron.experiments.study import Study, read_study
 from rl_megatron.observability.files import read_jsonl
+from rl_megatron.observability.metrics import deterministic
 from tests.e2e.processes import LIMIT, TINY, Fork, Place
 
 REWARD = '''
@@ -148,3 +149,29 @@ def test_a_cell_that_fails_is_named_with_its_error(place: Place, monkeypatch: py
     (found,) = asyncio.run(run_cells(bad, cells_of(bad), retry=False, start=start_process))
     assert found.state.value == "failed"
     assert found.reason.startswith("status 1: error: reward.function='nowhere:reward'")
+
+
+def test_cells_under_ray_have_each_a_cluster_and_the_numbers_of_those_without(
+    place: Place, study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two side by side; runs of one configuration have one name wherever their ranks are."""
+    pytest.importorskip("ray")
+    monkeypatch.chdir(place.folder)
+    (place.folder / "hold").unlink(missing_ok=True)
+    path, folder = place.folder / "ray.yaml", place.folder / "studies" / "ray"
+    text = yaml.safe_load((place.folder / "three.yaml").read_text())
+    levels, keys = text["axes"]["algorithm"][1:], [*text["overrides"], "run.launcher=ray"]
+    path.write_text(yaml.safe_dump({**text, "overrides": keys, "axes": {"algorithm": levels}, "folder": str(folder)}))
+    under_ray = read_study(path)
+    cells, local = cells_of(under_ray), cells_of(study)[1:]
+    assert [cell.name for cell in cells] == [cell.name for cell in local]
+    start = started_as_forks(place.folder)
+    found = asyncio.run(run_cells(under_ray, cells, retry=False, start=start))
+    assert states(found) == ["done", "done"], [each.reason for each in found]
+    asyncio.run(run_cells(study, local, retry=True, start=start))
+    assert [records(cell) for cell in cells] == [records(cell) for cell in local]
+    assert all("Ray 2" in (cell.folder / "log.txt").read_text() for cell in cells)
+
+
+def records(cell: Cell) -> list[object]:
+    return [deterministic(row) for row in read_jsonl(cell.folder / "metrics.jsonl")]

@@ -163,10 +163,26 @@ def test_cells_on_gpus_run_one_at_a_time(tmp_path: Path) -> None:
         cells_at_once(study, cells_of(study))
 
 
+def test_cells_in_a_job_run_one_at_a_time_on_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    ray = ["run.launcher=ray"]
+    study = study_of(tmp_path, overrides=ray)
+    assert cells_at_once(study, cells_of(study)) == 1
+    study = study_of(tmp_path, overrides=ray, budget={"cells_at_once": 2})
+    with pytest.raises(ConfigError, match=r"inside job 7, and each cell would place its ranks on all .*; allowed: 1"):
+        cells_at_once(study, cells_of(study))
+
+
 def test_cells_share_the_cores(tmp_path: Path) -> None:
     cores, thread = len(os.sched_getaffinity(0)), ["learner.ep=1", "learner.threads=1"]
     apart = [*thread, "algorithm=ppo", "roles.critic=separate"]  # the critic has a process of its own
-    for keys, wanted in ((thread, cores), (["learner.ep=1"], 1), (apart, max(1, cores // 2))):
+    ray = [*thread, "run.launcher=ray"]  # and Ray's own take a core
+    for keys, wanted in (
+        (thread, cores),
+        (["learner.ep=1"], 1),
+        (apart, max(1, cores // 2)),
+        (ray, max(1, cores // 2)),
+    ):
         study = study_of(tmp_path, overrides=keys)
         assert cells_at_once(study, cells_of(study)) == wanted
 
