@@ -15,7 +15,7 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.scaling.flops import seconds_at_peak
+from rl_megatron.scaling.flops import seconds_at_peak, training_flops
 from rl_megatron.scaling.routes import route_of
 from rl_megatron.training.checkpoints import CheckpointStore
 from rl_megatron.training.evaluation import Evaluation
@@ -39,7 +39,13 @@ def loops_of(
         attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
     )
     at_peak = seconds_at_peak(shape, roles.gpus)
-    update = Update(config=config, roles=roles, attention_cost=attention_cost, seconds_at_peak=at_peak)
+    update = Update(
+        config=config,
+        roles=roles,
+        attention_cost=attention_cost,
+        seconds_at_peak=at_peak,
+        training_flops=partial(training_flops, shape),
+    )
     warm = Supervised(
         config=config,
         roles=roles,

@@ -10,7 +10,7 @@ import typer
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.experiments.cells import Cell, cells_of
-from rl_megatron.experiments.states import STARTABLE, CellState, counts, find_states, states_table
+from rl_megatron.experiments.states import STARTABLE, CellState, counts, drift_of, find_states, states_table
 from rl_megatron.experiments.study import Study, read_study
 
 app = typer.Typer(no_args_is_help=True, help="Run a study: a grid of runs with seeds, from one file.")
@@ -84,7 +84,11 @@ def status(study: StudyFile) -> None:
 
     loaded = read_study(study)
     cells = cells_of(loaded)
-    print(states_table(find_states(loaded, cells, queue_of(cells))))
+    found = find_states(loaded, cells, queue_of(cells))
+    print(states_table(found))
+    for each in found:
+        if each.state in {CellState.DONE, CellState.SPENT} and (line := drift_of(each.cell)):
+            print(f"note: {each.cell.name}: {line}")
 
 
 @app.command()

@@ -148,6 +148,7 @@ class _Series:
     stopping: bool = False
     began: float = field(default_factory=time.monotonic)
     asked: set[str] = field(default_factory=set)  # the cells that were asked to stop
+    late: dict[str, str] = field(default_factory=dict)  # those that had to be ended, with the reason
 
     async def work(self) -> None:
         """Run one cell after the other until none waits."""
@@ -202,20 +203,27 @@ class _Series:
             raise
         finally:
             del self.running[cell.name]
-        reason = "" if status == 0 else _reason(status, output, printed)
+        reason = self.late.get(cell.name, "") if status == 0 else _reason(status, output, printed)
         seconds, step = time.monotonic() - began, states.last_step(cell)
         states.write_record(cell, record.ended(status=status, reason=reason, seconds=seconds, step=step))
         (found,) = states.find_states(self.study, [cell])
         self.display.ended(found)
 
     async def _wait(self, cell: Cell, child: Child, record: CellRecord) -> int:
-        """Its exit status; 0 also where it was asked to stop. At the end of its time it is asked to."""
+        """Its exit status; 0 also where it was asked to stop. At the end of its time it is asked to, and ended if it
+        has not after its ``learner.timeout_seconds``, which no call of a healthy run takes."""
         limit = self.study.budget.cell_minutes
         left = None if limit is None else max(60 * limit - record.seconds, 0.0)
         waits = asyncio.ensure_future(child.wait())
         done, _ = await asyncio.wait({waits}, timeout=left)
         if not done:
             self._end(cell.name, signal.SIGTERM)
+            most = cell.config.learner.timeout_seconds
+            done, _ = await asyncio.wait({waits}, timeout=most)
+            if not done:
+                self.late[cell.name] = f"it did not stop within learner.timeout_seconds={most:g} and was ended"
+                self.display.note(f"{cell.name}: {self.late[cell.name]} (pid {child.pid})")
+                self._end(cell.name, signal.SIGKILL)
         status = await waits
         return 0 if cell.name in self.asked and status in _ASKED else status
 

@@ -6,9 +6,10 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import flat
@@ -92,9 +93,14 @@ def config_digest(config: RunConfig) -> str:
     Keys that change no number of a run are left out: its name and folder, what it shows and saves, the cluster's.
     """
     defaults = dict(flat(RunConfig().model_dump(mode="json")))
-    values = flat(config.model_dump(mode="json"))
-    changed = sorted((k, v) for k, v in values if not k.startswith(_ANYWHERE) and defaults.get(k, ...) != v)
+    values = numbers_of(config.model_dump(mode="json"))
+    changed = sorted((k, v) for k, v in values if defaults.get(k, ...) != v)
     return hashlib.sha256(json.dumps(changed).encode()).hexdigest()[:_DIGITS]
+
+
+def numbers_of(tree: Any) -> Iterator[tuple[str, Any]]:
+    """The keys of a whole configuration, as JSON values, that may change a run's numbers."""
+    return ((key, value) for key, value in flat(tree) if not key.startswith(_ANYWHERE))
 
 
 def _cell(study: Study, arm: str, seed: int, overrides: Sequence[str]) -> Cell:

@@ -19,6 +19,7 @@ from rl_megatron.experiments.cells import Cell, arms_of
 from rl_megatron.experiments.queued import Queued
 from rl_megatron.experiments.results import (
     COUNTED,
+    SPENT,
     ArmFit,
     CellRun,
     StudyResults,
@@ -28,7 +29,7 @@ from rl_megatron.experiments.results import (
     results_of,
 )
 from rl_megatron.experiments.sigmoid import NAMES
-from rl_megatron.experiments.states import CellStanding, CellState, find_states
+from rl_megatron.experiments.states import CellStanding, CellState, drift_of, find_states
 from rl_megatron.experiments.study import Study
 from rl_megatron.experiments.survival import Survival
 from rl_megatron.observability.arms import Arm, group_runs
@@ -39,7 +40,12 @@ from rl_megatron.observability.intervals import Interval
 from rl_megatron.observability.metrics import documented
 from rl_megatron.observability.report import Curve, Panel, arms_chart, write_page
 
-_UNITS = {"steps": "RL steps", "tokens": "sampled tokens", "device_seconds": "process seconds"}
+_UNITS = {
+    "steps": "RL steps",
+    "tokens": "sampled tokens",
+    "device_seconds": "process seconds",
+    "flops": "FLOPs of training",
+}
 _POINTS = 60  # of a fitted curve
 
 
@@ -65,11 +71,11 @@ def write_study_report(
     arms = group_runs(loaded, [each.cell.arm for each in begun])
     style = dict(zip(dict.fromkeys(each.cell.arm for each in begun), (arm.style for arm in arms), strict=True))
     drawn = _drawn(study, results, runs, arms, style)
-    panels = _panels(study, found, results, drawn, style)
+    panels = _panels(study, found, results, runs, drawn, style)
     write_page(arms, out, title=f"Study {study.folder.name if study.folder else out.stem}", panels=panels)
     document = json.dumps(results.document(study, found), indent=1)
     write_atomically(out.with_name("results.json"), f"{document}\n".encode())
-    write_atomically(out.with_name("results.csv"), _results_csv(results, found).encode())
+    write_atomically(out.with_name("results.csv"), _results_csv(results, found, runs).encode())
     write_atomically(out.with_name("curves.csv"), _curves_csv(study, runs).encode())
     (out.parent / "figures").mkdir(exist_ok=True)
     for file, chart in zip(figure_files(list(drawn)), drawn.values(), strict=True):
@@ -143,19 +149,25 @@ def _panels(
     study: Study,
     found: Sequence[CellStanding],
     results: StudyResults,
+    runs: Sequence[CellRun],
     drawn: Mapping[str, Chart],
     style: Mapping[str, int],
 ) -> list[Panel]:
-    panels = [_results_panel(study, found, results, drawn, style)]
+    panels = [_results_panel(study, found, results, runs, drawn, style)]
     if results.differences:
         rows = [
             [name, str(i.count if i else 0), number_text(i.value) if i else "-", _ends(i), _verdict(i)]
             for name, i in results.differences.items()
         ]
         how = "seed by seed, by Student's t" if study.paired else "of arms with seeds of their own, by Welch's interval"
-        note = f"Differences are taken {how}. Each interval is of one difference alone: of 20 zeros, one excludes 0."
+        notes = [f"Differences are taken {how}. Each interval is of one difference alone: of 20 zeros, one excludes 0."]
+        if any(found is not None and found.all_equal for found in results.differences.values()):
+            notes.append(
+                "Where all values are equal, as where a metric has few levels, their spread says nothing of the next "
+                "seed's: there is no interval, and nothing is said of 0."
+            )
         columns = ["Difference", "Pairs" if study.paired else "Runs", "Value", "95 % interval", "Excludes 0"]
-        panels.append(Panel(title="Differences", notes=[note], columns=columns, rows=rows))
+        panels.append(Panel(title="Differences", notes=notes, columns=columns, rows=rows))
     panels.append(_fits_panel(study, results, [chart for name, chart in drawn.items() if name.startswith("fit ")]))
     rule = study.collapse
     watched = f"{rule.metric} below {rule.below:g} of its greatest value so far, once that is {rule.least:g} or more"
@@ -171,6 +183,7 @@ def _results_panel(
     study: Study,
     found: Sequence[CellStanding],
     results: StudyResults,
+    runs: Sequence[CellRun],
     drawn: Mapping[str, Chart],
     style: Mapping[str, int],
 ) -> Panel:
@@ -179,13 +192,17 @@ def _results_panel(
     which = "the last value" if last == 1 else f"the mean of the last {last} values"
     notes = [f"A run's result is {which} of {study.evaluation.metric}: {metric.meaning if metric else ''}."]
     notes += [note for each in found if (note := _remark(study, results, each))]
+    notes += [f"{each.cell.name}: {line}" for each in found if each.state in COUNTED if (line := drift_of(each.cell))]
+    notes.append("The last three columns: a run's tokens sampled, seconds times learner processes, and training FLOPs.")
     rows = []
     for arm, by_seed in results.results.items():
         interval = results.means.get(arm)
         each_one = " ".join(number_text(by_seed[seed]) for seed in sorted(by_seed))
         mean = number_text(interval.value) if interval else "-"
-        rows.append([arm, str(len(by_seed)), mean, _ends(interval), each_one or "-"])
-    columns = ["Arm", "Runs", "Mean", "95 % interval", "Each run"]
+        mine = [list(run.spent())[-1] for run in runs if run.standing.cell.arm == arm and run.counted]
+        spent = [f"{sum(s[name] for s in mine) / len(mine):.3g}" if mine else "-" for name in SPENT]
+        rows.append([arm, str(len(by_seed)), mean, _ends(interval), each_one or "-", *spent])
+    columns = ["Arm", "Runs", "Mean", "95 % interval", "Each run", "Tokens", "Process seconds", "FLOPs of training"]
     return Panel(
         title="Results",
         notes=notes,
@@ -235,11 +252,13 @@ def _fits_panel(study: Study, results: StudyResults, charts: Sequence[Chart]) ->
 def _ends(interval: Interval | None) -> str:
     if interval is None or interval.low is None or interval.high is None:
         return "-"
+    if interval.all_equal:
+        return f"none: all {interval.count} are equal"
     return f"{number_text(interval.low)} to {number_text(interval.high)}"
 
 
 def _verdict(interval: Interval | None) -> str:
-    if interval is None or interval.low is None:
+    if interval is None or interval.low is None or interval.all_equal:
         return "-"
     return "yes" if interval.excludes_zero else "no"
 
@@ -248,23 +267,26 @@ def _error(value: float | None) -> str:
     return "-" if value is None else number_text(value)
 
 
-def _results_csv(results: StudyResults, found: Sequence[CellStanding]) -> str:
+def _results_csv(results: StudyResults, found: Sequence[CellStanding], runs: Sequence[CellRun]) -> str:
+    spent = {each.standing.cell.name: list(each.spent())[-1] for each in runs}
     rows = [
-        [e.cell.arm, e.cell.seed, e.cell.name, e.state.value, e.step, results.results[e.cell.arm].get(e.cell.seed, "")]
+        [
+            *(e.cell.arm, e.cell.seed, e.cell.name, e.state.value, e.step),
+            results.results[e.cell.arm].get(e.cell.seed, ""),
+            *(spent[e.cell.name][name] if e.cell.name in spent else "" for name in SPENT),
+        ]
         for e in found
     ]
-    return _csv(["arm", "seed", "run", "state", "step", "result"], rows)
+    return _csv(["arm", "seed", "run", "state", "step", "result", *SPENT], rows)
 
 
 def _curves_csv(study: Study, runs: Sequence[CellRun]) -> str:
-    rows = [
-        [each.standing.cell.arm, each.standing.cell.seed, int(step), compute, value]
-        for each in runs
-        for step, compute, value in each.points
-    ]
-    return _csv(
-        ["arm", "seed", "step", study.evaluation.compute.replace("steps", "compute"), study.evaluation.metric], rows
-    )
+    rows = []
+    for each in runs:
+        at = {spent["steps"]: spent for spent in each.spent()}
+        cell = each.standing.cell
+        rows += [[cell.arm, cell.seed, int(s), *(at[s][name] for name in SPENT), v] for s, _, v in each.points]
+    return _csv(["arm", "seed", "step", *SPENT, study.evaluation.metric], rows)
 
 
 def _csv(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_megatron.errors import DataError
 from rl_megatron.experiments.cells import Cell
 from rl_megatron.experiments.forecast import Forecast, forecast
 from rl_megatron.experiments.sigmoid import SeedCurve, SigmoidFit, fit_sigmoid, why_not
@@ -34,6 +35,10 @@ class CellRun:
     def counted(self) -> bool:
         """Whether it has ended, so that its result is compared."""
         return self.standing.state in COUNTED
+
+    def spent(self) -> Iterator[dict[str, float]]:
+        """Compute up to each of its rows of RL, by every measure."""
+        return spent_of(self.standing.cell, self.run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,25 +82,41 @@ class StudyResults:
                 }
                 for each in found
             ],
-            "arms": {arm: asdict(interval) for arm, interval in self.means.items()},
+            "arms": {arm: _interval_document(interval) for arm, interval in self.means.items()},
             "paired": study.paired,
-            "differences": {name: found and asdict(found) for name, found in self.differences.items()},
+            "differences": {name: found and _interval_document(found) for name, found in self.differences.items()},
             "fits": {arm: _fit_document(each) for arm, each in self.fits.items()},
             "survival": {arm: [asdict(row) for row in rows] for arm, rows in self.survival.items()},
         }
 
 
+SPENT = {"tokens": "tokens/rollout", "device_seconds": "seconds/step", "flops": "flops/train"}
+"""The measures of compute that add up over steps, each with the metric of one step."""
+
+
 def points_of(study: Study, cell: Cell, run: Run) -> list[tuple[float, float, float]]:
-    """(step, compute, value) of each row of RL with the study's metric."""
-    compute = {"tokens": ("tokens/rollout", 1), "device_seconds": ("seconds/step", cell.processes)}
-    name, factor = compute.get(study.evaluation.compute, ("", 1))
-    out, spent = [], 0.0
+    """(step, compute, value) of RL's rows with the study's metric. Raises DataError if compute was not recorded."""
+    name, made = study.evaluation.compute, [row for row in run.rl if number(row, "step")]
+    if name != "steps" and made and not any(SPENT[name] in row for row in made):
+        raise DataError(
+            f"{cell.folder}: evaluation.compute={name}, but no row has {SPENT[name]}, as those of older versions; take "
+            "another measure, or run the cell again"
+        )
+    return [
+        (spent["steps"], spent[name], value)
+        for row, spent in zip(run.rl, spent_of(cell, run), strict=True)
+        if (value := number(row, study.evaluation.metric)) is not None
+    ]
+
+
+def spent_of(cell: Cell, run: Run) -> Iterator[dict[str, float]]:
+    """Compute up to each row of RL, by every measure."""
+    total = dict.fromkeys(SPENT, 0.0)
     for row in run.rl:
-        step = number(row, "step") or 0.0
-        spent = step if not name else spent + factor * (number(row, name) or 0.0)
-        if (value := number(row, study.evaluation.metric)) is not None:
-            out.append((step, spent, value))
-    return out
+        for name, metric in SPENT.items():
+            factor = cell.processes if name == "device_seconds" else 1
+            total[name] += factor * (number(row, metric) or 0.0)
+        yield {"steps": number(row, "step") or 0.0, **total}
 
 
 def results_of(study: Study, arms: Sequence[str], runs: Sequence[CellRun]) -> StudyResults:
@@ -156,6 +177,11 @@ def _lifetime(study: Study, rows: Sequence[JsonRow]) -> Lifetime:
     values = ((number(row, "step") or 0.0, number(row, rule.metric)) for row in rows)
     points = [(step, value) for step, value in values if value is not None]
     return lifetime(points, below=rule.below, least=rule.least)
+
+
+def _interval_document(interval: Interval) -> dict[str, Any]:
+    """Without ends where all seeds are equal."""
+    return asdict(interval) | ({"low": None, "high": None} if interval.all_equal else {})
 
 
 def _fit_document(each: ArmFit) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import psutil
 
+from rl_megatron.config import yaml_text
+from rl_megatron.config.errors import shorten
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError
-from rl_megatron.experiments.cells import Cell
+from rl_megatron.experiments.cells import Cell, numbers_of
 from rl_megatron.experiments.queued import Queued, Task, read_task
 from rl_megatron.experiments.study import Study
 from rl_megatron.observability.files import JsonRow, from_the_end
@@ -154,6 +156,24 @@ def time_was_up(cell: Cell, record: CellRecord) -> bool:
     return bool(task.end) and task.time_was_up
 
 
+def drift_of(cell: Cell) -> str:
+    """How what the cell ran with differs from what it would run with now, as by another version's defaults; or empty.
+
+    Its folder's name does not tell: that is of the values that differ from the defaults.
+    """
+    path = cell.folder / "config.yaml"
+    if not path.is_file():
+        return ""
+    then, now = dict(numbers_of(yaml_text.read(path))), dict(numbers_of(cell.config.model_dump(mode="json")))
+    changed = [f"{key}={shorten(then[key])}" for key in then.keys() & now.keys() if then[key] != now[key]]
+    wanted = [f"{key}={shorten(now[key])}" for key in then.keys() & now.keys() if then[key] != now[key]]
+    if not changed:
+        return ""
+    return (
+        f"it ran with {', '.join(sorted(changed))}; now it would with {', '.join(sorted(wanted))}: remove it to repeat"
+    )
+
+
 def states_table(found: Sequence[CellStanding]) -> str:
     """For the terminal: a line a cell, with the reason under one that failed, and the counts."""
     head = f"{'state':<8} {'step':>9} {'value':>9} {'minutes':>7}  run"
@@ -225,7 +245,8 @@ def _state(study: Study, cell: Cell, record: CellRecord | None, step: int, *, en
         return CellState.DONE, ""
     limit = study.budget.cell_minutes
     if record is not None and limit is not None and record.seconds >= 60 * limit:
-        return CellState.SPENT, f"budget.cell_minutes={limit:g} are over"
+        late = f"; {record.reason}" if record.reason else ""
+        return CellState.SPENT, f"budget.cell_minutes={limit:g} are over{late}"
     return (CellState.STOPPED if cell.folder.is_dir() else CellState.WAITING), ""
 
 

@@ -37,8 +37,8 @@ class Outcome(Section):
     """Metric that is compared between arms and fitted."""
     last: Positive = 1
     """A run's result is the mean of the metric's last so many values."""
-    compute: Literal["steps", "tokens", "device_seconds"] = "steps"
-    """The compute C of a fit: RL steps, tokens sampled so far, or seconds times learner processes."""
+    compute: Literal["steps", "tokens", "device_seconds", "flops"] = "steps"
+    """The compute C of a fit: RL steps, tokens sampled, seconds times learner processes, or FLOPs of training."""
     from_compute: NonNegativeFloat = 0.0
     """Values at less compute are left out of fits."""
 

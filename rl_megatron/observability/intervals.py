@@ -10,6 +10,8 @@ from dataclasses import dataclass
 LEVEL = 0.95
 """The share of intervals that hold the truth, wherever this package shows one."""
 
+_ROUNDING = 1e-12
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
@@ -21,9 +23,17 @@ class Interval:
     count: int  # seeds, or pairs of them
 
     @property
+    def all_equal(self) -> bool:
+        """Whether the values do not vary, to rounding: then their spread says nothing of the next seed's."""
+        if self.low is None or self.high is None or self.count < 2:
+            return False
+        return self.high - self.low <= _ROUNDING * max(1.0, abs(self.value))
+
+    @property
     def excludes_zero(self) -> bool:
-        """Whether 0 lies outside."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+        """Whether 0 lies outside; not where all values are equal, which give no interval."""
+        outside = self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+        return outside and not self.all_equal
 
 
 def mean_interval(values: Sequence[float]) -> Interval:

@@ -185,10 +185,15 @@ METRICS: Mapping[str, Documented] = _rows(
     ("tokens_per_second/rollout", "tokens/s", "tokens/rollout over seconds/rollout"),
     ("tokens_per_second/train", "tokens/s", "tokens/train over seconds/train"),
     (
+        "flops/train",
+        "FLOP",
+        "FLOPs of the policy's model in forward and backward over tokens/train, without what is computed again; those "
+        "of sampling and scores are not counted (rl_megatron/scaling/flops.py)",
+    ),
+    (
         "mfu/train",
         "",
-        "FLOPs of the policy's model in forward and backward over tokens/train, without what is computed again, over "
-        "seconds/train at the bfloat16 peak of its GPUs; only where that is known (rl_megatron/scaling/flops.py)",
+        "flops/train over seconds/train at the bfloat16 peak of the policy's GPUs; only where that is known",
     ),
     ("seconds/rollout", "s", "sampling and rewards"),
     ("seconds/logprobs", "s", "log-probs of the old policy by the learner, and of the new one (train.route_flips)"),

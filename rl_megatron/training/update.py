@@ -51,6 +51,8 @@ class Update:
     attention_cost: float
     seconds_at_peak: Callable[[Iterable[int]], float] | None = None
     """Of training the policy on sequences of such lengths; None where its GPUs' peak is not known."""
+    training_flops: Callable[[Iterable[int]], float] | None = None
+    """Of the same, for the metric flops/train; None: not counted."""
     state: AlgorithmState = field(init=False)
     _selection: Selection = field(init=False)
     _packer: Packer = field(init=False)
@@ -241,6 +243,8 @@ class Update:
                     valued = at_once.begin("critic", asked)
                 if trained is not None:
                     policy_steps.append(await at_once.end(trained))
+                    if self.training_flops is not None:
+                        row["flops/train"] = float(row.get("flops/train") or 0) + self.training_flops(_lengths(batch))
                     if self.seconds_at_peak is not None:
                         watch.at_peak("train", self.seconds_at_peak(_lengths(batch)))
                 if valued is not None:

@@ -44,11 +44,12 @@ def test_fits_are_those_of_scipy(case: dict[str, list]) -> None:  # type: ignore
     np.testing.assert_allclose(fit_sigmoid(curves).parameters, case["fit"], rtol=1e-4)
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+@pytest.mark.parametrize("count", [3, 5])
+def test_intervals_hold_the_truth_as_often_as_they_say(count: int) -> None:
     """40 studies of one seed of the generator; bench/fits.py has 500 of several designs."""
     rng, held = np.random.default_rng(5), dict.fromkeys(NAMES, 0)
     for _ in range(40):
-        found = fit_sigmoid(seeds_of(rng, COMPUTE[::2]), RATE).intervals()
+        found = fit_sigmoid(seeds_of(rng, COMPUTE[::2], count=count), RATE).intervals()
         for name, truth in zip(NAMES, TRUTH, strict=True):
             low, high = found[name].low, found[name].high
             held[name] += low is not None and high is not None and low <= truth <= high

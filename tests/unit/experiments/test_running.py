@@ -136,6 +136,21 @@ def test_a_broken_file_of_one_cell_is_its_failure_and_the_others_go_on(tmp_path:
     assert re.search(r"metrics\.jsonl:1: not JSON", found[0].reason)
 
 
+def test_a_cell_that_does_not_stop_when_its_minutes_are_over_is_ended(tmp_path: Path) -> None:
+    """It ignores SIGTERM; its own time limit of a call is what it has to save."""
+    keys = ["train.steps=2", "learner.timeout_seconds=0.3"]
+    study, cells = study_of(tmp_path, overrides=keys, budget={"cell_minutes": 1e-2})
+    said = io.StringIO()
+    (found,) = ran(study, cells, shell(f"trap '' TERM; {row(1)}; while :; do sleep 0.1; done"), said)
+    late = "it did not stop within learner.timeout_seconds=0.3 and was ended"
+    assert (found.state.value, found.reason) == ("spent", f"budget.cell_minutes=0.01 are over; {late}")
+    record = read_record(cells[0])
+    assert record is not None
+    assert f"{late} (pid {record.pid})" in said.getvalue()
+    with pytest.raises(ProcessLookupError):
+        os.kill(record.pid, 0)
+
+
 def test_a_budget_of_time_holds_while_a_file_is_broken(tmp_path: Path) -> None:
     study, cells = study_of(tmp_path, budget={"minutes": 1e-3})
     (found,) = ran(study, cells, shell("echo half >> metrics.jsonl; exec sleep 100"))

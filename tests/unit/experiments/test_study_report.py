@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 import yaml
 
+from launcher.__main__ import main
 from rl_megatron.config.io import save_resolved
 from rl_megatron.errors import DataError
 from rl_megatron.experiments.cells import Cell, cells_of
 from rl_megatron.experiments.report import figure_files, write_study_report
-from rl_megatron.experiments.states import CellRecord, write_record
+from rl_megatron.experiments.results import points_of
+from rl_megatron.experiments.states import CellRecord, drift_of, write_record
 from rl_megatron.experiments.study import Study, read_study
+from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.metrics import MetricsWriter
 
 SEEDS, STEPS = [0, 1, 2, 3], 40
@@ -31,7 +34,15 @@ def recorded(cell: Cell, values: np.ndarray, tokens: int = 100) -> None:
     writer = MetricsWriter(cell.folder)
     for step, value in zip(AT, values, strict=False):
         row = {"phase": "rl", "step": int(step), "eval/accuracy": float(value), "seconds/step": 2.0}
-        writer.write({**row, "tokens/rollout": tokens, "reward/mean": float(value), "reward/std": 0.5})
+        writer.write(
+            {
+                **row,
+                "tokens/rollout": tokens,
+                **({"flops/train": 7e9} if step else {}),
+                "reward/mean": float(value),
+                "reward/std": 0.5,
+            }
+        )
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +125,14 @@ def test_a_study_without_a_step_says_what_to_do(tmp_path: Path) -> None:
     assert not (tmp_path / "report.html").exists()
 
 
-@pytest.mark.parametrize(("compute", "spent"), [("steps", 4.0), ("tokens", 300.0), ("device_seconds", 12.0)])
+@pytest.mark.parametrize(
+    ("compute", "spent"), [("steps", 4.0), ("tokens", 300.0), ("device_seconds", 12.0), ("flops", 1.4e10)]
+)
 def test_compute_is_what_was_spent_up_to_a_value(tmp_path: Path, compute: str, spent: float) -> None:
-    """Rows of steps 0, 2 and 4, each of 2 s and 100 tokens; the default run has 2 processes."""
+    """Rows of steps 0, 2 and 4, each of 2 s and 100 tokens, the last two of 7e9 FLOPs; the default run has 2 processes.
+
+    The tables have every measure, whichever a fit takes.
+    """
     (tmp_path / "s.yaml").write_text(
         yaml.safe_dump({"folder": str(tmp_path / "runs"), "seeds": [0], "evaluation": {"compute": compute}})
     )
@@ -126,7 +142,63 @@ def test_compute_is_what_was_spent_up_to_a_value(tmp_path: Path, compute: str, s
     write_study_report(read, [cell], tmp_path / "runs" / "report.html")
     with (tmp_path / "runs" / "curves.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert (float(rows[-1]["compute" if compute == "steps" else compute]), rows[-1]["eval/accuracy"]) == (spent, "0.3")
+    name = "step" if compute == "steps" else compute
+    assert (float(rows[-1][name]), rows[-1]["eval/accuracy"]) == (spent, "0.3")
+    every = {"tokens": 300.0, "device_seconds": 12.0, "flops": 1.4e10}
+    with (tmp_path / "runs" / "results.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert {name: float(row[name]) for name in every} == every
+    assert points_of(read, cell, load_runs([cell.folder])[0])[-1] == (4.0, spent, 0.3)
+
+
+def test_a_measure_of_compute_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(
+        yaml.safe_dump({"folder": str(tmp_path / "runs"), "seeds": [0], "evaluation": {"compute": "flops"}})
+    )
+    read = read_study(tmp_path / "s.yaml")
+    (cell,) = cells_of(read)
+    for step in range(3):
+        MetricsWriter(cell.folder).write({"phase": "rl", "step": step, "eval/accuracy": 0.1})
+    save_resolved(cell.config, cell.folder / "config.yaml")
+    with pytest.raises(DataError, match=r"evaluation.compute=flops, but no row has flops/train, as those of older"):
+        write_study_report(read, [cell], tmp_path / "report.html")
+
+
+def test_equal_differences_have_no_interval_and_the_page_says_so(tmp_path: Path) -> None:
+    """0.3 - 0.2 and 0.4 - 0.3 differ by rounding alone."""
+    axes = {"a": [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate(("low", "high"), 1)]}
+    text = {"overrides": ["train.steps=0"], "seeds": [0, 1], "axes": axes, "folder": str(tmp_path / "runs")}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(text))
+    read = read_study(tmp_path / "s.yaml")
+    for cell in cells_of(read):
+        recorded(cell, np.array([{"low": 0.2, "high": 0.3}[cell.arm] + 0.1 * cell.seed]))
+    page = write_study_report(read, cells_of(read), tmp_path / "report.html").read_text()
+    found = json.loads((tmp_path / "results.json").read_text())["differences"]["high - low"]
+    assert (found["value"], found["low"], found["high"]) == (pytest.approx(0.1), None, None)
+    assert "none: all 2 are equal" in page
+    assert "their spread says nothing of the next" in page
+    low = next(row for row in re.findall(r"<tr>.*?</tr>", page, re.DOTALL) if "high - low" in row)
+    assert "<td>-</td>" in re.sub(r"\s|class=\S+", "", low), low
+
+
+def test_a_done_cell_that_ran_with_another_versions_default_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its name is the same: that is of the values that differ from the defaults."""
+    path = tmp_path / "s.yaml"
+    path.write_text(yaml.safe_dump({"overrides": ["train.steps=4"], "seeds": [0], "folder": str(tmp_path / "runs")}))
+    (cell,) = cells_of(read_study(path))
+    recorded(cell, np.array([0.1, 0.2, 0.3]))
+    assert drift_of(cell) == ""
+    train = cell.config.train.model_copy(update={"epochs": 3})
+    save_resolved(cell.config.model_copy(update={"train": train}), cell.folder / "config.yaml")
+    now = cell.config.train.epochs
+    wanted = f"it ran with train.epochs=3; now it would with train.epochs={now}: remove it to repeat"
+    assert drift_of(cell) == wanted
+    assert wanted in write_study_report(read_study(path), [cell], tmp_path / "report.html").read_text()
+    with pytest.raises(SystemExit):
+        main(["experiment", "status", str(path)])
+    assert f"note: {cell.name}: {wanted}" in capsys.readouterr().out
 
 
 def test_no_ended_cell_is_left_out_or_counted_silently(tmp_path: Path) -> None:

@@ -283,6 +283,7 @@ def test_every_number_of_a_run_has_a_place_on_the_page() -> None:
         "warm_start/step",
         "tokens/rollout",
         "tokens/train",
+        "flops/train",
         "weights/bytes",
         "weights/route",
         "checkpoint/bytes",

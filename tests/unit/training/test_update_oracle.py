@@ -174,9 +174,16 @@ def test_the_policys_share_of_its_gpus_peak_is_of_every_sequence_of_every_pass()
         return float(sum(added))
 
     sampled, watch = groups(3, table(VOCABULARY, VOCABULARY, seed=4)), Stopwatch()
-    update = Update(config=config, roles=roles, attention_cost=0.0, seconds_at_peak=a_second_a_position)
+    update = Update(
+        config=config,
+        roles=roles,
+        attention_cost=0.0,
+        seconds_at_peak=a_second_a_position,
+        training_flops=lambda lengths: 5.0 * sum(lengths),
+    )
     row = asyncio.run(update(sampled, 3, watch))
     whole = [len(c.token_ids) - 1 for group in sampled for t in group.trajectories for c in t.chains]
     assert sorted(heard) == sorted(3 * whole)
+    assert row["flops/train"] == 5.0 * sum(3 * whole)
     found = watch.row()
     assert found["mfu/train"] == pytest.approx(float(row["tokens/train"] or 0) / found["seconds/train"])
