@@ -200,7 +200,7 @@ def _results_panel(
         each_one = " ".join(number_text(by_seed[seed]) for seed in sorted(by_seed))
         mean = number_text(interval.value) if interval else "-"
         mine = [list(run.spent())[-1] for run in runs if run.standing.cell.arm == arm and run.counted]
-        spent = [f"{sum(s[name] for s in mine) / len(mine):.3g}" if mine else "-" for name in SPENT]
+        spent = [number_text(sum(s[name] for s in mine) / len(mine)) if mine else "-" for name in SPENT]
         rows.append([arm, str(len(by_seed)), mean, _ends(interval), each_one or "-", *spent])
     columns = ["Arm", "Runs", "Mean", "95 % interval", "Each run", "Tokens", "Process seconds", "FLOPs of training"]
     return Panel(
