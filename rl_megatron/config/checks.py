@@ -147,6 +147,11 @@ def _batch_problems(c: RunConfig) -> list[str]:
             f"learner.max_tokens_per_micro_batch={c.learner.max_tokens_per_micro_batch} is less than the {what}"
             f"rollout.max_prompt_tokens + rollout.max_new_tokens) = {wanted}; raise the first or lower the others"
         )
+    if pairs and c.learner.padding.sequences == 1:
+        out.append(
+            "learner.padding.sequences=1 with algorithm.preference_beta: a pair is two sequences of one micro-batch; "
+            "set learner.padding.sequences to 2 or more"
+        )
     if pairs and c.rollout.group_size < 2 and not c.offline:
         out.append(
             f"algorithm.preference_beta pairs a group's completions, but rollout.group_size={c.rollout.group_size}; "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.samples import members_of, rows_of, select, split_minibatches
 from rl_megatron.errors import DataError
+from rl_megatron.options.padding import PaddingSection, padded_tokens
 from rl_megatron.types import Batch, ParallelDims, Samples
 
 # Up to an eighth more micro-batches than memory requires are tried until the heaviest is this near the mean.
@@ -38,8 +39,18 @@ def causal_attention_cost(*, linear_parameters: float, attention_width: float) -
     return attention_width / linear_parameters
 
 
-def pack(samples: Samples, *, dims: ParallelDims, max_tokens: int, attention_cost: float = 0.0, unit: int = 1) -> Batch:
+def pack(
+    samples: Samples,
+    *,
+    dims: ParallelDims,
+    max_tokens: int,
+    attention_cost: float = 0.0,
+    unit: int = 1,
+    most: int | None = None,
+) -> Batch:
     """Pack every sequence once into D x M micro-batches of at most ``max_tokens`` positions. Deterministic.
+
+    ``most`` limits a micro-batch's sequences, too.
 
     ``unit`` neighbouring sequences (2 for preference pairs) stay together. The learner, not this function, pads for TP
     and CP; but padding counts: a padded micro-batch also has at most ``max_tokens`` positions, rounded up to the
@@ -48,7 +59,7 @@ def pack(samples: Samples, *, dims: ParallelDims, max_tokens: int, attention_cos
     longer than ``max_tokens``.
     """
     lengths = samples.cu_seqlens.diff().numpy()
-    plan = plan_packing(lengths, dims=dims, max_tokens=max_tokens, attention_cost=attention_cost, unit=unit)
+    plan = plan_packing(lengths, dims=dims, max_tokens=max_tokens, attention_cost=attention_cost, unit=unit, most=most)
     sequences = tuple(tuple(torch.from_numpy(ids) for ids in row) for row in plan)
     return Batch(
         micro_batches=tuple(
@@ -62,17 +73,28 @@ def pack(samples: Samples, *, dims: ParallelDims, max_tokens: int, attention_cos
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packer:
-    """Packs for the ranks of one learner; the fields are arguments of `pack`."""
+    """Packs for the ranks of one learner; the first fields are arguments of `pack`.
+
+    ``padding`` has the most sequences of a micro-batch, and what the learner pads it to.
+    """
 
     dims: ParallelDims
     max_tokens: int
     attention_cost: float
     unit: int = 1
+    padding: PaddingSection = field(default_factory=PaddingSection)
 
     def pack(self, samples: Samples) -> Batch:
         """Pack all of them; units stay together."""
         cost = self.attention_cost
-        return pack(samples, dims=self.dims, max_tokens=self.max_tokens, attention_cost=cost, unit=self.unit)
+        return pack(
+            samples,
+            dims=self.dims,
+            max_tokens=self.max_tokens,
+            attention_cost=cost,
+            unit=self.unit,
+            most=self.padding.sequences,
+        )
 
     def minibatches(self, samples: Samples, *, most: int, seeds: Iterable[int]) -> Iterator[Batch]:
         """Split and pack the samples once for each seed, each time in a new order.
@@ -100,7 +122,8 @@ class Packer:
                     work[d, m] = sequence_work(lengths, self.attention_cost).sum()
                     real += len(samples.input_ids)
                     padded = int(padded_lengths(lengths, self.dims).sum())
-                    computed += _round_up(padded, _sequence_multiple(self.dims) * self.dims.tp)
+                    multiple = _sequence_multiple(self.dims) * self.dims.tp
+                    computed += padded_tokens(padded, multiple, self.padding.sizes)
             slowest += float(work.max(0).sum())
             mean += float(work.mean(0).sum())
         return {
@@ -113,11 +136,17 @@ class Packer:
 def packer_of(learner: LearnerSection, *, attention_cost: float, unit: int = 1) -> Packer:
     """The packer for the learner's layout and its most tokens per micro-batch."""
     most = learner.max_tokens_per_micro_batch
-    return Packer(dims=learner.dims, max_tokens=most, attention_cost=attention_cost, unit=unit)
+    return Packer(dims=learner.dims, max_tokens=most, attention_cost=attention_cost, unit=unit, padding=learner.padding)
 
 
 def plan_packing(
-    lengths: NDArray[np.int64], *, dims: ParallelDims, max_tokens: int, attention_cost: float = 0.0, unit: int = 1
+    lengths: NDArray[np.int64],
+    *,
+    dims: ParallelDims,
+    max_tokens: int,
+    attention_cost: float = 0.0,
+    unit: int = 1,
+    most: int | None = None,
 ) -> list[list[NDArray[np.int64]]]:
     """The sequence numbers of each micro-batch [D][M], for sequences of ``lengths`` [S] positions."""
     if not len(lengths):
@@ -135,7 +164,7 @@ def plan_packing(
     order = np.argsort(-sizes, kind="stable")
     work = sequence_work(lengths, attention_cost).reshape(units).sum(1)[order]
     budget = _round_up(max_tokens, _sequence_multiple(dims) * dims.tp)
-    bins, num_bins = _fill(sizes[order], work, dp=dims.dp, budget=budget)
+    bins, num_bins = _fill(sizes[order], work, dp=dims.dp, budget=budget, most=None if most is None else most // unit)
     totals = np.bincount(bins, work, num_bins).astype(np.float64)
     place = np.empty(num_bins, np.int64)  # a bin's place, rank by rank
     place[_deal(totals, dims.dp).ravel()] = np.arange(num_bins)
@@ -167,11 +196,13 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _fill(
-    padded: NDArray[np.int64], work: NDArray[np.float64], *, dp: int, budget: int
+    padded: NDArray[np.int64], work: NDArray[np.float64], *, dp: int, budget: int, most: int | None
 ) -> tuple[NDArray[np.int64], int]:
-    """The bin of each sequence, and the number of bins (a multiple of ``dp``). Sequences come longest first."""
+    """The bin of each sequence, and the number of bins (a multiple of ``dp``). Sequences come longest first; a bin has
+    ``most`` of them."""
     sizes, costs = padded.tolist(), work.tolist()
-    fewest = _round_up(int(padded.sum()), dp * budget) // (dp * budget)
+    most = len(sizes) if most is None else most
+    fewest = max(-(-int(padded.sum()) // (dp * budget)), -(-len(sizes) // (dp * most)))
     best: tuple[NDArray[np.int64], int] | None = None
     best_imbalance, num_micro = math.inf, fewest
     while True:
@@ -181,7 +212,7 @@ def _fill(
         settled = best_imbalance <= max(GOOD_IMBALANCE, costs[0] / mean)
         if best is not None and (settled or num_micro > fewest + fewest // 8):
             return best
-        bins = _longest_first(sizes, costs, num_bins, budget)
+        bins = _longest_first(sizes, costs, num_bins, budget, most)
         if bins is not None:
             imbalance = float(np.bincount(bins, work, num_bins).max()) / mean
             if imbalance < best_imbalance:
@@ -189,11 +220,15 @@ def _fill(
         num_micro += 1
 
 
-def _longest_first(sizes: list[int], costs: list[float], num_bins: int, budget: int) -> NDArray[np.int64] | None:
+def _longest_first(
+    sizes: list[int], costs: list[float], num_bins: int, budget: int, most: int
+) -> NDArray[np.int64] | None:
     """Assign sequences of falling sizes greedily; None if they do not fit. O((S + bins) log bins).
 
-    A bin without room for this sequence is parked until the sequences are short enough: sizes only fall.
+    A bin without room for this sequence is parked until the sequences are short enough: sizes only fall. One with
+    ``most`` sequences is closed.
     """
+    left = [most] * num_bins
     open_bins = [(0.0, b, budget) for b in range(num_bins)]  # least work on top
     parked: list[tuple[int, float, int]] = []  # most room on top
     heapify(open_bins)
@@ -208,7 +243,11 @@ def _longest_first(sizes: list[int], costs: list[float], num_bins: int, budget: 
         if not open_bins:
             return None
         total, b, room = open_bins[0]
-        heapreplace(open_bins, (total + cost, b, room - size))
+        left[b] -= 1
+        if left[b]:
+            heapreplace(open_bins, (total + cost, b, room - size))
+        else:
+            heappop(open_bins)
         out.append(b)
     return np.array(out, np.int64)
 

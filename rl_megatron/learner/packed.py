@@ -3,11 +3,13 @@
 Letters: S sequences, N positions of the samples, T padded positions of all CP ranks, t = T / cp of this rank,
 B length classes. A sequence is padded to a multiple of 2*cp, the whole to a multiple of tp*2*cp (megatron's zig-zag:
 rank r holds chunks r and 2*cp-1-r of each sequence); the last padding is a sequence of its own, masked out.
+`learner.padding` makes it longer, and adds sequences without positions.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from rl_megatron.options.padding import padded_tokens
 from rl_megatron.types import Samples
 
 LENGTH_CLASS_RATIO = 1.2  # sequences within this ratio share one padded attention call
@@ -72,40 +75,55 @@ class PackedMicroBatch:
 
 
 def pack_micro_batch(
-    samples: Samples, *, tp: int, cp: int, cp_rank: int, device: torch.device, copy: bool = False, rows: int = 1
+    samples: Samples,
+    *,
+    tp: int,
+    cp: int,
+    cp_rank: int,
+    device: torch.device,
+    copy: bool = False,
+    rows: int = 1,
+    sizes: Sequence[int] = (),
+    sequences: int | None = None,
 ) -> PackedMicroBatch:
     """This rank's share of ``samples``, equal on all TP and PP ranks that share a CP rank. Not a collective.
 
-    Its tokens are padded to a multiple of tp times ``rows``.
+    Its tokens are padded to a multiple of tp times ``rows``, or to one of ``sizes`` (T, rising), by the samples' own
+    tokens from the first on; and its sequences to ``sequences`` and one more.
 
     Observers count nothing of a ``copy``, which fills up a pipeline.
     """
     unit = 2 * cp if cp > 1 else 1
     lengths = samples.cu_seqlens.diff()
     padded = (lengths + unit - 1) // unit * unit
-    rest = -int(padded.sum()) % math.lcm(unit * tp, rows * tp * cp)
-    if rest:
-        lengths, padded = (torch.cat([x, x.new_tensor([n])]) for x, n in ((lengths, 0), (padded, rest)))
+    total = int(padded.sum())
+    rest = padded_tokens(total, math.lcm(unit * tp, rows * tp * cp), sizes) - total
+    if rest or sequences is not None:
+        more = lengths.new_zeros(max(1, (sequences or 0) + 1 - len(lengths)))
+        lengths, padded = torch.cat([lengths, more]), torch.cat([padded, more])
+        padded[samples.num_sequences] = rest
     starts = torch.zeros(len(padded) + 1, dtype=torch.int64)
     torch.cumsum(padded, 0, out=starts[1:])
     segment = torch.repeat_interleave(torch.arange(len(padded)), padded)
     position = torch.arange(int(starts[-1])) - starts[segment]
-    sample_starts = torch.cat([samples.cu_seqlens, samples.cu_seqlens[-1:]])[: len(padded)]
+    sample_starts = torch.cat([samples.cu_seqlens[:-1], torch.zeros_like(padded[samples.num_sequences :])])
     source = torch.where(position < lengths[segment], sample_starts[segment] + position, -1)
     owner = _zigzag_owner(position, padded[segment], cp)
     mine = torch.nonzero(owner == cp_rank).squeeze(1)
     source, segment_ids = source[mine], segment[mine]
-    take, real = source.clamp(min=0), source >= 0
+    real = source >= 0
+    take = source.where(real, (position[mine] if sizes else 0) % len(samples.input_ids))
+    ids = samples.input_ids[take] if sizes else samples.input_ids[take].where(real, 0)
     columns = {
         name: torch.where(real, column[take], torch.zeros((), dtype=column.dtype)).to(device)
         for name, column in samples.columns.items()
-        if name != "routes"
+        if name not in ("input_ids", "routes")
     }
     return PackedMicroBatch(
-        input_ids=columns.pop("input_ids"),
+        input_ids=ids.to(device),
         targets=columns.pop("targets"),
         columns=columns,
-        routes=None if samples.routes is None else _packed_routes(samples.routes, take, real).to(device),
+        routes=None if samples.routes is None else _packed_routes(samples.routes, take, real | bool(sizes)).to(device),
         segment_ids=segment_ids.to(device),
         source=source,
         num_segments=len(padded),
@@ -123,10 +141,10 @@ def own_tokens(length: int) -> slice:
     return slice(rank * size, (rank + 1) * size)
 
 
-def _packed_routes(routes: Tensor, take: Tensor, real: Tensor) -> Tensor:
-    """Packs routes. Padding also gets distinct experts for each token, as megatron requires."""
+def _packed_routes(routes: Tensor, take: Tensor, given: Tensor) -> Tensor:
+    """Packs routes. What is not ``given`` also gets distinct experts for each token, as megatron requires."""
     packed = routes[take]
-    packed[~real] = torch.arange(routes.shape[-1], dtype=routes.dtype)
+    packed[~given] = torch.arange(routes.shape[-1], dtype=routes.dtype)
     return packed
 
 
@@ -147,10 +165,10 @@ def _attention_params(
     gathered[order] = torch.arange(len(order))
     local = torch.full_like(order, -1)
     local[mine] = torch.arange(len(mine))
-    label = torch.ceil(torch.log(lengths.double()) / torch.log(torch.tensor(LENGTH_CLASS_RATIO))).long()
+    label = torch.ceil(torch.log(lengths.clamp(min=1).double()) / torch.log(torch.tensor(LENGTH_CLASS_RATIO))).long()
     classes, query_rows, key_rows, query_real, key_real = [], [], [], [], []
-    for value in torch.unique(label).tolist():  # a handful of classes, not sequences
-        members = torch.nonzero(label == value).squeeze(1)
+    for value in torch.unique(label[lengths > 0]).tolist():  # a handful of classes, not sequences
+        members = torch.nonzero((label == value) & (lengths > 0)).squeeze(1)
         start, length = starts[members, None], lengths[members, None]
         step = torch.arange(int(length.max()))
         keys, mask = start + torch.minimum(step, length - 1), None

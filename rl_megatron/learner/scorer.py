@@ -48,7 +48,7 @@ class MegatronScorer:
         chunks: Sequence[MegatronModule],
     ) -> None:
         self._device, self._dims, self._models, self._head = device, learner.dims, models, head
-        self._chunks, self._rows = chunks, rows(learner)
+        self._chunks, self._rows, self._padding = chunks, rows(learner), learner.padding
         keep_selection_biases_float32(models)
         self._observers = Observers(models, shape, device)
         self._routing = Routing(chunks, models, shape, device)
@@ -122,6 +122,8 @@ class MegatronScorer:
                 device=self._device,
                 copy=samples is masked,
                 rows=self._rows,
+                sizes=self._padding.sizes,
+                sequences=self._padding.sequences,
             )
             for samples in (*micro_batches, *[masked] * missing)
         ]

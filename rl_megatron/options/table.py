@@ -27,6 +27,7 @@ from rl_megatron.options.offload import Offload
 from rl_megatron.options.optimizer import Optimizer
 from rl_megatron.options.option import Keywords, Option, Rank, Terms
 from rl_megatron.options.overlap import Overlap
+from rl_megatron.options.padding import Padding
 from rl_megatron.options.pipeline import Pipeline
 from rl_megatron.options.recompute import Recompute
 from rl_megatron.options.replicas import Replicas
@@ -50,6 +51,7 @@ OPTIONS: Mapping[str, Option] = {
     "pipeline": Pipeline(),
     "experts": ExpertParallel(),
     "replicas": Replicas(),
+    "padding": Padding(),
     "dispatcher": Dispatcher(),
     "routers": Routers(),
     "fusion": Fusion(),

@@ -14,6 +14,7 @@ from math import ceil
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
+from rl_megatron.options.padding import padded_tokens
 from rl_megatron.scaling.constants import FITTED, Constants
 from rl_megatron.scaling.hardware import Gpu
 from rl_megatron.scaling.memory import server_weights
@@ -51,6 +52,8 @@ def learner_work(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float) ->
     """One optimizer step of a run whose sequences have ``mean`` tokens, prompt included."""
     learner, d = config.learner, config.learner.dims
     tokens, micro_batches = filled(config, learner.max_tokens_per_micro_batch, d.dp, mean)
+    if sizes := learner.padding.sizes:
+        tokens = padded_tokens(ceil(tokens), 1, sizes)
     again = set(learner.recompute.modules)
     if learner.recompute.uniform is not None:
         again = {"full"}

@@ -58,6 +58,40 @@ def test_every_position_lies_on_one_rank_where_zigzag_puts_it(lengths: list[int]
             assert cu[i + 1] - cu[i] - length < 2 * cp
 
 
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    tp=st.sampled_from([1, 2]),
+    cp=st.sampled_from([1, 2]),
+    more=st.integers(0, 3),
+)
+def test_padding_to_sizes_repeats_tokens_and_adds_empty_sequences(
+    lengths: list[int], tp: int, cp: int, more: int
+) -> None:
+    samples, most = make_samples(lengths), len(lengths) + more
+    unit = 2 * cp if cp > 1 else 1
+    needed = sum(-(-length // unit) * unit for length in lengths)
+    sizes = [64, 128, needed if needed % (unit * tp) == 0 and needed > 128 else 400]  # none, little or much padding
+    shares = [
+        pack_micro_batch(samples, tp=tp, cp=cp, cp_rank=r, device=CPU, sizes=sizes, sequences=most) for r in range(cp)
+    ]
+    total = min(size for size in sizes if size >= needed)
+    assert {len(share.input_ids) for share in shares} == {total // cp}
+    sources = torch.cat([share.source for share in shares])
+    assert sorted(sources[sources >= 0].tolist()) == list(range(sum(lengths)))
+    for share in shares:
+        cu, real = share.attention.cu_seqlens_q.tolist(), share.source >= 0
+        assert cu[len(lengths)] == needed
+        assert cu[len(lengths) + 1 :] == [total] * (most + 1 - len(lengths))
+        assert share.num_segments == most + 1
+        assert torch.equal(share.attention.real, real)
+        filled = ~real & (share.segment_ids == len(lengths))
+        assert share.input_ids[filled].tolist() == [
+            n % sum(lengths) for n in share.attention.positions[filled].tolist()
+        ]
+        assert torch.equal(share.routes[filled], samples.routes[share.input_ids[filled]])
+        assert not share.columns["mask"][~real].any()
+
+
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8))
 def test_length_classes_waste_little_and_return_every_position(lengths: list[int]) -> None:
     share = pack_micro_batch(make_samples(lengths), tp=1, cp=1, cp_rank=0, device=CPU)

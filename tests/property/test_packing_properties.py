@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rl_megatron.data.packing import Packer, causal_attention_cost, pack, plan_packing, unpack
 from rl_megatron.errors import DataError
+from rl_megatron.options.padding import PaddingSection
 from rl_megatron.types import ParallelDims, Samples
 
 COLUMNS = ("input_ids", "targets", "mask", "advantages", "rollout_logprobs", "old_logprobs", "routes")
@@ -77,6 +78,22 @@ def test_limits_equal_counts_and_a_bounded_number_of_micro_batches(
     # any greedy packing leaves at most one bin less than half full; an eighth more is allowed for balance
     total = sum(-(-length // unit) * unit for length in lengths)
     assert len(plan[0]) <= (2 * total / (max_tokens * dims.dp) + 1) * 9 / 8 + 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(LENGTHS, DIMS, st.integers(1, 4), st.sampled_from([1, 2]))
+def test_a_micro_batch_has_at_most_so_many_sequences(
+    lengths: list[int], dims: ParallelDims, units: int, unit: int
+) -> None:
+    lengths = lengths * unit
+    plan = plan_packing(np.array(lengths), dims=dims, max_tokens=300, unit=unit, most=units * unit + unit - 1)
+    assert sorted(i for row in plan for ids in row for i in ids.tolist()) == list(range(len(lengths)))
+    assert max(len(ids) for row in plan for ids in row) <= units * unit
+
+
+def test_the_most_sequences_alone_decide_how_many_micro_batches_short_ones_make() -> None:
+    plan = plan_packing(np.array([2] * 30), dims=ParallelDims(dp=2), max_tokens=1000, most=4)
+    assert [[len(ids) for ids in row] for row in plan] == [[4, 4, 4, 3], [4, 4, 4, 3]]
 
 
 @settings(deadline=None, max_examples=50)
@@ -201,3 +218,6 @@ def test_metrics_are_those_of_a_loop_over_micro_batches(
         "packing/imbalance": pytest.approx(waited / worked),
         "packing/padding_fraction": pytest.approx(1 - positions / computed),
     }
+    padded = Packer(dims=dims, max_tokens=90, attention_cost=cost, padding=PaddingSection(tokens="960"))
+    micro_batches = sum(len(row) for batch in batches for row in batch.micro_batches)
+    assert padded.metrics(batches)["packing/padding_fraction"] == pytest.approx(1 - positions / (960 * micro_batches))

@@ -20,6 +20,7 @@ from rl_megatron.options.layers import LayersKeys
 from rl_megatron.options.offload import OffloadKeys
 from rl_megatron.options.optimizer import OptimizerKeys
 from rl_megatron.options.overlap import OverlapKeys
+from rl_megatron.options.padding import PaddingKeys
 from rl_megatron.options.pipeline import PipelineKeys
 from rl_megatron.options.recompute import RecomputeKeys
 from rl_megatron.options.replicas import ReplicaKeys
@@ -60,6 +61,7 @@ class LearnerSection(  # pydantic takes the keys of the last base first
     DeterministicKeys,
     OffloadKeys,
     OverlapKeys,
+    PaddingKeys,
     FusionKeys,
     OptimizerKeys,
     RouterKeys,
