@@ -116,8 +116,8 @@ def _rates(asked: Asked, best: PlannedRun) -> list[str]:
             f"train.max_staleness={step.staleness}: the longest completion takes {step.sampled.longest:,.0f} s; "
             f"{step.least} is the least at which no step waits for it"
         )
-    if best.keys.get("learner.dispatcher") == "deepep":
-        lines.append("learner.dispatcher=deepep needs its package, and has not been run here")
+    if (dispatcher := best.keys.get("learner.dispatcher")) in ("deepep", "hybridep"):
+        lines.append(f"learner.dispatcher={dispatcher} needs its package, and has not been run here")
     return lines
 
 

@@ -30,7 +30,10 @@ _NOT_HELD = ("reserved", "weight push", "engine")  # terms of a plan that a step
 _PACKAGES = (
     ("transformer-engine", "fused layers; python -m pip install --no-build-isolation transformer-engine[pytorch]"),
     ("flash-attn", "optional: TransformerEngine can use its kernels; python -m pip install flash-attn"),
-    ("deep_ep", "optional: learner.dispatcher over DeepEP; built from its repository"),
+    (
+        "deep_ep",
+        "optional: learner.dispatcher=deepep; built from its repository, for hybridep from its branch hybrid-ep",
+    ),
     ("apex", "optional: NVIDIA's fused optimizer, built from its repository; the index's apex is another project"),
 )
 

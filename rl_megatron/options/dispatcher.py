@@ -19,26 +19,32 @@ _DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 """Groups of ranks that DeepEP has settings for (deep_ep/buffer.py, get_dispatch_config)."""
 
 
+_HYBRIDEP = "hybrid_ep_cpp"  # what the branch hybrid-ep compiles, and the others do not
+
+
 class DispatcherKeys(Section):
     """The key of `Dispatcher`."""
 
-    dispatcher: Literal["alltoall", "deepep"] = "alltoall"
+    dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
     """What sends tokens to the ranks of their experts. alltoall: NCCL's or gloo's all-to-all, a copy of a token for
-    each of its experts. deepep: DeepEP's kernels, a copy for each node that has some; they need GPUs and bfloat16, take
-    buffers of their own that no plan counts, and have not been run."""
+    each of its experts. deepep: DeepEP's kernels, a copy for each node that has some. hybridep: those of its branch
+    hybrid-ep, which also sort tokens by expert, and want one size of micro-batches (learner.padding). Both need GPUs
+    and bfloat16, take buffers of their own that no plan counts, and have not been run."""
 
 
 class Dispatcher(Option):
     """Chooses megatron-core's dispatcher.
 
-    Ours are packed micro-batches, whose lengths differ: megatron-core's all-gather takes equal ones, and the buffer of
-    its HybridEP is as long as the first (moe/fused_a2a.py).
+    Ours are packed micro-batches, whose lengths differ: megatron-core's all-gather takes equal ones. So does HybridEP,
+    whose ranks gather each other's routing maps (deep_ep's executor.cu, allgather_routing_map) into a buffer as long as
+    the first micro-batch (moe/fused_a2a.py): with one size to pad to all are.
     """
 
     keys = DispatcherKeys
 
     def problems(self, learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
-        """DeepEP on CPUs, in float32, without ranks to send to, and for a model without experts."""
+        """Kernels on CPUs, in float32, without ranks to send to, for a model without experts; HybridEP of unequal
+        lengths."""
         if learner.dispatcher == "alltoall":
             return
         given, d = f"learner.dispatcher={learner.dispatcher}", learner.dims
@@ -48,11 +54,17 @@ class Dispatcher(Option):
             yield f"{given} with learner.dtype=float32: its kernels send bfloat16; set learner.dtype=bfloat16"
         if d.ep * d.etp == 1:
             yield f"{given} with learner.ep=1 and learner.etp=1: no token leaves its rank; leave it out"
-        elif d.ep * d.etp not in _DEEPEP_RANKS:
+        elif learner.dispatcher == "deepep" and d.ep * d.etp not in _DEEPEP_RANKS:
             known = ", ".join(map(str, _DEEPEP_RANKS))
             yield (
                 f"{given} with learner.ep={d.ep} and learner.etp={d.etp}: DeepEP has no settings for {d.ep * d.etp} "
                 f"ranks, only for {known}; change their product to one of them"
+            )
+        if learner.dispatcher == "hybridep" and len(learner.padding.sizes) != 1:
+            yield (
+                f"{given} with learner.padding.tokens={learner.padding.tokens or 'null'}: its ranks exchange routing "
+                "maps of equal length; set it to one size for all micro-batches, "
+                f"learner.padding.tokens={learner.max_tokens_per_micro_batch}"
             )
         if shape is not None and not shape.num_experts:
             yield f"{given}: model_type={shape.family!r} has no experts; leave it out"
@@ -69,6 +81,11 @@ class Dispatcher(Option):
             raise ConfigError(
                 f"learner.dispatcher={learner.dispatcher}: the package deep_ep is not installed here "
                 "(https://github.com/deepseek-ai/DeepEP); install it, or set learner.dispatcher=alltoall"
+            )
+        if learner.dispatcher == "hybridep" and importlib.util.find_spec(_HYBRIDEP) is None:
+            raise ConfigError(
+                f"learner.dispatcher=hybridep: the package deep_ep here has no {_HYBRIDEP}; install that of the branch "
+                "hybrid-ep (https://github.com/deepseek-ai/DeepEP/tree/hybrid-ep), or set learner.dispatcher=deepep"
             )
         backend = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": learner.dispatcher}
         return Keywords(model={**backend, **lengths})

@@ -97,16 +97,77 @@ class Buffer:
         return out, counts
 
 
+class HybridEPBuffer:
+    """DeepEP's of its branch hybrid-ep (deep_ep/hybrid_ep_buffer.py). Every rank of ``group`` calls each method, with
+    as many tokens. A handle is the rows [n] of all ranks' tokens, their experts [n], and the tokens of a rank."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        **_: Any,
+    ) -> None:
+        self.group, self.width, self.most, self.own = group, hidden_dim, max_num_of_tokens_per_rank, num_local_experts
+
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: Tensor,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        num_of_experts_per_rank: int | None = None,
+        handle: Any = None,
+        **given: Any,
+    ) -> tuple[Any, ...]:
+        """Rows [n, h] that this rank's experts take, expert by expert, with their probabilities [n] and counts."""
+        assert given["scaling_factor"] is None
+        assert hidden.shape == (self.most, self.width)  # no rank has a buffer for more, or sends less
+        if handle is None:
+            assert routing_map is not None
+            assert routing_map.dtype == torch.bool
+            assert probs is not None
+            assert probs.dtype == torch.float32
+            assert num_of_experts_per_rank == self.own
+            mine = slice(self.group.rank() * self.own, (self.group.rank() + 1) * self.own)
+            experts, rows = self._gathered(routing_map)[:, mine].T.nonzero(as_tuple=True)
+            handle = (rows, experts + mine.start, routing_map.shape[1])
+        rows, experts, _ = handle
+        counts = torch.bincount(experts - self.group.rank() * self.own, minlength=self.own)
+        weights = None if probs is None else self._gathered(probs)[rows, experts]
+        return self._gathered(hidden)[rows], weights, None, counts, handle
+
+    def combine_with_unpermute(
+        self, *, hidden: Tensor, handle: Any, probs: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The sum [t, h] of what the ranks made of each token, and its experts' probabilities [t, E]."""
+        rows, experts, total = handle
+        out = hidden.new_zeros(self.group.size() * self.most, self.width).index_add(0, rows, hidden)
+        if probs is None:
+            return self._share(out), None
+        return self._share(out), self._share(probs.new_zeros(len(out), total).index_put((rows, experts), probs))
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self.group.size() * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous(), group=self.group)
+        return out
+
+    def _share(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self.group)
+        return x.chunk(self.group.size())[self.group.rank()]
+
+
 def install() -> None:
     """Make this process find the package, and megatron, which has been imported, use it."""
     import megatron.core.transformer.moe.fused_a2a as fused
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
-    for name in ("deep_ep", "deep_ep.utils"):
+    for name in ("deep_ep", "deep_ep.utils", "hybrid_ep_cpp"):
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__spec__ = ModuleSpec(name, None)
-    sys.modules["deep_ep"].__dict__["Buffer"] = Buffer
+    sys.modules["deep_ep"].__dict__.update(Buffer=Buffer, HybridEPBuffer=HybridEPBuffer)
     sys.modules["deep_ep.utils"].__dict__.update(EventHandle=Event, EventOverlap=Event)
     importlib.reload(fused)
-    for name in ("fused_dispatch", "fused_combine", "set_deepep_num_sms"):
+    for name in ("fused_dispatch", "fused_combine", "set_deepep_num_sms", "hybrid_ep_dispatch", "hybrid_ep_combine"):
         setattr(dispatcher, name, getattr(fused, name))

@@ -1,10 +1,11 @@
 """Sending tokens to experts: `learner.dispatcher`, and shared experts that compute meanwhile.
 
-DeepEP needs GPUs; `in_place_of_deep_ep` sends for it over gloo, behind megatron's own calls.
+DeepEP and HybridEP need GPUs; `in_place_of_deep_ep` sends for them over gloo, behind megatron's own calls.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,16 @@ from tests.distributed.test_overlap import make, make_batch, train
 from tests.family_models import save_model
 
 GPUS = {"device": "cuda", "dtype": "bfloat16", "ep": 2}
+ONE_SIZE: dict[str, Any] = {"max_tokens_per_micro_batch": 120, "padding": {"tokens": "120"}}
 SHARED: dict[str, dict[str, Any]] = {"ep2": {"ep": 2}, "tp2-ep2": {"tp": 2, "ep": 2}, "tp2-etp2": {"tp": 2, "etp": 2}}
 
 
 def steps(folder: Path, learner: LearnerSection, rank: int, device: torch.device) -> dict[str, Any]:
     """Loss, norm and log-probs of some steps, and the classes of dispatchers."""
     policy, batch = make(folder, learner, rank, device), make_batch(learner)
-    kinds = {type(m.token_dispatcher).__name__ for m in policy._models[0].modules() if hasattr(m, "token_dispatcher")}
+    used = [m.token_dispatcher for m in policy._models[0].modules() if hasattr(m, "token_dispatcher")]
+    used += [d._comm_manager for d in used if hasattr(d, "_comm_manager")]
+    kinds = {type(part).__name__ for part in used}
     return {"steps": train(policy, batch, learner.dims.dp_rank(rank), scored=True), "kinds": sorted(kinds)}
 
 
@@ -51,17 +55,18 @@ def rank_main(rank: int, root: Path) -> None:
             found["alltoall"] = steps(root / "experts", learner, rank, device)
             in_place_of_deep_ep.install()
             original, shape = megatron.make_config, read_shape(root / "experts")
-            on_gpus = LearnerSection.model_validate({**GPUS, "dispatcher": "deepep"})
-            keywords = Dispatcher().megatron(on_gpus, shape).model
+            for name, more in (("deepep", {}), ("hybridep", ONE_SIZE)):
+                on_gpus = LearnerSection.model_validate({**GPUS, **more, "dispatcher": name})
+                keywords = Dispatcher().megatron(on_gpus, shape).model
 
-            def with_deepep(*given: Any, make: Any = original, keywords: Any = keywords) -> Any:
-                config = make(*given)
-                for name, value in keywords.items():
-                    setattr(config, name, value)
-                return config
+                def with_kernels(*given: Any, make: Any = original, keywords: Any = keywords) -> Any:
+                    config = make(*given)
+                    for key, value in keywords.items():
+                        setattr(config, key, value)
+                    return config
 
-            megatron.make_config = with_deepep
-            found["deepep"] = steps(root / "experts", learner, rank, device)
+                megatron.make_config = with_kernels
+                found[name] = steps(root / "experts", LearnerSection.model_validate({**degrees, **more}), rank, device)
             megatron.make_config = original
         world.leave()
     (root / f"{rank}.json").write_text(json.dumps(found))
@@ -87,11 +92,13 @@ def assert_same(found: list[Any], wanted: list[Any]) -> None:
                 assert one == pytest.approx(another, abs=2e-4)
 
 
-def test_deepep_trains_as_all_to_all_does(seen: Any) -> None:
+@pytest.mark.parametrize("name", ["deepep", "hybridep"])
+def test_kernels_train_as_all_to_all_does(name: str, seen: Any) -> None:
+    manager = {"deepep": "_DeepepManager", "hybridep": "_HybridEPManager"}[name]
     for rank in seen:
-        assert rank["deepep"]["kinds"] == ["MoEFlexTokenDispatcher"]
+        assert rank[name]["kinds"] == ["MoEFlexTokenDispatcher", manager]
         assert rank["alltoall"]["kinds"] == ["MoEAlltoAllTokenDispatcher"]
-        assert_same(rank["deepep"]["steps"], rank["alltoall"]["steps"])
+        assert_same(rank[name]["steps"], rank["alltoall"]["steps"])
 
 
 @pytest.mark.parametrize("layout", SHARED)
@@ -101,28 +108,43 @@ def test_shared_experts_that_overlap_are_the_same(layout: str, seen: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("keys", "why"),
+    ("name", "keys", "why"),
     [
-        ({"dtype": "bfloat16", "ep": 2}, "its kernels need GPUs; set learner.dispatcher=alltoall"),
-        ({"device": "cuda", "ep": 2}, "its kernels send bfloat16"),
-        ({"device": "cuda", "dtype": "bfloat16"}, "no token leaves its rank; leave it out"),
-        ({"device": "cuda", "dtype": "bfloat16", "ep": 6}, "DeepEP has no settings for 6 ranks, only for 2, 4, 8, 16"),
+        ("deepep", {"dtype": "bfloat16", "ep": 2}, "its kernels need GPUs; set learner.dispatcher=alltoall"),
+        ("deepep", {"device": "cuda", "ep": 2}, "its kernels send bfloat16"),
+        ("deepep", {"device": "cuda", "dtype": "bfloat16"}, "no token leaves its rank; leave it out"),
+        ("deepep", {**GPUS, "ep": 6}, "DeepEP has no settings for 6 ranks, only for 2, 4, 8, 16"),
+        ("hybridep", {"dtype": "bfloat16", "ep": 2, **ONE_SIZE}, "its kernels need GPUs"),
+        ("hybridep", GPUS, "null: its ranks exchange routing maps of equal length; set it to one size"),
+        (
+            "hybridep",
+            {**GPUS, **ONE_SIZE, "padding": {"tokens": "60,120"}},
+            "learner.padding.tokens=60,120: its ranks exchange routing maps",
+        ),
     ],
 )
-def test_what_it_cannot_do_is_refused(keys: dict[str, Any], why: str) -> None:
-    (said,) = problems(LearnerSection.model_validate({**keys, "dispatcher": "deepep"}))
-    assert said.startswith("learner.dispatcher=deepep")
+def test_what_it_cannot_do_is_refused(name: str, keys: dict[str, Any], why: str) -> None:
+    (said,) = problems(LearnerSection.model_validate({**keys, "dispatcher": name}))
+    assert said.startswith(f"learner.dispatcher={name}")
     assert why in said
 
 
-def test_the_package_is_asked_for(tmp_path: Path) -> None:
+def test_hybridep_takes_groups_that_deepep_has_no_settings_for() -> None:
+    assert not [*problems(LearnerSection.model_validate({**GPUS, **ONE_SIZE, "ep": 6, "dispatcher": "hybridep"}))]
+
+
+def test_the_package_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = read_shape(make_tiny_model(TinyModelSection(), tmp_path, seed=3))
     learner = LearnerSection.model_validate({**GPUS, "dispatcher": "deepep"})
     with pytest.raises(ConfigError, match="deep_ep is not installed here"):
         Dispatcher().megatron(learner, shape)
+    hybrid = learner.model_copy(update={"dispatcher": "hybridep"})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "deep_ep" or None)
+    assert Dispatcher().megatron(learner, shape).model["moe_flex_dispatcher_backend"] == "deepep"
+    with pytest.raises(ConfigError, match="deep_ep here has no hybrid_ep_cpp; install that of the branch hybrid-ep"):
+        Dispatcher().megatron(hybrid, shape)
 
 
-@pytest.mark.parametrize("name", ["allgather", "hybridep"])
-def test_those_of_equal_lengths_are_no_choice(name: str) -> None:
-    with pytest.raises(ValueError, match="'alltoall' or 'deepep'"):
-        LearnerSection.model_validate({"dispatcher": name})
+def test_the_one_of_equal_lengths_is_no_choice() -> None:
+    with pytest.raises(ValueError, match="'alltoall', 'deepep' or 'hybridep'"):
+        LearnerSection.model_validate({"dispatcher": "allgather"})

@@ -123,6 +123,8 @@ def _with_work(wanted: Wanted, longest: int, degrees: Mapping[str, int]) -> Iter
     dispatchers = ["alltoall"]
     if degrees["ep"] * degrees["etp"] > wanted.gpu.domain:
         dispatchers.append("deepep")
+    if wanted.given.get("learner.dispatcher") == "hybridep":
+        dispatchers = ["hybridep"]
     sizes = [longest, 2 * longest] if longest < _USUAL else [longest]
     if size := wanted.given.get("learner.max_tokens_per_micro_batch"):
         sizes = [int(str(size))]
