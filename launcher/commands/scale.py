@@ -111,6 +111,11 @@ def _rates(asked: Asked, best: PlannedRun) -> list[str]:
         f"{high:g} times its rate, whole steps less surely (docs/scaling.md)",
         f"completions of {asked.mean:,.0f} tokens in the mean, of at most {asked.most:,} (mean_tokens=), are assumed",
     ]
+    if step.sampled.held_back:
+        lines.append(
+            f"rollout.server.concurrency={best.config.rollout.server.concurrency} holds the servers back: "
+            f"{step.sampled.requests:,} requests, each of a group, fill their places"
+        )
     if step.staleness:
         lines.append(
             f"train.max_staleness={step.staleness}: the longest completion takes {step.sampled.longest:,.0f} s; "

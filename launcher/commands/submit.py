@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from launcher.commands.rehearse import HideHosts
-from launcher.rehearsal.settings import SUFFIX, rehearsal_of
 from launcher.runs.name import choose
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
@@ -32,6 +31,8 @@ def submit(
         raise ConfigError("--hide-hosts goes with --rehearse: a run writes no file that is meant for others")
     loaded, stem = load_config(config, overrides or []), Path(config).stem
     if rehearse:
+        from launcher.rehearsal.settings import SUFFIX, rehearsal_of
+
         loaded, stem = rehearsal_of(loaded), f"{stem}{SUFFIX}"
     named = choose(loaded, stem, resume=False, taken=program.taken)
     options = ("--hide-hosts",) if hide_hosts else ()

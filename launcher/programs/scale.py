@@ -98,7 +98,8 @@ def asked_of(arguments: Sequence[str]) -> Asked:
     mean = _whole("mean_tokens", own["mean_tokens"]) if "mean_tokens" in own else max(1, most // 2)
     if mean > most:
         raise ConfigError(f"mean_tokens={mean} is more than rollout.max_new_tokens={most}; lower the first")
-    given = {key: value_of(base, key) for key in (item.partition("=")[0] for item in overrides) if "." in key}
+    keys = (item.partition("=")[0] for item in overrides)
+    given = {key: value_of(base, key) for key in keys if key not in _GROUPS}
     wanted = Wanted(
         base=base,
         shape=shape,
@@ -138,7 +139,8 @@ def value_of(config: RunConfig, key: str) -> object:
 
 def _tree(model: str, overrides: Sequence[str]) -> dict[str, object]:
     """The configuration before a layout is chosen: groups, the model, and `_USUAL`."""
-    groups = _GROUPS | {key: value for key, _, value in (item.partition("=") for item in overrides) if "." not in key}
+    chosen_groups = (item.partition("=") for item in overrides)
+    groups = _GROUPS | {key: value for key, _, value in chosen_groups if key in _GROUPS}
     tree: dict[str, object] = {"defaults": [{group: name} for group, name in groups.items()]}
     _put(tree, "model.name" if model in NAMED else "model.path", model)
     chosen = {"data.chat_template", "reward.function"} if groups["data"] != _GROUPS["data"] else set()
@@ -152,7 +154,7 @@ def _loaded(tree: Mapping[str, object], overrides: Sequence[str]) -> RunConfig:
     """The configuration of a tree, by the reader of all configurations; a model by name needs no folder here."""
     named = isinstance(section := tree["model"], Mapping) and "name" in section
     path = ["model.path=."] if named and not any(item.startswith("model.path=") for item in overrides) else []
-    values = [item for item in overrides if "." in item.partition("=")[0]]
+    values = [item for item in overrides if item.partition("=")[0] not in _GROUPS]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "scale.yaml"
         file.write_text(yaml_text.write(tree), encoding="utf-8")

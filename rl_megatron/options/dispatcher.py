@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
 
 
-_DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
+DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 """Groups of ranks that DeepEP has settings for (deep_ep/buffer.py, get_dispatch_config)."""
 
 
@@ -54,8 +54,8 @@ class Dispatcher(Option):
             yield f"{given} with learner.dtype=float32: its kernels send bfloat16; set learner.dtype=bfloat16"
         if d.ep * d.etp == 1:
             yield f"{given} with learner.ep=1 and learner.etp=1: no token leaves its rank; leave it out"
-        elif learner.dispatcher == "deepep" and d.ep * d.etp not in _DEEPEP_RANKS:
-            known = ", ".join(map(str, _DEEPEP_RANKS))
+        elif learner.dispatcher == "deepep" and d.ep * d.etp not in DEEPEP_RANKS:
+            known = ", ".join(map(str, DEEPEP_RANKS))
             yield (
                 f"{given} with learner.ep={d.ep} and learner.etp={d.etp}: DeepEP has no settings for {d.ep * d.etp} "
                 f"ranks, only for {known}; change their product to one of them"

@@ -50,6 +50,11 @@ class Predicted:
             f"  {rate:,.0f} tokens/s, {rate / self.gpus:,.0f} on each of {self.gpus} GPUs; "
             f"training at {self.mfu:.0%} of the peak (MFU), {bubble:.0%} of it the pipeline's bubble"
         )
+        if step.sampled.held_back:
+            yield (
+                "  rollout.server.concurrency holds the servers back: raise it; "
+                f"{step.sampled.requests:,} requests, each of a group, fill their places"
+            )
         yield (
             f"  expect training at {low:g} to {high:g} times its rate, whole steps less surely (docs/scaling.md); "
             f"completions of {self.mean:,.0f} tokens in the mean are assumed (slurm.speeds.mean_tokens)"

@@ -2,7 +2,8 @@
 
 Sources, all NVIDIA's: the data sheets of A100, H100, H200 and of the DGX B200, B300, GB200 NVL72 and GB300 NVL72
 systems; of H800 and H20, which have none in public, arXiv:2505.09343 and press. Rates are of one direction. The network
-is that of the usual system: 400 Gb/s for each GPU, 800 for B300 and GB300, 200 for A100.
+is that of the usual system: 400 Gb/s for each GPU, 800 for B300 and GB300, 200 for A100. So is a host's memory: 2 TB
+of a DGX, 960 GB of a tray of 4 GPUs in an NVL72 rack (17 TB in 18 trays).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from rl_megatron.scaling.flops import Peak, peak_of
 class Gpu:
     """A kind of GPU and its links: GB and GB/s of 1e9 bytes, W; ``domain`` is how many GPUs NVLink joins.
 
-    ``cuda_name`` is the name that CUDA gives it, by which its peak is found; ``per_node`` GPUs are a node of Slurm's.
+    ``cuda_name`` is the name that CUDA gives it, by which its peak is found; ``per_node`` GPUs are a node of Slurm's,
+    whose host has ``host`` GB of memory.
     """
 
     cuda_name: str
@@ -31,6 +33,7 @@ class Gpu:
     watts: float
     domain: int = 8
     per_node: int = 8
+    host: float = 2000
 
     @property
     def peak(self) -> Peak:
@@ -41,7 +44,7 @@ class Gpu:
         return found
 
 
-_RACK = {"domain": 72, "per_node": 4}
+_RACK = {"domain": 72, "per_node": 4, "host": 960}
 GPUS: Mapping[str, Gpu] = {
     "a100": Gpu(cuda_name="A100", memory=80, hbm=2039, nvlink=300, network=25, watts=400),
     "h100": Gpu(cuda_name="H100", memory=80, hbm=3350, nvlink=450, network=50, watts=700),

@@ -18,13 +18,14 @@ from math import prod
 from typing import Literal
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options import table as options
 from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.options.kept import kept
 from rl_megatron.options.offload import leaving
-from rl_megatron.options.option import BYTES, Rank, Terms
+from rl_megatron.options.option import BYTES, Elements, Rank, Terms
 from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.seats import seats_of
@@ -164,9 +165,18 @@ def check_memory(config: RunConfig, shape: ModelShape) -> Footprint | None:
 
 def server_weights(config: RunConfig, shape: ModelShape) -> float:
     """Bytes of the model on each GPU of a server: its share of the experts, and of the rest in a dp replica."""
-    hf, server = hf_layout(shape), config.rollout.server
-    layout = with_scales(hf, hf, BLOCKS.get(server.quantization))
-    whole = elements(layout, 0, bytes_served(config, layout))
+    return weights_on_gpu(config.rollout.server, weights_served(config, shape))
+
+
+def weights_served(config: RunConfig, shape: ModelShape) -> Elements:
+    """Bytes of the whole model in engines, with the scales of what a push quantises."""
+    hf = hf_layout(shape)
+    layout = with_scales(hf, hf, BLOCKS.get(config.rollout.server.quantization))
+    return elements(layout, 0, bytes_served(config, layout))
+
+
+def weights_on_gpu(server: ServerSection, whole: Elements) -> float:
+    """Bytes of `weights_served` on each GPU of a server."""
     return (whole.dense * server.dp + whole.experts) / server.ranks
 
 
@@ -215,7 +225,8 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     of_critic = learner.model_copy(update={"optimizer": algorithm.critic.optimizer})
     if role == "critic":
         learner, rank = of_critic, _of_critic(layout, rank)
-    layer = max((_working_set(config, shape, n, rank.tokens) for n in rank.layers), default=0.0) * BYTES[learner.dtype]
+    unlike = {n in shape.moe_layers: n for n in rank.layers}.values()  # one with experts and one without
+    layer = max((_working_set(config, shape, n, rank.tokens) for n in unlike), default=0.0) * BYTES[learner.dtype]
     own = dict(options.memory(learner, shape, rank))
     if role == "critic":
         own["logits"] = 0.0
@@ -276,6 +287,8 @@ def parked(terms: Terms, critic: Terms, kinds: Collection[str]) -> Terms:
 def _group(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
     """Bytes that layers keep which are recomputed together with the one that computes (``recompute.uniform``)."""
     together = (config.learner.recompute.uniform or 1) - 1
+    if not together:
+        return 0.0
     most = max((kept(config.learner, shape, layer) for layer in rank.layers), default=0.0)
     return together * most * rank.tokens
 

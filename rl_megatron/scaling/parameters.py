@@ -16,7 +16,7 @@ def elements(layout: Layout, stage: int, bytes_of: Callable[[str], int] = lambda
 
     With ``bytes_of`` an element of a Hugging Face pattern, their bytes.
     """
-    return _by_stage(layout, bytes_of)[stage]
+    return _by_stage(layout, bytes_of)[0][stage]
 
 
 def layers_held(layout: Layout, stage: int) -> Iterator[tuple[ParamSpec, tuple[int, ...], int]]:
@@ -29,50 +29,57 @@ def layers_held(layout: Layout, stage: int) -> Iterator[tuple[ParamSpec, tuple[i
 
 def trained_elements(config: RunConfig, layout: Layout, stage: int) -> Elements:
     """The part of `elements` that is trained: without ``learner.router.frozen``, all."""
-    return _trained(config, layout)[stage]
+    return _by_stage(layout, _trains(config, layout))[0][stage]
 
 
-def _trained(config: RunConfig, layout: Layout) -> Sequence[Elements]:
-    """`trained_elements` of each stage."""
+def _trains(config: RunConfig, layout: Layout) -> Callable[[str], int]:
+    """1 for a Hugging Face pattern that is trained, else 0."""
     still: set[str] = set()
     if config.learner.router.frozen:
         still = {layout.first_chunk(spec)[0].hf for spec in layout.rows() if ".router." in spec.name}
-    return _by_stage(layout, lambda hf: hf not in still)
+    return lambda hf: hf not in still
 
 
-def _by_stage(layout: Layout, bytes_of: Callable[[str], int]) -> Sequence[Elements]:
-    """`elements` of each stage."""
-    counts = [{False: 0, True: 0} for _ in range(layout.dims.pp)]
+def _by_stage(layout: Layout, *bytes_of: Callable[[str], int]) -> Sequence[Sequence[Elements]]:
+    """`elements` of each stage by each of ``bytes_of``."""
+    counts = [[{False: 0, True: 0} for _ in range(layout.dims.pp)] for _ in bytes_of]
     times: dict[tuple[object, ...], Counter[int]] = {}  # of a row with such layers, by stage
     for spec in layout.rows():
         if spec.keeps_dtype:  # a buffer
             continue
         expert, held = "{expert}" in spec.name, layout.first_chunk(spec)[0]
         each = layout.shape.num_experts // layout.dims.ep if expert else 1
-        size = prod(held.shape) * each * bytes_of(held.hf)
+        size = prod(held.shape) * each
         alike = ("{layer}" in spec.name, spec.stage, spec.layers(layout.shape))
         if alike not in times:
             times[alike] = Counter(stage for stages in layout.layer_stages(spec).values() for stage in stages)
-        for stage, layers in times[alike].items():
-            counts[stage][expert] += size * layers
-    return [Elements(dense=count[False], experts=count[True]) for count in counts]
+        for count, of in zip(counts, bytes_of, strict=True):
+            if one := size * of(held.hf):
+                for stage, layers in times[alike].items():
+                    count[stage][expert] += one * layers
+    return [[Elements(dense=one[False], experts=one[True]) for one in count] for count in counts]
 
 
 def trained_matrices(config: RunConfig, layout: Layout) -> Sequence[Elements]:
     """The part of `trained_elements` of each stage that `rl_megatron.learner.muon.matrices` takes for matrices."""
+    return _by_stage(layout, _stepped_as_matrix(config, layout))[0]
+
+
+def _stepped_as_matrix(config: RunConfig, layout: Layout) -> Callable[[str], int]:
+    """1 for a Hugging Face pattern of `trained_matrices`, else 0."""
     rows = [(spec.name, layout.first_chunk(spec)[0]) for spec in layout.rows() if "{layer}" in spec.name]
     matrices = {held.hf for name, held in rows if len(held.shape) > 1 and "bias" not in name}
     if config.learner.router.frozen:
         matrices -= {held.hf for name, held in rows if ".router." in name}
-    return _by_stage(layout, lambda hf: hf in matrices)
+    return lambda hf: hf in matrices
 
 
 def ranks_of(config: RunConfig, layout: Layout) -> Sequence[Rank]:
     """The work of one rank of each pipeline stage, for the options."""
     learner, hidden = config.learner, layout.shape.hidden_size
     tokens = learner.max_tokens_per_micro_batch / learner.dims.cp
-    of_layer, held, trained = _stages(layout), _by_stage(layout, lambda hf: 1), _trained(config, layout)
-    matrices = trained_matrices(config, layout)
+    kinds = (lambda hf: 1), _trains(config, layout), _stepped_as_matrix(config, layout)
+    of_layer, (held, trained, matrices) = _stages(layout), _by_stage(layout, *kinds)
     layers = [tuple(n for n, stages in of_layer.items() if stage in stages) for stage in range(layout.dims.pp)]
     return [
         Rank(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,17 @@ from rl_megatron.scaling.memory import GB, footprints
 from rl_megatron.scaling.time import LearnerWork, step_seconds
 from rl_megatron.types import ParallelDims
 
+_DEGREES = ("gpus", "tp", "pp", "vpp", "ep", "cp", "dp")
+_KEYS = {
+    *("id", "kind", "released", "superseded", "model", "shape", "gpu", "nvlink_domain", *_DEGREES, "micro_batch"),
+    *("global_batch", "sequence_tokens", "precision", "gradient_dtype", "optimizer_moments", "recompute", "offload"),
+    *("dispatcher", "ep_overlap", "routing", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "peak_memory_gb"),
+}
+_SIZES = {
+    *("layers", "dense_layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "attention", "q_rank", "kv_rank"),
+    *("nope_dim", "rope_dim", "value_dim", "experts", "top_k", "expert_ffn", "shared_ffn", "dense_ffn", "mtp_layers"),
+    *("tied", "window"),
+}
 NEWEST = (2026, 8)
 """The release of the stack that the constants describe."""
 _FAMILIES = {
@@ -68,15 +80,44 @@ def read_points(path: Path) -> Sequence[Mapping[str, Any]]:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--points {path}: cannot be read as JSON: {error}") from error
-    needed = {"id", "kind", "model", "shape", "gpu", "gpus", "tp", "pp", "vpp", "ep", "cp", "dp", "precision"}
     if not isinstance(tree, list) or not all(isinstance(point, dict) for point in tree):
         raise ConfigError(f"--points {path}: must be a list of points (docs/scaling.md)")
     for i, point in enumerate(tree):
-        if lacking := needed - point.keys():
-            raise ConfigError(f"--points {path}: point {i} lacks {', '.join(sorted(lacking))} (docs/scaling.md)")
-        if point["gpu"] not in GPUS:
-            raise ConfigError(f"--points {path}: point {i} has gpu={point['gpu']}; known: {', '.join(GPUS)}")
+        for problem in _problems(point):
+            raise ConfigError(
+                f"--points {path}: point {i}, {point.get('id', 'without id')}: {problem} (docs/scaling.md)"
+            )
     return tree
+
+
+def _problems(point: Mapping[str, Any]) -> Iterator[str]:
+    """What keeps a point from being read, with its key."""
+    if lacking := sorted(_KEYS - point.keys()):
+        yield f"lacks {', '.join(lacking)}"
+        return
+    shape = point["shape"]
+    if not isinstance(shape, Mapping) or (lacking := sorted(_SIZES - shape.keys())):
+        yield f"shape lacks {', '.join(lacking)}" if isinstance(shape, Mapping) else "shape must have the model's sizes"
+        return
+    if point["gpu"] not in GPUS:
+        yield f"gpu={point['gpu']}; known: {', '.join(GPUS)}"
+    if not re.fullmatch(r"\d{4}\.\d\d?", str(point["released"])):
+        yield f"released={point['released']!r} must be a year and a month, as in 2026.04"
+    whole = [*_DEGREES, "nvlink_domain"]
+    if point["kind"] == "train" and _has_rate(point):
+        whole += ["micro_batch", "global_batch", "sequence_tokens"]
+    for key in whole:
+        if not isinstance(point[key], int) or isinstance(point[key], bool) or point[key] < 1:
+            yield f"{key}={point[key]!r} must be a whole number above 0"
+    for key in ("layers", "hidden", "heads", "kv_heads"):
+        if point["kind"] in ("train", "memory") and shape["vocab"] and not isinstance(shape[key], int):
+            yield f"shape.{key}={shape[key]!r} must be a whole number"
+
+
+def _has_rate(point: Mapping[str, Any]) -> bool:
+    """Whether a rate of the point is compared."""
+    measured = point["tokens_per_s_per_gpu"] or point["model_tflops_per_gpu"]
+    return bool(measured and point["micro_batch"] and not point["superseded"] and point["shape"].get("vocab"))
 
 
 def predictions(

@@ -12,20 +12,26 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
+from rl_megatron.options.option import BYTES, Elements
 from rl_megatron.options.padding import padded_tokens
 from rl_megatron.scaling.constants import FITTED, Constants
 from rl_megatron.scaling.hardware import Gpu
-from rl_megatron.scaling.memory import server_weights
+from rl_megatron.scaling.memory import server_weights, weights_on_gpu, weights_served
 from rl_megatron.scaling.rollouts import Sampled, ServerShape, sampled
 from rl_megatron.scaling.time import PCIE, LearnerWork, step_terms
 
 GB = 1e9
+Lengths = Sequence[float]
+"""Tokens of equally many completions, ascending."""
 MOST_STALENESS = 8
 """Most steps that a planned run's data may be old; more is for the user to say."""
 _UPDATE = ("gradients, parameters", "optimizer", "optimizer on the host", "fixed")
-KERNELS = 0.05  # of a GPU that an engine's own kernels and buffers take
+KERNELS = 0.05
+"""Share of a GPU that an engine's own kernels and buffers take."""
+_USUAL_FRACTION = 0.9  # of a GPU for a server whose memory_fraction is not set
 _PAUSE = 2.0  # seconds in which servers stop, verify and go on at a push; assumed
 
 
@@ -103,18 +109,55 @@ def push_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float, floa
     return total, total / world, received
 
 
-def server_shape(config: RunConfig, shape: ModelShape, gpu: Gpu) -> ServerShape:
-    """The run's servers, with the cache that ``rollout.server.memory_fraction`` leaves."""
-    server, weights = config.rollout.server, server_weights(config, shape)
-    cache = max(0.0, ((server.memory_fraction or 0.9) - KERNELS) * gpu.memory * GB - weights)
-    return ServerShape(tp=server.tp, dp=server.dp, cache=cache)
+def server_shape(
+    config: RunConfig, server: ServerSection, weights: Elements, shape: ModelShape, gpu: Gpu
+) -> ServerShape:
+    """A server that holds ``weights``, bytes of `weights_served`, with the cache that its memory_fraction leaves."""
+    cache = ((server.memory_fraction or _USUAL_FRACTION) - KERNELS) * gpu.memory * GB - weights_on_gpu(server, weights)
+    experts = 3.0 * shape.hidden_size * shape.expert_width * len(shape.moe_layers)
+    others = shape.active_parameters - experts * shape.experts_per_token
+    # Of the embedding a token reads a row.
+    looked_up = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size * BYTES[config.learner.dtype]
+    return ServerShape(
+        tp=server.tp,
+        dp=server.dp,
+        cache=max(0.0, cache),
+        experts=weights.experts / (experts * shape.num_experts) if shape.num_experts else 0.0,
+        others=(weights.dense - looked_up) / others,
+    )
+
+
+def rollout_seconds(
+    config: RunConfig,
+    shape: ModelShape,
+    server: ServerShape,
+    gpu: Gpu,
+    lengths: Lengths,
+    *,
+    replicas: int,
+    prompt: float,
+    concurrency: float,
+) -> Sampled:
+    """Seconds of a step's completions on ``replicas`` servers, with so many requests in flight."""
+    return sampled(
+        shape,
+        server,
+        gpu,
+        replicas=replicas,
+        completions=config.completions_per_step,
+        group=config.rollout.group_size,
+        prompt=prompt,
+        lengths=lengths,
+        slots=config.rollout.slots,
+        concurrency=concurrency,
+    )
 
 
 def rl_step(
     config: RunConfig,
     shape: ModelShape,
     gpu: Gpu,
-    lengths: Sequence[float],
+    lengths: Lengths,
     *,
     prompt: float,
     staleness: int | None = None,
@@ -133,7 +176,8 @@ def rl_step(
     if config.algorithm.old_logprobs == "learner":
         parts["log-probs"] = forward_seconds(work, batches, constants)
     parts |= _others(config, forward_seconds(work, batches, constants), parts)
-    server, section = server_shape(config, shape, gpu), config.rollout.server
+    section = config.rollout.server
+    server = server_shape(config, section, weights_served(config, shape), shape, gpu)
     apart = config.slurm.engines.nodes > 0
     if push is None:
         _, sent, received = push_bytes(config, shape)
@@ -142,16 +186,15 @@ def rl_step(
     parts["push"] = push + _PAUSE
     if section.colocated and config.learner.offload.while_sampling == "optimizer":
         parts["turns"] = 2 * _moved_to_host(config, shape) / (PCIE * GB)
-    engines = sampled(
+    engines = rollout_seconds(
+        config,
         shape,
         server,
         gpu,
+        lengths,
         replicas=section.replicas,
-        completions=config.completions_per_step,
-        group=config.rollout.group_size,
         prompt=prompt,
-        lengths=lengths,
-        slots=config.rollout.slots,
+        concurrency=section.concurrency,
     )
     learner = sum(parts.values())
     slower = max(learner, engines.steady)

@@ -27,11 +27,14 @@ _CLASSES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerShape:
-    """The degrees of a server, and what of a GPU's memory its cache has, in bytes."""
+    """The degrees of a server, what of a GPU's memory its cache has, in bytes, and bytes that it reads for each
+    parameter of the ``experts`` and of the ``others``."""
 
     tp: int
     dp: int
     cache: float
+    experts: float = 2.0
+    others: float = 2.0
 
     @property
     def ranks(self) -> int:
@@ -42,7 +45,8 @@ class ServerShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
     """Seconds of a step's completions: ``alone`` if all start together and the step waits for the last; ``steady`` if
-    others fill the places of those that end; and of the ``longest`` completion in a full engine."""
+    others fill the places of those that end; and of the ``longest`` completion in a full engine. ``requests`` in
+    flight fill the servers' places; ``held_back``: whether fewer are allowed."""
 
     alone: float
     steady: float
@@ -50,6 +54,8 @@ class Sampled:
     prompts: float
     rows: float  # that a server decodes at once
     waves: float
+    requests: int
+    held_back: bool
 
 
 @lru_cache(maxsize=64)
@@ -72,7 +78,7 @@ def token_seconds(shape: ModelShape, server: ServerShape, gpu: Gpu, rows: float,
     experts = 3.0 * shape.hidden_size * shape.expert_width * sparse
     others = shape.active_parameters - experts * k
     touched = shape.num_experts * (1 - (1 - k / shape.num_experts) ** rows) if shape.num_experts else 0.0
-    weights = 2 * (others / server.tp + experts * touched / server.ranks)
+    weights = server.others * others / server.tp + server.experts * experts * touched / server.ranks
     cache = cache_bytes(shape) * context * rows / server.dp / _cache_ranks(shape, server)
     read = (weights + cache) / (READ * gpu.hbm * GB)
     computed = 2 * shape.active_parameters * rows / server.ranks / (gpu.peak.bfloat16 * 1e12 * COMPUTED)
@@ -98,18 +104,24 @@ def sampled(
     prompt: float,
     lengths: Sequence[float],
     slots: int,
+    concurrency: float = math.inf,
 ) -> Sampled:
     """The time of ``completions`` in groups of ``group``, which share a prompt; ``slots`` and its cache bound a
-    server's rows."""
+    server's rows, and ``concurrency`` the groups in flight on all servers, which end with their longest completion."""
     mean, each = sum(lengths) / len(lengths), completions / replicas
+    flight, held = concurrency * group / replicas, completions > concurrency * group
+    ending = _longest_of(group, lengths) / mean  # of a group's completions on average one of so many still decodes
+    live = flight / ending
     room = server.cache * server.dp * _cache_ranks(shape, server) / (cache_bytes(shape) * (prompt + mean))
     most = max(1.0, min(slots, room))
-    rows = min(each, most)
+    rows = min(each, most, flight) if held else min(each, most)
+    busy = max(1.0, min(rows, live)) if held else rows
+    full = max(1.0, min(most, live))
 
     def seconds(active: float, done: float) -> float:
         return token_seconds(shape, server, gpu, max(1.0, active), prompt + done)
 
-    queued = max(0.0, each - rows) * mean / rows * seconds(rows, mean / 2)
+    queued = max(0.0, each - rows) * mean / busy * seconds(busy, mean / 2)
     drained, before = 0.0, 0.0
     for i, length in enumerate(lengths):
         if length > before:
@@ -117,15 +129,24 @@ def sampled(
             before = length
     flops = 2 * shape.active_parameters * prompt * completions / group
     prompts = flops / (replicas * server.ranks * gpu.peak.bfloat16 * 1e12 * COMPUTED)
-    steady = each * mean / most * seconds(most, mean / 2)
+    steady = each * mean / full * seconds(full, mean / 2)
     return Sampled(
         alone=prompts + queued + drained,
         steady=prompts + steady,
-        longest=max(lengths) * seconds(most, max(lengths) / 2),
+        longest=max(lengths) * seconds(full, max(lengths) / 2),
         prompts=prompts,
         rows=rows,
-        waves=each / most,
+        waves=each / full,
+        requests=math.ceil(most * replicas * ending / group),
+        held_back=full < most,
     )
+
+
+def _longest_of(group: int, lengths: Sequence[float]) -> float:
+    """Mean length of the longest of ``group`` completions; ``lengths`` are ascending, and equally likely."""
+    count = len(lengths)
+    shares = [((i + 1) / count) ** group - (i / count) ** group for i in range(count)]
+    return sum(length * share for length, share in zip(lengths, shares, strict=True))
 
 
 def _cache_ranks(shape: ModelShape, server: ServerShape) -> int:

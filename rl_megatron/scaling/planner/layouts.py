@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.dispatcher import DEEPEP_RANKS
 from rl_megatron.scaling.hardware import Gpu
 from rl_megatron.scaling.rl_step import filled, learner_work
 from rl_megatron.scaling.time import step_seconds
@@ -121,7 +122,8 @@ def _with_work(wanted: Wanted, longest: int, degrees: Mapping[str, int]) -> Iter
     """The keys of a layout: its stages' layers, each dispatcher, micro-batches of the longest sequence or of two."""
     stages = stage_layers(wanted.shape.num_layers, degrees["pp"], degrees["vpp"])
     dispatchers = ["alltoall"]
-    if degrees["ep"] * degrees["etp"] > wanted.gpu.domain:
+    given = wanted.given.get("learner.dispatcher")
+    if (group := degrees["ep"] * degrees["etp"]) > wanted.gpu.domain and (group in DEEPEP_RANKS or given):
         dispatchers.append("deepep")
     if wanted.given.get("learner.dispatcher") == "hybridep":
         dispatchers = ["hybridep"]

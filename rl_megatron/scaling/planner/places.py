@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
-from rl_megatron.scaling.memory import GB, server_weights
-from rl_megatron.scaling.planner.layouts import Wanted, with_keys
-from rl_megatron.scaling.rl_step import KERNELS
-from rl_megatron.scaling.rollouts import Sampled, ServerShape, sampled
+from rl_megatron.scaling.memory import GB, weights_on_gpu, weights_served
+from rl_megatron.scaling.planner.layouts import Wanted
+from rl_megatron.scaling.rl_step import MOST_STALENESS, rollout_seconds, server_shape
+from rl_megatron.scaling.rollouts import Sampled
 
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the nodes that servers may have for themselves
 _FRACTIONS = (0.6, 0.4, 0.25)  # of a GPU for a server that takes turns with the learner
@@ -42,6 +42,8 @@ def placements(wanted: Wanted) -> Iterator[tuple[float, dict[str, object]]]:
         keys |= {**shared, "rollout.server.memory_fraction": fraction}
         if "rollout.server.colocated" in keys and wanted.given.get("train.max_staleness"):
             continue  # refused: servers that take turns with the learner sample nothing meanwhile
+        if "rollout.server.colocated" in keys and wanted.given.get("slurm.engines.nodes"):
+            continue
         if any(wanted.given.get(key, value) != value for key, value in keys.items()):
             continue
         if "rollout.server.colocated" not in keys and wanted.given.get("rollout.server.colocated"):
@@ -55,7 +57,8 @@ def placements(wanted: Wanted) -> Iterator[tuple[float, dict[str, object]]]:
 def _servers(wanted: Wanted, gpus: int, fraction: float) -> tuple[Sampled, dict[str, object]] | None:
     """Degrees and number of servers that sample fastest on ``gpus``; None if the weights do not fit them."""
     best: tuple[Sampled, dict[str, object]] | None = None
-    shape, (dense, experts) = wanted.shape, _served(wanted)
+    shape, base = wanted.shape, wanted.base
+    weights = weights_served(base, shape)
     for tp, dp in product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32)):
         ranks = tp * dp
         spread = dp > 1 and (not shape.num_experts or shape.num_experts % ranks)
@@ -63,42 +66,28 @@ def _servers(wanted: Wanted, gpus: int, fraction: float) -> tuple[Sampled, dict[
             continue
         if (ranks > wanted.per_node and tp < wanted.per_node) or gpus % ranks:
             continue
-        weights = (dense * dp + experts) / ranks
-        if weights > (fraction - _CACHE) * wanted.gpu.memory * GB:
+        section = base.rollout.server.model_copy(update={"tp": tp, "dp": dp, "memory_fraction": fraction})
+        if weights_on_gpu(section, weights) > (fraction - _CACHE) * wanted.gpu.memory * GB:
             continue
         keys: dict[str, object] = {"rollout.server.replicas": gpus // ranks, "rollout.server.tp": tp}
         keys |= {"rollout.server.dp": dp, "rollout.server.ep": ranks if dp > 1 else 1}
         if any(wanted.given.get(key, value) != value for key, value in keys.items()):
             continue
-        here = _sampling(wanted, keys, fraction, weights)
+        server = server_shape(base, section, weights, shape, wanted.gpu)
+        own = wanted.given.get("rollout.server.concurrency")
+        here = rollout_seconds(
+            base,
+            shape,
+            server,
+            wanted.gpu,
+            wanted.lengths,
+            replicas=gpus // ranks,
+            prompt=wanted.prompt,
+            concurrency=math.inf if own is None else float(str(own)),
+        )
+        if own is None:  # enough for places of servers, but no more than there can be
+            useful = min(here.requests, base.rollout.prompts_per_step * (1 + MOST_STALENESS))
+            keys["rollout.server.concurrency"] = max(useful, base.rollout.server.concurrency)
         if best is None or here.alone < best[0].alone:
             best = here, keys
     return best
-
-
-def _served(wanted: Wanted) -> tuple[float, float]:
-    """Bytes in engines of the weights without experts, and of the experts, from the plan's shares by two degrees."""
-    one, two = (
-        server_weights(with_keys(wanted.base, {f"rollout.server.{k}": v for k, v in degrees.items()}), wanted.shape)
-        for degrees in ({"tp": 1, "dp": 1}, {"tp": 1, "dp": 2})
-    )
-    dense = 2 * two - one
-    return dense, one - dense
-
-
-def _sampling(wanted: Wanted, keys: Mapping[str, Any], fraction: float, weights: float) -> Sampled:
-    """Seconds of a step's completions on servers with such degrees."""
-    cache = max(0.0, (fraction - KERNELS) * wanted.gpu.memory * GB - weights)
-    server = ServerShape(tp=keys["rollout.server.tp"], dp=keys["rollout.server.dp"], cache=cache)
-    rollout = wanted.base.rollout
-    return sampled(
-        wanted.shape,
-        server,
-        wanted.gpu,
-        replicas=keys["rollout.server.replicas"],
-        completions=wanted.base.completions_per_step,
-        group=rollout.group_size,
-        prompt=wanted.prompt,
-        lengths=wanted.lengths,
-        slots=rollout.slots,
-    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.options import table as options
+from rl_megatron.scaling.host_memory import host_bytes
 from rl_megatron.scaling.memory import CHANGES, GB, Footprint, fullest
 from rl_megatron.scaling.planner.layouts import Timed, Wanted, described, timed_layouts, with_keys
 from rl_megatron.scaling.planner.places import placements
@@ -21,6 +22,7 @@ from rl_megatron.scaling.rl_step import RlStep, rl_step
 NEAR = 1.3
 """How many times the fastest step's seconds a layout of ``goal=memory`` may take: the range of what is predicted."""
 _CHECKED = 24  # layouts of a placement whose memory is planned, at most
+_OF_HOST = 0.8  # of a node's memory that the learner may take; processes, files in /dev/shm and caches have the rest
 _TOO_MUCH = " GB of "  # in the reason of a layout that does not fit
 
 
@@ -96,9 +98,10 @@ def _search_placement(
     wanted: Wanted, placed: Mapping[str, object], timed: Sequence[Timed], found: SearchResult
 ) -> None:
     """Add the plans of a placement, and the layouts that do not fit on it."""
-    base, ladder = with_keys(wanted.base, placed), list(savings(wanted))
-    slack = NEAR if wanted.goal == "memory" else 1.0
-    best, too_large, last = math.inf, list[tuple[int, ...]](), found.planned + _CHECKED
+    base, ladder, all_of = with_keys(wanted.base, placed), list(savings(wanted)), wanted.goal == "memory"
+    slack = NEAR if all_of else 1.0
+    best, too_large = math.inf, list[tuple[int, ...]]()
+    last = found.planned + _CHECKED * (len(ladder) if all_of else 1)
     for seconds, keys in timed:
         degrees = _room(keys)
         if seconds >= best * slack or found.planned >= last:
@@ -111,14 +114,17 @@ def _search_placement(
                 too_large.append(degrees)
             found.rejected.append(Rejected(keys={**placed, **keys, **ladder[-1]}, seconds=seconds, reason=least))
             continue
+        plans = [least]
         for saved in ladder[:-1]:
             plan = _planned(wanted, base, placed, {**keys, **saved}, found)
             if isinstance(plan, PlannedRun):
-                least = plan
-                break
-        if least.step.parts["training"] < best * slack:
-            best = min(best, least.step.parts["training"])
-            found.plans.append(least)
+                plans.append(plan)
+                if not all_of:
+                    break
+        fast = min(plan.step.parts["training"] for plan in plans)
+        if fast < best * slack:
+            best = min(best, fast)
+            found.plans += plans if all_of else plans[-1:]
 
 
 def _room(keys: Mapping[str, object]) -> tuple[int, ...]:
@@ -149,6 +155,11 @@ def _planned(
         return (
             f"{footprint.total / GB:.0f}{_TOO_MUCH}{wanted.gpu.memory:g} on stage {footprint.stage}{when}, most of it "
             f"{largest}, {footprint.terms[largest] / GB:.0f} GB; {({**CHANGES, **options.changes()})[largest]}"
+        )
+    if (held := host_bytes(config, wanted.shape)) > (room := wanted.gpu.host * GB * _OF_HOST):
+        return (
+            f"{held / GB:.0f} GB of the host's memory for what the learner keeps off its GPUs, of {room / GB:.0f} that "
+            f"a node's {wanted.gpu.host:g} leave beside all else; give more GPUs, or a file of the GPU with its host="
         )
     staleness = wanted.given.get("train.max_staleness")
     step = rl_step(

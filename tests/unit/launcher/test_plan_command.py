@@ -6,24 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from launcher.__main__ import main
+from tests.unit.launcher.commands import Said
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", *arguments])
-    out = capsys.readouterr()
-    assert ended.value.code == status, out
-    return out.err if status else out.out
-
-
-@pytest.fixture(autouse=True)
-def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
     monkeypatch.setenv("COLUMNS", "160")
+    return Said("plan", capsys)
 
 
-def test_a_named_model_is_costed_without_its_files(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "qwen3-30b-a3b", "src=megatron,dp=2", "dst=hf,dp=2", "--per-node", "2", "--nic", "25")
+def test_a_named_model_is_costed_without_its_files(said: Said) -> None:
+    text = said("qwen3-30b-a3b", "src=megatron,dp=2", "dst=hf,dp=2", "--per-node", "2", "--nic", "25")
     rows = {cells[1].strip(): cells[2:4] for line in text.splitlines() if len(cells := line.split("│")) > 3}
     assert [cell.strip() for cell in rows["bytes across nodes"]] == ["122.1 GB", "61.1 GB"]  # 30.5 B of 2 bytes each
     assert [cell.strip() for cell in rows["bytes within nodes"]] == ["0.0 GB", "61.1 GB"]
@@ -32,7 +25,7 @@ def test_a_named_model_is_costed_without_its_files(capsys: pytest.CaptureFixture
     assert re.search(r"[\d,]+ transfers between 4 pairs, planned in", text)
 
 
-def test_a_folder_needs_only_its_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_folder_needs_only_its_config(said: Said, tmp_path: Path) -> None:
     config = {
         "model_type": "kimi_k2",
         "num_hidden_layers": 5,
@@ -58,7 +51,7 @@ def test_a_folder_needs_only_its_config(capsys: pytest.CaptureFixture[str], tmp_
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     layouts = "src=megatron,tp=2,pp=2,ep=4,dp=2,stages=2+3", "dst=engine,tp=4,ep=4"
-    assert "transfers between" in said(capsys, str(tmp_path), *layouts, "--colocated")
+    assert "transfers between" in said(str(tmp_path), *layouts, "--colocated")
 
 
 @pytest.mark.parametrize(
@@ -82,16 +75,15 @@ def test_a_folder_needs_only_its_config(capsys: pytest.CaptureFixture[str], tmp_
         (("kimi-k2", "src=megatron,pp=2,vpp=2,stages=15*4", "dst=hf"), "pp*vpp = 2*2 = 4 and 61 layers"),
     ],
 )
-def test_bad_input_is_named(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
-    assert message in said(capsys, *arguments, status=1)
+def test_bad_input_is_named(said: Said, arguments: tuple[str, ...], message: str) -> None:
+    assert message in said(*arguments, status=1)
 
 
-def test_an_engine_cuts_experts_by_tp_where_nothing_else_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_cuts_experts_by_tp_where_nothing_else_is_said(said: Said) -> None:
     """As vLLM and SGLang do without expert parallelism: each of 8 ranks gets an eighth of 235 B of 2 bytes."""
     source = "src=megatron,tp=4,ep=8,dp=16"
     texts = [
-        said(capsys, "qwen3-235b-a22b", source, f"dst=engine,tp=8,dp=8{rest}")
-        for rest in ("", ",etp=8", ",ep=8", ",etp=1")
+        said("qwen3-235b-a22b", source, f"dst=engine,tp=8,dp=8{rest}") for rest in ("", ",etp=8", ",ep=8", ",etp=1")
     ]
     received = [re.search(r"received by 64 ranks, max / mean *│ *([\d.]+) GB", text) for text in texts]
     assert [found and found[1] for found in received] == ["59.0", "59.0", "59.0", "456.4"]
@@ -100,23 +92,21 @@ def test_an_engine_cuts_experts_by_tp_where_nothing_else_is_said(capsys: pytest.
         in texts[-1]
     )
     assert not any("which do not fit a GPU" in text for text in texts[:3])
-    assert "which do not fit" in said(
-        capsys, "qwen3-235b-a22b", source, "dst=engine,tp=8,dp=8", "--gpu-memory-gb", "40"
-    )
+    assert "which do not fit" in said("qwen3-235b-a22b", source, "dst=engine,tp=8,dp=8", "--gpu-memory-gb", "40")
 
 
 def test_a_configuration_shows_memory_and_then_what_pushes_and_checkpoints_cost(
-    capsys: pytest.CaptureFixture[str],
+    said: Said,
 ) -> None:
-    text = said(capsys, "--config", "deepseek_v3", "slurm.speeds.nic=25")
+    text = said("--config", "deepseek_v3", "slurm.speeds.nic=25")
     _, push, hop, save, *_ = text[text.index("It fits in slurm.gpu_memory_gb=80.\n") :].splitlines()
     assert push == "a push of weights (weights.transport=process_group), through the network:"
     assert hop.endswith("one receives up to 47.0 GB: 1.88 s at 450 GB/s a rank inside a node, 25 between nodes")
     assert save.startswith("a checkpoint, every 20 steps: 9,437.7 GB, up to 347.5 GB by one node: 94.4 s at 5 GB/s")
-    through = said(capsys, "--config", "deepseek_v3", "weights.transport=file")
+    through = said("--config", "deepseek_v3", "weights.transport=file")
     assert "\nnote: each push of weights goes through a file in the run's folder, on a shared file system: " in through
 
 
-def test_links_of_a_configuration_are_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    refused = said(capsys, "--config", "deepseek_v3", "--nic", "25", status=1)
+def test_links_of_a_configuration_are_its_keys(said: Said) -> None:
+    refused = said("--config", "deepseek_v3", "--nic", "25", status=1)
     assert "--nic goes with a model and two layouts; with --config set slurm.speeds.nic instead" in refused

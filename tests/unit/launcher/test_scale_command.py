@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.__main__ import main
 from rl_megatron.config.io import load_config
+from tests.unit.launcher.commands import Said
 from tests.unit.launcher.sites import site
 from tests.unit.launcher.test_memory import QWEN3
 
@@ -19,17 +19,10 @@ REPO = Path(__file__).resolve().parents[3]
 ASKED = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=64")
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(["scale", *arguments])
-    out = capsys.readouterr()
-    assert ended.value.code == status, out
-    return out.err if status else out.out
-
-
-@pytest.fixture(autouse=True)
-def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
     monkeypatch.setenv("COLUMNS", "160")
+    return Said("scale", capsys)
 
 
 def test_a_written_layout_is_a_configuration_that_submit_takes_without_torch(tmp_path: Path) -> None:
@@ -54,8 +47,8 @@ def test_a_written_layout_is_a_configuration_that_submit_takes_without_torch(tmp
     assert f"learner.ep={config.learner.ep}" in texts[0] or config.learner.ep == 1
 
 
-def test_the_best_layout_comes_with_terms_and_the_others_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "deepseek-v3", "gpus=512", "gpu=h100", "--explain", "all-to-all")
+def test_the_best_layout_comes_with_terms_and_the_others_with_reasons(said: Said) -> None:
+    text = said("deepseek-v3", "gpus=512", "gpu=h100", "--explain", "all-to-all")
     for words in (
         "seconds of a step",
         "training, by term",
@@ -67,11 +60,11 @@ def test_the_best_layout_comes_with_terms_and_the_others_with_reasons(capsys: py
         assert words in text
     assert "tokens/s, " in text
     assert "all-to-all: tokens to the ranks of their experts and back" in text
-    assert "--explain speed: no such term; terms: linears" in said(capsys, *ASKED, "--explain", "speed", status=1)
+    assert "--explain speed: no such term; terms: linears" in said(*ASKED, "--explain", "speed", status=1)
 
 
-def test_json_has_every_term_and_they_add_up(capsys: pytest.CaptureFixture[str]) -> None:
-    tree = json.loads(said(capsys, *ASKED, "--json"))
+def test_json_has_every_term_and_they_add_up(said: Said) -> None:
+    tree = json.loads(said(*ASKED, "--json"))
     best = tree["plans"][0]
     assert sum(best["training"].values()) == pytest.approx(best["parts"]["training"])
     assert sum(best["bytes"].values()) <= 80e9
@@ -79,10 +72,10 @@ def test_json_has_every_term_and_they_add_up(capsys: pytest.CaptureFixture[str])
     assert all(one["reason"] for one in tree["rejected"])
 
 
-def test_points_are_compared_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "--points", str(REPO / "bench" / "published_runs.json"))
+def test_points_are_compared_alone(said: Said) -> None:
+    text = said("--points", str(REPO / "bench" / "published_runs.json"))
     assert "throughput, 60 points: mean error 9.1% (bar 12 %)" in text
     assert "memory of mixtures of experts, 10 points: worst error 2.8% (bar 8 %)" in text
     assert "golden-8x22b-h100" in text
-    refused = said(capsys, "kimi-k2", "--points", str(REPO / "bench" / "published_runs.json"), status=1)
+    refused = said("kimi-k2", "--points", str(REPO / "bench" / "published_runs.json"), status=1)
     assert "--points compares a file's runs and takes no MODEL: kimi-k2" in refused

@@ -24,6 +24,8 @@ from rl_megatron.scaling.points import (
 from rl_megatron.weights.layouts.parsing import model_shape
 
 RUNS = read_points(POINTS)
+NEVER_READ = ("etp", "step_s", "allocated_after_step_gb", "mfu", "rl", "notes", "source")
+TRAINED = next(point for point in RUNS if point["kind"] == "train" and point["tokens_per_s_per_gpu"])
 
 
 def test_errors_beside_published_runs_are_these() -> None:
@@ -87,14 +89,38 @@ def test_a_summary_has_each_bar_beside_its_figure() -> None:
     [
         ("{", "cannot be read as JSON"),
         ("{}", "must be a list of points"),
-        ('[{"id": "x"}]', "point 0 lacks cp, dp, ep, gpu"),
-        (json.dumps([{**RUNS[0], "gpu": "b100"}]), "point 0 has gpu=b100; known: a100, h100"),
+        ('[{"id": "x"}]', "point 0, x: lacks cp, dispatcher, dp, ep, ep_overlap, global_batch, gpu"),
+        ('[{"kind": "train"}]', "point 0, without id: lacks cp"),
+        (json.dumps([RUNS[1], {**RUNS[0], "gpu": "b100"}]), "point 1, .*: gpu=b100; known: a100, h100"),
+        (
+            json.dumps([{**RUNS[0], "shape": {"layers": 2}}]),
+            "shape lacks attention, dense_ffn, dense_layers, expert_ffn",
+        ),
+        (json.dumps([{**RUNS[0], "released": "soon"}]), "released='soon' must be a year and a month, as in 2026.04"),
+        (json.dumps([{**RUNS[0], "tp": None}]), "tp=None must be a whole number above 0"),
+        (json.dumps([{**TRAINED, "global_batch": None}]), "global_batch=None must be a whole number above 0"),
     ],
 )
 def test_a_file_of_another_form_is_refused(content: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "points.json").write_text(content)
     with pytest.raises(ConfigError, match=reason):
         read_points(tmp_path / "points.json")
+
+
+def test_every_key_that_a_point_lacks_is_named(tmp_path: Path) -> None:
+    """Whichever it is: either it is read nowhere, or its file is refused."""
+    for key in TRAINED:
+        (tmp_path / "points.json").write_text(json.dumps([{k: v for k, v in TRAINED.items() if k != key}]))
+        if key in NEVER_READ:
+            assert list(predictions(read_points(tmp_path / "points.json")))
+            continue
+        with pytest.raises(ConfigError, match=f"lacks {key}"):
+            read_points(tmp_path / "points.json")
+    for key in TRAINED["shape"]:
+        shape = {k: v for k, v in TRAINED["shape"].items() if k != key}
+        (tmp_path / "points.json").write_text(json.dumps([{**TRAINED, "shape": shape}]))
+        with pytest.raises(ConfigError, match=f"shape lacks {key}"):
+            read_points(tmp_path / "points.json")
 
 
 def test_a_layout_that_cannot_be_is_named_and_the_others_are_compared() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,9 @@ from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
 from rl_megatron.scaling import rollouts
 from rl_megatron.scaling.hardware import GPUS
+from rl_megatron.scaling.memory import weights_served
 from rl_megatron.scaling.pushes import push_cost
-from rl_megatron.scaling.rl_step import forward_seconds, learner_work, push_bytes, rl_step
+from rl_megatron.scaling.rl_step import forward_seconds, learner_work, push_bytes, rl_step, server_shape
 from rl_megatron.scaling.rollouts import Sampled, ServerShape, cache_bytes, lengths_of, sampled, token_seconds
 from rl_megatron.scaling.time import step_terms
 
@@ -76,6 +78,65 @@ def test_sampling_takes_as_long_as_if_each_token_is_simulated(waves: int, slots:
     )
     assert found.alone == pytest.approx(simulated(order, slots, 0), rel=0.12)
     assert found.steady < found.alone
+
+
+def in_groups(groups: list[list[float]], requests: int) -> float:
+    """Seconds until the last of ``groups`` ends, if a group that has ended makes room for the next; 16 tokens at a
+    time."""
+    waiting, now, running = list(groups), 0.0, list[list[list[float]]]()
+    while waiting or running:
+        while waiting and len(running) < requests:
+            running.append([[length, 0.0] for length in waiting.pop(0)])
+        rows = [row for group in running for row in group if row[1] < row[0]]
+        now += 16 * token_seconds(SHAPE, SERVER, H100, len(rows), sum(done for _, done in rows) / len(rows))
+        for row in rows:
+            row[1] += 16
+        running = [group for group in running if any(done < length for length, done in group)]
+    return now
+
+
+@pytest.mark.parametrize(("requests", "group"), [(4, 8), (16, 4)])
+def test_requests_in_flight_that_wait_for_their_longest_completion_hold_the_servers_back(
+    requests: int, group: int
+) -> None:
+    """rollout.server.concurrency counts requests, each of a group: its other completions' places stay empty."""
+    lengths, count = lengths_of(1000, 4096), 12 * requests
+    drawn = random.Random(0)
+    groups = [[drawn.choice(lengths) for _ in range(group)] for _ in range(count)]
+    of = {"replicas": 1, "completions": count * group, "group": group, "prompt": 0.0, "slots": 256}
+    found = sampled(SHAPE, SERVER, H100, lengths=lengths, concurrency=requests, **of)
+    truth = in_groups(groups, requests)
+    assert found.alone == pytest.approx(truth, rel=0.15)
+    assert found.steady == pytest.approx(truth, rel=0.2)
+    free = sampled(SHAPE, SERVER, H100, lengths=lengths, **of)
+    assert found.held_back
+    assert not free.held_back
+    assert free.alone < 0.7 * found.alone
+    enough = sampled(SHAPE, SERVER, H100, lengths=lengths, concurrency=free.requests, **of)
+    assert not enough.held_back
+    assert enough.alone == pytest.approx(free.alone, rel=0.01)
+
+
+def test_quantised_servers_read_their_own_bytes() -> None:
+    """Experts in float8 with a float32 scale for 128 x 128 weights; the head stays in bfloat16."""
+    keys = ["model.path=.", "run.launcher=slurm", "rollout.server.memory_fraction=0.5"]
+    shapes = []
+    for quantization in ("none", "fp8"):
+        config = load_config("qwen3_30b_a3b", [*keys, f"rollout.server.quantization={quantization}"])
+        shapes.append(server_shape(config, config.rollout.server, weights_served(config, SHAPE), SHAPE, H100))
+    plain, quantised = shapes
+    assert plain.experts == 2
+    assert plain.others == pytest.approx(2, rel=1e-3)  # but for norms
+    assert quantised.experts == pytest.approx(1 + 4 / 128**2)
+    attention, head = 48 * 2048 * (2 * 32 + 2 * 4) * 128, 151936 * 2048
+    router = 48 * 2048 * 128
+    assert quantised.others == pytest.approx(
+        (attention + 2 * head + 2 * router) / (attention + head + router), rel=1e-2
+    )
+    freed = quantised.cache - plain.cache
+    assert freed == pytest.approx((48 * 128 * 3 * 2048 * 768 + attention) / 8, rel=0.01)  # a byte of each, on 8 GPUs
+    fast, slow = (token_seconds(SHAPE, one, H100, 8, 1000) for one in (quantised, plain))
+    assert fast < slow
 
 
 @pytest.mark.parametrize(
