@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +16,16 @@ from rl_megatron.experiments.study import Study, read_study
 
 app = typer.Typer(no_args_is_help=True, help="Run a study: a grid of runs with seeds, from one file.")
 StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="the study's file", show_default=False)]
+More = Annotated[
+    list[str] | None,
+    typer.Option("--override", metavar="KEY=VALUE", help="one more override of all cells, which are others then"),
+]
 
 
 @app.command()
 def run(
     study: StudyFile,
+    override: More = None,
     retry: Annotated[bool, typer.Option("--retry", help="start cells again that have failed")] = False,
     check: Annotated[bool, typer.Option("--check", help="check all cells, and start none")] = False,
 ) -> None:
@@ -28,7 +34,7 @@ def run(
     Ctrl-C has all of them save and ends with status 0; started again, the study goes on. The status is 1 if a cell has
     failed. Cells that are in Slurm's queue are left to it.
     """
-    loaded, cells = _checked(study)
+    loaded, cells = _checked(study, override or [])
     from launcher.programs.arrays import queue_of
     from launcher.programs.experiment import cells_at_once, run_cells
 
@@ -44,6 +50,7 @@ def run(
 @app.command()
 def submit(
     study: StudyFile,
+    override: More = None,
     retry: Annotated[bool, typer.Option("--retry", help="send cells again that have failed")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check all, print the scripts, and send nothing")] = False,
 ) -> None:
@@ -55,7 +62,7 @@ def submit(
     from launcher.programs import arrays
     from launcher.programs.experiment import alone
 
-    loaded = read_study(study)
+    loaded = read_study(study, override or [])
     cells = cells_of(loaded)
     notes = arrays.checked_for_slurm(loaded, cells)
     with alone(loaded):
@@ -78,11 +85,11 @@ def submit(
 
 
 @app.command()
-def status(study: StudyFile) -> None:
+def status(study: StudyFile, override: More = None) -> None:
     """Print each cell: done, running, pending in Slurm's queue, failed with the reason, lost, or waiting."""
     from launcher.programs.arrays import queue_of
 
-    loaded = read_study(study)
+    loaded = read_study(study, override or [])
     cells = cells_of(loaded)
     found = find_states(loaded, cells, queue_of(cells))
     print(states_table(found))
@@ -94,28 +101,39 @@ def status(study: StudyFile) -> None:
 @app.command()
 def report(
     study: StudyFile,
+    override: More = None,
+    metric: Annotated[
+        str | None, typer.Option(help="compare this metric [default: the study's evaluation.metric]")
+    ] = None,
+    last: Annotated[int | None, typer.Option(min=1, help="the mean of its last so many values")] = None,
     out: Annotated[Path | None, typer.Option(help="the HTML file [default: report.html in the study's folder]")] = None,
 ) -> None:
-    """Write the page over all runs, with differences, fits and survival; beside it JSON, CSV and SVG."""
+    """Write the page over all runs, with differences, fits and survival; beside it JSON, CSV and SVG.
+
+    With --metric it is written into a folder of that name, so that a study's outcomes do not replace one another.
+    """
     from launcher.programs.arrays import queue_of
     from rl_megatron.experiments.report import write_study_report
 
-    loaded = read_study(study)
+    loaded = read_study(study, override or [])
     cells = cells_of(loaded)
     assert loaded.folder is not None
+    folder = loaded.folder if metric is None else loaded.folder / "outcomes" / metric.replace("/", "-")
+    loaded = loaded.with_outcome(metric, last)
     try:
         queue = queue_of(cells)
     except ConfigError as error:  # the folders may have been copied from the cluster
         print(f"note: Slurm was not asked: {error}")
         queue = None
-    print(write_study_report(loaded, cells, out or loaded.folder / "report.html", queue))
+    folder.mkdir(parents=True, exist_ok=True)
+    print(write_study_report(loaded, cells, out or folder / "report.html", queue))
 
 
-def _checked(path: Path) -> tuple[Study, list[Cell]]:
+def _checked(path: Path, more: Sequence[str]) -> tuple[Study, list[Cell]]:
     """The study and its cells, each of which could start on this machine."""
     from launcher.preflight.checks import preflight
 
-    study = read_study(path)
+    study = read_study(path, more)
     cells = cells_of(study)
     arms = {cell.arm: cell for cell in reversed(cells)}  # a seed changes nothing here
     lines = [f"{arm}: {text}" for arm, cell in arms.items() for text in preflight(cell.config).texts("problem")]

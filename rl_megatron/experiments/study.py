@@ -84,9 +84,22 @@ class Study(Section):
     folder: Path | None = None
     """Folder of the cells' run folders; null: runs/<name of the study's file>."""
 
+    def with_outcome(self, metric: str | None, last: int | None) -> Study:
+        """The study that compares another metric, or the mean of another number of its values; None: the file's.
 
-def read_study(path: Path) -> Study:
-    """The study of a YAML file, with its folder and its base found. Raises one ConfigError for all that is wrong."""
+        Raises ConfigError for a metric that is not documented.
+        """
+        if metric is not None and documented(metric) is None:
+            raise ConfigError(f"--metric {metric}: no such metric; docs/metrics.md lists them")
+        given = {key: value for key, value in (("metric", metric), ("last", last)) if value is not None}
+        return self.model_copy(update={"evaluation": self.evaluation.model_copy(update=given)})
+
+
+def read_study(path: Path, more: Sequence[str] = ()) -> Study:
+    """The study of a YAML file, with its folder and its base found, and with ``more`` overrides after the file's.
+
+    Raises one ConfigError for all that is wrong.
+    """
     try:
         tree = yaml_text.read(path)
     except ConfigError as error:
@@ -97,6 +110,7 @@ def read_study(path: Path) -> Study:
         study = Study.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(dict.fromkeys(_line(path, each) for each in error.errors()))) from error
+    study = study.model_copy(update={"overrides": (*study.overrides, *more)})
     if problems := [f"{path}: {text}" for text in _problems(study)]:
         raise ConfigError("\n".join(problems))
     beside = Path(study.base).suffix in {".yaml", ".yml"}

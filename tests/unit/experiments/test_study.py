@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -216,3 +217,41 @@ def test_states_are_read_from_folders_and_records(tmp_path: Path) -> None:
     record_path(cells[0]).write_text("{}")
     with pytest.raises(DataError, match="not the record of a cell"):
         find_states(study, cells)
+
+
+def test_overrides_of_the_command_line_come_after_the_files_and_make_other_cells(tmp_path: Path) -> None:
+    keys = {"axes": {"a": [["algorithm=grpo", "train.minibatches=1"], "algorithm=gspo"]}, "seeds": [0]}
+    plain = study_of(tmp_path, overrides=["train.minibatches=4"], **keys)
+    more = read_study(tmp_path / "mine.yaml", ["train.minibatches=8", "train.steps=7"])
+    assert [cell.config.train.minibatches for cell in cells_of(plain)] == [1, 4]
+    assert [cell.config.train.minibatches for cell in cells_of(more)] == [1, 8]  # an arm's own come last
+    assert {cell.name for cell in cells_of(plain)}.isdisjoint(cell.name for cell in cells_of(more))
+    assert more.folder == plain.folder
+    with pytest.raises(ConfigError, match="overrides: seed=3: the study gives each cell its seed"):
+        read_study(tmp_path / "mine.yaml", ["seed=3"])
+
+
+def test_a_report_of_another_outcome_lies_in_a_folder_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = study_of(tmp_path, axes={"a": ALGORITHMS}, seeds=[0, 1], overrides=["train.steps=3", "learner.ep=1"])
+    for cell in cells_of(study):
+        cell.folder.mkdir(parents=True)
+        save_resolved(cell.config, cell.folder / "config.yaml")
+        writer = MetricsWriter(cell.folder)
+        for step in (1, 2, 3):
+            flips = 0.1 * step + cell.seed + (cell.arm == "gspo")
+            writer.write({"step": step, "phase": "rl", "eval/accuracy": 0.5, "moe/flips_update": flips})
+        writer.close()
+    path = str(tmp_path / "mine.yaml")
+    with pytest.raises(SystemExit, match="0"):
+        main(["experiment", "report", path, "--metric", "moe/flips_update", "--last", "2"])
+    page = tmp_path / "runs/outcomes/moe-flips_update/report.html"
+    assert str(page) in capsys.readouterr().out
+    found = json.loads((page.parent / "results.json").read_text())
+    assert found["arms"]["grpo"]["value"] == pytest.approx(0.75)  # of 0.2 and 0.3, 1.2 and 1.3
+    assert found["differences"]["gspo - grpo"]["value"] == pytest.approx(1.0)
+    assert not (tmp_path / "runs/results.json").exists()
+    with pytest.raises(SystemExit, match="1"):
+        main(["experiment", "report", path, "--metric", "moe/flip"])
+    assert "--metric moe/flip: no such metric" in capsys.readouterr().err
