@@ -203,6 +203,9 @@ def test_differences_are_those_of_scipy() -> None:
     assert (apart.value, apart.low, apart.high) == pytest.approx((0.076, 0.0234964320084664, 0.1285035679915335))
     assert (paired.count, paired.excludes_zero, apart.excludes_zero) == (5, False, True)
     assert contrast(results, {"a": 1, "none": -1}, paired=True) is None
+    equal = contrast({"a": {0: 0.3, 1: 0.4}, "b": {0: 0.2, 1: 0.3}}, {"a": 1, "b": -1}, paired=True)
+    assert equal is not None
+    assert (equal.all_equal, equal.excludes_zero, paired.all_equal) == (True, False, False)
     alone = mean_interval([0.5])
     assert (alone.value, alone.low, alone.high) == (0.5, None, None)
 

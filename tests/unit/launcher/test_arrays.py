@@ -60,6 +60,9 @@ def test_cells_of_alike_nodes_are_one_array_and_arrays_share_what_may_run_at_onc
     found = {options(array)["nodes"]: array for array in sent_as(study)}
     assert {nodes: options(array)["array"] for nodes, array in found.items()} == {"1": "0-5%4", "2": "0-5%4"}
     assert {cell.arm.partition(" ")[2] for cell in found["2"].cells} == {"two nodes"}
+    levels = [*WIDE["x"], "train.learning_rate=3e-3", "train.learning_rate=4e-3"]
+    study = study_of(tmp_path, axes={"x": levels}, budget={"cells_at_once": 4})
+    assert [options(array)["array"] for array in sent_as(study)] == ["0-5%3", "0-1%1"]
     study = study_of(tmp_path, axes={**ARMS, **WIDE}, budget={"cells_at_once": 1})
     with pytest.raises(ConfigError, match=r"cells_at_once=1, but the cells have 2 shapes .*; raise it to 2 or more"):
         sent_as(study)
