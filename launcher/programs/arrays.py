@@ -47,8 +47,8 @@ def queue_of(cells: Sequence[Cell]) -> dict[str, Queued]:
 
     Asks nothing if there are none. Raises ConfigError if Slurm does not answer here.
     """
-    arrays = sorted({task.partition("_")[0] for task in states.unsettled(cells)})
-    return {task: Queued(word=found.name, text=found.text) for task, found in jobs.states_of(arrays).items()}
+    told = jobs.states_of(states.unsettled(cells))
+    return {task: Queued(word=found.name, text=found.text.strip()) for task, found in told.items()}
 
 
 def checked_for_slurm(study: Study, cells: Sequence[Cell]) -> list[str]:
@@ -198,7 +198,7 @@ def _shares(study: Study, sizes: Sequence[int]) -> list[str]:
             f"budget.cells_at_once={at_once}, but the cells have {len(sizes)} shapes (nodes, time and other keys of "
             f"slurm), each an array of its own; raise it to {len(sizes)} or more, or give them alike nodes"
         )
-    shares = [max(1, at_once * size // sum(sizes)) for size in sizes]
-    while sum(shares) > at_once:
-        shares[shares.index(max(shares))] -= 1
+    shares = [1] * len(sizes)
+    for _ in range(min(at_once, sum(sizes)) - len(sizes)):  # each to the array with the most cells for its share
+        shares[max(range(len(sizes)), key=lambda i: sizes[i] / shares[i])] += 1
     return [f"%{share}" for share in shares]

@@ -104,23 +104,23 @@ def status_of(job: str) -> Status:
     return Status(name="GONE", text="gone from Slurm's memory")
 
 
-def states_of(arrays: Sequence[str]) -> dict[str, Status]:
-    """The status of each task of the arrays, by the task's name, as 12_3; those that Slurm has forgotten are missing.
+def states_of(tasks: Sequence[str]) -> dict[str, Status]:
+    """The status of arrays' tasks by their names, as 12_3; those that Slurm has forgotten are missing.
 
     Raises ConfigError where Slurm is not installed or does not answer.
     """
-    found = {}
-    for array in arrays:
+    found = dict[str, Status]()
+    for array in sorted({task.partition("_")[0] for task in tasks}):
         for line in _known("squeue", "-h", "-r", "-t", "all", "-j", array, "-o", "%F_%K|%T|%R").splitlines():
             task, name, where = line.split("|", 2)
-            found[task] = Status(name=name, text=f"{name} {where}" if where.startswith("(") else f"{name} on {where}")
-        if not any(task.startswith(f"{array}_") for task in found) and shutil.which("sacct"):
-            said = _slurm("sacct", "-X", "-n", "-P", "-j", array, "-o", "JobID,State", check=False)
-            for line in said.splitlines():
-                task, _, text = line.partition("|")
-                if text:
-                    found[task] = Status(name=text.split()[0], text=text)
-    return found
+            found[task] = Status(name=name, text=f"{name} on {where}" if where[:1].isalnum() else f"{name} {where}")
+    missing = {task.partition("_")[0] for task in tasks if task not in found}  # each task is forgotten on its own
+    for array in sorted(missing) if shutil.which("sacct") else ():
+        said = _slurm("sacct", "-X", "-n", "-P", "-j", array, "-o", "JobID,State", check=False)
+        for task, _, text in (line.partition("|") for line in said.splitlines()):
+            if text and task not in found:
+                found[task] = Status(name=text.split()[0], text=text)
+    return {task: found[task] for task in tasks if task in found}
 
 
 def _known(*command: str) -> str:

@@ -63,6 +63,8 @@ def test_cells_of_alike_nodes_are_one_array_and_arrays_share_what_may_run_at_onc
     levels = [*WIDE["x"], "train.learning_rate=3e-3", "train.learning_rate=4e-3"]
     study = study_of(tmp_path, axes={"x": levels}, budget={"cells_at_once": 4})
     assert [options(array)["array"] for array in sent_as(study)] == ["0-5%3", "0-1%1"]
+    study = study_of(tmp_path, axes={**ARMS, **WIDE}, seeds=[0], budget={"cells_at_once": 3})
+    assert sorted(options(array)["array"] for array in sent_as(study)) == ["0-1%1", "0-1%2"]
     study = study_of(tmp_path, axes={**ARMS, **WIDE}, budget={"cells_at_once": 1})
     with pytest.raises(ConfigError, match=r"cells_at_once=1, but the cells have 2 shapes .*; raise it to 2 or more"):
         sent_as(study)
@@ -207,10 +209,15 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_what_slurm_says_of_tasks_is_read_task_by_task(cluster: Path) -> None:
-    found = {task: status.text for task, status in states_of(["12"]).items()}
-    assert found == {"12_0": "RUNNING on node3", "12_1": "PENDING (JobArrayTaskLimit)", "12_3": "COMPLETED on "}
+    tasks = [f"12_{index}" for index in range(5)]
+    found = {task: status.text for task, status in states_of(tasks).items()}
+    assert found["12_0"] == "RUNNING on node3"
+    assert found["12_1"] == "PENDING (JobArrayTaskLimit)"
+    assert found["12_2"] == "CANCELLED by 0", "squeue has forgotten it, sacct has not"
+    assert found.keys() == {"12_0", "12_1", "12_2", "12_3"}
     (cluster / "forgotten").touch()
-    assert {task: status.name for task, status in states_of(["12"]).items()} == {"12_2": "CANCELLED"}
+    assert {task: status.name for task, status in states_of(tasks).items()} == {"12_2": "CANCELLED"}
+    assert states_of([]) == {}
 
 
 def test_submit_sends_what_is_not_done_once_and_what_failed_on_request(
