@@ -75,6 +75,8 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> 
     (folder / "saved").mkdir(exist_ok=True)
     policy.save(folder / "saved")  # makes the optimizer's state, which a first step would make
     for _ in range(STEPS):
+        if learner.offload.while_sampling:
+            policy.park(pushed=True)
         before = Counter(WAITS)  # by line
         made = train_step(policy, row, GRPO, 1e-3, **counts)
         seen["waits"] = dict(Counter(WAITS) - before)
