@@ -9,7 +9,8 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rl_megatron.config.sections.reward import RewardSection
@@ -35,7 +36,8 @@ class _Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSampler:
-    """Samples and scores. Seeds are functions of (run seed, step, prompt id), so that a step repeats exactly."""
+    """Samples and scores. Seeds are functions of (run seed, step, prompt id), so that a step repeats exactly, and of
+    how many times a prompt came before in the step, as it does where an epoch ends."""
 
     engine: RolloutEngine
     reward_function: RewardFunction
@@ -91,7 +93,11 @@ class RolloutSampler:
     ) -> list[_Answered]:
         try:
             async with asyncio.TaskGroup() as tasks:
-                requests = [self._request(p, purpose, count, temperature, top_p, routes, router_noise) for p in prompts]
+                purposes = _told_apart(purpose, prompts)
+                asked = zip(prompts, purposes, strict=True)
+                requests = [
+                    self._request(p, what, count, temperature, top_p, routes, router_noise) for p, what in asked
+                ]
                 pairs = zip(prompts, requests, strict=True)
                 running = [tasks.create_task(self._group(prompt, request)) for prompt, request in pairs]
         except ExceptionGroup as failed:  # the first is the cause; callers catch its type
@@ -151,3 +157,11 @@ def _with_greedy(sampled: _Answered, greedy: _Answered) -> _Answered:
     if sampled.group is not None and greedy.group is not None:
         both = replace(sampled.group, greedy=greedy.group)
     return replace(sampled, group=both, greedy=greedy.scored)
+
+
+def _told_apart(purpose: str, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """The purpose for each prompt, another each time that a prompt comes again: equal seeds give equal completions."""
+    seen = Counter[str]()
+    for prompt in prompts:
+        seen[prompt.id] += 1
+        yield purpose if seen[prompt.id] == 1 else f"{purpose}, time {seen[prompt.id]}"

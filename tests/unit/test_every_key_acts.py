@@ -124,7 +124,7 @@ class Rig:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.progress = Progress(1, "plain", console=Console(file=StringIO()))
-        self.prompts = [Prompt(id=f"p{i}", text="", token_ids=(i, i + 1), answer=decode((i, i + 1))) for i in range(6)]
+        self.prompts = [Prompt(id=f"p{i}", text="", token_ids=(i, i + 1), answer=decode((i, i + 1))) for i in range(8)]
 
     async def step(self, config: RunConfig, says_one_thing: str = "no step") -> list[object]:
         """Everything that models and engine are asked in two steps, or the error that ends them."""

@@ -106,6 +106,15 @@ def test_a_step_repeats_exactly_and_no_two_steps_seeds_or_prompts_share_numbers(
     assert len(set(seeds)) == 15
 
 
+def test_a_prompt_that_comes_twice_in_a_step_gets_other_completions_the_second_time(make_engine: MakeEngine) -> None:
+    ours = sampler(make_engine, length_reward)
+    batch = asyncio.run(ours.sample([*PROMPTS[:2], PROMPTS[0]], step=3))
+    first, _, second = (texts_of(group) for group in batch.groups)
+    assert not set(first) & set(second)
+    alone = asyncio.run(sampler(make_engine, length_reward).sample(PROMPTS[:1], step=3))
+    assert texts_of(alone.groups[0]) == first
+
+
 @pytest.mark.parametrize(
     ("outcome", "errors", "said"),
     [
