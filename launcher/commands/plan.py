@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from launcher.programs.dry_run import dry_runs
+from launcher.programs.exact import refuse_hidden, show_dry_runs
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.speeds import SpeedsSection
@@ -174,6 +174,7 @@ def show_config(config_name: str, overrides: Sequence[str], *, exact: bool = Fal
     show_memory(config_name, config, shape)
     print(_counted_layers(config, shape))
     if exact:
+        refuse_hidden(config)
         show_dry_runs(config, shape, model)
     if check_memory(config, shape) is not None:
         print(f"It fits in slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}.")
@@ -193,49 +194,6 @@ def _counted_layers(config: RunConfig, shape: ModelShape) -> str:
         "The activations are those of TransformerEngine's layers, which learner ranks use where it is installed; with "
         f"torch's the fullest GPU needs {most:.1f} GB (learner.layers)."
     )
-
-
-def show_dry_runs(config: RunConfig, shape: ModelShape, model: str) -> None:
-    """Print what ranks of the first, a middle and the last stage hold and send in a step, beside the plan's bytes.
-
-    Both are of torch's layers. Raises ConfigError for options that a dry run cannot show, and RLMegatronError if a
-    stage cannot be built or make a step.
-    """
-    learner = config.learner
-    unseen = [f"recompute.{part}" for part in ("layernorm", "mla_up_proj") if getattr(learner.recompute, part)]
-    unseen += ["offload.optimizer"] if learner.offload.optimizer else []
-    unseen += [] if learner.optimizer.moments_dtype == "float32" else ["optimizer.moments_dtype"]
-    unseen += [] if learner.dispatcher == "alltoall" else ["dispatcher"]
-    for key in unseen:
-        raise ConfigError(
-            f"learner.{key}: --exact makes a step of torch's layers on a CPU, which does not show what that does; "
-            "leave it out beside --exact"
-        )
-    config = config.model_copy(update={"learner": learner.model_copy(update={"layers": "torch"})})
-    stages = sorted({0, config.learner.pp // 2, config.learner.pp - 1})
-    console = Console()
-    console.print(
-        f"Dry run of pipeline stages {', '.join(map(str, stages))}: builds their layers and makes a step of "
-        f"{config.learner.pp} micro-batches without memory; minutes …",
-        soft_wrap=True,
-    )
-    planned = {found.stage: found.terms for found in reversed(footprints(config, shape)) if found.role == LEARNER}
-    table = Table("stage", "", "planned", "counted", title="GB of the policy's learner on a rank, torch's layers")
-    runs = dry_runs(config, model, [stage * (config.learner.dims.world_size // config.learner.pp) for stage in stages])
-    for run in runs:
-        terms = planned[run.stage]
-        for said, of_plan, counted in (
-            ("parameters", terms["parameters"], run.parameters),
-            ("gradients", terms["gradients"], run.gradients),
-            ("optimizer", terms["optimizer"], run.optimizer),
-            ("activations, logits", terms["activations"] + terms["logits"], run.passes),
-        ):
-            table.add_row(str(run.stage), said, f"{of_plan / GB:.2f}", f"{counted / GB:.2f}")
-        table.add_section()
-    console.print(table)
-    for run in runs:
-        sent = ", ".join(f"{calls} × {kind} {size / GB:.2f} GB" for kind, (calls, size) in run.collectives.items())
-        console.print(f"stage {run.stage}, collectives of a rank in the step: {sent}", soft_wrap=True)
 
 
 def show_memory(config_name: str, config: RunConfig, shape: ModelShape) -> None:

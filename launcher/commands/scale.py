@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from launcher.programs.exact import show_dry_runs
 from launcher.programs.scale import Asked, asked_of, configuration_file
 from rl_megatron.errors import ConfigError
 from rl_megatron.scaling.constants import RANGE
@@ -43,15 +44,24 @@ def scale(
         str | None, typer.Option(metavar="TERM", help="say what a term of memory or time is made of, as all-to-all")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print layouts, terms and reasons as JSON")] = False,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="also build ranks of the best layout at their real size without their memory, make a step, and print "
+            "bytes by phase and of collectives beside the formulas'; takes minutes and torch",
+        ),
+    ] = False,
     write: Annotated[
         Path | None,
         typer.Option(metavar="FILE.yaml", help="write the best layout as a configuration that train takes"),
     ] = None,
 ) -> None:
     """Plan a run: search layouts of learner and servers on given GPUs, with memory and seconds by term."""
+    given = [*(arguments or []), *(["--exact"] if exact else [])]
     if points is not None:
-        if arguments:
-            raise ConfigError(f"--points compares a file's runs and takes no MODEL: {' '.join(arguments)}")
+        if given:
+            raise ConfigError(f"--points compares a file's runs and takes no MODEL: {' '.join(given)}")
         show_points(points)
         return
     started = time.perf_counter()
@@ -60,6 +70,8 @@ def scale(
     text = configuration_file(asked, found.plans[0])
     if write is not None:
         write.write_text(text, encoding="utf-8")
+    if as_json and exact:
+        raise ConfigError("--json has no dry run; leave --exact or --json out")
     if as_json:
         print(json.dumps(as_tree(asked, found), indent=1))
         return
@@ -68,6 +80,8 @@ def scale(
     if explain is not None:
         for line in explain_term(explain, found.plans[0]):
             console.print(line, soft_wrap=True, markup=False)
+    if exact:
+        show_dry_runs(found.plans[0].config, asked.wanted.shape, asked.model)
     if write is not None:
         name = "" if asked.wanted.base.model.name is None else " model.path=FOLDER"
         console.print(f"written: {write}; rl-megatron submit {write}{name} --dry-run checks it", soft_wrap=True)

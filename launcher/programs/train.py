@@ -7,8 +7,10 @@ import logging
 from pathlib import Path
 
 from launcher.build.jobs import loops_of
+from launcher.build.model import starting_shape
 from launcher.build.roles import Parts, allocation_of, started
 from launcher.controller.loop_watch import LoopWatch
+from launcher.rehearsal.spent import lines_of_spent
 from launcher.runs.name import claim
 from launcher.runs.resume import find
 from launcher.runs.stop import Stop, stop_signals
@@ -17,10 +19,12 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import remove_folder
 from rl_megatron.errors import RLMegatronError, Stopped
 from rl_megatron.interfaces import RewardFunction
+from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.report import write_report
+from rl_megatron.scaling.estimates import estimate
 from rl_megatron.training.checkpoints import Checkpoint
 from rl_megatron.training.loop import Loop
 from rl_megatron.training.stopping import unless_stopped
@@ -51,12 +55,23 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
             finally:
                 loop_watch.stop()
             if finished is not None:
+                for line in _spent(config, folder):
+                    progress.note(line)
                 progress.note(f"report: {write_report([folder], folder / 'report.html')}")
             if stop.comes_back and not finished and parts.allocation is not None:
                 parts.allocation.ask_requeue()
             if finished is False:
                 progress.note(f"stopped and saved; {goes_on}")
     return folder
+
+
+def _spent(config: RunConfig, folder: Path) -> list[str]:
+    """Hours and tokens of the run so far, beside the plan's."""
+    rows = read_jsonl(folder / "metrics.jsonl")
+    try:
+        return list(lines_of_spent(config, rows, estimate(config, starting_shape(config))))
+    except RLMegatronError as error:
+        return [f"the run's hours are not compared with a plan: {error}"]
 
 
 async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint | None) -> bool:

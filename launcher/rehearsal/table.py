@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.rehearsal.rehearsed import FirstAttempt
+from launcher.rehearsal.spent import planned, spent
 from launcher.rehearsal.survey import Surveyed
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
@@ -91,12 +92,36 @@ def lines_of_run(
     yield TableLine(what="step, with its checkpoint", unit="s", measured=step, predicted=_step(guess))
     made = None if step is None else float(row["tokens/train"]) / step
     yield TableLine(what="trained tokens", unit="tokens/s", measured=made)
+    yield from _hours(config, guess, row)
     yield from _push(guess, row, step)
     yield from _save(config, guess, row, step)
     limit = config.learner.timeout_seconds
     noticed = None if started is None else started.noticed
     yield TableLine(what="killed rank to the run's end", unit="s", measured=noticed, bound=limit)
     yield TableLine(what="resume to its first step", unit="s", measured=resumed)
+
+
+def _hours(config: RunConfig, guess: Estimate, row: Mapping[str, Any]) -> Iterator[TableLine]:
+    """Of a step: hours of each role, its checkpoint's left out, and tokens."""
+    if not row:
+        return
+    alone = float(row["seconds/step"]) - float(row.get("seconds/checkpoint") or 0.0)
+    found = spent(config, [{**row, "seconds/step": alone}])
+    by_plan = None if guess.step is None or guess.step.predicted is None else planned(config, guess.step.predicted, 1)
+    for role, hours in found.hours.items():
+        yield TableLine(
+            what=f"{found.unit}-hours of a step, {role}",
+            unit="h",
+            measured=hours,
+            predicted=None if by_plan is None else by_plan.hours[role],
+        )
+    for what, tokens in (("trained", found.trained), ("sampled", found.sampled)):
+        yield TableLine(
+            what=f"tokens {what} in a step",
+            unit="",
+            measured=tokens,
+            predicted=None if by_plan is None else (by_plan.trained if what == "trained" else by_plan.sampled),
+        )
 
 
 def _step(guess: Estimate) -> float | None:

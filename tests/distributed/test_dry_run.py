@@ -15,8 +15,9 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner import logprobs
 from rl_megatron.learner.dry_run.meter import Meter
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.shape import LatentAttention, Rope
+from rl_megatron.models.shape import LatentAttention, ModelShape, Rope
 from rl_megatron.options.fusion import FusionSection
+from rl_megatron.scaling.exact.collectives import collectives, layers_of
 from rl_megatron.scaling.memory import footprints
 from tests.distributed.ranks import run_ranks
 
@@ -87,6 +88,16 @@ def test_it_counts_what_a_real_rank_holds_and_sends(layout: str, tmp_path: Path)
         assert said["optimizer"] == pytest.approx(true["optimizer"], rel=0.01)
         assert said["passes"] == pytest.approx(true["passes"], rel=0.03)
         assert said["collectives"] == true["collectives"]
+        assert_formula(learner_of(layout), SHAPE, said)
+
+
+def assert_formula(learner: LearnerSection, shape: ModelShape, said: dict[str, Any]) -> None:
+    """The closed form has the same kinds of collectives, with their bytes."""
+    layers = layers_of(learner, shape, said["stage"])
+    found = collectives(learner, shape, said["stage"], said, layers=layers, micro_batches=learner.pp)
+    counted = {kind: sent for kind, (_, sent) in said["collectives"].items() if sent > 1000}
+    assert found.keys() >= counted.keys()
+    assert {kind: found[kind] for kind in counted} == {kind: pytest.approx(n, rel=0.03) for kind, n in counted.items()}
 
 
 LATENT = replace(
@@ -97,7 +108,24 @@ LATENT = replace(
     latent=LatentAttention(query_rank=48, kv_rank=32, nope_dim=32, rope_dim=8, value_dim=24),
     rope=Rope(dim=8),
 )
+SHARED = replace(LATENT, dense_layers=1, dense_width=256, shared_width=64)
 LONG = 4096
+
+
+def dry_latent_over_tp(_: int, folder: Path) -> None:
+    from rl_megatron.learner.dry_run.rank import dry_run
+
+    (folder / "latent").write_text(json.dumps(asdict(dry_run(SHARED, over_tp(), 0, sequence=SEQUENCE))))
+
+
+def over_tp() -> LearnerSection:
+    keys = {"dtype": "bfloat16", "tp": 2, "ep": 2, "recompute": {"uniform": 1}, "max_tokens_per_micro_batch": 1024}
+    return LearnerSection.model_validate(keys)
+
+
+def test_latents_shared_experts_and_dense_layers_send_what_the_closed_form_says(tmp_path: Path) -> None:
+    run_ranks(dry_latent_over_tp, 1, tmp_path)
+    assert_formula(over_tp(), SHARED, json.loads((tmp_path / "latent").read_text()))
 
 
 def dry_latent(_: int, folder: Path) -> None:

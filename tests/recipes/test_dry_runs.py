@@ -13,6 +13,7 @@ from launcher.programs.dry_run import dry_runs
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
 from rl_megatron.placement.names import LEARNER
+from rl_megatron.scaling.exact.collectives import collectives, layers_of, uncounted
 from rl_megatron.scaling.memory import footprints
 from tests.unit.launcher.test_memory import RECIPES
 
@@ -41,3 +42,11 @@ def test_stages_build_step_and_hold_what_is_planned(recipe: str) -> None:
         assert run.optimizer == pytest.approx(terms["optimizer"], rel=1e-4)  # a count of steps for each tensor
         passes = terms["activations"] + terms["logits"]
         assert 0.7 * passes <= run.passes <= 1.03 * passes  # the working set of a layer is an upper bound
+        if recipe == "qwen3_30b_a3b":
+            assert run.passes == pytest.approx(passes, rel=0.03)
+        learner = config.learner
+        layers = layers_of(learner, shape, run.stage)
+        found = collectives(learner, shape, run.stage, terms, layers=layers, micro_batches=learner.pp)
+        counted = {kind: sent for kind, (_, sent) in run.collectives.items()}
+        assert not uncounted(learner, shape)
+        assert found == {kind: pytest.approx(sent, rel=0.03) for kind, sent in counted.items()}

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher.programs.exact import refuse_hidden, visible
 from rl_megatron.config.io import load_config
+from rl_megatron.errors import ConfigError
 from tests.unit.launcher.commands import Said
 from tests.unit.launcher.sites import site
 from tests.unit.launcher.test_memory import QWEN3
@@ -72,10 +74,25 @@ def test_json_has_every_term_and_they_add_up(said: Said) -> None:
     assert all(one["reason"] for one in tree["rejected"])
 
 
+def test_a_dry_run_is_of_torchs_layers_and_says_what_a_cpu_does_not_show(said: Said) -> None:
+    keys = ["model.path=.", "run.launcher=slurm", "learner.offload.optimizer=1", "learner.layers=torch"]
+    config = load_config("qwen3_30b_a3b", keys)
+    shown, changed = visible(config)
+    assert changed == ["learner.offload.optimizer"]
+    assert (shown.learner.layers, shown.learner.offload.optimizer) == ("torch", 0)
+    assert shown.learner.recompute == config.learner.recompute
+    with pytest.raises(ConfigError, match=r"learner\.offload\.optimizer: --exact makes a step of torch"):
+        refuse_hidden(config)
+    assert visible(load_config("qwen3_30b_a3b", keys[:2]))[1] == []
+    assert "--json has no dry run; leave --exact or --json out" in said(*ASKED, "--json", "--exact", status=1)
+
+
 def test_points_are_compared_alone(said: Said) -> None:
     text = said("--points", str(REPO / "bench" / "published_runs.json"))
     assert "throughput, 60 points: mean error 9.1% (bar 12 %)" in text
     assert "memory of mixtures of experts, 10 points: worst error 2.8% (bar 8 %)" in text
     assert "golden-8x22b-h100" in text
+    with_dry_run = said("--exact", "--points", str(REPO / "bench" / "published_runs.json"), status=1)
+    assert "--points compares a file's runs and takes no MODEL: --exact" in with_dry_run
     refused = said("kimi-k2", "--points", str(REPO / "bench" / "published_runs.json"), status=1)
     assert "--points compares a file's runs and takes no MODEL: kimi-k2" in refused

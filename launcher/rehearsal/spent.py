@@ -1,0 +1,113 @@
+"""What a run has spent, by its own metrics: GPU-hours by role and tokens, beside those of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.hosts.threads import threads_per_worker
+from rl_megatron.config.run import RunConfig
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.scaling.estimates import Estimate, Predicted, gpus_by_role
+
+ENGINES = "engines"
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCost:
+    """Hours of ``unit`` (GPU or core) that each role held, and tokens that were trained on and sampled."""
+
+    unit: str
+    steps: int
+    hours: Mapping[str, float]
+    trained: float
+    sampled: float
+
+    @property
+    def total(self) -> float:
+        """Hours of all roles."""
+        return sum(self.hours.values())
+
+    def each(self) -> RunCost:
+        """Of a step in the mean."""
+        n = max(1, self.steps)
+        hours = {role: held / n for role, held in self.hours.items()}
+        return RunCost(unit=self.unit, steps=1, hours=hours, trained=self.trained / n, sampled=self.sampled / n)
+
+
+def spent(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> RunCost:
+    """What the steps of ``rows`` of metrics.jsonl took, the warm start's hours too.
+
+    Devices of a role are held by it all the time, but those that learner and engines share are the engines' while they
+    sample (seconds/rollout).
+    """
+    timed = [row for row in rows if row.get("seconds/step") is not None]
+    seconds = sum(float(row["seconds/step"]) for row in timed)
+    sampling = sum(float(row.get("seconds/rollout") or 0.0) for row in timed)
+    steps = [row for row in timed if row["phase"] == "rl"]
+    return RunCost(
+        unit="core" if config.learner.device == "cpu" else "GPU",
+        steps=len(steps),
+        hours=_hours(config, seconds, sampling),
+        trained=sum(float(row.get("tokens/train") or 0.0) for row in steps),
+        sampled=sum(float(row.get("tokens/rollout") or 0.0) for row in steps),
+    )
+
+
+def planned(config: RunConfig, found: Predicted, steps: int) -> RunCost:
+    """What ``steps`` steps take by the plan."""
+    completions = config.completions_per_step * steps
+    return RunCost(
+        unit="GPU",
+        steps=steps,
+        hours=_hours(config, found.step.seconds * steps, found.step.parts["rollout"] * steps),
+        trained=found.step.tokens * steps * config.train.epochs,
+        sampled=completions * found.mean,
+    )
+
+
+def _hours(config: RunConfig, seconds: float, sampling: float) -> dict[str, float]:
+    """Hours of devices by role, of ``seconds`` in all of which ``sampling`` were rollouts."""
+    held = {role: count * seconds / _HOUR for role, count in devices(config).items()}
+    if ENGINES not in held and not config.offline and config.rollout.server.addresses is None:
+        held[ENGINES] = held[LEARNER] * sampling / seconds if seconds else 0.0
+        held[LEARNER] -= held[ENGINES]
+    return held
+
+
+def devices(config: RunConfig) -> dict[str, int]:
+    """GPUs of each role with nodes of its own, or on CPUs the cores that its ranks compute with."""
+    roles = [LEARNER, *config.roles.separate]
+    ranks = config.learner.dims.world_size
+    if config.learner.device == "cpu":
+        return dict.fromkeys(roles, ranks * threads_per_worker(config))
+    if config.run.launcher == "local":
+        return dict.fromkeys(roles, ranks)
+    return gpus_by_role(config)
+
+
+def lines_of_spent(config: RunConfig, rows: Sequence[Mapping[str, Any]], guess: Estimate) -> Iterator[str]:
+    """Lines to show at a run's end; none before its first step."""
+    found = spent(config, rows)
+    if not found.steps:
+        return
+    yield f"spent in {found.steps:,} steps: {_said(found)}"
+    step = guess.step
+    if step is None or step.predicted is None:
+        why = step.why if step is not None else "no plan knows the seconds of steps on CPUs"
+        yield f"  beside no plan: {why}"
+        return
+    plan = planned(config, step.predicted, found.steps)
+    yield f"  planned: {_said(plan)}"
+    if found.trained and found.total:
+        rate = found.total / found.trained / (plan.total / plan.trained)
+        yield f"  a trained token took {rate:.2f} times the planned {found.unit}-hours"
+
+
+def _said(one: RunCost) -> str:
+    roles = ", ".join(f"{role} {hours:,.3g}" for role, hours in one.hours.items())
+    per = f", {one.trained / one.total:,.0f} trained a {one.unit}-hour" if one.total else ""
+    tokens = f"{one.trained:,.0f} tokens trained, {one.sampled:,.0f} sampled{per}"
+    return f"{one.total:,.3g} {one.unit}-hours ({roles}); {tokens}"
