@@ -17,7 +17,7 @@ from rl_megatron.scaling.memory import GB, footprints
 from rl_megatron.types import DryRun
 
 _SHOWN: dict[str, object] = {"recompute.layernorm": False, "recompute.mla_up_proj": False, "offload.optimizer": 0.0}
-_SHOWN |= {"optimizer.moments_dtype": "float32", "dispatcher": "alltoall"}
+_SHOWN |= {"optimizer.moments_dtype": "float32", "dispatcher": "alltoall", "cuda_graphs": False}
 """Keys of the learner whose effect a step of torch's layers on a CPU does not show, and the value that it has."""
 
 

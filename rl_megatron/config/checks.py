@@ -61,6 +61,11 @@ def _critic_problems(c: RunConfig) -> list[str]:
     """What options refuse of the critic's optimizer and not of the policy's."""
     if not c.algorithm.needs_critic:
         return []
+    if c.learner.cuda_graphs and c.roles.critic == "learner":
+        return [
+            "learner.cuda_graphs=true with roles.critic=learner: megatron-core captures the layers of one trained "
+            "model of a process; set roles.critic=separate"
+        ]
     own = c.learner.model_copy(update={"optimizer": c.algorithm.critic.optimizer})
     known = set(option_problems(c.learner))
     return [f"of algorithm.critic.optimizer: {line}" for line in option_problems(own) if line not in known]

@@ -46,8 +46,8 @@ def make_policy_as(
 def make_frozen(
     shape: ModelShape, learner: LearnerSection, device: torch.device, *, temperature: float
 ) -> MegatronScorer:
-    """As `make_policy`, without gradients or optimizer."""
-    config = make_config(shape, learner)
+    """As `make_policy`, without gradients, optimizer or CUDA graphs."""
+    config = make_config(shape, learner.model_copy(update={"cuda_graphs": False}))
     models = build_chunks(shape, learner, config)
     head = _vocab_head(shape, learner, models, temperature)
     chunks = [module.to(device).requires_grad_(False) for module in modules(config, models)]

@@ -32,6 +32,7 @@ from rl_megatron.learner.forward import run_loss
 from rl_megatron.learner.heads import Head, ValueHead
 from rl_megatron.learner.model.build import with_dtypes
 from rl_megatron.learner.model.decoder_config import DecoderConfig
+from rl_megatron.learner.model.graphs import Graphs
 from rl_megatron.learner.optimizer import adopt, create_state, make_optimizer, state_of, step
 from rl_megatron.learner.overlap import Buckets
 from rl_megatron.learner.packed import PackedMicroBatch
@@ -77,6 +78,7 @@ class MegatronLearner(MegatronScorer):
         self._leaving, self._parked = leaving(learner), Parked(SLAB)
         config.grad_scale_func = self._optimizer.scale_loss
         super().__init__(shape, learner, device, models, head, self._trained)
+        self._graphs = _graphs(config, models, learner)
         self._balance = Balance(self._trained, models, shape, learner.router, device)
 
     def adopt(self) -> None:
@@ -126,7 +128,11 @@ class MegatronLearner(MegatronScorer):
     ) -> dict[Want, list[Tensor]] | None:
         """As `MegatronScorer.score`, with the weights back in the GPU's memory."""
         self._parked.back("weights")
-        return super().score(micro_batches, want, weights)
+        self._capture()
+        with contextlib.ExitStack() as stack:
+            if self._graphs is not None and (weights or not self._graphs.fit(micro_batches)):
+                stack.enter_context(self._graphs.aside())
+            return super().score(micro_batches, want, weights)
 
     def backward(
         self, micro_batches: Sequence[Samples], loss: Loss, *, num_tokens: int, num_sequences: int
@@ -138,6 +144,7 @@ class MegatronLearner(MegatronScorer):
         second call before ``step`` with ``learner.overlap.gradients``.
         """
         self._parked.back("weights", "gradients")
+        self._capture()
         self._buckets.begin(again=bool(self._added))
         if not self._added:
             self._clear()
@@ -169,6 +176,15 @@ class MegatronLearner(MegatronScorer):
             return SkippedStep(grad_norm=grad_norm, culprits=self._culprits(added))
         self._balance.move_biases()
         return StepResult(grad_norm=grad_norm, metrics=observed)
+
+    def _capture(self) -> None:
+        """Before the first pass, with ``learner.cuda_graphs``."""
+        if self._graphs is None or self._graphs.captured:
+            return
+        add = partial(self._add, loss=self._graphs.nothing, num_tokens=1, num_sequences=1)
+        with self._observers.unseen():
+            self._graphs.capture(add, self._device)
+        self._clear()
 
     def _clear(self) -> None:
         for chunk in self._trained:
@@ -233,3 +249,8 @@ class MegatronLearner(MegatronScorer):
 
 def _buffers(chunk: DistributedDataParallel) -> list[Any]:
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
+
+
+def _graphs(config: DecoderConfig, models: Sequence[GPTModel], learner: LearnerSection) -> Graphs | None:
+    """CUDA graphs, if ``learner`` asks for them. Raises ConfigError for another megatron-core."""
+    return Graphs(config, models, learner.padding) if learner.cuda_graphs else None

@@ -73,7 +73,7 @@ def make_groups(learner: LearnerSection, *, seed: int, gloo: bool = True) -> Non
         distributed_timeout_minutes=math.ceil(learner.timeout_seconds / 60),
         create_gloo_process_groups=gloo,
     )
-    model_parallel_cuda_manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=learner.cuda_graphs)
 
 
 def leave() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.options.batch_invariant import BatchInvariant
+from rl_megatron.options.cuda_graphs import CudaGraphs
 from rl_megatron.options.deterministic import Deterministic
 from rl_megatron.options.device import Device
 from rl_megatron.options.dispatcher import Dispatcher
@@ -62,6 +63,7 @@ OPTIONS: Mapping[str, Option] = {
     "deterministic": Deterministic(),
     "batch_invariant": BatchInvariant(),
     "fp8": Fp8(),
+    "cuda_graphs": CudaGraphs(),
 }
 """This package's options by the name of their file, in the order in which they act on a rank's bytes: what layers keep
 of a micro-batch, then how many micro-batches are in flight. Installed options follow."""

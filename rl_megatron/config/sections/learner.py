@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from rl_megatron.options.batch_invariant import BatchInvariantKeys
+from rl_megatron.options.cuda_graphs import CudaGraphKeys
 from rl_megatron.options.deterministic import DeterministicKeys
 from rl_megatron.options.device import DeviceKeys
 from rl_megatron.options.dispatcher import DispatcherKeys
@@ -57,6 +58,7 @@ class WorldKeys(Section):
 
 @with_installed_keys
 class LearnerSection(  # pydantic takes the keys of the last base first
+    CudaGraphKeys,
     BatchInvariantKeys,
     DeterministicKeys,
     OffloadKeys,

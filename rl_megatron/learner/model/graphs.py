@@ -1,0 +1,138 @@
+"""CUDA graphs of decoder layers (``learner.cuda_graphs``), by megatron-core 0.16.1's ``cuda_graph_impl="local"``.
+
+megatron notes the layers of the first pass with their shapes, captures all at its end, and takes no other shapes from
+then on. So `Graphs.capture` makes a pass before any other, with a made-up micro-batch of each size of
+``learner.padding``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import __version__, parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import cuda_graphs
+
+from rl_megatron.errors import ConfigError
+from rl_megatron.learner.model.decoder_config import DecoderConfig
+from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
+from rl_megatron.options.padding import PaddingSection
+from rl_megatron.types import LossInputs, LossOutput, Samples
+
+
+class Graphs:
+    """The graphs of a rank's layers. A process has those of one model: megatron's record of them is global.
+
+    Raises ConfigError for a megatron-core whose graphs are made otherwise.
+    """
+
+    def __init__(self, config: DecoderConfig, models: Sequence[GPTModel], padding: PaddingSection) -> None:
+        if not hasattr(cuda_graphs, "TensorReusePool"):
+            raise ConfigError(
+                f"learner.cuda_graphs=true: megatron-core {__version__} captures graphs otherwise than 0.16.1, for "
+                "which this was written; install 0.16.1, or leave it out"
+            )
+        self._layers = [layer for model in models for layer in model.decoder.layers]
+        self._padding, self.captured = padding, False
+        record = cuda_graphs._CudagraphGlobalRecord
+        record.cudagraph_created, record.cudagraph_record = False, []
+        record.tensor_reuse_pool = _pool()
+        for layer in self._layers:
+            layer.cudagraph_manager = _manager(config)
+
+    def capture(self, train: Callable[[Sequence[PackedMicroBatch]], object], device: torch.device) -> None:
+        """Capture all layers for each size, if that is not done. Every rank calls it.
+
+        ``train`` makes a pass with gradients of micro-batches, with `nothing` for a loss.
+        """
+        if self.captured:
+            return
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        train(
+            [
+                pack_micro_batch(
+                    _made_up(size), tp=tp, cp=1, cp_rank=0, device=device, sequences=self._padding.sequences
+                )
+                for size in self._padding.sizes
+            ]
+        )
+        self.captured = True
+
+    def fit(self, micro_batches: Sequence[Samples]) -> bool:
+        """Whether there are graphs for all of them, as for those that `data.packing` makes of a run's batches."""
+        longest, most = self._padding.sizes[-1], self._padding.sequences or 0
+        return all(m.num_sequences <= most and len(m.input_ids) <= longest for m in micro_batches)
+
+    @staticmethod
+    def nothing(inputs: LossInputs) -> LossOutput:
+        """A loss of 0 with gradients of 0."""
+        said = inputs.logprobs if inputs.values is None else inputs.values
+        return LossOutput(loss=(said * 0.0).sum(), metrics={})
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Layers compute without graphs in it: for other weights, which graphs would not read."""
+        for layer in self._layers:
+            layer._should_call_local_cudagraph = _never
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                del layer._should_call_local_cudagraph
+
+
+def _never(*_: Any, **__: Any) -> bool:
+    return False
+
+
+def _made_up(size: int) -> Samples:
+    numbers, ids = torch.zeros(size), torch.zeros(size, dtype=torch.int64)
+    return Samples(
+        input_ids=ids,
+        targets=ids,
+        mask=torch.ones(size, dtype=torch.bool),
+        advantages=numbers,
+        rollout_logprobs=numbers,
+        old_logprobs=numbers,
+        cu_seqlens=torch.tensor([0, size]),
+    )
+
+
+def _pool() -> Any:
+    """megatron's pool of static buffers, which takes no buffer back that a gradient flows through.
+
+    megatron's own takes the first layer's input back once its forward pass is captured, and gives the buffer to the
+    gradient of the last layer's output. A replayed backward pass then reads that gradient in place of the input: the
+    gradients of the first layer's norm and of the embedding are wrong.
+    """
+
+    class Pool(cuda_graphs.TensorReusePool):
+        def insert(self, tensor: torch.Tensor) -> None:
+            if not tensor.requires_grad:
+                super().insert(tensor)
+
+    return Pool()
+
+
+def _manager(config: DecoderConfig) -> Any:
+    """megatron's manager of a layer's graphs, which gives them megatron's own packed parameters: they take tensors,
+    numbers and text, and ours have tuples. The longest sequence is as long as the micro-batch, so that it is static."""
+
+    class Manager(cuda_graphs.CudaGraphManager):
+        def __call__(self, layer: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
+            packed = given["packed_seq_params"]
+            ends, longest = packed.cu_seqlens_q, len(packed.positions)
+            plain = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=ends,
+                cu_seqlens_kv=ends,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            )
+            return super().__call__(layer, args, {**given, "packed_seq_params": plain})
+
+    return Manager(config)
