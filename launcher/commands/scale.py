@@ -22,8 +22,10 @@ from rl_megatron.scaling.planner.explained import explain_term
 from rl_megatron.scaling.planner.layouts import described
 from rl_megatron.scaling.planner.search import PlannedRun, SearchResult, search
 from rl_megatron.scaling.points import Prediction, predictions, read_points, summary
+from rl_megatron.scaling.published.rl import rl_predictions
 
 _SHOWN = 8  # rejected layouts
+_KINDS = (("throughput", "tokens/s a GPU"), ("memory", "GB on the fullest GPU"), ("rl", "seconds of a whole step"))
 
 
 def scale(
@@ -182,8 +184,9 @@ def as_tree(asked: Asked, found: SearchResult) -> dict[str, object]:
 def show_points(path: Path) -> None:
     """Print each point's prediction, and how far they are off in all beside the bars that they are held to."""
     console, refused = Console(), list[str]()
-    found = list(predictions(read_points(path), refused=refused))
-    for kind, unit in (("throughput", "tokens/s a GPU"), ("memory", "GB on the fullest GPU")):
+    points = read_points(path)
+    found = [*predictions(points, refused=refused), *rl_predictions(points, refused)]
+    for kind, unit in _KINDS:
         rows = [point for point in found if point.kind == kind]
         if rows:
             console.print(_points(rows, f"{kind}: {unit}"))

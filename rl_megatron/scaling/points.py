@@ -58,7 +58,8 @@ _TERMS = ("parameters", "gradients", "optimizer", "activations", "logits")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A published number beside the prediction: ``kind`` "memory" in GB, or "throughput" in tokens/s of a GPU."""
+    """A published number beside the prediction: ``kind`` "memory" in GB, "throughput" in tokens/s of a GPU,
+    or "rl" in seconds of a step."""
 
     name: str
     kind: str
@@ -186,6 +187,12 @@ def summary(found: Sequence[Prediction]) -> list[str]:
             f"throughput of models and GPUs that a fit had not seen: mean error {LEFT_OUT:.0%} (bar 15 %), stored when "
             "the constants were fitted (bench/step_time.py)"
         )
+    sizes = [abs(point.error) for point in found if point.kind == "rl"]
+    if sizes:
+        lines.append(
+            f"whole steps of reinforcement learning, {len(sizes)} points: mean error {sum(sizes) / len(sizes):.1%} "
+            f"(bar 30 %), median {median(sizes):.1%}, worst {max(sizes):.0%}"
+        )
     right, total = ordered_pairs(found)
     if total:
         low, high = interval(right, total)
@@ -215,7 +222,7 @@ def work_of(point: Mapping[str, Any]) -> LearnerWork:
     year, month = map(int, str(point["released"]).split("."))
     dispatcher, recompute = point["dispatcher"], point["recompute"] or []
     return LearnerWork(
-        shape=shape_of(point),
+        shape=shape_of_point(point),
         dims=_dims(point),
         gpu=replace(GPUS[point["gpu"]], domain=point["nvlink_domain"]),
         tokens=point["micro_batch"] * point["sequence_tokens"],
@@ -242,7 +249,7 @@ def _overlap(point: Mapping[str, Any]) -> float:
     return 0.5 if point["ep_overlap"] is None else float(point["ep_overlap"])
 
 
-def shape_of(point: Mapping[str, Any]) -> ModelShape:
+def shape_of_point(point: Mapping[str, Any]) -> ModelShape:
     """The sizes of a point's model, without its draft layers."""
     s = point["shape"]
     family = next((f for start, f in _FAMILIES.items() if str(point["model"]).startswith(start)), "qwen3_moe")
@@ -296,7 +303,7 @@ def _tokens_a_second(point: Mapping[str, Any]) -> float | None:
         return float(point["tokens_per_s_per_gpu"])
     if not point["model_tflops_per_gpu"]:
         return None
-    shape, length, drafts = shape_of(point), point["sequence_tokens"], point["shape"]["mtp_layers"] or 0
+    shape, length, drafts = shape_of_point(point), point["sequence_tokens"], point["shape"]["mtp_layers"] or 0
     flops = training_flops(replace(shape, num_layers=shape.num_layers + drafts), [length])
     flops += drafts * 6 * length * shape.hidden_size * (shape.vocab_size + 2 * shape.hidden_size)
     return float(point["model_tflops_per_gpu"] * 1e12 / (flops / length))
@@ -304,7 +311,7 @@ def _tokens_a_second(point: Mapping[str, Any]) -> float | None:
 
 def _gigabytes(point: Mapping[str, Any]) -> float:
     """The plan's bytes on the fullest GPU, or on the last stage's where the point is logged there."""
-    shape, config = shape_of(point), _config(point)
+    shape, config = shape_of_point(point), _config(point)
     found = footprints(config, shape)
     totals = [_total(point, shape, f.terms, f.stage == config.learner.pp - 1) for f in found]
     return (totals[-1] if "last rank" in (point.get("notes") or "") else max(totals)) / GB
@@ -320,8 +327,8 @@ def _total(point: Mapping[str, Any], shape: ModelShape, terms: Mapping[str, floa
     return sum(held[term] for term in _TERMS)
 
 
-def _config(point: Mapping[str, Any]) -> RunConfig:
-    """The learner's configuration in a point's layout.
+def section_of_point(point: Mapping[str, Any]) -> dict[str, Any]:
+    """The learner's section in a point's layout.
 
     Without recomputing attention's core, which keeps no more than its inputs (FlashAttention), or norms, which are
     parts of TransformerEngine's linears.
@@ -331,9 +338,9 @@ def _config(point: Mapping[str, Any]) -> RunConfig:
     again: dict[str, Any] = {"uniform": 1} if recompute == "full" else dict.fromkeys(recompute, True)
     again = {name: on for name, on in again.items() if name not in ("core_attn", "layernorm")}
     tokens = (point["micro_batch"] or 0) * (point["sequence_tokens"] or 0)
-    learner = {
+    return {
         **{key: getattr(d, key) for key in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")},
-        "stage_layers": _stage_layers(shape_of(point).num_layers, d),
+        "stage_layers": _stage_layers(shape_of_point(point).num_layers, d),
         "device": GPU,
         "dtype": "bfloat16",
         "gradient_dtype": "bfloat16" if point["gradient_dtype"] == "bf16" else "float32",
@@ -342,9 +349,13 @@ def _config(point: Mapping[str, Any]) -> RunConfig:
         "recompute": again,
         "offload": {"optimizer": (point["offload"] or {}).get("optimizer_fraction", 0)},
     }
+
+
+def _config(point: Mapping[str, Any]) -> RunConfig:
+    """The learner's configuration in a point's layout. Raises ConfigError if it cannot be."""
     rollout = {"max_prompt_tokens": 1, "max_new_tokens": 1}  # which must fit into a micro-batch
     try:
-        return RunConfig.model_validate({"learner": learner, "rollout": rollout})
+        return RunConfig.model_validate({"learner": section_of_point(point), "rollout": rollout})
     except ValidationError as error:
         raise ConfigError(
             "; ".join(str(found["msg"]).removeprefix("Value error, ") for found in error.errors())
