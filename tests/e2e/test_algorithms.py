@@ -113,6 +113,18 @@ def test_kl_in_the_loss_to_a_reference_of_ones_own(place: Place, ppo: Run) -> No
     assert not (run.folder / "hf_start").exists()
 
 
+def test_a_model_of_one_expert_is_a_dense_one_without_flips(place: Place) -> None:
+    sizes = [f"model.tiny.{key}=1" for key in ("num_experts", "experts_per_token")]
+    flips = ("train.route_flips=true", "train.steps=1")
+    run = place.fork("one-expert", "algorithm=grpo", HALF_RIGHT, *sizes, "learner.ep=1", *flips)
+    run.finish()
+    (row,) = (row for row in run.rows() if row["step"])
+    assert row["mismatch/logprob_abs_max"] < 1e-4  # the engine's forward is transformers'
+    assert row["moe/flips_update"] == row["moe/flips_engine"] == 0
+    assert row["moe/first_flip/none"] == 1
+    assert row["grad_norm"] > 0
+
+
 def test_dpo_on_pairs_of_the_group(place: Place) -> None:
     run = place.fork("dpo", "algorithm=dpo", HALF_RIGHT, "train.steps=3")
     run.finish()

@@ -118,11 +118,12 @@ def _attention_keywords(shape: ModelShape, fused: bool) -> dict[str, Any]:
 
 def _expert_keywords(shape: ModelShape) -> dict[str, Any]:
     router = shape.router
+    alone = shape.num_experts == 1  # its weight is 1 either way, and megatron takes one expert a token only with this
     out: dict[str, Any] = {
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.expert_width,
         "moe_router_topk": shape.experts_per_token,
-        "moe_router_pre_softmax": router.score == "softmax" and not shape.normalize_top_k,
+        "moe_router_pre_softmax": router.score == "softmax" and (alone or not shape.normalize_top_k),
         "moe_router_score_function": router.score,
         "moe_grouped_gemm": True,
         "moe_enable_routing_replay": True,  # costs nothing while no routes are replayed (`routers.replay`)

@@ -24,6 +24,12 @@ def _router_problems(shape: ModelShape) -> Iterator[str]:
             f"a sigmoid router with num_experts_per_tok={top_k} and norm_topk_prob={shape.normalize_top_k}: megatron "
             f"normalizes the weights of the chosen experts if and only if there are two or more of them"
         )
+    if router.score == "softmax" and shape.normalize_top_k and top_k == 1 < shape.num_experts:
+        yield (
+            f"num_experts_per_tok=1 of {shape.num_experts} experts with norm_topk_prob=True: the chosen expert's "
+            "weight is always 1, so its router would never learn, and megatron refuses it; choose 2 experts, or set "
+            "norm_topk_prob=False in a model that was trained so"
+        )
     summed = {"top2": 2, "max": 1}[router.group_score]
     if 1 <= router.top_groups < router.groups and top_k // router.top_groups != summed:
         yield (

@@ -39,6 +39,13 @@ def test_what_the_learner_cannot_build_is_told_before_a_process_starts() -> None
     assert "a sigmoid router with num_experts_per_tok=8 and norm_topk_prob=False" in told(RunConfig(), few)
 
 
+def test_one_of_several_experts_with_a_weight_of_1_is_refused_and_one_of_one_is_not() -> None:
+    one = replace(SHAPE, experts_per_token=1)
+    assert "num_experts_per_tok=1 of 128 experts with norm_topk_prob=True" in told(RunConfig(), one)
+    assert told(RunConfig(), replace(one, normalize_top_k=False)) == ""
+    assert told(RunConfig(), replace(one, num_experts=1)) == ""
+
+
 @pytest.mark.parametrize("replay", ["r2", "r3"])
 def test_routes_of_a_model_without_experts_are_refused(replay: str) -> None:
     config = RunConfig.model_validate({"algorithm": {"routing_replay": replay}})
