@@ -12,6 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from launcher.calibration.into_file import calibrate_into
+from launcher.programs.check import checked_run
+from launcher.programs.check import show as show_checked
 from launcher.programs.exact import show_dry_runs
 from launcher.programs.scale import Asked, asked_of, configuration_file
 from rl_megatron.errors import ConfigError
@@ -34,8 +37,8 @@ def scale(
         typer.Argument(
             metavar="MODEL KEYS",
             help="a folder with a config.json or a name as kimi-k2, gpus=N, gpu= one of "
-            f"{', '.join(GPUS)} or a YAML file, then if wanted goal=tokens, memory or step, mean_tokens=N of a "
-            "completion, and keys of the run as rollout.group_size=16",
+            f"{', '.join(GPUS)}, a YAML file or a calibration's, then if wanted goal=tokens, memory or step, "
+            "mean_tokens=N of a completion, and keys of the run as rollout.group_size=16",
         ),
     ] = None,
     points: Annotated[
@@ -58,16 +61,35 @@ def scale(
         Path | None,
         typer.Option(metavar="FILE.yaml", help="write the best layout as a configuration that train takes"),
     ] = None,
+    check: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="compare a run's folder with its prediction")
+    ] = None,
+    machine: Annotated[str | None, typer.Option(help="of --check: a calibration's file, or a GPU's name")] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="measure this machine in some minutes, and write its hardware entry"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="of --calibrate: cpu or cuda")] = "cpu",
+    ranks: Annotated[int, typer.Option(min=1, help="of --calibrate: processes that compute at once")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="of --calibrate: CPU threads of each process")] = 1,
 ) -> None:
     """Plan a run: search layouts of learner and servers on given GPUs, with memory and seconds by term."""
     given = [*(arguments or []), *(["--exact"] if exact else [])]
+    if check is not None or calibrate is not None:
+        _of_machines([*given, points], check, machine, as_json, calibrate, device, ranks, threads)
+        return
     if points is not None:
         if given:
             raise ConfigError(f"--points compares a file's runs and takes no MODEL: {' '.join(given)}")
         show_points(points)
         return
+    _searched(arguments or [], explain=explain, as_json=as_json, exact=exact, write=write)
+
+
+def _searched(arguments: Sequence[str], *, explain: str | None, as_json: bool, exact: bool, write: Path | None) -> None:
+    """Search, and print the best layout."""
     started = time.perf_counter()
-    asked = asked_of(arguments or [])
+    asked = asked_of(arguments)
     found = search(asked.wanted)
     text = configuration_file(asked, found.plans[0])
     if write is not None:
@@ -87,6 +109,25 @@ def scale(
     if write is not None:
         name = "" if asked.wanted.base.model.name is None else " model.path=FOLDER"
         console.print(f"written: {write}; rl-megatron submit {write}{name} --dry-run checks it", soft_wrap=True)
+
+
+def _of_machines(
+    others: Sequence[object],
+    check: Path | None,
+    machine: str | None,
+    as_json: bool,
+    calibrate: Path | None,
+    device: str,
+    ranks: int,
+    threads: int,
+) -> None:
+    """Compare a run with its prediction, or measure this machine; ``others`` are arguments of a search."""
+    if any(others) or None not in (check, calibrate):
+        raise ConfigError("--check and --calibrate stand alone: give one of them, and no MODEL or --points")
+    if check is not None:
+        show_checked(checked_run(check, machine), as_json=as_json)
+    if calibrate is not None:
+        calibrate_into(calibrate, device=device, ranks=ranks, threads=threads)
 
 
 def show(console: Console, asked: Asked, found: SearchResult, seconds: float) -> None:

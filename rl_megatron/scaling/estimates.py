@@ -11,7 +11,7 @@ from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.scaling.constants import RANGE
 from rl_megatron.scaling.flops import training_flops
-from rl_megatron.scaling.hardware import gpu_named
+from rl_megatron.scaling.machines.calibration import machine_named
 from rl_megatron.scaling.pushes import Push, push_cost
 from rl_megatron.scaling.rl_step import RlStep, rl_step
 from rl_megatron.scaling.rollouts import lengths_of
@@ -178,7 +178,10 @@ def predicted(config: RunConfig, shape: ModelShape, push: Push) -> Predicted:
     """
     speeds, rollout, kind = config.slurm.speeds, config.rollout, str(config.slurm.speeds.gpu)
     mean = min(speeds.mean_tokens or rollout.max_new_tokens / 2, rollout.max_new_tokens)
-    gpu, prompt = gpu_named(kind, "slurm.speeds.gpu"), rollout.max_prompt_tokens / 2
+    gpu, prompt = (
+        machine_named(kind, min(config.learner.dims.world_size, config.slurm.gpus_per_node or 1), "slurm.speeds.gpu"),
+        rollout.max_prompt_tokens / 2,
+    )
     flops = training_flops(shape, [round(prompt + mean)]) * config.completions_per_step * config.train.epochs
     return Predicted(
         step=rl_step(

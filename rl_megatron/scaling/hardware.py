@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rl_megatron.config import yaml_text
 from rl_megatron.errors import ConfigError
+from rl_megatron.scaling.constants import FITTED, Constants
 from rl_megatron.scaling.flops import Peak, peak_of
 
 
@@ -22,7 +23,8 @@ class Gpu:
     """A kind of GPU and its links: GB and GB/s of 1e9 bytes, W; ``domain`` is how many GPUs NVLink joins.
 
     ``cuda_name`` is the name that CUDA gives it, by which its peak is found; ``per_node`` GPUs are a node of Slurm's,
-    whose host has ``host`` GB of memory.
+    whose host has ``host`` GB of memory. One that was calibrated has a ``measured`` peak, and ``constants`` of its own
+    (`machines.calibration`).
     """
 
     cuda_name: str
@@ -34,17 +36,18 @@ class Gpu:
     domain: int = 8
     per_node: int = 8
     host: float = 2000
+    measured: Peak | None = None
+    constants: Constants = FITTED
 
     @property
     def peak(self) -> Peak:
         """Its peak. Raises ConfigError if the table of peaks has no such GPU."""
-        found = peak_of(self.cuda_name)
+        found = self.measured or peak_of(self.cuda_name)
         if found is None:
             raise ConfigError(f"cuda_name={self.cuda_name}: no peak is known of this GPU; name one that has its chip")
         return found
 
 
-_RACK = {"domain": 72, "per_node": 4, "host": 960}
 GPUS: Mapping[str, Gpu] = {
     "a100": Gpu(cuda_name="A100", memory=80, hbm=2039, nvlink=300, network=25, watts=400),
     "h100": Gpu(cuda_name="H100", memory=80, hbm=3350, nvlink=450, network=50, watts=700),
@@ -53,8 +56,12 @@ GPUS: Mapping[str, Gpu] = {
     "h200": Gpu(cuda_name="H200", memory=141, hbm=4800, nvlink=450, network=50, watts=700),
     "b200": Gpu(cuda_name="B200", memory=180, hbm=8000, nvlink=900, network=50, watts=1000),
     "b300": Gpu(cuda_name="B300", memory=270, hbm=8000, nvlink=900, network=100, watts=1100),
-    "gb200": Gpu(cuda_name="GB200", memory=186, hbm=8000, nvlink=900, network=50, watts=1200, **_RACK),
-    "gb300": Gpu(cuda_name="GB300", memory=278, hbm=8000, nvlink=900, network=100, watts=1400, **_RACK),
+    "gb200": Gpu(
+        cuda_name="GB200", memory=186, hbm=8000, nvlink=900, network=50, watts=1200, domain=72, per_node=4, host=960
+    ),
+    "gb300": Gpu(
+        cuda_name="GB300", memory=278, hbm=8000, nvlink=900, network=100, watts=1400, domain=72, per_node=4, host=960
+    ),
 }
 
 
@@ -76,7 +83,7 @@ def gpu_named(name: str, key: str = "gpu") -> Gpu:
     if like not in GPUS:
         raise ConfigError(f"{path}: like={like} must name the GPU that the file differs from: {', '.join(GPUS)}")
     base = GPUS[str(like)]
-    kinds = [field.name for field in fields(Gpu)]
+    kinds = [field.name for field in fields(Gpu) if field.name not in ("measured", "constants")]
     for key, value in given.items():
         if key not in kinds:
             raise ConfigError(f"{path}: {key!r} is not a GPU's; keys: like, {', '.join(kinds)}")

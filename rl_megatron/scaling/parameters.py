@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.option import Elements, Rank
+from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec
 
 
@@ -93,6 +95,14 @@ def ranks_of(config: RunConfig, layout: Layout) -> Sequence[Rank]:
         )
         for stage in range(layout.dims.pp)
     ]
+
+
+def rank_parameters(s: ModelShape, d: ParallelDims) -> tuple[float, float]:
+    """A rank's parameters without and with experts, the mean over stages; norms and biases are left out."""
+    sparse, h, each = len(s.moe_layers), s.hidden_size, 3.0 * s.hidden_size
+    active = s.active_parameters - sparse * each * s.experts_per_token * s.expert_width
+    total = active + (0 if s.tie_embeddings else s.vocab_size * h)
+    return total / d.tp / d.pp, sparse * s.num_experts * each * s.expert_width / (d.ep * d.etp) / d.pp
 
 
 def _stages(layout: Layout) -> Mapping[int, tuple[int, ...]]:

@@ -17,7 +17,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.options.option import BYTES, Elements
 from rl_megatron.options.padding import padded_tokens
-from rl_megatron.scaling.constants import FITTED, Constants
+from rl_megatron.scaling.constants import Constants
 from rl_megatron.scaling.hardware import Gpu
 from rl_megatron.scaling.memory import server_weights, weights_on_gpu, weights_served
 from rl_megatron.scaling.rollouts import Sampled, ServerShape, sampled
@@ -28,7 +28,6 @@ Lengths = Sequence[float]
 """Tokens of equally many completions, ascending."""
 MOST_STALENESS = 8
 """Most steps that a planned run's data may be old; more is for the user to say."""
-_UPDATE = ("gradients, parameters", "optimizer", "optimizer on the host", "fixed")
 KERNELS = 0.05
 """Share of a GPU that an engine's own kernels and buffers take."""
 _USUAL_FRACTION = 0.9  # of a GPU for a server whose memory_fraction is not set
@@ -74,13 +73,14 @@ def learner_work(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float) ->
         tokens=tokens,
         length=mean,
         micro_batches=micro_batches,
-        precision="bfloat16" if learner.fp8 is None else "float8",
+        precision=learner.dtype if learner.fp8 is None else "float8",
         stages=learner.stages or (shape.num_layers // (d.pp * d.vpp),) * (d.pp * d.vpp),
         gradient_bytes=2 if learner.gradient_dtype == "bfloat16" else 4,
         dispatcher="alltoall" if learner.dispatcher == "alltoall" else "by_node",
         again=frozenset(again),
         sync_hidden=learner.overlap.gradients and learner.overlap.parameters,
         offloaded=learner.offload.optimizer,
+        natural=gpu.measured is None or d.ep * d.etp > 1,
     )
 
 
@@ -92,10 +92,10 @@ def filled(config: RunConfig, most: float, dp: int, mean: float) -> tuple[float,
     return min(full, share), float(max(1, ceil(share / full)))
 
 
-def forward_seconds(work: LearnerWork, batches: int, constants: Constants = FITTED) -> float:
-    """A pass without gradients over what ``batches`` optimizer steps train on: a third of training's products."""
-    terms = step_terms(replace(work, again=frozenset(), micro_batches=work.micro_batches * batches), constants)
-    return sum(seconds for name, seconds in terms.items() if name not in _UPDATE) / 3
+def forward_seconds(work: LearnerWork, batches: int, constants: Constants | None = None) -> float:
+    """A pass without gradients over what ``batches`` optimizer steps train on."""
+    scored = replace(work, again=frozenset(), micro_batches=work.micro_batches * batches, scored=True)
+    return sum(step_terms(scored, constants).values())
 
 
 def push_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float, float]:
@@ -162,7 +162,7 @@ def rl_step(
     prompt: float,
     staleness: int | None = None,
     push: float | None = None,
-    constants: Constants = FITTED,
+    constants: Constants | None = None,
 ) -> RlStep:
     """A run's step, with completions of ``lengths``; ``staleness`` None takes the least that costs no time.
 
@@ -182,7 +182,7 @@ def rl_step(
     if push is None:
         _, sent, received = push_bytes(config, shape)
         near = not apart and config.slurm.nodes == 1
-        push = max(sent, received) / ((gpu.nvlink if near else gpu.network) * constants.links * GB)
+        push = max(sent, received) / ((gpu.nvlink if near else gpu.network) * (constants or gpu.constants).links * GB)
     parts["push"] = push + _PAUSE
     if section.colocated and config.learner.offload.while_sampling == "optimizer":
         parts["turns"] = 2 * _moved_to_host(config, shape) / (PCIE * GB)

@@ -15,8 +15,9 @@ from math import ceil, pow
 from typing import Literal
 
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.scaling.constants import FITTED, MEMORY, Constants
+from rl_megatron.scaling.constants import MEMORY, Constants
 from rl_megatron.scaling.hardware import Gpu
+from rl_megatron.scaling.parameters import rank_parameters
 from rl_megatron.types import ParallelDims
 
 GB = 1e9
@@ -39,6 +40,7 @@ class LearnerWork:
     the output layer.
     ``graphs``: whether launches are recorded; ``sync_hidden``: whether gradients and parameters travel while layers
     compute; ``offloaded``: the share of the optimizer in the host's memory; ``months``: the age of the software.
+    ``scored``: there is no backward pass, as for log-probs.
     """
 
     shape: ModelShape
@@ -49,7 +51,7 @@ class LearnerWork:
     micro_batches: float
     stages: tuple[int, ...] | None = None
     drafts: int = 0
-    precision: Literal["bfloat16", "float8"] = "bfloat16"
+    precision: Literal["float32", "bfloat16", "float8"] = "bfloat16"
     gradient_bytes: int = 4
     dispatcher: Literal["alltoall", "by_node"] = "by_node"
     overlap: float = 0.0
@@ -59,14 +61,15 @@ class LearnerWork:
     sync_hidden: bool = False
     offloaded: float = 0.0
     months: float = 0.0
+    scored: bool = False
 
 
 Seconds = dict[str, float]
 
 
-def step_terms(work: LearnerWork, constants: Constants = FITTED) -> Seconds:
-    """Seconds of the step by term; they add up to the step's."""
-    d, c = work.dims, constants
+def step_terms(work: LearnerWork, constants: Constants | None = None) -> Seconds:
+    """Seconds of the step by term; they add up to the step's. None: the constants of its GPU."""
+    d, c = work.dims, constants or work.gpu.constants
     kinds = [_Kind.of(work, is_sparse, c) for is_sparse in (False, True)]
     dense, sparse = (_layer(kind) for kind in kinds)
     head = _head(kinds[bool(work.shape.num_experts)], work.drafts)
@@ -75,7 +78,8 @@ def step_terms(work: LearnerWork, constants: Constants = FITTED) -> Seconds:
     for terms, times in ((dense, counts[0]), (sparse, counts[1]), (head, 1.0 if last else 0.0)):
         for name, seconds in terms.items():
             chunk[name] = chunk.get(name, 0.0) + seconds * times
-    p2p = 4.0 * _boundary(work) / (work.gpu.network * GB * c.links) * (0.3 * d.vpp if d.vpp > 1 else 1)
+    ways = 2 - work.scored
+    p2p = ways * (2.0 * _boundary(work) / (work.gpu.network * GB * c.links) * (0.3 * d.vpp if d.vpp > 1 else 1))
     if d.pp > 1:
         chunk["between stages"] = p2p
     whole = work.micro_batches * (1 + c.age) ** work.months
@@ -83,23 +87,22 @@ def step_terms(work: LearnerWork, constants: Constants = FITTED) -> Seconds:
     if d.pp > 1:
         mean = sum(_sum(t) * n for t, n in ((dense, _kinds(work)[0]), (sparse, _kinds(work)[1]), (head, 1.0))) / d.pp
         terms["bubble"] = (d.pp - 1) / d.vpp * (mean + p2p) * (1 + c.age) ** work.months
-    terms |= _update(work, c, _sum(chunk))
-    return terms
+    return terms if work.scored else terms | _update(work, c, _sum(chunk))
 
 
-def step_seconds(work: LearnerWork, constants: Constants = FITTED) -> float:
+def step_seconds(work: LearnerWork, constants: Constants | None = None) -> float:
     """Seconds of the step in all."""
     return _sum(step_terms(work, constants))
 
 
 def product_seconds(
-    rows: float, wide: float, deep: float, rate: float, gpu: Gpu, tile: float, size: float = 2
+    rows: float, wide: float, deep: float, rate: float, gpu: Gpu, c: Constants, size: float = 2
 ) -> float:
     """Of a product of [rows, wide] and [wide, deep] at ``rate`` FLOP/s, ``size`` bytes an element of what is read."""
     narrow = min(wide, deep)
-    computed = 2 * rows * wide * deep / rate * (1 + tile / rows) * (1 + tile / narrow)
-    moved = (wide * deep * size + rows * (wide * size + 2 * deep)) / (gpu.hbm * GB * MEMORY)
-    return max(computed, moved)
+    computed = 2 * rows * wide * deep / rate * (1 + c.tile / rows) * (1 + c.tile / narrow)
+    moved = (wide * deep * size + rows * (wide * size + max(2.0, size) * deep)) / (gpu.hbm * GB * MEMORY)
+    return max(computed, moved) + c.operation
 
 
 def rate_of(gpu: Gpu, precision: str, constants: Constants) -> float:
@@ -133,11 +136,18 @@ class _Kind:
     natural: bool
     again: frozenset[str]
     graphs: bool
+    scored: bool
     constants: Constants
+
+    @property
+    def size(self) -> float:
+        """Bytes of an element of what lies between products, or is sent."""
+        return _BYTES[self.precision] if self.precision == "float32" else 2.0
 
     def __hash__(self) -> int:
         """Of the numbers that differ between layouts of one model, whose hash takes longer."""
-        return hash((self.sparse, self.tp, self.ep, self.etp, self.cp, self.tokens, self.dispatcher, self.again))
+        own = (self.sparse, self.tp, self.ep, self.etp, self.cp, self.tokens, self.dispatcher, self.again, self.scored)
+        return hash(own)
 
     @classmethod
     def of(cls, work: LearnerWork, sparse: bool, constants: Constants) -> _Kind:
@@ -158,6 +168,7 @@ class _Kind:
             natural=work.natural,
             again=work.again,
             graphs=work.graphs,
+            scored=work.scored,
             constants=constants,
         )
 
@@ -168,23 +179,28 @@ def _layer(k: _Kind) -> Mapping[str, float]:
     sparse = len(k.shape.moe_layers)
     if not (sparse if k.sparse else k.shape.num_layers - sparse):
         return {}
-    forward, full = _forward(k), "full" in k.again
+    forward, full, c = _forward(k), "full" in k.again, k.constants
     out = {}
     for name, seconds in forward.items():
-        backward = 2.5 if name == "attention" else 1.0 if name in _MESSAGES else 2.0
-        out[name] = seconds * (1 + backward)
+        backward = (
+            2.5 if name == "attention" else 1.0 if name in _MESSAGES else c.backward if name in _PRODUCTS else 2.0
+        )
+        out[name] = seconds * (1 + backward * (not k.scored))
     again = forward if full else _parts_again(k, forward)
     out["computed again"] = sum(seconds for name, seconds in again.items() if name not in _MESSAGES)
     for name in _MESSAGES & again.keys():
         out[name] += again[name]
-    out["all-to-all"] = out.get("all-to-all", 0.0) * (1 - min(1.0, k.overlap * k.constants.hidden))
-    launches = k.constants.host * (0.5 if k.graphs else 1.0) * (1.0 if k.sparse else 0.5) * (3 + full)
-    busy = _sum(out)
-    out["host"] = (busy**4 + launches**4) ** 0.25 - busy  # launches run ahead of the GPU as long as they are shorter
+    out["all-to-all"] = out.get("all-to-all", 0.0) * (1 - min(1.0, k.overlap * c.hidden))
+    launches = c.host * (0.5 if k.graphs else 1.0) * (1.0 if k.sparse else 0.5)
+    launches = (launches + c.each_expert * k.sparse * k.shape.num_experts / k.ep) * (1 if k.scored else 3 + full)
+    busy, power = _sum(out), c.ahead
+    out["host"] = (busy**power + launches**power) ** (1 / power) - busy  # behind the GPU as long as they are shorter
     return out
 
 
 _MESSAGES = {"all-to-all", "tensor parallel", "context parallel"}
+_PRODUCTS = {"linears", "experts"}
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float8": 1.0}
 
 
 def _parts_again(k: _Kind, forward: Mapping[str, float]) -> Mapping[str, float]:
@@ -218,15 +234,18 @@ def _forward(k: _Kind) -> Seconds:
     out: Seconds = {
         "linears": sum(_products(k, _linears(k))),
         "attention": _attention_flops(s, k.length) * own / rate,
-        "between products": c.passes * own * s.hidden_size * 2 / hbm,
+        "between products": c.passes * own * s.hidden_size * k.size / hbm,
     }
     if k.tp > 1:
-        out["tensor parallel"] = 4 * rows * s.hidden_size * 2 * (k.tp - 1) / k.tp / (gpu.nvlink * GB * c.links)
+        sent = 4 * rows * s.hidden_size * k.size * (k.tp - 1) / k.tp
+        out["tensor parallel"] = sent / (gpu.nvlink * GB * c.links) + c.latency
     if k.cp > 1:
         near = k.tp * k.cp <= gpu.domain
         link = (gpu.nvlink if near else gpu.network) * GB * c.links
         kept = s.num_kv_heads * s.head_dim * 2 if s.latent is None else 2 * s.num_heads * s.head_dim
-        out["context parallel"] = 0.3 * rows * kept * 2 * (k.cp - 1) / k.tp / link  # a ring, mostly behind attention
+        out["context parallel"] = (
+            0.3 * rows * kept * k.size * (k.cp - 1) / k.tp / link
+        )  # a ring, mostly behind attention
     if k.sparse:
         _add_experts(k, own, out)
     return out
@@ -238,31 +257,29 @@ def _add_experts(k: _Kind, own: float, out: Seconds) -> None:
     local, chosen = s.num_experts / k.ep, s.experts_per_token
     rows = own * chosen * k.etp * (c.imbalance if k.natural else 1.0)
     width, hidden = s.expert_width / k.etp, s.hidden_size
-    size = 1.0 if k.precision == "float8" else 2.0
-    rate = rate_of(gpu, k.precision, c)
-    each = rows / local
+    size, rate, each = _BYTES[k.precision], rate_of(gpu, k.precision, c), rows / local
     out["experts"] = local * (
-        product_seconds(each, hidden, 2 * width, rate, gpu, c.tile, size)
-        + product_seconds(each, width, hidden, rate, gpu, c.tile, size)
+        product_seconds(each, hidden, 2 * width, rate, gpu, c, size)
+        + product_seconds(each, width, hidden, rate, gpu, c, size)
     )
     columns = 6 * hidden + 4 * width + (2 * hidden + 14 * width if s.expert_bias else 0)
     cast = 2 * (hidden + width) if k.precision == "float8" else 0  # both inputs read, and written twice
-    out["between products"] += rows * 2 * (columns + cast) / (gpu.hbm * GB * MEMORY)
+    out["between products"] += c.inside * rows * k.size * (columns + cast) / (gpu.hbm * GB * MEMORY)
     group = k.ep * k.etp
     if group > 1:
         nodes = max(1.0, group / gpu.domain)
         copies = float(chosen) if k.dispatcher == "alltoall" else nodes * (1 - (1 - 1 / nodes) ** chosen)
-        moved = own * hidden * 2 * (c.imbalance if k.natural else 1.0)
+        moved = own * hidden * k.size * (c.imbalance if k.natural else 1.0)
         slow = c.plain if k.dispatcher == "alltoall" else 1.0
         far = moved * copies * (1 - 1 / nodes) / (gpu.network * GB)
         near = moved * chosen * k.etp * (1 - 1 / group) / (gpu.nvlink * GB)
-        out["all-to-all"] = 2 * max(far, near) / c.links / slow
+        out["all-to-all"] = 2 * max(far, near) / c.links / slow + c.latency
 
 
 def _products(k: _Kind, sizes: Sequence[tuple[float, float, float]]) -> Iterator[float]:
-    rate, size = rate_of(k.gpu, k.precision, k.constants), 1.0 if k.precision == "float8" else 2.0
+    rate, size = rate_of(k.gpu, k.precision, k.constants), _BYTES[k.precision]
     for rows, wide, deep in sizes:
-        yield product_seconds(rows, wide, deep, rate, k.gpu, k.constants.tile, size)
+        yield product_seconds(rows, wide, deep, rate, k.gpu, k.constants, size)
 
 
 def _linears(k: _Kind) -> list[tuple[float, float, float]]:
@@ -310,12 +327,12 @@ def _head(k: _Kind, drafts: int) -> Mapping[str, float]:
     """The output layer and log-probs of the last stage, and draft layers as ``k``, forward and backward."""
     s, c, rows = k.shape, k.constants, k.tokens / k.cp
     rate = rate_of(k.gpu, "bfloat16", c)
-    products = 4 if "head" in k.again else 3
-    logits = product_seconds(rows, s.hidden_size, s.vocab_size / k.tp, rate, k.gpu, c.tile) * products
-    read = 6 * rows * s.vocab_size / k.tp * 4 / (k.gpu.hbm * GB * MEMORY)
+    products = 1 if k.scored else 1 + c.backward + ("head" in k.again)
+    logits = product_seconds(rows, s.hidden_size, s.vocab_size / k.tp, rate, k.gpu, c, k.size) * products
+    read = c.logits * (3 if k.scored else 6) * rows * s.vocab_size / k.tp * 4 / (k.gpu.hbm * GB * MEMORY)
     out = {"output layer": (logits + read) * (1 + drafts)}
     if drafts:
-        merge = 3 * product_seconds(rows, 2 * s.hidden_size, s.hidden_size / k.tp, rate, k.gpu, c.tile)
+        merge = 3 * product_seconds(rows, 2 * s.hidden_size, s.hidden_size / k.tp, rate, k.gpu, c, k.size)
         out["draft layers"] = drafts * (_sum(_layer(k)) + merge)
     return out
 
@@ -349,7 +366,9 @@ def _counts(work: LearnerWork, layer: float, head: float) -> tuple[tuple[float, 
 
 def _boundary(work: LearnerWork) -> float:
     """Bytes of hidden states that a rank sends to the next stage for a micro-batch."""
-    return work.tokens / work.dims.cp / work.dims.tp * work.shape.hidden_size * 2
+    return (
+        work.tokens / work.dims.cp / work.dims.tp * work.shape.hidden_size * (4 if work.precision == "float32" else 2)
+    )
 
 
 def _update(work: LearnerWork, c: Constants, chunk: float) -> Seconds:
@@ -360,25 +379,17 @@ def _update(work: LearnerWork, c: Constants, chunk: float) -> Seconds:
     inside = d.tp * d.cp * d.dp <= gpu.domain
     link = (gpu.nvlink if inside else gpu.network) * GB * c.links
     moved = sum(n * (1 - 1 / shards[of]) for of, n in (("dense", dense), ("experts", experts)))
-    sync = moved * (work.gradient_bytes + 2) / link
+    sync = moved * (work.gradient_bytes + (4 if work.precision == "float32" else 2)) / link
     held = dense / shards["dense"] + experts / shards["experts"]
     on_gpu = held * (1 - work.offloaded)
     out = {
         "gradients, parameters": max(0.0, sync - _BEHIND * chunk * work.sync_hidden),
-        "optimizer": on_gpu * _ADAM_BYTES / (gpu.hbm * GB * MEMORY),
+        "optimizer": on_gpu * _ADAM_BYTES * c.adam / (gpu.hbm * GB * MEMORY),
         "fixed": c.fixed,
     }
     if work.offloaded:
         out["optimizer on the host"] = held * work.offloaded * (6 / (PCIE * GB) + 1 / HOST_ADAM)
     return out
-
-
-def rank_parameters(s: ModelShape, d: ParallelDims) -> tuple[float, float]:
-    """A rank's parameters without and with experts, the mean over stages; norms and biases are left out."""
-    sparse, h, each = len(s.moe_layers), s.hidden_size, 3.0 * s.hidden_size
-    active = s.active_parameters - sparse * each * s.experts_per_token * s.expert_width
-    total = active + (0 if s.tie_embeddings else s.vocab_size * h)
-    return total / d.tp / d.pp, sparse * s.num_experts * each * s.expert_width / (d.ep * d.etp) / d.pp
 
 
 def _sum(terms: Mapping[str, float]) -> float:

@@ -37,7 +37,10 @@ ONE_EACH = {  # functions that may have one name, by where they are: a table tak
     "train": "launcher/commands",
     "verify": "launcher/commands",
 }
-COLLECTIVE = ("rl_megatron/learner", "rl_megatron/weights/transports", "launcher/rehearsal/links.py")
+COLLECTIVE = (
+    *("rl_megatron/learner", "rl_megatron/weights/transports"),
+    *("launcher/rehearsal/links.py", "launcher/calibration/messages.py"),
+)
 IN_ENGINES = (  # which read the environment of an engine's process
     "rl_megatron/rollout/servers/engine_token.py",
     "rl_megatron/rollout/servers/sglang/server.py",

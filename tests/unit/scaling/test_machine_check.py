@@ -1,0 +1,151 @@
+"""A run beside its prediction: medians, errors and refusals, from metrics written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import pytest
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import ConfigError, DataError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.scaling.constants import PRIOR
+from rl_megatron.scaling.flops import Peak, forward_flops
+from rl_megatron.scaling.hardware import GPUS
+from rl_megatron.scaling.machines.check import CheckedRun, check_run
+from tests.unit.scaling.test_machines import ENTRY, SIZES, calibrated
+
+SHAPE: ModelShape = SIZES.shape
+RATE = 1e9
+"""FLOP/s of a machine that has nothing but products."""
+PRODUCTS = replace(
+    GPUS["h100"],
+    hbm=1e15,
+    measured=Peak(names=(), bfloat16=RATE / 1e12, float8=None),
+    constants=replace(
+        PRIOR, gemm=1, attention=1, power=0, tile=0, passes=0, inside=0, host=0, imbalance=1, fixed=0, adam=0, age=0
+    ),
+)
+LENGTH = 65  # tokens of a sequence, 16 of them the completion's: 64 positions
+
+
+def config(**keys: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "rollout": {"prompts_per_step": 8, "group_size": 4, "max_new_tokens": 16},
+        "learner": {"threads": 1, "max_tokens_per_micro_batch": 65536},
+    }
+    for key, value in keys.items():
+        section, name = key.split("__")
+        tree.setdefault(section, {})[name] = value
+    return RunConfig.model_validate(tree)
+
+
+def row(step: int, train: float, **more: Any) -> dict[str, Any]:
+    return {
+        "phase": "rl",
+        "step": step,
+        "seconds/train": train,
+        "seconds/logprobs": train / 3,
+        "seconds/rollout": 1.0,
+        "tokens/train": 32 * 64,
+        "groups/trained": 8,
+        "response/length_mean": 16.0,
+        "response/length_max": 16.0,
+        "memory/peak": 5e8 + step,
+        **more,
+    }
+
+
+ROWS = [row(1, 50.0), row(2, 20.0), *(row(n, train) for n, train in zip(range(3, 8), (3, 5, 4, 9, 4), strict=True))]
+
+
+def found(rows: list[dict[str, Any]] = ROWS, **keys: Any) -> CheckedRun:
+    return check_run(config(**keys), SHAPE, rows, PRODUCTS, None)
+
+
+def test_training_is_the_counted_flops_over_the_rate_beside_the_median_of_the_steps_after_the_warm_ones() -> None:
+    """FLOPs are `flops`', which torch confirms; attention's backward pass has five products for four."""
+    checked = found()
+    assert (checked.first, checked.last, checked.steps) == (3, 7, 5)
+    phases = {each.part: each for each in checked.phases}
+    flops = forward_flops(SHAPE, [64] * 32)
+    scores = forward_flops(replace(SHAPE, hidden_size=0, num_experts=0, vocab_size=0), [64] * 32)
+    assert phases["train"].predicted == pytest.approx((3 * flops + scores / 2) / RATE, rel=2e-2)
+    assert phases["train"].measured == median((3, 5, 4, 9, 4))
+    assert phases["train"].error == pytest.approx(phases["train"].predicted / 4 - 1)
+    assert phases["logprobs"].predicted == pytest.approx(flops / RATE, rel=2e-2)
+    assert "rollout" not in phases  # without a calibration nothing predicts the embedded engine
+
+
+def test_groups_that_were_left_out_are_not_predicted() -> None:
+    rows = [row(n, 4.0, **{"groups/trained": 2, "tokens/train": 8 * 64}) for n in range(1, 9)]
+    few, all_of_them = (next(p for p in found(r).phases if p.part == "train") for r in (rows, ROWS))
+    assert few.predicted == pytest.approx(all_of_them.predicted / 4, rel=1e-6)
+
+
+def test_epochs_train_on_the_same_positions_again() -> None:
+    rows = [row(n, 4.0, **{"tokens/train": 2 * 32 * 64}) for n in range(1, 9)]
+    twice, once = found(rows, train__epochs=2), found()
+    assert sum(twice.training.values()) == pytest.approx(2 * sum(once.training.values()), rel=1e-6)
+
+
+def test_memory_is_the_sum_of_the_terms_and_of_the_process_beside_the_highest_peak() -> None:
+    machine = calibrated()
+    checked = check_run(config(learner__dp=2), SHAPE, ROWS, machine.gpu(2), machine)
+    assert checked.memory["process"] == 4e8
+    assert checked.peak is not None
+    assert checked.peak.measured == 5e8 + 7
+    assert checked.peak.predicted == sum(checked.memory.values())
+    h, kept = 64, 2 * 4 * 16 + 2 * 2 * 2 * 16  # attention's columns: queries and output, keys and values
+    parameters = 2 * (h * (kept // 2 * 2 // 2) + 2 * h)  # a lower bound: attention and norms alone
+    assert checked.memory["parameters"] > 4 * parameters
+
+
+def test_sampling_is_predicted_from_the_runs_lengths_on_a_calibrated_machine() -> None:
+    """16 tokens of equal length: the prompts' pass and 16 tokens of 32 rows, one after the other."""
+    from rl_megatron.scaling.machines.embedded import decode_seconds
+
+    machine = calibrated()
+    checked = check_run(config(), SHAPE, ROWS, machine.gpu(1), machine)
+    sampled = next(p for p in checked.phases if p.part == "rollout").predicted
+    low = 16 * decode_seconds(SHAPE, machine.gpu(1), ENTRY, 32, LENGTH - 16)
+    high = 16 * decode_seconds(SHAPE, machine.gpu(1), ENTRY, 32, LENGTH)
+    prompts = next(p for p in checked.phases if p.part == "logprobs").predicted  # of all tokens, 4 times as many rows
+    assert low < sampled < high + prompts
+    whole = next(p for p in checked.phases if p.part == "these together")
+    assert whole.predicted == pytest.approx(sum(p.predicted for p in checked.phases) - whole.predicted)
+
+
+def test_a_run_with_too_few_steps_is_refused() -> None:
+    with pytest.raises(DataError, match="2 steps of RL; at least 3"):
+        found(ROWS[:2])
+    warm = [{**each, "phase": "warm_start", "step": 0} for each in ROWS]
+    with pytest.raises(DataError, match="0 steps of RL"):
+        found(warm)
+    with pytest.raises(DataError, match="trained on no group"):
+        found([{**each, "groups/trained": 0, "tokens/train": 0} for each in ROWS])
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"learner__dtype": "bfloat16"}, "learner.dtype=bfloat16 in the run, and dtype=float32"),
+        ({"learner__threads": 2}, "learner.threads=2 in the run, and threads=1"),
+        ({"learner__dp": 4}, "holds for 2 ranks at once, and 4 compute here"),
+    ],
+)
+def test_a_run_on_other_hardware_is_refused(keys: dict[str, Any], words: str) -> None:
+    machine = calibrated()
+    with pytest.raises(ConfigError, match=words):
+        check_run(config(**keys), SHAPE, ROWS, machine.gpu(1), machine)
+
+
+def test_what_cannot_be_compared_is_said() -> None:
+    machine = calibrated()
+    notes = " ".join(check_run(config(learner__threads=None), SHAPE, ROWS, machine.gpu(1), machine).notes)
+    assert "learner.threads is not set" in notes
+    assert "a push is not compared" in notes
+    skipped = [{**each, "steps/skipped": 1} for each in ROWS]
+    assert any("skipped" in note for note in found(skipped).notes)
