@@ -19,6 +19,7 @@ DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 """Groups of ranks that DeepEP has settings for (deep_ep/buffer.py, get_dispatch_config)."""
 
 
+_CHUNK = 64  # HYBRIDEP_TOKEN_ALIGNMENT of megatron-core 0.19.2
 _HYBRIDEP = "hybrid_ep_cpp"  # what the branch hybrid-ep compiles, and the others do not
 
 
@@ -65,6 +66,13 @@ class Dispatcher(Option):
                 f"{given} with learner.padding.tokens={learner.padding.tokens or 'null'}: its ranks exchange routing "
                 "maps of equal length; set it to one size for all micro-batches, "
                 f"learner.padding.tokens={learner.max_tokens_per_micro_batch}"
+            )
+        if learner.dispatcher == "hybridep" and (
+            odd := [n for n in learner.padding.sizes if n % (_CHUNK * d.tp * d.cp)]
+        ):
+            yield (
+                f"{given} with learner.padding.tokens={odd[0]}, learner.tp={d.tp} and learner.cp={d.cp}: its kernels "
+                f"take chunks of {_CHUNK} tokens of a rank; round it up to a multiple of {_CHUNK * d.tp * d.cp}"
             )
         if shape is not None and not shape.num_experts:
             yield f"{given}: model_type={shape.family!r} has no experts; leave it out"

@@ -25,7 +25,7 @@ from tests.distributed.test_overlap import make, make_batch, train
 from tests.family_models import save_model
 
 GPUS = {"device": "cuda", "dtype": "bfloat16", "ep": 2}
-ONE_SIZE: dict[str, Any] = {"max_tokens_per_micro_batch": 120, "padding": {"tokens": "120"}}
+ONE_SIZE: dict[str, Any] = {"max_tokens_per_micro_batch": 128, "padding": {"tokens": "128"}}
 SHARED: dict[str, dict[str, Any]] = {"ep2": {"ep": 2}, "tp2-ep2": {"tp": 2, "ep": 2}, "tp2-etp2": {"tp": 2, "etp": 2}}
 
 
@@ -118,8 +118,8 @@ def test_shared_experts_that_overlap_are_the_same(layout: str, seen: Any) -> Non
         ("hybridep", GPUS, "null: its ranks exchange routing maps of equal length; set it to one size"),
         (
             "hybridep",
-            {**GPUS, **ONE_SIZE, "padding": {"tokens": "60,120"}},
-            "learner.padding.tokens=60,120: its ranks exchange routing maps",
+            {**GPUS, **ONE_SIZE, "padding": {"tokens": "64,128"}},
+            "learner.padding.tokens=64,128: its ranks exchange routing maps",
         ),
     ],
 )
@@ -127,6 +127,13 @@ def test_what_it_cannot_do_is_refused(name: str, keys: dict[str, Any], why: str)
     (said,) = problems(LearnerSection.model_validate({**keys, "dispatcher": name}))
     assert said.startswith(f"learner.dispatcher={name}")
     assert why in said
+
+
+def test_hybridep_takes_chunks_of_a_ranks_tokens() -> None:
+    keys = {**GPUS, **ONE_SIZE, "tp": 4, "dispatcher": "hybridep"}
+    (said,) = problems(LearnerSection.model_validate(keys))
+    assert "learner.padding.tokens=128, learner.tp=4 and learner.cp=1: its kernels take chunks of 64 tokens" in said
+    assert said.endswith("round it up to a multiple of 256")
 
 
 def test_hybridep_takes_groups_that_deepep_has_no_settings_for() -> None:
