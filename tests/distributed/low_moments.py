@@ -91,6 +91,8 @@ def two_ranks_main(rank: int, folder: Path) -> None:
     followed = [step(policy, lessened), step(policy, lessened)]
     policy = made(device, section, CUT)
     policy.load(folder / "by two")
+    (folder / "by two again").mkdir(exist_ok=True)
+    policy.save(folder / "by two again")
     assert [step(policy, lessened), step(policy, lessened)] == followed
     world.leave()
 
@@ -146,14 +148,14 @@ def without_one(policy: Any) -> None:
 
 
 def lessened(policy: Any) -> None:
-    """Gradients of the second rank's part of a parameter that is cut become a millionth."""
+    """Gradients of the second rank's part of a parameter that is cut become a millionth, those of experts 0.3."""
     from rl_megatron.learner.optimizer import inner_optimizers
 
-    for part in inner_optimizers(policy._optimizer):
+    for part, factor in zip(inner_optimizers(policy._optimizer), (1e-6, 0.3), strict=True):
         for parameter in part.model_param_group_index_map:
             own = part._get_model_param_range_map(parameter)["param"]
             if own.size < parameter.numel():
-                parameter.main_grad.view(-1)[own.end if own.start == 0 else own.start :].mul_(1e-6)
+                parameter.main_grad.view(-1)[own.end if own.start == 0 else own.start :].mul_(factor)
 
 
 def parameters(policy: Any) -> list[Any]:

@@ -153,8 +153,8 @@ def leg(rank: int, folder: Path, relay: str, number: int) -> dict[str, Any]:
 
 
 def as_older_versions(folder: Path) -> None:
-    """One process: a checkpoint with one optimizer for all parameters, experts' too, whose biases decay, and what then
-    happens here."""
+    """One process: checkpoints with one optimizer for all parameters, experts' too, or in which experts' biases decay,
+    and what then happens here."""
     from megatron.core.optimizer import get_standard_config_overrides
 
     from rl_megatron.learner import optimizer, world
@@ -166,10 +166,12 @@ def as_older_versions(folder: Path) -> None:
         learner = LearnerSection.model_validate(options)
         device = world.join(learner, rank=0, rendezvous=f"file://{folder}/rendezvous-old-{name}", seed=1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build, "_mark_experts", lambda _: None)
-            patch.setattr(optimizer, "overrides", get_standard_config_overrides)
+            if name == "biases":
+                patch.setattr(optimizer, "overrides", get_standard_config_overrides)
+            else:
+                patch.setattr(build, "_mark_experts", lambda _: None)
             old = make_policy(shape, learner, device, temperature=0.7)
-        assert len(old._optimizer.chained_optimizers) == 1
+        assert len(old._optimizer.chained_optimizers) == 1 + (name == "biases")
         fill(old)
         steps(old, learner, 0, loss)
         (folder / name).mkdir()
@@ -295,7 +297,7 @@ def test_another_layout_goes_on_as_the_one_that_saved(relay: str, seen: Path) ->
             for steps_of_rank in resumed:
                 for (loss, norm), (wanted_loss, wanted_norm) in zip(steps_of_rank, saved["then"], strict=True):
                     half = layout.get("dtype") == "bfloat16"  # in which layouts differ, a resume or none
-                    most = (1e-3, 1e-2) if half else (1e-6, 1e-5)
+                    most = (5e-3, 2e-2) if half else (1e-6, 1e-5)
                     assert loss == pytest.approx(wanted_loss, rel=most[0], abs=most[0]), (layout, role)
                     assert norm == pytest.approx(wanted_norm, rel=most[1]), (layout, role)
 
