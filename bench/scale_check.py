@@ -34,9 +34,9 @@ MODELS: Mapping[str, Sequence[int]] = {
 }
 """Numbers of `_SIZES`; each token chooses two experts."""
 LAYOUTS: Mapping[str, tuple[str, ...]] = {
-    "one": (),
-    "dp2": ("learner.dp=2",),
-    "pp2": ("learner.pp=2",),
+    "one": ("learner.ep=1",),
+    "dp2": ("learner.ep=1", "learner.dp=2"),
+    "pp2": ("learner.ep=1", "learner.pp=2"),
     "ep2": ("learner.ep=2",),
 }
 KEYS = (
