@@ -50,5 +50,7 @@ def _node(subject: Subject) -> tuple[float | None, str]:
 
 
 def _given(config: RunConfig) -> str:
-    section = config.learner.offload.model_dump(exclude_defaults=True)
-    return " ".join(f"learner.offload.{key}={value}" for key, value in section.items())
+    section = config.learner.offload
+    given = section.model_dump(exclude_defaults=True, exclude={"activations"})
+    given |= {f"activations.{part}": "true" for part in section.activations.parts}
+    return " ".join(f"learner.offload.{key}={value}" for key, value in given.items())

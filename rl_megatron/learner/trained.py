@@ -33,6 +33,7 @@ from rl_megatron.learner.heads import Head, ValueHead
 from rl_megatron.learner.model.build import with_dtypes
 from rl_megatron.learner.model.decoder_config import DecoderConfig
 from rl_megatron.learner.model.graphs import Graphs
+from rl_megatron.learner.model.offload import Activations
 from rl_megatron.learner.optimizer import adopt, create_state, make_optimizer, state_of, step
 from rl_megatron.learner.overlap import Buckets
 from rl_megatron.learner.packed import PackedMicroBatch
@@ -76,6 +77,7 @@ class MegatronLearner(MegatronScorer):
         self._heap = cpu.Heap()
         self._added: list[Added] = []  # since the last step
         self._leaving, self._parked = leaving(learner), Parked(SLAB)
+        self._activations = Activations(models, learner.offload.activations.parts)
         config.grad_scale_func = self._optimizer.scale_loss
         super().__init__(shape, learner, device, models, head, self._trained)
         self._graphs = _graphs(config, models, learner)
@@ -195,15 +197,16 @@ class MegatronLearner(MegatronScorer):
     def _add(
         self, packed: Sequence[PackedMicroBatch], *, loss: Loss, num_tokens: int, num_sequences: int
     ) -> list[LossOutput]:
-        outputs = run_loss(
-            self._trained,
-            packed,
-            self._head,
-            loss,
-            partial(self._routed, num_tokens=num_tokens),
-            num_tokens=num_tokens,
-            num_sequences=num_sequences,
-        )
+        with self._activations.passing():
+            outputs = run_loss(
+                self._trained,
+                packed,
+                self._head,
+                loss,
+                partial(self._routed, num_tokens=num_tokens),
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+            )
         self._routing.finish()
         self._balance.finish()
         return outputs

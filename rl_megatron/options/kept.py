@@ -25,13 +25,26 @@ _SINK = 8  # columns that a sink adds to queries, keys, values and the output
 
 def kept(learner: LearnerSection, shape: ModelShape, layer: int) -> float:
     """Bytes that ``layer`` keeps of each token of a context-parallel rank, on one rank of a tensor-parallel group."""
+    return sum(halves(learner, shape, layer).values())
+
+
+def halves(learner: LearnerSection, shape: ModelShape, layer: int) -> Mapping[str, float]:
+    """The bytes of `kept` by half of ``layer``, each with its norm: "attention", and "moe" or "mlp"."""
     fused = wants_transformer_engine(learner, shape)
     size, given, moe = BYTES[learner.dtype], _given(learner, fused), layer in shape.moe_layers
-    norms = 2 * (shape.hidden_size * size + _FLOAT)  # what comes in, and the scale; then what goes out
-    norms += shape.hidden_size * ((given if shape.latent is None else size) + (size if moe else given))
-    attention = _grouped(learner, shape, fused) if shape.latent is None else _latent(learner, shape, fused)
-    mlp = _experts(learner, shape, fused) if moe else _gated(shape.dense_width, learner, fused)
-    return (norms + attention + mlp) / learner.tp
+    hidden = shape.hidden_size
+    norm = float(hidden * size + _FLOAT)  # what comes in, and the scale; then what goes out
+    attention = norm + hidden * (given if shape.latent is None else size)
+    attention += _grouped(learner, shape, fused) if shape.latent is None else _latent(learner, shape, fused)
+    mlp = norm + hidden * (size if moe else given)
+    mlp += _experts(learner, shape, fused) if moe else _gated(shape.dense_width, learner, fused)
+    return {"attention": attention / learner.tp, "moe" if moe else "mlp": mlp / learner.tp}
+
+
+def offloaded(learner: LearnerSection, shape: ModelShape, layer: int) -> list[float]:
+    """The bytes of those `halves` of ``layer`` that ``learner.offload.activations`` moves to the host's memory."""
+    parts = learner.offload.activations.parts
+    return [held for half, held in halves(learner, shape, layer).items() if half in parts]
 
 
 def _given(learner: LearnerSection, fused: bool) -> int:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from rl_megatron.errors import ConfigError
+from rl_megatron.options.kept import offloaded
 from rl_megatron.options.option import Keywords, Option, Rank, Terms
+from rl_megatron.options.pipeline import in_flight
 from rl_megatron.section import Fraction, Section
 
 if TYPE_CHECKING:
@@ -17,12 +19,40 @@ if TYPE_CHECKING:
 
 SLAB = 2**30
 """Bytes of the host that are pinned at once for what leaves a GPU while servers sample."""
+HELD = 2
+"""Halves of layers whose copies may run on behind the half that computes: their memory of the GPU is not free yet."""
 _MOMENTS = 8 / 12  # of the state's bytes
+_INSIDE = {
+    "attention": ("core_attn", "mla_up_proj", "layernorm"),
+    "mlp": ("mlp", "layernorm"),
+    "moe": ("moe", "moe_act", "shared_experts", "layernorm"),
+}
+"""Parts that ``learner.recompute`` may compute again, by the half that they are in."""
+
+
+class ActivationsSection(Section):
+    """Halves of decoder layers whose activations wait in the host's pinned memory for the backward pass: copies leave
+    while the next half computes, and come back while the backward pass computes the half behind. Results keep their
+    bits. A GPU then holds two halves of one micro-batch, but the host all of those in flight. Copies hide behind
+    computing where sequences are long, or matrices wide: how far is not measured. Tensors of less than 1 MiB stay."""
+
+    attention: bool = False
+    """Attention with its norm and projections."""
+    mlp: bool = False
+    """The MLP of dense layers, with its norm."""
+    moe: bool = False
+    """Routers, dispatch, experts and shared experts, with their norm."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The halves that are true."""
+        return tuple(part for part in _INSIDE if getattr(self, part))
 
 
 class OffloadSection(Section):
     """What a rank keeps in the host's memory, not in its GPU's."""
 
+    activations: ActivationsSection = ActivationsSection()
     optimizer: Fraction = 0.0
     """Share of the optimizer's moments, rounded up to whole parameters. Those parameters are stepped on the CPU, which
     takes longer, and take 16 bytes each of the host's memory, or more: weight, moments and gradient in float32, of
@@ -47,7 +77,7 @@ class OffloadKeys(Section):
 
 
 class Offload(Option):
-    """Steps a share of the parameters on the CPU (megatron-core's HybridDeviceOptimizer)."""
+    """Steps a share of the parameters on the CPU (megatron-core's HybridDeviceOptimizer), and moves activations."""
 
     keys = OffloadKeys
 
@@ -68,6 +98,7 @@ class Offload(Option):
         }
         for key in (key for key, there in lacking.items() if share and not there):
             yield f"learner.offload.optimizer={share:g}: megatron-core can do this only with {key}; set it"
+        yield from _activation_problems(learner, shape)
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
         """The share, and copies that overlap with the step.
@@ -92,5 +123,64 @@ class Offload(Option):
         )
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """Bytes of the optimizer's state that stay: float32 weights, which ranks exchange, stay too."""
-        return {**terms, "optimizer": terms["optimizer"] * (1 - _MOMENTS * learner.offload.optimizer)}
+        """Bytes of the optimizer's state that stay: float32 weights, which ranks exchange, stay too. And activations
+        on their way: the most that `HELD` halves have."""
+        layers = [offloaded(learner, shape, layer) for layer in rank.layers]
+        held = max((sum(halves) / len(halves) for halves in layers if halves), default=0.0) * HELD * rank.tokens
+        optimizer = terms["optimizer"] * (1 - _MOMENTS * learner.offload.optimizer)
+        return {**terms, "optimizer": optimizer, "activations": terms["activations"] + held}
+
+
+def on_host(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
+    """Bytes of activations of all micro-batches in flight that a rank has in the host's memory."""
+    chunks = learner.stages or (1,) * (learner.pp * learner.vpp)
+    each = sum(sum(offloaded(learner, shape, layer)) for layer in rank.layers) * rank.tokens
+    return each * in_flight(learner.pp, rank.stage, chunks[rank.stage :: learner.pp])
+
+
+def _activation_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:
+    """CPU ranks, halves that no layer has or that are recomputed, and tensors that other streams compute."""
+    parts = learner.offload.activations.parts
+    given = [f"learner.offload.activations.{part}=true" for part in parts]
+    if not parts:
+        return
+    if learner.device == "cpu":
+        yield f"{given[0]} with learner.device=cpu would have no effect: there is no GPU to leave; leave it out"
+    for key in ("uniform", "block"):
+        if (count := getattr(learner.recompute, key)) is not None:
+            yield (
+                f"{given[0]} with learner.recompute.{key}={count}: layers that are computed again keep their inputs "
+                "alone; set one of the two"
+            )
+    for part, said in zip(parts, given, strict=True):
+        for module in learner.recompute.modules:
+            if module in _INSIDE[part]:
+                yield (
+                    f"{said} with learner.recompute.{module}=true: what is computed again is a part of what would be "
+                    "moved; set one of the two"
+                )
+    if learner.fp8 is not None:
+        yield (
+            f"{given[0]} with learner.fp8={learner.fp8}: layers keep copies of weights in float8 among activations, "
+            "which would be moved too; set one of the two"
+        )
+    if learner.own_layers is not None:
+        yield (
+            f"{given[0]} with learner.layers={learner.own_layers}: what layers of your own keep is not known; leave it "
+            "out"
+        )
+    streams = {
+        "learner.overlap.shared_experts=true": learner.overlap.shared_experts,
+        f"learner.dispatcher={learner.dispatcher}": learner.dispatcher != "alltoall",
+    }
+    for key in (key for key, there in streams.items() if there and "moe" in parts):
+        yield (
+            f"learner.offload.activations.moe=true with {key}: tensors of other streams than the layers' would be "
+            "moved, for which nothing waits; set one of the two"
+        )
+    if shape is not None:
+        layers = {"attention": shape.num_layers, "moe": len(shape.moe_layers)}
+        layers["mlp"] = shape.num_layers - layers["moe"]
+        for part in (part for part in parts if not layers[part]):
+            has = {"mlp": "dense layers", "moe": "experts"}[part]
+            yield f"learner.offload.activations.{part}=true: the model has no {has}; leave it out"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.options.implementation import uses_transformer_engine, wants_transformer_engine
-from rl_megatron.options.kept import freed, kept
+from rl_megatron.options.kept import freed, kept, offloaded
 from rl_megatron.options.option import BYTES, Keywords, Option, Rank, Terms
 from rl_megatron.section import Positive, Section
 
@@ -101,7 +101,7 @@ class Recompute(Option):
         return Keywords(model=model)
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """Bytes of one micro-batch's activations."""
+        """Bytes of one micro-batch's activations that stay on the GPU while others are computed."""
         return {**terms, "activations": sum(_chunk(learner, shape, rank, chunk) for chunk in _chunks(rank))}
 
 
@@ -115,7 +115,9 @@ def _chunk(learner: LearnerSection, shape: ModelShape, rank: Rank, layers: list[
     for layer in others:
         frees = freed(learner, shape, layer)
         left += kept(learner, shape, layer) - sum(frees.get(module, 0.0) for module in section.modules)
-    return whole * len(recomputed) + rank.tokens * left
+        left -= sum(offloaded(learner, shape, layer))
+    received = whole if layers[0] and learner.offload.activations.attention else 0.0  # the schedule keeps that
+    return received + whole * len(recomputed) + rank.tokens * left
 
 
 def _chunks(rank: Rank) -> Iterator[list[int]]:

@@ -5,11 +5,11 @@ Most of it is pinned. torch's allocator of pinned memory rounds every request up
 
 from __future__ import annotations
 
-from math import prod
+from math import ceil, prod
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.offload import SLAB, leaving
+from rl_megatron.options.offload import SLAB, leaving, on_host
 from rl_megatron.options.option import Rank
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.scaling.memory import gpu_terms
@@ -28,7 +28,10 @@ def host_bytes(config: RunConfig, shape: ModelShape) -> float:
     """
     learner, layout = config.learner, learner_layout(config, shape)
     inner, each = learner.dims.world_size // learner.dims.pp, config.slurm.gpus_per_node or learner.dims.world_size
-    by_stage = [_parked(config, layout, rank) + _stepped(config, layout, rank) for rank in ranks_of(config, layout)]
+    by_stage = [
+        _parked(config, layout, rank) + _stepped(config, layout, rank) + _activations(config, shape, rank)
+        for rank in ranks_of(config, layout)
+    ]
     held = [by_stage[rank // inner] for rank in range(learner.dims.world_size)]
     return max(sum(held[first : first + each]) for first in range(0, len(held), each))
 
@@ -45,6 +48,11 @@ def _parked(config: RunConfig, layout: Layout, rank: Rank) -> float:
     left = [terms["optimizer"], critic.get("optimizer", 0.0)] if "optimizer" in kinds else []
     left += [critic.get("parameters", 0.0), terms["reference"]] if "models" in kinds else []
     return sum(held // SLAB * SLAB + pinned(held % SLAB) for held in left)
+
+
+def _activations(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
+    """Of a rank, for halves of layers, in slabs: a policy and a critic train in turns, in the same ones."""
+    return ceil(on_host(config.learner, shape, rank) / SLAB) * SLAB
 
 
 def _stepped(config: RunConfig, layout: Layout, rank: Rank) -> float:

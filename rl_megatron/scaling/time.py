@@ -21,7 +21,7 @@ from rl_megatron.scaling.parameters import rank_parameters
 from rl_megatron.types import ParallelDims
 
 GB = 1e9
-PCIE = 25.0  # GB/s each way of a GPU to its host, which copies of an offloaded optimizer take
+PCIE = 25.0  # GB/s each way of a GPU to its host, which copies of an offloaded optimizer and of activations take
 HOST_ADAM = 1e9  # parameters a second that a GPU's share of the host's cores steps; assumed
 _BEHIND = 0.7  # of the last micro-batch, in which messages of gradients hide where they overlap
 _ADAM_BYTES = 34  # of a parameter: its gradient read, three float32 numbers read and written, the weight written
@@ -39,7 +39,8 @@ class LearnerWork:
     again, as in ``learner.recompute``, "full" for whole ones, "experts" for torch's products of gate and up, "head" for
     the output layer.
     ``graphs``: whether launches are recorded; ``sync_hidden``: whether gradients and parameters travel while layers
-    compute; ``offloaded``: the share of the optimizer in the host's memory; ``months``: the age of the software.
+    compute; ``offloaded``: the share of the optimizer in the host's memory; ``moved``: bytes of a token that leave a
+    rank's GPU between the passes, of a layer without experts and of one with; ``months``: the age of the software.
     ``scored``: there is no backward pass, as for log-probs.
     """
 
@@ -60,6 +61,7 @@ class LearnerWork:
     graphs: bool = False
     sync_hidden: bool = False
     offloaded: float = 0.0
+    moved: tuple[float, float] = (0.0, 0.0)
     months: float = 0.0
     scored: bool = False
 
@@ -79,6 +81,10 @@ def step_terms(work: LearnerWork, constants: Constants | None = None) -> Seconds
         for name, seconds in terms.items():
             chunk[name] = chunk.get(name, 0.0) + seconds * times
     ways = 2 - work.scored
+    for terms, times, moved in zip((dense, sparse), counts, work.moved, strict=True):
+        if moved and times and not work.scored:
+            waits = _exposed(_sum(terms), moved * work.tokens / d.cp / (PCIE * GB))
+            chunk["activations on the host"] = chunk.get("activations on the host", 0.0) + waits * times
     p2p = ways * (2.0 * _boundary(work) / (work.gpu.network * GB * c.links) * (0.3 * d.vpp if d.vpp > 1 else 1))
     if d.pp > 1:
         chunk["between stages"] = p2p
@@ -88,6 +94,12 @@ def step_terms(work: LearnerWork, constants: Constants | None = None) -> Seconds
         mean = sum(_sum(t) * n for t, n in ((dense, _kinds(work)[0]), (sparse, _kinds(work)[1]), (head, 1.0))) / d.pp
         terms["bubble"] = (d.pp - 1) / d.vpp * (mean + p2p) * (1 + c.age) ** work.months
     return terms if work.scored else terms | _update(work, c, _sum(chunk))
+
+
+def _exposed(layer: float, copy: float) -> float:
+    """What copies of ``copy`` seconds each way take longer than a layer's forward pass, a third of ``layer`` seconds,
+    and its backward pass."""
+    return max(0.0, copy - layer / 3) + max(0.0, copy - layer * 2 / 3)
 
 
 def step_seconds(work: LearnerWork, constants: Constants | None = None) -> float:

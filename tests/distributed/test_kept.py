@@ -20,7 +20,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape, Rope, Router
 from rl_megatron.options.gradients import Gradients
-from rl_megatron.options.kept import kept
+from rl_megatron.options.kept import halves
 from rl_megatron.options.option import Elements, Rank
 from rl_megatron.options.recompute import Recompute
 from rl_megatron.scaling.memory import footprints
@@ -82,7 +82,7 @@ ALONE = [
 ]
 MICRO_BATCHES = 2
 PLENTY = Elements(dense=10**6, experts=10**7)
-BETWEEN = -1  # for a layer
+BETWEEN = "between"  # for a half of a layer
 Case = tuple[str, Mapping[str, Any]]
 Seen = tuple[ModelShape, LearnerSection, list[Any]]
 
@@ -102,22 +102,22 @@ def samples(seed: int) -> Samples:
 
 
 class Saved:
-    """A tensor that autograd keeps, and the layer that saved it."""
+    """A tensor that autograd keeps, and the half of a layer that saved it."""
 
-    def __init__(self, tensor: Tensor, layer: int | None) -> None:
-        self.tensor, self.layer = tensor, layer
+    def __init__(self, tensor: Tensor, half: str | None) -> None:
+        self.tensor, self.half = tensor, half
 
 
 class Count:
-    """Counts the bytes that each layer keeps when the loss is computed, and those kept between layers: each storage
-    once, parameters and rotary angles never, and nothing from outside of the layers."""
+    """Counts the bytes that each half of a layer keeps when the loss is computed, and those kept between layers: each
+    storage once, parameters and rotary angles never, and nothing from outside of the layers."""
 
     def __init__(self, learner: Any) -> None:
-        self._layer: int | None = None
+        self._half: str | None = None
         self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()
         self._packed: Any = None
         self._parameters = [p for chunk in learner._trained for p in chunk.parameters()]
-        self.bytes: Counter[int] = Counter()
+        self.bytes: Counter[str] = Counter()
         for model in learner._models:
             decoder = model.decoder
             model.register_forward_pre_hook(lambda *_: self._enter(None))
@@ -126,35 +126,37 @@ class Count:
             for layer in decoder.layers:
                 layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True)
                 layer.register_forward_hook(lambda *_: self._enter(BETWEEN))
+                second = f"{layer.layer_number - 1} {'moe' if hasattr(layer.mlp, 'router') else 'mlp'}"
+                layer.pre_mlp_layernorm.register_forward_pre_hook(lambda *_, second=second: self._enter(second))
 
-    def _enter(self, layer: int | None) -> None:
-        self._layer = layer
+    def _enter(self, half: str | None) -> None:
+        self._half = half
 
     def _enter_layer(self, layer: Any, _: Any, given: Mapping[str, Any]) -> None:
         self._packed = given["packed_seq_params"]
-        self._enter(layer.layer_number - 1)
+        self._enter(f"{layer.layer_number - 1} attention")
 
     def hooks(self) -> Any:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
 
     def _pack(self, tensor: Tensor) -> Saved:
-        saved = Saved(tensor, self._layer)
+        saved = Saved(tensor, self._half)
         self._saved.add(saved)
         return saved
 
     def read(self) -> None:
-        """Whole storages, by the first layer that saved them."""
+        """Whole storages, by the first half that saved them."""
         self.bytes.clear()
         seen = {t.untyped_storage().data_ptr() for t in (*self._parameters, *(self._packed.rotary or ()))}
-        for saved in sorted(self._saved, key=lambda saved: saved.layer is not None):
+        for saved in sorted(self._saved, key=lambda saved: saved.half is not None):
             storage = saved.tensor.untyped_storage()
-            if saved.layer is not None and storage.data_ptr() not in seen:
-                self.bytes[saved.layer] += storage.nbytes()
+            if saved.half is not None and storage.data_ptr() not in seen:
+                self.bytes[saved.half] += storage.nbytes()
             seen.add(storage.data_ptr())
 
 
 def passed(shape: ModelShape, learner: LearnerSection, meter: Any) -> dict[str, Any]:
-    """A step of random weights: the loss, the gradient's norm and bytes, those of each layer, and those that the step
+    """A step of random weights: the loss, the gradient's norm and bytes, those of each half, and those that the step
     added at its peak and that it left."""
     from rl_megatron.learner.megatron import make_policy
     from rl_megatron.learner.optimizer import create_state
@@ -221,8 +223,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Seen]:
 def assert_as_planned(shape: ModelShape, learner: LearnerSection, seen: Sequence[Any]) -> None:
     """All ranks together, because experts' loads differ."""
     for layer in range(shape.num_layers):
-        held = sum(rank["bytes"][str(layer)] for rank in seen)
-        assert held == pytest.approx(len(seen) * TOKENS * kept(learner, shape, layer), rel=0.03), (shape, layer)
+        for half, planned in halves(learner, shape, layer).items():
+            held = sum(rank["bytes"][f"{layer} {half}"] for rank in seen)
+            assert held == pytest.approx(len(seen) * TOKENS * planned, rel=0.03), (shape, layer, half)
 
 
 def test_layers_keep_what_the_plan_says(alone: Sequence[Seen], tmp_path: Path) -> None:

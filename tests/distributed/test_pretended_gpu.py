@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import pytest
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.options.kept import offloaded as offloaded_halves
+from rl_megatron.options.offload import HELD
 from rl_megatron.scaling.memory import footprints
-from tests.distributed import gpu_branch, offloaded
+from tests.distributed import gpu_branch, moved, offloaded
 from tests.distributed.pretended.ranks import World, run_worlds
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_kept import TOKENS
 
 MUON = {"optimizer": {"name": "muon", "weight_decay": 0.1}}
 PARKED = {"offload": {"while_sampling": "optimizer"}}  # the state leaves the GPU before each step
@@ -81,16 +85,20 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         arguments = (learner, root / name, model)
         worlds.append(World(main=gpu_branch.rank_main, size=learner.dims.world_size, arguments=arguments))
     there = dict(ON_CPU.values())
-    for name in (*LAYOUTS, *there, "refusals", *offloaded.RUNS):
+    for name in (*LAYOUTS, *there, "refusals", *offloaded.RUNS, *moved.LAYOUTS):
         (root / name).mkdir()
     worlds.append(World(main=refusals, size=1, arguments=(root / "refusals",)))
     for name, run in offloaded.RUNS.items():
         worlds.append(World(main=offloaded.rank_main, size=run.pp, arguments=(root / name, name)))
+    for name in moved.LAYOUTS:
+        size = moved.learner(name).dims.world_size
+        worlds.append(World(main=moved.rank_main, size=size, arguments=(root / name, name)))
     run_worlds(worlds)
     for name, keys in there.items():
         learner = LearnerSection.model_validate(keys)
         run_ranks(gpu_branch.rank_main, learner.dims.world_size, learner, root / name, model)
-    files = {name: sorted((root / name).glob("rank*.json")) for name in (*LAYOUTS, *there, *offloaded.RUNS)}
+    names = (*LAYOUTS, *there, *offloaded.RUNS, *moved.LAYOUTS)
+    files = {name: sorted((root / name).glob("rank*.json")) for name in names}
     return {name: [json.loads(path.read_text()) for path in paths] for name, paths in files.items()}
 
 
@@ -171,3 +179,34 @@ def test_an_offloaded_optimizer_resumes_where_the_first_stage_has_no_experts(see
         assert half == alone
         assert found["resumed"] == [alone[offloaded.BEFORE]]
         assert found["settings"] == [[0.0, 0.7], [0.5, 0.7]]  # its own, and only matrices decay
+
+
+@pytest.mark.parametrize("layout", moved.LAYOUTS)
+def test_halves_of_layers_in_the_hosts_memory_change_no_bit(layout: str, seen: Any) -> None:
+    for rank in seen[layout]:
+        alone = rank[""]
+        for said in rank.values():
+            assert said["steps"] == alone["steps"]
+            assert said["weights"] == alone["weights"]
+    assert len({norm for _, norm in seen[layout][0][""]["steps"]}) == moved.STEPS  # it learns
+
+
+@pytest.mark.parametrize("parts", moved.PARTS[1:])
+def test_halves_of_layers_leave_the_gpu_with_the_bytes_of_the_plan(parts: Sequence[str], seen: Any) -> None:
+    """At the loss of one rank's last step, whose sequences need no padding: all of a micro-batch's halves have been
+    copied, and the last of them are still on the GPU too."""
+    (rank,) = seen["moved"]
+    learner, name = moved.learner("moved", parts), "+".join(parts)
+    halves = [held for layer in range(moved.SHAPE.num_layers) for held in offloaded_halves(learner, moved.SHAPE, layer)]
+    last = [rank[""]["live"][-1], rank[name]["live"][-1], rank[name]["moved"][-1]]
+    for before, after, copied in zip(*last, strict=True):
+        assert copied == pytest.approx(TOKENS * sum(halves), rel=0.03)
+        assert before - after == pytest.approx(TOKENS * sum(halves[:-HELD]), rel=0.03)
+
+
+def test_the_host_pins_no_more_for_halves_of_ragged_micro_batches_than_the_fullest_take(seen: Any) -> None:
+    for layout in moved.LAYOUTS:
+        for rank in seen[layout]:
+            for said in rank.values():
+                most = max((copied for step in said["moved"] for copied in step), default=0)
+                assert said["pinned"] <= -(-most // moved.SLAB) * moved.SLAB + moved.SLAB
