@@ -27,6 +27,7 @@ GRPO = policy_loss(objective="cispo", aggregation="token_mean")
 RUNS = {"all stays": None, "optimizer": "optimizer", "resumed": "gradients"}  # what leaves the GPUs in each
 SIZE = 2
 STEPS = 3
+SLAB = 2**16  # bytes, of which a model's weights take more
 SAVED = 2  # the push after which a checkpoint is written, while servers would sample; ``resumed`` makes this step alone
 KEYS = (
     *("rollout=vllm", "rollout.server.colocated=true", "rollout.server.memory_fraction=0.3"),
@@ -47,8 +48,11 @@ def rank_main(rank: int, name: str, keys: Sequence[str], root: Path, model: Path
     torch.set_num_threads(1)
     import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
     from launcher.wire.setup import Setup
+    from launcher.worker import models
     from launcher.worker.learner_rank import Worker
+    from rl_megatron.learner import trained
 
+    trained.SLAB = models.SLAB = SLAB
     folder, resumed = root / name, name == "resumed"
     config = config_of(RUNS[name], folder, *keys)
     setup = Setup(config=config, model_folder=model, run_folder=folder, rendezvous=f"file://{folder}/rendezvous")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.scaling import host_memory
 from rl_megatron.scaling.host_memory import host_bytes, pinned
 from rl_megatron.scaling.memory import footprints
 from rl_megatron.weights.layouts.families import read_shape
@@ -66,11 +67,14 @@ def test_while_servers_sample_gpus_hold_what_is_planned(seen: Any, root: Path, m
             assert max(after[1:]) - min(after[1:]) < 256, name  # after the first step
 
 
-def test_the_host_holds_what_has_left_but_gradients(seen: Any, model: Path, root: Path) -> None:
+def test_the_host_holds_what_has_left_but_gradients(
+    seen: Any, model: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "SLAB", parked.SLAB)
     shape = read_shape(model)
     configs = {level: parked.config_of(level, root) for level in parked.RUNS.values()}
     held = {level: host_bytes(config, shape) for level, config in configs.items()}
     assert held[None] == held["gradients"] == 0
     asked = [rank[str(parked.SAVED)]["pinned"] for rank in seen["optimizer"]]
-    assert [len(sizes) for sizes in asked] == [4, 4]  # state of policy and critic, weights of critic and reference
+    assert {max(sizes) for sizes in asked} == {parked.SLAB}
     assert held["optimizer"] == sum(pinned(size) for sizes in asked for size in sizes)

@@ -132,9 +132,10 @@ def exchange(owners: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> No
     """Overwrite the parameters of each rank of ``group`` by those of their owner. Every rank of it calls it."""
     for owner, parameters in enumerate(owners):
         for bucket in _buckets(parameters):
-            flat = torch.cat([p.reshape(-1) for p in bucket])
+            alone = len(bucket) == 1 and bucket[0].is_contiguous()  # the embedding, of which a copy would be large
+            flat = bucket[0].view(-1) if alone else torch.cat([p.reshape(-1) for p in bucket])
             dist.broadcast(flat, group=group, group_src=owner)
-            if group.rank() != owner:
+            if group.rank() != owner and not alone:
                 for parameter, new in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                     parameter.copy_(new.view_as(parameter))
 

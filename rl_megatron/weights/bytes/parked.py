@@ -6,7 +6,7 @@ other memory, which its optimizers do not let a checkpoint read, and pages of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,15 +25,20 @@ class _Slabs:
     at: int = 0  # the slab that is being filled
     used: int = 0  # its bytes
 
-    def take(self, num_bytes: int, wanted: int) -> Tensor:
-        """``num_bytes`` in a row; ``wanted`` more will follow, these included."""
-        while self.at < len(self.slabs) and self.used + num_bytes > self.slabs[self.at].numel():
-            self.at, self.used = self.at + 1, 0
-        if self.at == len(self.slabs):
-            size = max(num_bytes, min(wanted, self.size))
-            self.slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
-        taken = self.slabs[self.at][self.used : self.used + num_bytes]
-        self.used += -(-num_bytes // _ALIGNED) * _ALIGNED
+    def take(self, num_bytes: int, wanted: int) -> list[Tensor]:
+        """``num_bytes`` in pieces, which slabs' ends cut; ``wanted`` more will follow, these included."""
+        taken = []
+        while num_bytes:
+            if self.at == len(self.slabs):
+                size = min(wanted, self.size)
+                self.slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
+            size = min(num_bytes, self.slabs[self.at].numel() - self.used)
+            if size:
+                taken.append(self.slabs[self.at][self.used : self.used + size])
+            self.used += _aligned(size)
+            num_bytes, wanted = num_bytes - size, wanted - _aligned(size)
+            if self.used == self.slabs[self.at].numel():
+                self.at, self.used = self.at + 1, 0
         return taken
 
     def clear(self) -> None:
@@ -46,7 +51,14 @@ class _Gone:
     storage: torch.UntypedStorage
     num_bytes: int
     device: torch.device
-    copy: Tensor | None  # in the host's memory
+    copy: Sequence[Tensor] | None  # in the host's memory
+
+    def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of the copy, if there is one, and those of the GPU's memory that they are of."""
+        whole, at = _bytes_of(self.storage, self.device), 0
+        for piece in self.copy or ():
+            yield piece, whole[at : at + len(piece)]
+            at += len(piece)
 
 
 class Parked:
@@ -72,14 +84,15 @@ class Parked:
             if tensor.device.type != "cpu" and storage._cdata not in stay and storage.nbytes() >= _LEAST:
                 leaving[storage._cdata] = storage, tensor.device
         slabs = self._slabs.setdefault(kind, _Slabs(self._slab))
-        wanted = sum(-(-storage.nbytes() // _ALIGNED) * _ALIGNED for storage, _ in leaving.values())
+        wanted = sum(_aligned(storage.nbytes()) for storage, _ in leaving.values())
         for key, (storage, device) in leaving.items():
             size, copy = storage.nbytes(), None
             if kept:
                 copy = slabs.take(size, wanted)
-                copy.copy_(_bytes_of(storage, device), non_blocking=True)
-            wanted -= -(-size // _ALIGNED) * _ALIGNED
-            gone[key] = _Gone(storage, size, device, copy)
+            wanted -= _aligned(size)
+            gone[key] = one = _Gone(storage, size, device, copy)
+            for on_host, there in one.pieces():
+                on_host.copy_(there, non_blocking=True)
         if leaving:
             torch.cuda.synchronize()  # the copies are whole before their sources are others' memory
         for storage, _ in leaving.values():
@@ -91,20 +104,31 @@ class Parked:
             gone = self._gone.pop(kind, {})
             for one in gone.values():
                 one.storage.resize_(one.num_bytes)
-                if one.copy is not None:
-                    _bytes_of(one.storage, one.device).copy_(one.copy, non_blocking=True)
+                for on_host, there in one.pieces():
+                    there.copy_(on_host, non_blocking=True)
             if gone:
                 torch.cuda.synchronize()  # the next to leave writes over the copies
                 self._slabs[kind].clear()
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """``tensor``, or its copy in the host's memory if it has left."""
+        """``tensor``, or its copy in the host's memory if it has left: joined, if it is cut there."""
         key = tensor.untyped_storage()._cdata
         copy = next((gone[key].copy for gone in self._gone.values() if key in gone), None)
         if copy is None:
             return tensor
-        flat = copy.view(tensor.dtype)
-        return flat.as_strided(tensor.size(), tensor.stride(), flat.storage_offset() + tensor.storage_offset())
+        span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        first, last = (tensor.itemsize * (tensor.storage_offset() + n) for n in (0, span if tensor.numel() else 0))
+        parts, at = [], 0
+        for piece in copy:
+            parts.append(piece[max(first - at, 0) : max(last - at, 0)])
+            at += len(piece)
+        parts = [part for part in parts if len(part)] or [copy[0][:0]]
+        flat = (torch.cat(parts) if len(parts) > 1 else parts[0]).view(tensor.dtype)
+        return flat.as_strided(tensor.size(), tensor.stride(), flat.storage_offset())
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
