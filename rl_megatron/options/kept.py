@@ -5,6 +5,10 @@ its source and megatron-core's: in float8 linears keep their inputs so, but thos
 anyway (megatron-core's ``set_save_original_input``), and no scales are counted. Attention keeps no
 scores (FlashAttention), and experts are evenly loaded. Not counted are rotary angles (once a micro-batch), the
 padding of sequences to a common length, and the masks that torch's attention needs for windows, sinks and cp > 1.
+
+But torch's attention has no fused kernel on GPUs for grouped queries with such a mask, or in float32: it computes in
+float32 then, with keys and values repeated for all heads, and keeps a probability for each query, head and key
+(`_plain`; read in ATen's sdp_utils.cpp; in half precision cuDNN may have one, which is not counted on).
 """
 
 from __future__ import annotations
@@ -23,12 +27,15 @@ _FLOAT = 4  # bytes: norms' scales, softmax's sums and router's probabilities ar
 _SINK = 8  # columns that a sink adds to queries, keys, values and the output
 
 
-def kept(learner: LearnerSection, shape: ModelShape, layer: int) -> float:
-    """Bytes that ``layer`` keeps of each token of a context-parallel rank, on one rank of a tensor-parallel group."""
-    return sum(halves(learner, shape, layer).values())
+def kept(learner: LearnerSection, shape: ModelShape, layer: int, longest: float = 0) -> float:
+    """Bytes that ``layer`` keeps of each token of a context-parallel rank, on one rank of a tensor-parallel group.
+
+    ``longest``: tokens of a sequence, which plain attention's probabilities grow with.
+    """
+    return sum(halves(learner, shape, layer, longest).values())
 
 
-def halves(learner: LearnerSection, shape: ModelShape, layer: int) -> Mapping[str, float]:
+def halves(learner: LearnerSection, shape: ModelShape, layer: int, longest: float = 0) -> Mapping[str, float]:
     """The bytes of `kept` by half of ``layer``, each with its norm: "attention", and "moe" or "mlp"."""
     fused = wants_transformer_engine(learner, shape)
     size, given, moe = BYTES[learner.dtype], _given(learner, fused), layer in shape.moe_layers
@@ -36,15 +43,23 @@ def halves(learner: LearnerSection, shape: ModelShape, layer: int) -> Mapping[st
     norm = float(hidden * size + _FLOAT)  # what comes in, and the scale; then what goes out
     attention = norm + hidden * (given if shape.latent is None else size)
     attention += _grouped(learner, shape, fused) if shape.latent is None else _latent(learner, shape, fused)
+    attention += _plain(learner, shape, layer, longest)
     mlp = norm + hidden * (size if moe else given)
     mlp += _experts(learner, shape, fused) if moe else _gated(shape.dense_width, learner, fused)
     return {"attention": attention / learner.tp, "moe" if moe else "mlp": mlp / learner.tp}
 
 
-def offloaded(learner: LearnerSection, shape: ModelShape, layer: int) -> list[float]:
+def offloaded(learner: LearnerSection, shape: ModelShape, layer: int, longest: float = 0) -> list[float]:
     """The bytes of those `halves` of ``layer`` that ``learner.offload.activations`` moves to the host's memory."""
     parts = learner.offload.activations.parts
-    return [held for half, held in halves(learner, shape, layer).items() if half in parts]
+    if not parts:
+        return []
+    return [held for half, held in halves(learner, shape, layer, longest).items() if half in parts]
+
+
+def probabilities(learner: LearnerSection, shape: ModelShape, layer: int, longest: float) -> float:
+    """Bytes of the probabilities among what `kept` counts."""
+    return shape.num_heads * longest * _FLOAT / learner.tp if _is_plain(learner, shape, layer, longest) else 0.0
 
 
 def _given(learner: LearnerSection, fused: bool) -> int:
@@ -52,7 +67,7 @@ def _given(learner: LearnerSection, fused: bool) -> int:
     return 1 if fused and learner.fp8 is not None else BYTES[learner.dtype]
 
 
-def freed(learner: LearnerSection, shape: ModelShape, layer: int) -> Mapping[str, float]:
+def freed(learner: LearnerSection, shape: ModelShape, layer: int, longest: float = 0) -> Mapping[str, float]:
     """How many of the bytes of `kept` each of megatron-core's ``recompute_modules`` frees; ``moe`` has its parts'."""
     fused, size = wants_transformer_engine(learner, shape), BYTES[learner.dtype]
     hidden = shape.hidden_size * size
@@ -61,6 +76,7 @@ def freed(learner: LearnerSection, shape: ModelShape, layer: int) -> Mapping[str
         out["mla_up_proj"] = _up_projected(learner, shape, fused)
     elif not fused:  # fused attention keeps no more than its inputs, which recomputing it needs
         out["core_attn"] = _attended(learner, shape) - _attention_inputs(learner, shape)
+        out["core_attn"] += _plain(learner, shape, layer, longest)
     if layer in shape.moe_layers:
         out["moe"], out["moe_act"] = _experts(learner, shape, fused), _activated(learner, shape, fused)
         out["shared_experts"] = _gated(shape.shared_width, learner, fused)
@@ -86,6 +102,25 @@ def _attended(learner: LearnerSection, shape: ModelShape) -> float:
     heads, groups = shape.num_heads, shape.num_kv_heads
     wide = shape.head_dim + (_SINK if shape.sinks else 0)
     return (2 * heads + 2 * groups * learner.cp) * wide * BYTES[learner.dtype] + heads * _FLOAT
+
+
+def _is_plain(learner: LearnerSection, shape: ModelShape, layer: int, longest: float) -> bool:
+    """Whether torch has no fused kernel for the attention of ``layer`` on a GPU."""
+    if wants_transformer_engine(learner, shape) or learner.device != "cuda" or shape.latent is not None or not longest:
+        return False
+    grouped = shape.num_heads // learner.tp != max(shape.num_kv_heads // learner.tp, 1)
+    window = shape.windows[layer] if shape.windows else 0
+    masked = shape.sinks or learner.cp > 1 or 0 < window < longest
+    return grouped and (masked or learner.dtype == "float32")
+
+
+def _plain(learner: LearnerSection, shape: ModelShape, layer: int, longest: float) -> float:
+    """What plain attention keeps above `_attended`: probabilities, and all heads' queries, keys and values."""
+    if not _is_plain(learner, shape, layer, longest):
+        return 0.0
+    wide = shape.head_dim + (_SINK if shape.sinks else 0)
+    columns = shape.num_heads * (wide * (1 + 2 * learner.cp) + longest)
+    return columns * _FLOAT - _attended(learner, shape)
 
 
 def _attention_inputs(learner: LearnerSection, shape: ModelShape) -> float:

@@ -125,7 +125,7 @@ class Offload(Option):
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
         """Bytes of the optimizer's state that stay: float32 weights, which ranks exchange, stay too. And activations
         on their way: the most that `HELD` halves have."""
-        layers = [offloaded(learner, shape, layer) for layer in rank.layers]
+        layers = [offloaded(learner, shape, layer, rank.longest) for layer in rank.layers]
         held = max((sum(halves) / len(halves) for halves in layers if halves), default=0.0) * HELD * rank.tokens
         optimizer = terms["optimizer"] * (1 - _MOMENTS * learner.offload.optimizer)
         return {**terms, "optimizer": optimizer, "activations": terms["activations"] + held}
@@ -134,7 +134,7 @@ class Offload(Option):
 def on_host(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
     """Bytes of activations of all micro-batches in flight that a rank has in the host's memory."""
     chunks = learner.stages or (1,) * (learner.pp * learner.vpp)
-    each = sum(sum(offloaded(learner, shape, layer)) for layer in rank.layers) * rank.tokens
+    each = sum(sum(offloaded(learner, shape, layer, rank.longest)) for layer in rank.layers) * rank.tokens
     return each * in_flight(learner.pp, rank.stage, chunks[rank.stage :: learner.pp])
 
 

@@ -20,8 +20,8 @@ _KEPT = {"float32": ("float32", "float32"), "bfloat16": ("bfloat16", "bfloat16")
 _BYTES = {**BYTES, "float8": 1}
 _BITS = {"bfloat16": 8, "float8": 4}  # of a significand, the first one included
 STEPPED_AT_ONCE = 2**26
-"""Parameters that are stepped together where moments are not float32, or one tensor of more: of those there are float32
-copies then."""
+"""Parameters that are stepped together where moments are not float32, or one tensor of more, of which a rank may step
+all: of those there are float32 copies then."""
 
 
 class MuonSection(Section):
@@ -136,7 +136,7 @@ class Optimizer(Option):
         if ``distributed``, with Muon by whole parameters: a rank has at least the embedding's or the output layer's."""
         dtype, stepped = learner.optimizer.moments_dtype, rank.stepped(learner)
         if dtype != "float32":  # a step has copies of moments
-            copies = 2 * _MOMENT * min(stepped, STEPPED_AT_ONCE)
+            copies = 2 * _MOMENT * min(stepped, max(STEPPED_AT_ONCE, rank.largest))
             state = sum(_BYTES[kept] for kept in (*_KEPT[dtype], "float32")) * stepped
             return {**terms, "optimizer": state, "step": terms["step"] + copies}
         each, d, held = 2 * _MOMENT + (4 if learner.dtype == "bfloat16" else 0), learner.dims, rank.trained

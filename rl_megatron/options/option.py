@@ -63,7 +63,8 @@ class Rank:
     """The work of a rank of pipeline stage ``stage``, before any option acts.
 
     It holds ``parameters``, of which it trains ``trained``, and of these ``matrices`` in matrices of layers. It
-    computes ``tokens`` of a micro-batch in ``layers``; ``inputs`` has the elements of each layer's input.
+    computes ``tokens`` of a micro-batch, in sequences of at most ``longest``, in ``layers``; ``inputs`` has the
+    elements of each layer's input, and ``largest`` those of the largest parameter.
     """
 
     stage: int
@@ -73,6 +74,8 @@ class Rank:
     tokens: float
     layers: tuple[int, ...]
     inputs: tuple[float, ...]
+    longest: float
+    largest: int
 
     def stepped(self, learner: LearnerSection) -> float:
         """How many of ``trained`` this rank steps: the others are its data-parallel peers', if these share them out."""

@@ -113,9 +113,9 @@ def _chunk(learner: LearnerSection, shape: ModelShape, rank: Rank, layers: list[
     recomputed, others = layers[: section.block or 0], layers[section.block or 0 :]
     left = 0.0
     for layer in others:
-        frees = freed(learner, shape, layer)
-        left += kept(learner, shape, layer) - sum(frees.get(module, 0.0) for module in section.modules)
-        left -= sum(offloaded(learner, shape, layer))
+        frees = freed(learner, shape, layer, rank.longest)
+        left += kept(learner, shape, layer, rank.longest) - sum(frees.get(module, 0.0) for module in section.modules)
+        left -= sum(offloaded(learner, shape, layer, rank.longest))
     received = whole if layers[0] and learner.offload.activations.attention else 0.0  # the schedule keeps that
     return received + whole * len(recomputed) + rank.tokens * left
 
@@ -139,9 +139,9 @@ def _useless(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
         "moe_act": "the model has no experts",
         "shared_experts": "the model has no shared experts",
     }
-    layers = range(shape.num_layers)
+    layers, longest = range(shape.num_layers), learner.max_tokens_per_micro_batch
     for module in learner.recompute.modules:
-        shares = (freed(learner, shape, n).get(module, 0.0) / kept(learner, shape, n) for n in layers)
+        shares = (freed(learner, shape, n, longest).get(module, 0.0) / kept(learner, shape, n, longest) for n in layers)
         if max(shares) < _LEAST:
             yield f"learner.recompute.{module}=true would free nothing: {reasons[module]}; leave it out"
 

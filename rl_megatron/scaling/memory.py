@@ -1,10 +1,10 @@
 """Computes the memory that each GPU needs, before any is requested: integer arithmetic over the layout, without torch.
 
 Parameters, gradients and optimizer state are exact except for padding. Activations follow from the layers' shapes, for
-attention that keeps no scores (FlashAttention) and evenly loaded experts (arXiv:2205.05198); logits are counted as
-`learner.logprobs` makes them. An engine takes its configured memory fraction; where it takes turns with the learner
-(``rollout.server.colocated``), it holds that while it samples, and `ASLEEP` while the learner trains, which then has
-activations and logits.
+attention that keeps no scores (FlashAttention) where it has such a kernel, and evenly loaded experts
+(arXiv:2205.05198); logits are counted as `learner.logprobs` makes them. An engine takes its configured memory fraction;
+where it takes turns with the learner (``rollout.server.colocated``), it holds that while it samples, and `ASLEEP` while
+the learner trains, which then has activations and logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options import table as options
 from rl_megatron.options.implementation import wants_transformer_engine
-from rl_megatron.options.kept import kept
+from rl_megatron.options.kept import kept, probabilities
 from rl_megatron.options.offload import leaving
 from rl_megatron.options.option import BYTES, Elements, Rank, Terms
 from rl_megatron.placement.names import LEARNER, called
@@ -225,8 +225,9 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     of_critic = learner.model_copy(update={"optimizer": algorithm.critic.optimizer})
     if role == "critic":
         learner, rank = of_critic, _of_critic(layout, rank)
-    unlike = {n in shape.moe_layers: n for n in rank.layers}.values()  # one with experts and one without
-    layer = max((_working_set(config, shape, n, rank.tokens) for n in unlike), default=0.0) * BYTES[learner.dtype]
+    windows = shape.windows or (0,) * shape.num_layers
+    unlike = {(n in shape.moe_layers, windows[n]): n for n in rank.layers}.values()  # one with experts and one without
+    layer = max((_working_set(config, shape, rank, n) for n in unlike), default=0.0) * BYTES[learner.dtype]
     own = dict(options.memory(learner, shape, rank))
     if role == "critic":
         own["logits"] = 0.0
@@ -289,7 +290,7 @@ def _group(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
     together = (config.learner.recompute.uniform or 1) - 1
     if not together:
         return 0.0
-    most = max((kept(config.learner, shape, layer) for layer in rank.layers), default=0.0)
+    most = max((kept(config.learner, shape, layer, rank.longest) for layer in rank.layers), default=0.0)
     return together * most * rank.tokens
 
 
@@ -325,8 +326,8 @@ def _of_critic(layout: Layout, rank: Rank) -> Rank:
     return replace(rank, parameters=parameters, trained=trained)
 
 
-def _working_set(config: RunConfig, shape: ModelShape, layer: int, tokens: float) -> float:
-    """Elements that a rank of a tensor-parallel group holds at once while it computes one layer, kept or not."""
+def _working_set(config: RunConfig, shape: ModelShape, rank: Rank, layer: int) -> float:
+    """Elements that ``rank`` holds at once while it computes one layer, kept or not."""
     d, hidden = config.learner.dims, shape.hidden_size
     per_token = 4.0 * hidden + sum(_attention(shape))  # both norms: what comes in and goes out
     if layer in shape.moe_layers:
@@ -335,7 +336,8 @@ def _working_set(config: RunConfig, shape: ModelShape, layer: int, tokens: float
         per_token += 3 * shape.shared_width + 2 * shape.num_experts
     else:  # sequence parallelism gathers what comes into the MLP
         per_token += 3 * shape.dense_width + hidden * (d.tp if d.tp > 1 else 0)
-    return tokens * per_token / d.tp
+    plain = probabilities(config.learner, shape, layer, rank.longest) / BYTES[config.learner.dtype]
+    return rank.tokens * (per_token / d.tp + plain)
 
 
 def _attention(shape: ModelShape) -> Iterator[float]:

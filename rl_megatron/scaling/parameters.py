@@ -29,6 +29,16 @@ def layers_held(layout: Layout, stage: int) -> Iterator[tuple[ParamSpec, tuple[i
             yield spec, layout.chunks(spec)[0][0].shape, layers
 
 
+def _largest(layout: Layout) -> Sequence[int]:
+    """Elements of the largest parameter that a rank of each stage holds."""
+    most, pp = [0] * layout.dims.pp, layout.dims.pp
+    for spec in layout.rows():
+        size = 0 if spec.keeps_dtype else prod(layout.first_chunk(spec)[0].shape)
+        for stage in {"first": (0,), "last": (pp - 1,), None: range(pp)}[spec.stage]:
+            most[stage] = max(most[stage], size)
+    return most
+
+
 def trained_elements(config: RunConfig, layout: Layout, stage: int) -> Elements:
     """The part of `elements` that is trained: without ``learner.router.frozen``, all."""
     return _by_stage(layout, _trains(config, layout))[0][stage]
@@ -82,6 +92,8 @@ def ranks_of(config: RunConfig, layout: Layout) -> Sequence[Rank]:
     tokens = learner.max_tokens_per_micro_batch / learner.dims.cp
     kinds = (lambda hf: 1), _trains(config, layout), _stepped_as_matrix(config, layout)
     of_layer, (held, trained, matrices) = _stages(layout), _by_stage(layout, *kinds)
+    longest = min(config.rollout.max_prompt_tokens + config.rollout.max_new_tokens, learner.max_tokens_per_micro_batch)
+    largest = _largest(layout)
     layers = [tuple(n for n, stages in of_layer.items() if stage in stages) for stage in range(layout.dims.pp)]
     return [
         Rank(
@@ -92,6 +104,8 @@ def ranks_of(config: RunConfig, layout: Layout) -> Sequence[Rank]:
             tokens=tokens,
             layers=layers[stage],
             inputs=(tokens * hidden / learner.dims.tp,) * len(layers[stage]),
+            longest=longest,
+            largest=largest[stage],
         )
         for stage in range(layout.dims.pp)
     ]

@@ -59,6 +59,8 @@ def learner_work(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float) ->
     """One optimizer step of a run whose sequences have ``mean`` tokens, prompt included."""
     learner, d = config.learner, config.learner.dims
     tokens, micro_batches = filled(config, learner.max_tokens_per_micro_batch, d.dp, mean)
+    if sizes := learner.padding.sizes:
+        tokens = padded_tokens(ceil(tokens), 1, sizes)
     again = set(learner.recompute.modules)
     if learner.recompute.uniform is not None:
         again = {"full"}

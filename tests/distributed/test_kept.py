@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import weakref
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import RunConfig
@@ -20,9 +22,9 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape, Rope, Router
 from rl_megatron.options.gradients import Gradients
-from rl_megatron.options.kept import halves
+from rl_megatron.options.kept import freed, halves
 from rl_megatron.options.option import Elements, Rank
-from rl_megatron.options.recompute import Recompute
+from rl_megatron.options.recompute import Recompute, RecomputeSection
 from rl_megatron.scaling.memory import footprints
 from rl_megatron.types import LossInputs, LossOutput, Samples
 from tests.distributed.ranks import run_ranks
@@ -62,6 +64,7 @@ SHAPES: Mapping[str, ModelShape] = {
         MOE, qk_norm=None, sinks=True, expert_bias=True, qkv_bias=True, out_bias=True, clamped_swiglu=7.0
     ),
 }
+Case = tuple[str, Mapping[str, Any]]
 HALF = {"dtype": "bfloat16"}  # float32 experts compute rows in blocks of 64 on CPUs, and keep those
 RECOMPUTED: Sequence[tuple[str, Mapping[str, Any]]] = [
     ("experts", {"uniform": 1}),
@@ -80,10 +83,11 @@ ALONE = [
     *((name, {**HALF, "recompute": keys}) for name, keys in RECOMPUTED),
     ("experts", {**HALF, "gradient_dtype": "bfloat16"}),
 ]
+PLAIN: Sequence[Case] = [("fused experts, sinks", HALF), ("experts", {})]
+"""With the attention that a GPU's fused kernels do not take: grouped queries with a mask, or in float32."""
 MICRO_BATCHES = 2
 PLENTY = Elements(dense=10**6, experts=10**7)
 BETWEEN = "between"  # for a half of a layer
-Case = tuple[str, Mapping[str, Any]]
 Seen = tuple[ModelShape, LearnerSection, list[Any]]
 
 
@@ -190,8 +194,8 @@ def passed(shape: ModelShape, learner: LearnerSection, meter: Any) -> dict[str, 
     }
 
 
-def rank_main(rank: int, folder: Path, cases: Sequence[Case]) -> None:
-    """All cases, which have one layout, in one world."""
+def rank_main(rank: int, folder: Path, cases: Sequence[Case], plain: int) -> None:
+    """All cases, which have one layout, in one world; the last ``plain`` ones with plain attention."""
     torch.set_num_threads(1)
     from rl_megatron.learner import world
     from rl_megatron.learner.dry_run.meter import Meter
@@ -199,25 +203,31 @@ def rank_main(rank: int, folder: Path, cases: Sequence[Case]) -> None:
     learners = [LearnerSection.model_validate(keys) for _, keys in cases]
     world.join(learners[0], rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=0)
     seen = []
-    for (name, _), learner in zip(cases, learners, strict=True):
-        with Meter() as meter:
+    for number, ((name, _), learner) in enumerate(zip(cases, learners, strict=True)):
+        kernel = sdpa_kernel(SDPBackend.MATH) if number >= len(cases) - plain else contextlib.nullcontext()
+        with kernel, Meter() as meter:
             seen.append(passed(SHAPES[name], learner, meter))
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     world.leave()
 
 
-def run(folder: Path, cases: Sequence[Case]) -> Iterator[Seen]:
+def run(folder: Path, cases: Sequence[Case], plain: int = 0) -> Iterator[Seen]:
     """Each case with what its ranks saw."""
     dims = LearnerSection.model_validate(cases[0][1]).dims
-    run_ranks(rank_main, dims.world_size, folder, cases)
+    run_ranks(rank_main, dims.world_size, folder, cases, plain)
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(dims.world_size)]
     for (name, keys), *seen in zip(cases, *ranks, strict=True):
         yield SHAPES[name], LearnerSection.model_validate(keys), seen
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Seen]:
-    return list(run(tmp_path_factory.mktemp("alone"), ALONE))
+def every(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Seen]:
+    return list(run(tmp_path_factory.mktemp("alone"), [*ALONE, *PLAIN], len(PLAIN)))
+
+
+@pytest.fixture
+def alone(every: Sequence[Seen]) -> Sequence[Seen]:
+    return every[: len(ALONE)]
 
 
 def assert_as_planned(shape: ModelShape, learner: LearnerSection, seen: Sequence[Any]) -> None:
@@ -235,6 +245,17 @@ def test_layers_keep_what_the_plan_says(alone: Sequence[Seen], tmp_path: Path) -
         assert_as_planned(*case)
 
 
+def test_attention_without_a_fused_kernel_keeps_the_probabilities_that_the_plan_says(every: Sequence[Seen]) -> None:
+    longest = int(LENGTHS.max())
+    for shape, learner, (seen,) in every[len(ALONE) :]:
+        on_gpu = learner.model_copy(update={"device": "cuda", "layers": "torch"})
+        held, fused = (halves(each, shape, 1, longest)["attention"] for each in (on_gpu, learner))
+        assert seen["bytes"]["1 attention"] == pytest.approx(TOKENS * held, rel=0.03), shape.family
+        assert held > 1.2 * fused
+        gone = on_gpu.model_copy(update={"recompute": RecomputeSection(core_attn=True)})
+        assert freed(gone, shape, 1, longest)["core_attn"] > held - fused
+
+
 def test_recomputation_frees_what_the_plan_says_and_changes_no_bit(alone: Sequence[Seen]) -> None:
     without = {shape: seen for shape, _, (seen,) in alone[: len(SHAPES)]}
     for shape, learner, (seen,) in alone[len(SHAPES) : -1]:
@@ -247,6 +268,8 @@ def test_recomputation_frees_what_the_plan_says_and_changes_no_bit(alone: Sequen
             tokens=TOKENS,
             layers=tuple(range(shape.num_layers)),
             inputs=(),
+            longest=0,
+            largest=0,
         )
         planned = Recompute().memory(learner, shape, rank, {})["activations"]
         assert sum(seen["bytes"].values()) == pytest.approx(planned, rel=0.03), (shape.family, learner.recompute)
@@ -260,7 +283,17 @@ def test_gradients_of_bfloat16_have_half_the_bytes_and_almost_the_norm(alone: Se
     planned = {m.terms["gradients"] for m in footprints(RunConfig(learner=learner), shape)}
     assert [half["gradients"]] == pytest.approx(list(planned), rel=0.01)  # buffers are padded
     assert 2 * half["gradients"] == whole["gradients"]
-    rank = Rank(stage=0, parameters=PLENTY, trained=PLENTY, matrices=PLENTY, tokens=0, layers=(), inputs=())
+    rank = Rank(
+        stage=0,
+        parameters=PLENTY,
+        trained=PLENTY,
+        matrices=PLENTY,
+        tokens=0,
+        layers=(),
+        inputs=(),
+        longest=0,
+        largest=0,
+    )
     per_parameter = Gradients().memory(learner, shape, rank, {"step": 0})["step"] / PLENTY.both
     added, left = half["step"]
     assert added == pytest.approx(half["gradients"] / 2 * per_parameter, rel=0.02)

@@ -142,7 +142,9 @@ def test_a_float32_head_holds_the_bytes_of_its_term(dtype: str, gradient: str, m
         found = head_logprobs(states, weight, targets, temperature=1.0, vocab_size=rows, chunk=chunk)
         (found[0] + found[1]).sum().backward()
     none = Elements(dense=0, experts=0)
-    rank = Rank(stage=0, parameters=none, trained=none, matrices=none, tokens=tokens, layers=(), inputs=())
+    rank = Rank(
+        stage=0, parameters=none, trained=none, matrices=none, tokens=tokens, layers=(), inputs=(), longest=1, largest=1
+    )
     keys = {"head_dtype": "float32", "dtype": dtype, "gradient_dtype": gradient, "logprob_chunk_tokens": chunk}
     learner = LearnerSection.model_validate(keys)
     shape = replace(TINY, hidden_size=hidden, vocab_size=rows)

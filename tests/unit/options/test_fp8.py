@@ -40,7 +40,17 @@ def test_of_latent_attention_normed_latents_have_a_byte_and_its_input_as_many_as
 @pytest.mark.parametrize(("stage", "tables"), [(0, 1), (1, 0), (2, 1)])
 def test_weights_have_two_copies_of_a_byte_but_for_tables_of_the_vocabulary(stage: int, tables: int) -> None:
     held = Elements(dense=10**9, experts=10**9)
-    rank = Rank(stage=stage, parameters=held, trained=held, matrices=held, tokens=1.0, layers=(0,), inputs=(1.0,))
+    rank = Rank(
+        stage=stage,
+        parameters=held,
+        trained=held,
+        matrices=held,
+        tokens=1.0,
+        layers=(0,),
+        inputs=(1.0,),
+        longest=1,
+        largest=1,
+    )
     terms = table.memory(learner("mxfp8", pp=3, tp=2), QWEN, rank)
     assert terms["fp8 weights"] == 2 * (2 * 10**9 - tables * 151936 * 2048 / 2)
     assert "fp8 weights" not in table.memory(learner(None, pp=3, tp=2), QWEN, rank)

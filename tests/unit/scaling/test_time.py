@@ -137,8 +137,8 @@ def test_copies_of_activations_take_what_layers_do_not_hide() -> None:
     layers = NAMED["qwen3-30b-a3b"].num_layers
     alone = work("qwen3-30b-a3b", micro=2)
     of_layers = sum(s for name, s in step_terms(alone, IDEAL).items() if name not in ("output layer", *_OF_A_STEP))
-    moved = 25e9 / LENGTH * of_layers / 2 / layers  # in half of a layer's seconds: its forward pass takes a third
+    moved = 25e9 / LENGTH * of_layers / 2 / layers / 2  # in half of a layer's seconds: its forward pass takes a third
     found = step_terms(replace(alone, moved=(0.0, moved)), IDEAL)
     assert found["activations on the host"] == pytest.approx(of_layers / 6, rel=1e-6)
     hidden = step_terms(replace(alone, moved=(moved, moved / 2)), IDEAL)  # no layer lacks experts
-    assert hidden["activations on the host"] == 0
+    assert "activations on the host" not in hidden
