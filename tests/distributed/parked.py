@@ -27,7 +27,7 @@ GRPO = policy_loss(objective="cispo", aggregation="token_mean")
 RUNS = {"all stays": None, "optimizer": "optimizer", "resumed": "gradients"}  # what leaves the GPUs in each
 SIZE = 2
 STEPS = 3
-SLAB = 2**16  # bytes, of which a model's weights take more
+SLAB = 2**13  # bytes, of which a model's weights take more
 SAVED = 2  # the push after which a checkpoint is written, while servers would sample; ``resumed`` makes this step alone
 KEYS = (
     *("rollout=vllm", "rollout.server.colocated=true", "rollout.server.memory_fraction=0.3"),
