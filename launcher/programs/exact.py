@@ -11,6 +11,7 @@ from launcher.programs.dry_run import dry_runs
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.offload import ActivationsSection
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.scaling.exact.collectives import collectives, layers_of, uncounted
 from rl_megatron.scaling.memory import GB, footprints
@@ -18,6 +19,7 @@ from rl_megatron.types import DryRun
 
 _SHOWN: dict[str, object] = {"recompute.layernorm": False, "recompute.mla_up_proj": False, "offload.optimizer": 0.0}
 _SHOWN |= {"optimizer.moments_dtype": "float32", "dispatcher": "alltoall", "cuda_graphs": False}
+_SHOWN |= {"offload.activations": ActivationsSection()}
 """Keys of the learner whose effect a step of torch's layers on a CPU does not show, and the value that it has."""
 
 
@@ -25,7 +27,7 @@ def visible(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """``config`` with torch's layers and without what a dry run does not show; the keys that differ but the layers."""
     learner, changed = config.learner, list[str]()
     sections = {name: getattr(learner, name) for name in ("recompute", "offload", "optimizer")}
-    update: dict[str, object] = {"layers": "torch"}
+    update: dict[str, object] = {"layers": "torch", "device": "cpu"}  # whose attention has fused kernels for all
     for key, value in _SHOWN.items():
         section, _, name = key.rpartition(".")
         if getattr(sections.get(section, learner), name) == value:

@@ -164,6 +164,11 @@ def _activation_problems(learner: LearnerSection, shape: ModelShape | None) -> I
             f"{given[0]} with learner.fp8={learner.fp8}: layers keep copies of weights in float8 among activations, "
             "which would be moved too; set one of the two"
         )
+    if learner.cuda_graphs:
+        yield (
+            f"{given[0]} with learner.cuda_graphs=true: graphs keep activations in memory of their own, from which "
+            "nothing can leave; set one of the two"
+        )
     if learner.own_layers is not None:
         yield (
             f"{given[0]} with learner.layers={learner.own_layers}: what layers of your own keep is not known; leave it "

@@ -40,6 +40,7 @@ def test_halves_of_layers_wait_in_the_hosts_memory() -> None:
     [
         ("learner.recompute.uniform=1", "learner.recompute.uniform=1: .* set one of the two"),
         ("learner.recompute.moe_act=true", "learner.recompute.moe_act=true: .* is a part of what would be moved"),
+        ("learner.cuda_graphs=true", "graphs keep activations in memory of their own, .* set one of the two"),
         ("learner.fp8=tensorwise", "keep copies of weights in float8 among activations"),
         ("learner.dispatcher=deepep", "dispatcher=deepep: tensors of other streams"),
         ("learner.layers=a.package:layers", "what layers of your own keep is not known; leave it out"),
