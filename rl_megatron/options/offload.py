@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 from rl_megatron.errors import ConfigError
 from rl_megatron.options.kept import offloaded
 from rl_megatron.options.option import Keywords, Option, Rank, Terms
-from rl_megatron.options.pipeline import in_flight
 from rl_megatron.section import Fraction, Section
 
 if TYPE_CHECKING:
@@ -129,13 +128,6 @@ class Offload(Option):
         held = max((sum(halves) / len(halves) for halves in layers if halves), default=0.0) * HELD * rank.tokens
         optimizer = terms["optimizer"] * (1 - _MOMENTS * learner.offload.optimizer)
         return {**terms, "optimizer": optimizer, "activations": terms["activations"] + held}
-
-
-def on_host(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
-    """Bytes of activations of all micro-batches in flight that a rank has in the host's memory."""
-    chunks = learner.stages or (1,) * (learner.pp * learner.vpp)
-    each = sum(sum(offloaded(learner, shape, layer, rank.longest)) for layer in rank.layers) * rank.tokens
-    return each * in_flight(learner.pp, rank.stage, chunks[rank.stage :: learner.pp])
 
 
 def _activation_problems(learner: LearnerSection, shape: ModelShape | None) -> Iterator[str]:

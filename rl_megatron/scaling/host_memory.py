@@ -9,8 +9,10 @@ from math import ceil, prod
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.offload import SLAB, leaving, on_host
+from rl_megatron.options.kept import offloaded
+from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.options.option import Rank
+from rl_megatron.options.pipeline import in_flight
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.scaling.memory import gpu_terms
 from rl_megatron.scaling.parameters import layers_held, ranks_of
@@ -51,8 +53,12 @@ def _parked(config: RunConfig, layout: Layout, rank: Rank) -> float:
 
 
 def _activations(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
-    """Of a rank, for halves of layers, in slabs: a policy and a critic train in turns, in the same ones."""
-    return ceil(on_host(config.learner, shape, rank) / SLAB) * SLAB
+    """Of a rank, for halves of layers of all micro-batches in flight, in slabs: a policy and a critic train in turns, in
+    the same ones."""
+    learner = config.learner
+    chunks = learner.stages or (1,) * (learner.pp * learner.vpp)
+    each = sum(sum(offloaded(learner, shape, layer, rank.longest)) for layer in rank.layers) * rank.tokens
+    return ceil(each * in_flight(learner.pp, rank.stage, chunks[rank.stage :: learner.pp]) / SLAB) * SLAB
 
 
 def _stepped(config: RunConfig, layout: Layout, rank: Rank) -> float:
