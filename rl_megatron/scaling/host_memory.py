@@ -53,8 +53,8 @@ def _parked(config: RunConfig, layout: Layout, rank: Rank) -> float:
 
 
 def _activations(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
-    """Of a rank, for halves of layers of all micro-batches in flight, in slabs: a policy and a critic train in turns, in
-    the same ones."""
+    """Of a rank, for halves of layers of all micro-batches in flight, in slabs, which a policy and a critic take in
+    turns."""
     learner = config.learner
     chunks = learner.stages or (1,) * (learner.pp * learner.vpp)
     each = sum(sum(offloaded(learner, shape, layer, rank.longest)) for layer in rank.layers) * rank.tokens
