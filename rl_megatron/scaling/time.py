@@ -80,11 +80,11 @@ def step_terms(work: LearnerWork, constants: Constants | None = None) -> Seconds
     for terms, times in ((dense, counts[0]), (sparse, counts[1]), (head, 1.0 if last else 0.0)):
         for name, seconds in terms.items():
             chunk[name] = chunk.get(name, 0.0) + seconds * times
-    ways = 2 - work.scored
     for terms, times, moved in zip((dense, sparse), counts, work.moved, strict=True):
         if moved and times and not work.scored:
             waits = _exposed(_sum(terms), moved * work.tokens / d.cp / (PCIE * GB))
             chunk["activations on the host"] = chunk.get("activations on the host", 0.0) + waits * times
+    ways = 2 - work.scored
     p2p = ways * (2.0 * _boundary(work) / (work.gpu.network * GB * c.links) * (0.3 * d.vpp if d.vpp > 1 else 1))
     if d.pp > 1:
         chunk["between stages"] = p2p
