@@ -39,9 +39,8 @@ class LearnerWork:
     again, as in ``learner.recompute``, "full" for whole ones, "experts" for torch's products of gate and up, "head" for
     the output layer.
     ``graphs``: whether launches are recorded; ``sync_hidden``: whether gradients and parameters travel while layers
-    compute; ``offloaded``: the share of the optimizer in the host's memory; ``moved``: bytes of a token that leave a
-    rank's GPU between the passes, of a layer without experts and of one with; ``months``: the age of the software.
-    ``scored``: there is no backward pass, as for log-probs.
+    compute; ``offloaded``: the share of the optimizer in the host's memory; ``moved``: bytes of a token that leave the
+    GPU, of a layer without and with experts; ``months``: the software's age. ``scored``: there is no backward pass.
     """
 
     shape: ModelShape
@@ -80,10 +79,11 @@ def step_terms(work: LearnerWork, constants: Constants | None = None) -> Seconds
     for terms, times in ((dense, counts[0]), (sparse, counts[1]), (head, 1.0 if last else 0.0)):
         for name, seconds in terms.items():
             chunk[name] = chunk.get(name, 0.0) + seconds * times
-    for terms, times, moved in zip((dense, sparse), counts, work.moved, strict=True):
-        if moved and times and not work.scored:
-            waits = _exposed(_sum(terms), moved * work.tokens / d.cp / (PCIE * GB))
-            chunk["activations on the host"] = chunk.get("activations on the host", 0.0) + waits * times
+    kinds, each = zip((dense, sparse), counts, work.moved, strict=True), work.tokens / d.cp / (PCIE * GB)
+    moved = [(n, _sum(t), b * each) for t, n, b in kinds]
+    if not work.scored:  # what a forward pass, a third of a layer's seconds, and a backward pass do not hide
+        waits = (n * (max(0.0, copy - s / 3) + max(0.0, copy - s * 2 / 3)) for n, s, copy in moved)
+        chunk["activations on the host"] = sum(waits)
     ways = 2 - work.scored
     p2p = ways * (2.0 * _boundary(work) / (work.gpu.network * GB * c.links) * (0.3 * d.vpp if d.vpp > 1 else 1))
     if d.pp > 1:
@@ -94,12 +94,6 @@ def step_terms(work: LearnerWork, constants: Constants | None = None) -> Seconds
         mean = sum(_sum(t) * n for t, n in ((dense, _kinds(work)[0]), (sparse, _kinds(work)[1]), (head, 1.0))) / d.pp
         terms["bubble"] = (d.pp - 1) / d.vpp * (mean + p2p) * (1 + c.age) ** work.months
     return terms if work.scored else terms | _update(work, c, _sum(chunk))
-
-
-def _exposed(layer: float, copy: float) -> float:
-    """What copies of ``copy`` seconds each way take longer than a layer's forward pass, a third of ``layer`` seconds,
-    and its backward pass."""
-    return max(0.0, copy - layer / 3) + max(0.0, copy - layer * 2 / 3)
 
 
 def step_seconds(work: LearnerWork, constants: Constants | None = None) -> float:
