@@ -21,7 +21,7 @@ from rl_megatron.scaling.parameters import rank_parameters
 from rl_megatron.types import ParallelDims
 
 GB = 1e9
-PCIE = 25.0  # GB/s each way of a GPU to its host, which copies of an offloaded optimizer and of activations take
+PCIE = 25.0  # GB/s each way of a GPU to its host, which copies of an offloaded optimizer take
 HOST_ADAM = 1e9  # parameters a second that a GPU's share of the host's cores steps; assumed
 _BEHIND = 0.7  # of the last micro-batch, in which messages of gradients hide where they overlap
 _ADAM_BYTES = 34  # of a parameter: its gradient read, three float32 numbers read and written, the weight written
@@ -39,8 +39,8 @@ class LearnerWork:
     again, as in ``learner.recompute``, "full" for whole ones, "experts" for torch's products of gate and up, "head" for
     the output layer.
     ``graphs``: whether launches are recorded; ``sync_hidden``: whether gradients and parameters travel while layers
-    compute; ``offloaded``: the share of the optimizer in the host's memory; ``moved``: bytes of a token that leave the
-    GPU, of a layer without and with experts; ``months``: the software's age. ``scored``: there is no backward pass.
+    compute; ``offloaded``: the share of the optimizer in the host's memory; ``months``: the age of the software.
+    ``scored``: there is no backward pass, as for log-probs.
     """
 
     shape: ModelShape
@@ -60,7 +60,6 @@ class LearnerWork:
     graphs: bool = False
     sync_hidden: bool = False
     offloaded: float = 0.0
-    moved: tuple[float, float] = (0.0, 0.0)
     months: float = 0.0
     scored: bool = False
 
@@ -79,11 +78,6 @@ def step_terms(work: LearnerWork, constants: Constants | None = None) -> Seconds
     for terms, times in ((dense, counts[0]), (sparse, counts[1]), (head, 1.0 if last else 0.0)):
         for name, seconds in terms.items():
             chunk[name] = chunk.get(name, 0.0) + seconds * times
-    kinds, each = zip((dense, sparse), counts, work.moved, strict=True), work.tokens / d.cp / (PCIE * GB)
-    moved = [(n, _sum(t), b * each) for t, n, b in kinds]
-    if not work.scored:  # what a forward pass, a third of a layer's seconds, and a backward pass do not hide
-        waits = (n * (max(0.0, copy - s / 3) + max(0.0, copy - s * 2 / 3)) for n, s, copy in moved)
-        chunk["activations on the host"] = sum(waits)
     ways = 2 - work.scored
     p2p = ways * (2.0 * _boundary(work) / (work.gpu.network * GB * c.links) * (0.3 * d.vpp if d.vpp > 1 else 1))
     if d.pp > 1:

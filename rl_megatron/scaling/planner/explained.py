@@ -32,8 +32,6 @@ SECONDS: Mapping[str, str] = {
     "less with learner.overlap, or learner.gradient_dtype=bfloat16",
     "optimizer": "AdamW's passes over its share of the state",
     "optimizer on the host": "copies over PCIe and AdamW on the host's cores (learner.offload.optimizer)",
-    "activations on the host": "copies over PCIe for which layers do not compute long enough "
-    "(learner.offload.activations); less with longer sequences or fewer halves",
     "fixed": "what a step costs whatever it does: clipping, counting, logging",
     "training": "forward and backward passes of all minibatches and epochs, with the optimizer's steps",
     "log-probs": "one forward pass of the policy over the batch before it is trained on (algorithm.old_logprobs)",

@@ -22,7 +22,6 @@ IDEAL = replace(
 FREE = replace(GPUS["h100"], hbm=1e15, nvlink=1e15, network=1e15)
 """A GPU whose memory and links take no time: what is left are the products."""
 LENGTH = 4096
-_OF_A_STEP = ("gradients, parameters", "optimizer", "fixed", "bubble")
 
 
 def work(name: str | ModelShape, gpu: Gpu = FREE, micro: float = 1, **degrees: int) -> LearnerWork:
@@ -131,14 +130,3 @@ def test_gpus_are_found_by_name_or_described_by_a_file(tmp_path: Path) -> None:
             gpu_named(str(mine))
     with pytest.raises(ConfigError, match="gpu=h1000: neither a known GPU nor a file; known: a100"):
         gpu_named("h1000")
-
-
-def test_copies_of_activations_take_what_layers_do_not_hide() -> None:
-    layers = NAMED["qwen3-30b-a3b"].num_layers
-    alone = work("qwen3-30b-a3b", micro=2)
-    of_layers = sum(s for name, s in step_terms(alone, IDEAL).items() if name not in ("output layer", *_OF_A_STEP))
-    moved = 25e9 / LENGTH * of_layers / 2 / layers / 2  # in half of a layer's seconds: its forward pass takes a third
-    found = step_terms(replace(alone, moved=(0.0, moved)), IDEAL)
-    assert found["activations on the host"] == pytest.approx(of_layers / 6, rel=1e-6)
-    hidden = step_terms(replace(alone, moved=(moved, moved / 2)), IDEAL)  # no layer lacks experts
-    assert "activations on the host" not in hidden
