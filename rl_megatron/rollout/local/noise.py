@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_megatron.rollout.local.sampling import stream_keys, uniforms
 
 _STREAM = 0x6E6F697365  # "noise": apart from the stream that chooses the tokens
-_HALF_STEP = 2.0**-25  # half of the distance between two numbers of `uniforms`, which begin at 0
+_STEP = 2.0**-24  # between two numbers of `uniforms`, which begin at 0
 _PROMPT = -1  # completions of a request share its prompt's keys and values, and so this stream
 
 
@@ -33,8 +33,13 @@ class RouterNoise:
         """Independent normal numbers for each token and expert of the layer, times the token's deviation."""
         first = (self.positions * self.num_layers + layer) * self.num_experts
         counters = first[:, None] + torch.arange(self.num_experts, device=first.device)
-        uniform = uniforms(self.keys[:, None], counters).add_(_HALF_STEP)  # never 0 or 1
-        return uniform.mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2)).mul_(self.deviations[:, None])
+        return normal_of(uniforms(self.keys[:, None], counters)).mul_(self.deviations[:, None])
+
+
+def normal_of(uniform: Tensor) -> Tensor:
+    """Normal numbers of float32 multiples of 2**-24 in [0, 1), in their place; all finite, and of 0 and the largest of
+    one size."""
+    return uniform.mul_(2).add_(_STEP - 1).erfinv_().mul_(math.sqrt(2))  # the sum is exact, and never -1 or 1
 
 
 def completion_streams(seeds: Tensor, completions: Tensor) -> Tensor:

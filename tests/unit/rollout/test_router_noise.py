@@ -6,13 +6,16 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_megatron.data.routes import decode_routes
 from rl_megatron.rollout.local.engine import LocalEngine
+from rl_megatron.rollout.local.noise import normal_of
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
 from rl_megatron.weights.layouts.families import read_shape
 
@@ -30,6 +33,14 @@ def request(seed: int, prompt: tuple[int, ...], num: int, noise: float, new: int
 def said(completion: Completion) -> tuple[list[int], bytes]:
     assert completion.routes is not None
     return completion.token_ids.tolist(), completion.routes.data
+
+
+def test_the_ends_of_the_uniform_numbers_are_finite_and_of_one_size() -> None:
+    """2**-24 of them are the largest: some thousand tokens of a large model meet it."""
+    low, middle, high = normal_of(torch.tensor([0.0, 0.5, 1 - 2.0**-24])).tolist()
+    assert low == -high
+    assert high == pytest.approx(NormalDist().inv_cdf(1 - 2.0**-25), rel=1e-3)
+    assert 0 < middle < 1e-6
 
 
 def test_routes_flip_as_often_as_two_normal_numbers_change_order(tmp_path: Path) -> None:
