@@ -282,6 +282,12 @@ def _read(wanted: dict[str, Any], folder: Path, into: str) -> dict[str, Any]:
         )
     try:
         state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+    except ValueError as error:  # lists of unequal lengths
+        raise CheckpointError(
+            f"{folder}: megatron cannot load these shards into {into}: {_told(error)[:1000]}. Older versions had other "
+            "groups of parameters where learner.optimizer.distributed=false and experts have biases; resume such a run "
+            "with the version that wrote it"
+        ) from error
     except (CheckpointException, CheckpointingException, OSError, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"{folder}: megatron cannot load these shards into {into}: {_told(error)[:1000]}"

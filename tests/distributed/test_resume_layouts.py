@@ -162,16 +162,21 @@ def as_older_versions(folder: Path) -> None:
     from rl_megatron.learner.model import build
 
     loss, seen = policy_loss(objective="cispo"), {}
-    for name, shape, options in (("sharded", MOE, {}), ("whole", MOE, WHOLE), ("biases", BIASED, {})):
+    for name, shape, options in (
+        ("sharded", MOE, {}),
+        ("whole", MOE, WHOLE),
+        ("biases", BIASED, {}),
+        ("biases whole", BIASED, WHOLE),
+    ):
         learner = LearnerSection.model_validate(options)
         device = world.join(learner, rank=0, rendezvous=f"file://{folder}/rendezvous-old-{name}", seed=1)
         with pytest.MonkeyPatch.context() as patch:
-            if name == "biases":
+            if "biases" in name:
                 patch.setattr(optimizer, "overrides", get_standard_config_overrides)
             else:
                 patch.setattr(build, "_mark_experts", lambda _: None)
             old = make_policy(shape, learner, device, temperature=0.7)
-        assert len(old._optimizer.chained_optimizers) == 1 + (name == "biases")
+        assert len(old._optimizer.chained_optimizers) == 1 + ("biases" in name)
         fill(old)
         steps(old, learner, 0, loss)
         (folder / name).mkdir()
@@ -326,6 +331,7 @@ def test_a_checkpoint_of_an_older_version_without_expert_parallelism_goes_on(see
     for name in ("sharded", "biases"):
         went_on, resumed = found[name]
         assert resumed == [pytest.approx(step, rel=1e-6) for step in went_on]
+    assert "experts have biases; resume such a run with the version that wrote it" in found["biases whole"]
     assert "whole was written with learner.ep=1 and learner.optimizer.distributed=false by an older" in found["whole"]
 
 
