@@ -151,7 +151,11 @@ METRICS: Mapping[str, Documented] = _rows(
         "",
         "share of (token, layer) whose router would choose other experts than the replayed ones",
     ),
-    ("moe/flips_engine", "", "share of (sampled token, layer) with other experts in the engine than in the old policy"),
+    (
+        "moe/flips_engine",
+        "",
+        "share of (sampled token, layer) with other experts in the engine than in the old policy; not with r3",
+    ),
     ("moe/flips_engine/<name>", "", "the same of one layer: layer0, layer1, ... of those with experts"),
     ("moe/flips_update", "", "share of (sampled token, layer) with other experts after the update; 0 with replay"),
     ("moe/flips_update/<name>", "", "the same of one layer; these, too, with train.route_flips (docs/algorithms.md)"),

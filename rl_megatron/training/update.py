@@ -85,7 +85,7 @@ class Update:
         replays = self.config.algorithm.routing_replay == "r3"
         found = await self._measure(sampled if replays else replace(sampled, routes=None), watch)
         row |= mismatch_row(found)
-        if sampled.routes is not None and found.routes is not None:
+        if sampled.routes is not None and found.routes is not None and not replays:
             row |= engine_flips(sampled.routes, found.routes, sampled.mask)
         samples, state = assign_credit(
             found.samples,

@@ -3,7 +3,8 @@
 Sparse upcycling (Komatsuzaki et al., arXiv:2212.05055). With ``granularity`` g > 1 an expert is one of g equal parts of
 a copy, and the router's rows are equal for the parts of a copy, so that a token chooses whole copies; the down
 projection is g times as large, because the weights of the chosen add up to 1 (He et al., arXiv:2410.07524, section 3).
-So without noise the new model's logits are the dense one's, whatever its routers say.
+So without noise the new model's logits are the dense one's, whatever its routers say; with g > 1 but for the few tokens
+whose copies' logits are equal at the edge of the top k, as some are in bfloat16.
 """
 
 from __future__ import annotations
