@@ -141,6 +141,7 @@ class _Examination:
             engine=self.roles.engine,
             dims=self.config.learner.dims,
             max_tokens=self.config.learner.max_tokens_per_micro_batch,
+            padding=self.config.learner.padding,
             vocab_size=self.shape.vocab_size,
             temperature=rollout.temperature,
             top_p=rollout.top_p,

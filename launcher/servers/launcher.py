@@ -85,6 +85,7 @@ class ServedLauncher(Launcher):
                 servers=engine.weights,
                 learner=roles.policy,
                 dims=config.learner.dims,
+                padding=config.learner.padding,
                 probe=probe,
                 probes=config.rollout.server.probes,
             )

@@ -46,24 +46,28 @@ def pack(
     max_tokens: int,
     attention_cost: float = 0.0,
     unit: int = 1,
-    most: int | None = None,
+    padding: PaddingSection | None = None,
 ) -> Batch:
     """Pack every sequence once into D x M micro-batches of at most ``max_tokens`` positions. Deterministic.
 
-    ``most`` limits a micro-batch's sequences, too.
+    ``padding`` limits a micro-batch's sequences, too.
 
     ``unit`` neighbouring sequences (2 for preference pairs) stay together. The learner, not this function, pads for TP
     and CP; but padding counts: a padded micro-batch also has at most ``max_tokens`` positions, rounded up to the
     padding's multiple. If there are fewer sequences than micro-batches, the others get one position with nothing masked
-    in, since every rank must join the collectives. Raises DataError for an empty batch and for a sequence (a unit)
-    longer than ``max_tokens``.
+    in, since every rank must join the collectives, and where ``padding`` has sizes, more behind their sequence to pad
+    with. Raises DataError for an empty batch and for a sequence (a unit) longer than ``max_tokens``.
     """
     lengths = samples.cu_seqlens.diff().numpy()
-    plan = plan_packing(lengths, dims=dims, max_tokens=max_tokens, attention_cost=attention_cost, unit=unit, most=most)
+    section = padding or PaddingSection()
+    plan = plan_packing(
+        lengths, dims=dims, max_tokens=max_tokens, attention_cost=attention_cost, unit=unit, most=section.sequences
+    )
+    placeholder = _placeholder(samples, section.sizes[0] if section.sizes else 1)
     sequences = tuple(tuple(torch.from_numpy(ids) for ids in row) for row in plan)
     return Batch(
         micro_batches=tuple(
-            tuple(select(samples, ids) if len(ids) else _placeholder(samples) for ids in row) for row in sequences
+            tuple(select(samples, ids) if len(ids) else placeholder for ids in row) for row in sequences
         ),
         sequences=sequences,
         num_tokens=int(samples.mask.sum()),
@@ -93,7 +97,7 @@ class Packer:
             max_tokens=self.max_tokens,
             attention_cost=cost,
             unit=self.unit,
-            most=self.padding.sequences,
+            padding=self.padding,
         )
 
     def minibatches(self, samples: Samples, *, most: int, seeds: Iterable[int]) -> Iterator[Batch]:
@@ -120,7 +124,7 @@ class Packer:
                 for m, samples in enumerate(row):
                     lengths = samples.cu_seqlens.diff().numpy()
                     work[d, m] = sequence_work(lengths, self.attention_cost).sum()
-                    real += len(samples.input_ids)
+                    real += int(samples.cu_seqlens[-1])
                     padded = int(padded_lengths(lengths, self.dims).sum())
                     multiple = _sequence_multiple(self.dims) * self.dims.tp
                     computed += padded_tokens(padded, multiple, self.padding.sizes)
@@ -264,10 +268,14 @@ def _deal(totals: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
     return ranks.T
 
 
-def _placeholder(samples: Samples) -> Samples:
-    """One position of the first sequence, with nothing masked in, for a rank without work to join the collectives."""
-    columns = {name: torch.zeros_like(column[:1]) for name, column in samples.columns.items()}
-    kept = {name: c[:1].clone() for name, c in samples.columns.items() if name in ("input_ids", "targets", "routes")}
+def _placeholder(samples: Samples, spare: int) -> Samples:
+    """A sequence of one position with nothing masked in, for a rank without work to join the collectives.
+
+    Behind it are up to ``spare`` - 1 positions that no sequence has, so that padding is not one token many times, which
+    would all go to the same experts.
+    """
+    columns = {name: torch.zeros_like(column[:spare]) for name, column in samples.columns.items()}
+    kept = {n: c[:spare].clone() for n, c in samples.columns.items() if n in ("input_ids", "targets", "routes")}
     return Samples(**(columns | kept), cu_seqlens=torch.tensor([0, 1]))
 
 

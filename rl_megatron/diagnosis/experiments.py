@@ -18,6 +18,7 @@ from rl_megatron.data.trajectories import single_turns
 from rl_megatron.diagnosis.observation import Observation, size
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import RolloutEngine, Scorer
+from rl_megatron.options.padding import PaddingSection
 from rl_megatron.types import (
     Completion,
     GenerationRequest,
@@ -45,6 +46,7 @@ class Bench:
     engine: RolloutEngine
     dims: ParallelDims
     max_tokens: int  # of a micro-batch
+    padding: PaddingSection = field(default_factory=PaddingSection)
     vocab_size: int
     temperature: float
     top_p: float
@@ -98,7 +100,7 @@ async def observe(bench: Bench, prompts: Sequence[Prompt], completions: int) -> 
     if samples.routes is None:
         learner, routes, replayed = await _score(bench, free), None, None
     else:
-        batch = pack(free, dims=bench.dims, max_tokens=bench.max_tokens)
+        batch = pack(free, dims=bench.dims, max_tokens=bench.max_tokens, padding=bench.padding)
         said = await bench.learner.score(batch, frozenset({"logprobs", "routes"}))
         learner, routes = (unpack(batch, said[what], free) for what in ("logprobs", "routes"))
         replayed = await _score(bench, samples)
@@ -240,13 +242,13 @@ def _first_sampled(samples: Samples, most: int) -> Tensor:
 
 
 async def _score(bench: Bench, samples: Samples) -> Tensor:
-    batch = pack(samples, dims=bench.dims, max_tokens=bench.max_tokens)
+    batch = pack(samples, dims=bench.dims, max_tokens=bench.max_tokens, padding=bench.padding)
     return unpack(batch, (await bench.learner.score(batch, frozenset({"logprobs"})))["logprobs"], samples)
 
 
 async def _logits(bench: Bench, samples: Samples) -> Tensor:
     """[m, V] in the order of the masked-in positions."""
-    batch = pack(samples, dims=bench.dims, max_tokens=bench.max_tokens)
+    batch = pack(samples, dims=bench.dims, max_tokens=bench.max_tokens, padding=bench.padding)
     answers = (await bench.learner.score(batch, frozenset({"logits"})))["logits"]
     count = 0
     numbers = []

@@ -2,7 +2,7 @@
 
 Letters: S sequences, N positions of the samples, T padded positions of all CP ranks, t = T / cp of this rank,
 B length classes. A sequence is padded to a multiple of 2*cp, the whole to a multiple of tp*2*cp (megatron's zig-zag:
-rank r holds chunks r and 2*cp-1-r of each sequence); the last padding is a sequence of its own, masked out.
+rank r holds chunks r and 2*cp-1-r of each sequence); the last padding is one or more sequences of its own, masked out.
 `learner.padding` makes it longer, and adds sequences without positions.
 """
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from rl_megatron.options.padding import padded_tokens
 from rl_megatron.types import Samples
 
+_PIECE = 1024  # positions of padding that are one sequence even where all others are shorter
 LENGTH_CLASS_RATIO = 1.2  # sequences within this ratio share one padded attention call
 
 
@@ -99,9 +100,9 @@ def pack_micro_batch(
     total = int(padded.sum())
     rest = padded_tokens(total, math.lcm(unit * tp, rows * tp * cp), sizes) - total
     if rest or sequences is not None:
-        more = lengths.new_zeros(max(1, (sequences or 0) + 1 - len(lengths)))
-        lengths, padded = torch.cat([lengths, more]), torch.cat([padded, more])
-        padded[samples.num_sequences] = rest
+        free = None if sequences is None else max(1, sequences + 1 - len(lengths))
+        more = _pieces(rest, unit, max(_PIECE, int(padded.max())), free)
+        lengths, padded = torch.cat([lengths, torch.zeros_like(more)]), torch.cat([padded, more])
     starts = torch.zeros(len(padded) + 1, dtype=torch.int64)
     torch.cumsum(padded, 0, out=starts[1:])
     segment = torch.repeat_interleave(torch.arange(len(padded)), padded)
@@ -112,7 +113,7 @@ def pack_micro_batch(
     mine = torch.nonzero(owner == cp_rank).squeeze(1)
     source, segment_ids = source[mine], segment[mine]
     real = source >= 0
-    take = source.where(real, (position[mine] if sizes else 0) % len(samples.input_ids))
+    take = source.where(real, (mine - total if sizes else 0) % len(samples.input_ids))
     ids = samples.input_ids[take] if sizes else samples.input_ids[take].where(real, 0)
     columns = {
         name: torch.where(real, column[take], torch.zeros((), dtype=column.dtype)).to(device)
@@ -132,6 +133,15 @@ def pack_micro_batch(
             real=(torch.zeros_like(real) if copy else real).to(device),
         ),
     )
+
+
+def _pieces(rest: int, unit: int, longest: int, free: int | None) -> Tensor:
+    """Lengths [pieces] of the sequences of ``rest`` positions of padding, whose attention costs squares: multiples of
+    ``unit``, at most ``longest`` where ``free`` sequences are enough, which there then are."""
+    count = max(1, -(-rest // longest))
+    count = count if free is None else min(count, free)
+    ends = torch.arange(count + 1) * (rest // unit) // count * unit
+    return torch.cat([ends.diff(), ends.new_zeros(0 if free is None else free - count)])
 
 
 def own_tokens(length: int) -> slice:

@@ -163,7 +163,17 @@ def test_the_plan_keeps_activations_as_the_graphs_own() -> None:
     """Each position of both sizes has an input and a gradient of 2048 columns, and angles of 128 dimensions."""
     keys = {"dtype": "bfloat16", "padding": {"tokens": "4096,8192", "sequences": 64}, "cuda_graphs": True}
     none = Elements(dense=0, experts=0)
-    rank = Rank(stage=0, parameters=none, trained=none, matrices=none, tokens=8192.0, layers=(0,), inputs=(2048.0,))
+    rank = Rank(
+        stage=0,
+        parameters=none,
+        trained=none,
+        matrices=none,
+        tokens=8192.0,
+        layers=(0,),
+        inputs=(2048.0,),
+        longest=8192.0,
+        largest=0,
+    )
     terms = {"parameters": 7.0, "activations": 1e9}
     found = CudaGraphs().memory(LearnerSection.model_validate(keys), NAMED["qwen3-30b-a3b"], rank, terms)
     assert found == {

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
+from rl_megatron.options.padding import PaddingSection
 from rl_megatron.options.table import problems
 from rl_megatron.types import Batch
 from tests.distributed.ragged import ragged_samples
@@ -42,7 +43,7 @@ def make_batch(learner: LearnerSection) -> Batch:
     advantages = torch.repeat_interleave(torch.randn(SEQUENCES, generator=g), samples.cu_seqlens.diff())
     ids, targets = samples.input_ids % VOCABULARY, samples.targets % VOCABULARY
     samples = replace(samples, input_ids=ids, targets=targets, advantages=advantages)
-    return pack(samples, dims=learner.dims, max_tokens=120, most=MOST)
+    return pack(samples, dims=learner.dims, max_tokens=120, padding=PaddingSection(sequences=MOST))
 
 
 def seen_by(folder: Path, keys: dict[str, Any], rank: int, device: torch.device) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,12 +85,30 @@ def test_padding_to_sizes_repeats_tokens_and_adds_empty_sequences(
         assert cu[len(lengths) + 1 :] == [total] * (most + 1 - len(lengths))
         assert share.num_segments == most + 1
         assert torch.equal(share.attention.real, real)
-        filled = ~real & (share.segment_ids == len(lengths))
+        filled = ~real & (share.segment_ids >= len(lengths))
         assert share.input_ids[filled].tolist() == [
             n % sum(lengths) for n in share.attention.positions[filled].tolist()
         ]
         assert torch.equal(share.routes[filled], samples.routes[share.input_ids[filled]])
         assert not share.columns["mask"][~real].any()
+
+
+@pytest.mark.parametrize(("most", "pieces"), [(None, 5), (4, 2), (9, 5)])
+def test_much_padding_is_several_sequences(most: int | None, pieces: int) -> None:
+    """Of at most 1,024 positions or the longest's where there is room: attention of padding costs squares."""
+    share = pack_micro_batch(
+        make_samples([1500, 20, 3]), tp=2, cp=2, cp_rank=1, device=CPU, sizes=(8192,), sequences=most
+    )
+    ends = share.attention.cu_seqlens_q
+    padding = ends.diff()[3:]
+    assert (padding > 0).sum() == pieces
+    assert int(ends[-1]) == 8192
+    assert not (padding % 4).any()
+    assert padding.max() - padding[:pieces].min() <= 4
+    assert most is None or len(ends) == most + 2
+    assert torch.equal(
+        share.routes[share.source < 0], make_samples([1500, 20, 3]).routes[share.input_ids[share.source < 0]]
+    )
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8))

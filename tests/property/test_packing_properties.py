@@ -221,3 +221,16 @@ def test_metrics_are_those_of_a_loop_over_micro_batches(
     padded = Packer(dims=dims, max_tokens=90, attention_cost=cost, padding=PaddingSection(tokens="960"))
     micro_batches = sum(len(row) for batch in batches for row in batch.micro_batches)
     assert padded.metrics(batches)["packing/padding_fraction"] == pytest.approx(1 - positions / (960 * micro_batches))
+
+
+def test_a_placeholder_has_others_tokens_for_padding_and_a_sequence_of_one() -> None:
+    """Padding of one token many times would send all to the same experts."""
+    samples = ragged([9, 4])
+    batch = pack(samples, dims=ParallelDims(dp=4), max_tokens=16, padding=PaddingSection(tokens="8,16"))
+    ranks = zip(batch.micro_batches, batch.sequences, strict=True)
+    placeholders = [row[0] for row, numbers in ranks if not len(numbers[0])]
+    assert len(placeholders) == 2
+    for placeholder in placeholders:
+        assert placeholder.input_ids.tolist() == samples.input_ids[:8].tolist()
+        assert placeholder.cu_seqlens.tolist() == [0, 1]
+        assert not placeholder.mask.any()

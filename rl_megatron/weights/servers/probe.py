@@ -14,6 +14,7 @@ from rl_megatron.data.packing import pack, unpack
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.interfaces import Scorer
+from rl_megatron.options.padding import PaddingSection
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Prompt, SamplingParams, Span
 
 _TEXTS, _TEXT_TOKENS = 4, 16
@@ -91,7 +92,9 @@ class Probe:
         return found, len(over) > min(_TIES, len(gaps) - 1)
 
 
-async def scores_of(learner: Scorer, dims: ParallelDims, texts: Sequence[ScoredText]) -> list[list[float]]:
+async def scores_of(
+    learner: Scorer, dims: ParallelDims, padding: PaddingSection, texts: Sequence[ScoredText]
+) -> list[list[float]]:
     """The learner's log-probs of the tokens after each prompt."""
     groups = [
         single_turns(
@@ -108,7 +111,7 @@ async def scores_of(learner: Scorer, dims: ParallelDims, texts: Sequence[ScoredT
         for i, (prompt, behind, said) in enumerate(texts)
     ]
     samples = to_samples(groups)
-    batch = pack(samples, dims=dims, max_tokens=len(groups) * PROBE_LENGTH)
+    batch = pack(samples, dims=dims, max_tokens=len(groups) * PROBE_LENGTH, padding=padding)
     said = await learner.score(batch, frozenset({"logprobs"}))
     values = unpack(batch, said["logprobs"], samples)
     bounds = pairwise(samples.cu_seqlens.tolist())

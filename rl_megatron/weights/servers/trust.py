@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 
 from rl_megatron.errors import CorruptionError, SyncError
 from rl_megatron.interfaces import Scorer
+from rl_megatron.options.padding import PaddingSection
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.checks.compare import compare
@@ -71,10 +72,12 @@ class Trust:
         learner: Scorer,
         dims: ParallelDims,
         probe: Probe,
+        padding: PaddingSection | None = None,
         probes: Literal["auto", "always"] = "auto",
     ) -> None:
         self._path, self._servers = path, servers
         self._learner, self._dims, self._probe, self._probes = learner, dims, probe, probes
+        self._padding = padding or PaddingSection()
         self._private: dict[str, frozenset[str]] = {}  # by server
         self._probed: set[str] = set()
         self._asks = False  # whether the last version was probed, so that the next will be
@@ -205,13 +208,13 @@ class Trust:
         out = {}
         for name, answers in (await self._servers.sample_everywhere(probe.requests())).items():
             scored = probe.continued(answers)
-            out[name] = (scored, await scores_of(self._learner, self._dims, scored))
+            out[name] = (scored, await scores_of(self._learner, self._dims, self._padding, scored))
         return out
 
     async def _scores(self, probe: Probe) -> list[list[float]]:
         """The learner's scores of the given texts."""
         texts = probe.scored([[0.0] * (len(text) - 1) for text in probe.texts])
-        return await scores_of(self._learner, self._dims, texts)
+        return await scores_of(self._learner, self._dims, self._padding, texts)
 
 
 def _judged(probe: Probe, answers: Answers) -> dict[str, tuple[str, bool]]:
