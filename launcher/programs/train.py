@@ -54,24 +54,27 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
                 raise
             finally:
                 loop_watch.stop()
+            if stop.comes_back and not finished and parts.allocation is not None:
+                parts.allocation.ask_requeue()  # first: what follows may fail
             if finished is not None:
                 for line in _spent(config, folder):
                     progress.note(line)
                 progress.note(f"report: {write_report([folder], folder / 'report.html')}")
-            if stop.comes_back and not finished and parts.allocation is not None:
-                parts.allocation.ask_requeue()
             if finished is False:
                 progress.note(f"stopped and saved; {goes_on}")
     return folder
 
 
 def _spent(config: RunConfig, folder: Path) -> list[str]:
-    """Hours and tokens of the run so far, beside the plan's."""
-    rows = read_jsonl(folder / "metrics.jsonl")
+    """Hours and tokens of the run so far, beside the plan's; why there are none, as no fault in them ends a run."""
     try:
+        rows = read_jsonl(folder / "metrics.jsonl")
         return list(lines_of_spent(config, rows, estimate(config, starting_shape(config))))
     except RLMegatronError as error:
         return [f"the run's hours are not compared with a plan: {error}"]
+    except Exception as error:
+        logger.warning("the run's hours", exc_info=True)
+        return [f"the run's hours are not counted: {type(error).__name__}: {error}"]
 
 
 async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint | None) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.hosts.sites import visible_gpus
 from launcher.hosts.threads import threads_per_worker
 from rl_megatron.config.run import RunConfig
 from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.seats import seats_here
 from rl_megatron.scaling.estimates import Estimate, Predicted, gpus_by_role
 
 ENGINES = "engines"
@@ -38,15 +41,14 @@ class RunCost:
 
 
 def spent(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> RunCost:
-    """What the steps of ``rows`` of metrics.jsonl took, the warm start's hours too.
+    """What the RL steps of ``rows`` of metrics.jsonl took; of a warm start see `warm_start_hours`.
 
     Devices of a role are held by it all the time, but those that learner and engines share are the engines' while they
     sample (seconds/rollout).
     """
-    timed = [row for row in rows if row.get("seconds/step") is not None]
-    seconds = sum(float(row["seconds/step"]) for row in timed)
-    sampling = sum(float(row.get("seconds/rollout") or 0.0) for row in timed)
-    steps = [row for row in timed if row["phase"] == "rl"]
+    steps = _timed(rows, "rl")
+    seconds = sum(float(row["seconds/step"]) for row in steps)
+    sampling = sum(float(row.get("seconds/rollout") or 0.0) for row in steps)
     return RunCost(
         unit="core" if config.learner.device == "cpu" else "GPU",
         steps=len(steps),
@@ -54,6 +56,15 @@ def spent(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> RunCost:
         trained=sum(float(row.get("tokens/train") or 0.0) for row in steps),
         sampled=sum(float(row.get("tokens/rollout") or 0.0) for row in steps),
     )
+
+
+def warm_start_hours(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> float:
+    """Hours of all roles' devices in the steps of a warm start, which no plan has; 0 without one."""
+    return sum(devices(config).values()) * sum(float(r["seconds/step"]) for r in _timed(rows, "warm_start")) / _HOUR
+
+
+def _timed(rows: Sequence[Mapping[str, Any]], phase: str) -> list[Mapping[str, Any]]:
+    return [row for row in rows if row.get("phase") == phase and row.get("seconds/step") is not None]
 
 
 def planned(config: RunConfig, found: Predicted, steps: int) -> RunCost:
@@ -78,14 +89,24 @@ def _hours(config: RunConfig, seconds: float, sampling: float) -> dict[str, floa
 
 
 def devices(config: RunConfig) -> dict[str, int]:
-    """GPUs of each role with nodes of its own, or on CPUs the cores that its ranks compute with."""
+    """GPUs of each role that has some of its own, or on CPUs the cores that its ranks compute with.
+
+    On one machine servers that share GPUs with ranks add those that only they have to the learner's. Raises ConfigError
+    if the machine has too few GPUs.
+    """
     roles = [LEARNER, *config.roles.separate]
     ranks = config.learner.dims.world_size
     if config.learner.device == "cpu":
         return dict.fromkeys(roles, ranks * threads_per_worker(config))
-    if config.run.launcher == "local":
-        return dict.fromkeys(roles, ranks)
-    return gpus_by_role(config)
+    if config.run.launcher == "slurm" or (config.run.launcher == "ray" and "SLURM_JOB_ID" in os.environ):
+        return gpus_by_role(config)
+    held = dict.fromkeys(roles, ranks)
+    seats = () if config.offline else seats_here(config, len(visible_gpus()))
+    sampling, training = {gpu for seat in seats for gpu in seat.gpus}, set(range(ranks * len(roles)))
+    if sampling - training:
+        whose = LEARNER if sampling & training else ENGINES
+        held[whose] = held.get(whose, 0) + len(sampling - training)
+    return held
 
 
 def lines_of_spent(config: RunConfig, rows: Sequence[Mapping[str, Any]], guess: Estimate) -> Iterator[str]:
@@ -94,6 +115,8 @@ def lines_of_spent(config: RunConfig, rows: Sequence[Mapping[str, Any]], guess: 
     if not found.steps:
         return
     yield f"spent in {found.steps:,} steps: {_said(found)}"
+    if before := warm_start_hours(config, rows):
+        yield f"  before them the warm start: {before:,.3g} {found.unit}-hours"
     step = guess.step
     if step is None or step.predicted is None:
         why = step.why if step is not None else "no plan knows the seconds of steps on CPUs"

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
+import signal
+from pathlib import Path
 
 import pytest
 
-from launcher.rehearsal.spent import lines_of_spent, planned, spent
+from launcher.build.roles import Parts
+from launcher.programs import train
+from launcher.rehearsal.spent import devices, lines_of_spent, planned, spent
+from launcher.runs.stop import Stop
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import DataError
 from rl_megatron.models.named import NAMED
+from rl_megatron.observability.progress import Progress
 from rl_megatron.scaling.estimates import estimate
 
 ROWS = [
@@ -34,16 +43,16 @@ def job(name: str, *keys: str) -> RunConfig:
 
 
 def test_servers_on_the_learners_gpus_have_the_hours_in_which_they_sample() -> None:
-    """540 s of 8 GPUs are 1.2 GPU-hours, of which they sample for 120 s."""
+    """180 s of 8 GPUs are 0.4 GPU-hours, of which they sample for 120 s; the warm start is not among them."""
     found = spent(job("qwen3_30b_a3b"), ROWS)
-    assert found.hours == pytest.approx({"learner": 8 * 420 / 3600, "engines": 8 * 120 / 3600})
-    assert (found.total, found.trained, found.sampled, found.steps) == (pytest.approx(1.2), 10000, 8000, 2)
+    assert found.hours == pytest.approx({"learner": 8 * 60 / 3600, "engines": 8 * 120 / 3600})
+    assert (found.total, found.trained, found.sampled, found.steps) == (pytest.approx(0.4), 10000, 8000, 2)
     assert found.unit == "GPU"
 
 
 def test_roles_with_nodes_of_their_own_hold_them_all_the_time() -> None:
     found = spent(job("qwen3_235b_a22b"), ROWS)
-    assert found.hours == pytest.approx({"learner": 96 * 0.15, "engines": 32 * 0.15})
+    assert found.hours == pytest.approx({"learner": 96 * 0.05, "engines": 32 * 0.05})
 
 
 def test_cores_are_counted_on_cpus() -> None:
@@ -51,8 +60,8 @@ def test_cores_are_counted_on_cpus() -> None:
     ranks = config.learner.dims.world_size
     found = spent(config, ROWS)
     assert found.unit == "core"
-    assert found.hours["critic"] == pytest.approx(3 * ranks * 0.15)
-    assert found.hours["learner"] + found.hours["engines"] == pytest.approx(3 * ranks * 0.15)
+    assert found.hours["critic"] == pytest.approx(3 * ranks * 0.05)
+    assert found.hours["learner"] + found.hours["engines"] == pytest.approx(3 * ranks * 0.05)
     text = "\n".join(lines_of_spent(config, ROWS, estimate(job("qwen3_30b_a3b", "slurm.speeds.gpu=null"), SHAPE)))
     assert text.startswith("spent in 2 steps: ")
     assert "10,000 tokens trained, 8,000 sampled" in text
@@ -73,9 +82,70 @@ def test_the_plan_of_as_many_steps_is_beside_it() -> None:
     assert plan.trained == pytest.approx(2 * 1024 * (3584 + 512))
     assert plan.total == pytest.approx(8 * 2 * guess.step.seconds / 3600)
     assert plan.hours["engines"] == pytest.approx(16 * guess.step.predicted.step.parts["rollout"] / 3600)
-    _, beside, ratio = lines_of_spent(config, ROWS, guess)
+    _, before, beside, ratio = lines_of_spent(config, ROWS, guess)
+    assert before == "  before them the warm start: 0.8 GPU-hours"  # 360 s, of which the plan knows nothing
     assert beside.startswith(f"  planned: {plan.total:,.3g} GPU-hours (learner {plan.hours['learner']:,.3g}, engines")
     found = re.fullmatch(r"  a trained token took ([\d.]+) times the planned GPU-hours", ratio)
     assert found
-    assert float(found[1]) == pytest.approx(1.2 / 10000 / (plan.total / plan.trained), abs=0.006)
+    assert float(found[1]) == pytest.approx(0.4 / 10000 / (plan.total / plan.trained), abs=0.006)
     assert not list(lines_of_spent(config, ROWS[:2], guess))
+
+
+HERE = ("learner.device=cuda", "weights.transport=file", "rollout.server.replicas=2")
+TOGETHER = "rollout.server.memory_fraction=0.4"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "gpus", "keys", "held"),
+    [
+        ("ray", 4, (TOGETHER, "rollout.server.colocated=true"), {"learner": 2}),
+        ("local", 4, (), {"learner": 2, "engines": 2}),
+        ("local", 2, (TOGETHER,), {"learner": 2}),
+        ("local", 4, (TOGETHER, "rollout.server.colocated=true", "rollout.server.replicas=3"), {"learner": 3}),
+    ],
+)
+def test_on_one_machine_gpus_are_those_of_ranks_and_servers(
+    launcher: str, gpus: int, keys: tuple[str, ...], held: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without slurm.gpus_per_node, which says nothing of this machine: 2 ranks, and servers of one GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    config = load_config("tiny_cpu", ["rollout=vllm", *HERE, f"run.launcher={launcher}", *keys])
+    assert (config.slurm.gpus_per_node, config.learner.dims.world_size) == (0, 2)
+    assert devices(config) == held
+    assert spent(config, ROWS).total == pytest.approx(sum(held.values()) * 180 / 3600)
+
+
+def test_a_fault_in_the_hours_does_not_end_a_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"phase": "rl", "step": 1, "seconds/step": "soon"}) + "\n")
+    (line,) = train._spent(load_config("tiny_cpu", []), tmp_path)
+    assert line.startswith("the run's hours are not counted: ValueError: could not convert string to float")
+
+
+def test_a_job_asks_to_come_back_before_what_can_fail_after_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last step was saved, but wrote no row, so that there is no report."""
+
+    async def saved(_: Parts, __: Progress, stop: Stop, ___: object) -> bool:
+        stop.ask("SIGUSR1")
+        return False
+
+    for name, value in {"ID": "7", "NODELIST": "here"}.items():
+        monkeypatch.setenv(f"SLURM_JOB_{name}", value)
+    monkeypatch.setattr("launcher.hosts.slurm.allocation._hosts", lambda _: ("here",))  # asks scontrol
+    monkeypatch.setattr(train, "_train", saved)
+    config = load_config("tiny_cpu", ["run.launcher=slurm", "run.name=r", f"run.dir={tmp_path}"])
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGINT)}
+    try:
+        with pytest.raises(DataError):
+            asyncio.run(train.train(config, lambda *_: 0.0, resume=False))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert (tmp_path / "r/jobs/7-0/requeue").is_file()
+
+
+def test_an_allocation_without_a_count_of_gpus_has_those_of_its_ranks() -> None:
+    config = job("qwen3_30b_a3b", "slurm.gpus_per_node=0")
+    assert spent(config, ROWS).total == pytest.approx(8 * 180 / 3600)
