@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import made_up_nodes
@@ -174,10 +175,15 @@ def _unpredicted(config: RunConfig) -> str:
 def predicted(config: RunConfig, shape: ModelShape, push: Push) -> Predicted:
     """The step that is predicted of a configuration with ``slurm.speeds.gpu``; a push takes the seconds of its plan.
 
-    Raises ConfigError if no GPU is called so.
+    Raises ConfigError if no GPU is called so, or completions are longer in the mean than any may be.
     """
     speeds, rollout, kind = config.slurm.speeds, config.rollout, str(config.slurm.speeds.gpu)
-    mean = min(speeds.mean_tokens or rollout.max_new_tokens / 2, rollout.max_new_tokens)
+    mean = speeds.mean_tokens or rollout.max_new_tokens / 2
+    if mean > rollout.max_new_tokens:
+        raise ConfigError(
+            f"slurm.speeds.mean_tokens={mean:g} is more than rollout.max_new_tokens={rollout.max_new_tokens}; lower "
+            "the first, or leave it out for half of the second"
+        )
     gpu, prompt = (
         machine_named(kind, min(config.learner.dims.world_size, config.slurm.gpus_per_node or 1), "slurm.speeds.gpu"),
         rollout.max_prompt_tokens / 2,
@@ -201,8 +207,16 @@ def predicted(config: RunConfig, shape: ModelShape, push: Push) -> Predicted:
 
 
 def gpus_by_role(config: RunConfig) -> dict[str, int]:
-    """The GPUs of a job's nodes by role, servers on nodes of their own as "engines"; without GPUs none."""
-    slurm = config.slurm
+    """The GPUs of a job's nodes by role, servers on nodes of their own as "engines".
+
+    Where slurm.gpus_per_node=0 does not say them, those of the ranks, and of servers that do not share them.
+    """
+    slurm, server = config.slurm, config.rollout.server
+    if not slurm.gpus_per_node:
+        ranks = dict.fromkeys((LEARNER, *config.roles.separate), config.learner.dims.world_size)
+        own = config.rollout.served and server.addresses is None and not config.offline
+        apart = own and (slurm.engines.nodes or not (server.colocated or server.memory_fraction))
+        return ranks | ({"engines": server.replicas * server.ranks} if apart else {})
     of = {role: slurm.gpus_per_node if role == LEARNER else slurm.gpus_of(role) for role in made_up_nodes(config)}
     return {role: each * len(made_up_nodes(config)[role]) for role, each in of.items() if each}
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from functools import partial
+from math import ceil, inf
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
@@ -37,7 +38,8 @@ _PAUSE = 2.0  # seconds in which servers stop, verify and go on at a push; assum
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlStep:
     """A step's ``seconds``, its parts, and of training's the terms; ``staleness`` is what the seconds hold for, and
-    ``least`` with which a step takes no longer than the slower of learner and engines."""
+    ``least`` with which a step takes no longer than the slower of learner and engines. ``sampled`` is held back only
+    if the step would sample in less with more requests in flight."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -186,21 +188,16 @@ def rl_step(
     parts["push"] = push + _PAUSE
     if section.colocated and config.learner.offload.while_sampling == "optimizer":
         parts["turns"] = 2 * _moved_to_host(config, shape) / (PCIE * GB)
-    engines = rollout_seconds(
-        config,
-        shape,
-        server,
-        gpu,
-        lengths,
-        replicas=section.replicas,
-        prompt=prompt,
-        concurrency=section.concurrency,
-    )
+    sample = partial(rollout_seconds, config, shape, server, gpu, lengths, replicas=section.replicas, prompt=prompt)
+    engines = sample(concurrency=section.concurrency)
     learner = sum(parts.values())
     slower = max(learner, engines.steady)
     least = min(MOST_STALENESS, max(1, ceil(engines.longest / slower))) if apart else 0
     k = (least if staleness is None else staleness) if apart else 0
     parts["rollout"] = engines.steady if k else engines.alone
+    if engines.held_back:  # or not, where the step's completions all fit
+        free = sample(concurrency=inf)
+        engines = replace(engines, held_back=(free.steady if k else free.alone) < parts["rollout"])
     seconds = max(slower, engines.longest / k) if k else learner + engines.alone
     if k and seconds > slower:
         parts["waiting for the longest"] = seconds - slower

@@ -94,6 +94,32 @@ def step(config: RunConfig) -> RlStep:
     )
 
 
+def test_gpus_that_no_key_counts_are_those_of_ranks_and_servers() -> None:
+    """slurm.gpus_per_node=0: 8 ranks, with the servers on their GPUs or on two more."""
+    found = told(job("qwen3_30b_a3b", "slurm.gpus_per_node=0")).predicted
+    assert found is not None
+    assert found.gpus == 8
+    assert any("on each of 8 GPUs" in line for line in found.lines())
+    beside = job("qwen3_30b_a3b_disaggregated", "slurm.gpus_per_node=0")
+    counts = {"learner": beside.learner.dims.world_size, "engines": 2}
+    assert gpus_by_role(beside) == counts
+
+
+def test_completions_longer_in_the_mean_than_any_may_be_are_refused() -> None:
+    why = r"slurm\.speeds\.mean_tokens=9000 is more than rollout\.max_new_tokens=7168; lower the first"
+    with pytest.raises(ConfigError, match=why):
+        told(job("qwen3_30b_a3b", "slurm.speeds.mean_tokens=9000"))
+
+
+def test_requests_in_flight_that_take_the_whole_step_hold_nothing_back() -> None:
+    """A synchronous step of 64 groups, on servers with places for 124."""
+    keys = ("rollout.max_new_tokens=1024", "rollout.server.replicas=4")
+    few, whole, more = (told(job("qwen3_30b_a3b", *keys, f"rollout.server.concurrency={n}")) for n in (16, 64, 1000))
+    assert few.seconds > whole.seconds == more.seconds
+    said = ["holds the servers back" in "\n".join(found.lines()) for found in (few, whole, more)]
+    assert said == [True, False, False]
+
+
 def test_roles_with_ranks_of_their_own_compute_beside_the_policy() -> None:
     keys = ("algorithm=ppo", "algorithm.kl.coefficient=0.1", "learner.router.frozen=false")
     shared = step(job("qwen3_30b_a3b", *keys)).parts
