@@ -12,7 +12,7 @@ import typer
 from rl_megatron.errors import ConfigError
 from rl_megatron.experiments.cells import Cell, cells_of
 from rl_megatron.experiments.states import STARTABLE, CellState, counts, drift_of, find_states, states_table
-from rl_megatron.experiments.study import Study, read_study
+from rl_megatron.experiments.study import Study, outcome_folder, read_study
 
 app = typer.Typer(no_args_is_help=True, help="Run a study: a grid of runs with seeds, from one file.")
 StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="the study's file", show_default=False)]
@@ -106,11 +106,12 @@ def report(
         str | None, typer.Option(help="compare this metric [default: the study's evaluation.metric]")
     ] = None,
     last: Annotated[int | None, typer.Option(min=1, help="the mean of its last so many values")] = None,
-    out: Annotated[Path | None, typer.Option(help="the HTML file [default: report.html in the study's folder]")] = None,
+    out: Annotated[Path | None, typer.Option(help="the HTML file [default: report.html in that folder]")] = None,
 ) -> None:
     """Write the page over all runs, with differences, fits and survival; beside it JSON, CSV and SVG.
 
-    With --metric it is written into a folder of that name, so that a study's outcomes do not replace one another.
+    With --metric, --last or --override it is written into a folder named by them, so that a study's outcomes do not
+    replace one another.
     """
     from launcher.programs.arrays import queue_of
     from rl_megatron.experiments.report import write_study_report
@@ -118,7 +119,7 @@ def report(
     loaded = read_study(study, override or [])
     cells = cells_of(loaded)
     assert loaded.folder is not None
-    folder = loaded.folder if metric is None else loaded.folder / "outcomes" / metric.replace("/", "-")
+    folder = loaded.folder / outcome_folder(metric, last, override or [])
     loaded = loaded.with_outcome(metric, last)
     try:
         queue = queue_of(cells)

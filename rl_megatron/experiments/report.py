@@ -200,7 +200,7 @@ def _results_panel(
         each_one = " ".join(number_text(by_seed[seed]) for seed in sorted(by_seed))
         mean = number_text(interval.value) if interval else "-"
         mine = [list(run.spent())[-1] for run in runs if run.standing.cell.arm == arm and run.counted]
-        spent = [number_text(sum(s[name] for s in mine) / len(mine)) if mine else "-" for name in SPENT]
+        spent = [_mean([s[name] for s in mine]) for name in SPENT]
         rows.append([arm, str(len(by_seed)), mean, _ends(interval), each_one or "-", *spent])
     columns = ["Arm", "Runs", "Mean", "95 % interval", "Each run", "Tokens", "Process seconds", "FLOPs of training"]
     return Panel(
@@ -247,6 +247,12 @@ def _fits_panel(study: Study, results: StudyResults, charts: Sequence[Chart]) ->
     ]
     columns = ["Arm", *NAMES, "Error: sigmoid", "Error: power law", "Error: last value"]
     return Panel(title="Fits", notes=notes, columns=columns, rows=rows, charts=charts)
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    """Of values all of which are known."""
+    known = [value for value in values if value is not None]
+    return number_text(sum(known) / len(known)) if known and len(known) == len(values) else "-"
 
 
 def _ends(interval: Interval | None) -> str:

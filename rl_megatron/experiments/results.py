@@ -36,7 +36,7 @@ class CellRun:
         """Whether it has ended, so that its result is compared."""
         return self.standing.state in COUNTED
 
-    def spent(self) -> Iterator[dict[str, float]]:
+    def spent(self) -> Iterator[dict[str, float | None]]:
         """Compute up to each of its rows of RL, by every measure."""
         return spent_of(self.standing.cell, self.run)
 
@@ -95,28 +95,43 @@ SPENT = {"tokens": "tokens/rollout", "device_seconds": "seconds/step", "flops": 
 
 
 def points_of(study: Study, cell: Cell, run: Run) -> list[tuple[float, float, float]]:
-    """(step, compute, value) of RL's rows with the study's metric. Raises DataError if compute was not recorded."""
+    """(step, compute, value) of RL's rows with the study's metric. Raises DataError if compute was not recorded, of
+    FLOPs in any row whose step trained."""
     name, made = study.evaluation.compute, [row for row in run.rl if number(row, "step")]
     if name != "steps" and made and not any(SPENT[name] in row for row in made):
         raise DataError(
             f"{cell.folder}: evaluation.compute={name}, but no row has {SPENT[name]}, as those of older versions; take "
             "another measure, or run the cell again"
         )
+    without = [f"{row['step']}" for row in made if name == "flops" and _uncounted(cell, row)]
+    if without:
+        raise DataError(
+            f"{cell.folder}: evaluation.compute=flops, but {len(without)} of {len(made)} rows have no {SPENT[name]}, "
+            f"the first of step {without[0]}, as those of older versions; take another measure, or run the cell again"
+        )
     return [
-        (spent["steps"], spent[name], value)
+        (spent["steps"] or 0.0, spent[name] or 0.0, value)
         for row, spent in zip(run.rl, spent_of(cell, run), strict=True)
         if (value := number(row, study.evaluation.metric)) is not None
     ]
 
 
-def spent_of(cell: Cell, run: Run) -> Iterator[dict[str, float]]:
-    """Compute up to each row of RL, by every measure."""
-    total = dict.fromkeys(SPENT, 0.0)
+def spent_of(cell: Cell, run: Run) -> Iterator[dict[str, float | None]]:
+    """Compute up to each row of RL, by every measure; FLOPs are None from the first row on that lacks them."""
+    total: dict[str, float | None] = dict.fromkeys(SPENT, 0.0)
     for row in run.rl:
         for name, metric in SPENT.items():
-            factor = cell.processes if name == "device_seconds" else 1
-            total[name] += factor * (number(row, metric) or 0.0)
+            factor, so_far = cell.processes if name == "device_seconds" else 1, total[name]
+            known = so_far is not None and not (name == "flops" and _uncounted(cell, row))
+            total[name] = (so_far or 0.0) + factor * (number(row, metric) or 0.0) if known else None
         yield {"steps": number(row, "step") or 0.0, **total}
+
+
+def _uncounted(cell: Cell, row: JsonRow) -> bool:
+    """Whether the row's step trained the policy, and its FLOPs are not recorded."""
+    step, algorithm = number(row, "step") or 0.0, cell.config.algorithm
+    trained = step > (algorithm.critic.only_steps if algorithm.needs_critic else 0) and row.get("tokens/train") != 0
+    return trained and number(row, SPENT["flops"]) is None
 
 
 def results_of(study: Study, arms: Sequence[str], runs: Sequence[CellRun]) -> StudyResults:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -120,6 +122,21 @@ def read_study(path: Path, more: Sequence[str] = ()) -> Study:
             "folder": study.folder or Path("runs") / path.stem,
         }
     )
+
+
+def outcome_folder(metric: str | None, last: int | None, overrides: Sequence[str]) -> Path:
+    """Where a report lies in its study's folder: there if nothing else is asked for, or under ``outcomes/``.
+
+    Its name has all that is asked for; a hash too, of overrides that no file could be named by.
+    """
+    parts = [metric.replace("/", "-")] if metric else []
+    parts += [f"last={last}"] if last is not None else []
+    given = ",".join(overrides)
+    named = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", given)[:120]
+    if named != given or "," in "".join(overrides):
+        named += f"-{hashlib.sha256(repr(list(overrides)).encode()).hexdigest()[:8]}"
+    parts += [named] if named else []
+    return Path("outcomes", ",".join(parts)) if parts else Path()
 
 
 def levels_of(axis: Sequence[Level]) -> list[tuple[str, list[str]]]:

@@ -16,7 +16,7 @@ from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.experiments.cells import Cell, cells_of, config_digest
 from rl_megatron.experiments.states import CellRecord, find_states, record_path, states_table, write_record
-from rl_megatron.experiments.study import Study, read_study
+from rl_megatron.experiments.study import Study, outcome_folder, read_study
 from rl_megatron.observability.metrics import MetricsWriter
 
 ALGORITHMS = ["algorithm=grpo", "algorithm=gspo"]
@@ -246,12 +246,27 @@ def test_a_report_of_another_outcome_lies_in_a_folder_of_its_own(
     path = str(tmp_path / "mine.yaml")
     with pytest.raises(SystemExit, match="0"):
         main(["experiment", "report", path, "--metric", "moe/flips_update", "--last", "2"])
-    page = tmp_path / "runs/outcomes/moe-flips_update/report.html"
+    page = tmp_path / "runs/outcomes/moe-flips_update,last=2/report.html"
     assert str(page) in capsys.readouterr().out
     found = json.loads((page.parent / "results.json").read_text())
     assert found["arms"]["grpo"]["value"] == pytest.approx(0.75)  # of 0.2 and 0.3, 1.2 and 1.3
     assert found["differences"]["gspo - grpo"]["value"] == pytest.approx(1.0)
     assert not (tmp_path / "runs/results.json").exists()
+    with pytest.raises(SystemExit, match="0"):
+        main(["experiment", "report", path, "--last", "3"])
+    assert sorted(each.name for each in (tmp_path / "runs/outcomes").iterdir()) == ["last=3", "moe-flips_update,last=2"]
+    assert not (tmp_path / "runs/results.json").exists()
     with pytest.raises(SystemExit, match="1"):
         main(["experiment", "report", path, "--metric", "moe/flip"])
     assert "--metric moe/flip: no such metric" in capsys.readouterr().err
+
+
+def test_every_option_of_a_report_is_in_its_folders_name() -> None:
+    """Overrides that come out alike differ by a hash; their order counts, as the last one of a key holds."""
+    assert outcome_folder(None, None, []) == Path()
+    assert outcome_folder(None, None, ["train.minibatches=16"]) == Path("outcomes/train.minibatches=16")
+    assert outcome_folder("kl/old_policy", 5, ["a.b=1", "c=2"]) == Path("outcomes/kl-old_policy,last=5,a.b=1,c=2")
+    alike = [["a=x/y"], ["a=x y"], ["a=x-y"], ["a=x,b=y"], ["a=x", "b=y"], ["b=y", "a=x"], ["k=" + 300 * "a"]]
+    names = [outcome_folder(None, None, given).name for given in alike]
+    assert len(set(names)) == len(names)
+    assert max(map(len, names)) < 140

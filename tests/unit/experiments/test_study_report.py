@@ -164,6 +164,28 @@ def test_a_measure_of_compute_that_was_not_recorded_is_refused(tmp_path: Path) -
         write_study_report(read, [cell], tmp_path / "report.html")
 
 
+def test_compute_that_some_rows_lack_is_blank_in_tables_and_refused_where_it_is_compared(tmp_path: Path) -> None:
+    """A run that an older version began: of its steps 2 and 4 only the second has FLOPs."""
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"folder": str(tmp_path / "runs"), "seeds": [0]}))
+    read = read_study(tmp_path / "s.yaml")
+    (cell,) = cells_of(read)
+    recorded(cell, np.array([0.1, 0.2, 0.3]))
+    file = cell.folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    del rows[1]["flops/train"]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_study_report(read, [cell], tmp_path / "report.html")
+    with (tmp_path / "results.csv").open() as table:
+        (row,) = csv.DictReader(table)
+    assert (row["tokens"], row["flops"]) == ("300.0", "")
+    with (tmp_path / "curves.csv").open() as table:
+        assert [row["flops"] for row in csv.DictReader(table)] == ["0.0", "", ""]
+    flops = read.model_copy(update={"evaluation": read.evaluation.model_copy(update={"compute": "flops"})})
+    why = "evaluation.compute=flops, but 1 of 2 rows have no flops/train, the first of step 2, as those of older"
+    with pytest.raises(DataError, match=why):
+        write_study_report(flops, [cell], tmp_path / "report.html")
+
+
 def test_equal_differences_have_no_interval_and_the_page_says_so(tmp_path: Path) -> None:
     """0.3 - 0.2 and 0.4 - 0.3 differ by rounding alone."""
     axes = {"a": [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate(("low", "high"), 1)]}
