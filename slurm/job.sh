@@ -7,7 +7,7 @@ fi
 attempt=$RUN/jobs/$job-$restart
 mkdir -p -m 700 "$attempt"
 echo "$job" >"$RUN/jobs/id"
-say() { echo "[$(date +%FT%T)] job $job, restart $restart: $*"; }
+say() { echo "[$(date +%FT%T%z)] job $job, restart $restart: $*"; }
 newest() { ls -1td "$RUN"/checkpoints/{step,warm_start}_[0-9]* 2>/dev/null | head -n 1; }
 before=$(newest)
 say "starts on $SLURM_JOB_NODELIST; output is in $attempt"

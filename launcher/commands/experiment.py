@@ -41,7 +41,7 @@ def run(
     if check:
         print(f"{len(cells)} cells, {cells_at_once(loaded, cells)} at once; nothing is wrong with any")
         return
-    found = asyncio.run(run_cells(loaded, cells, retry=retry, queue=queue_of(cells)))
+    found = asyncio.run(run_cells(loaded, cells, retry=retry, queue=lambda: queue_of(cells)))
     print(states_table(found))
     if any(each.state is CellState.FAILED for each in found):
         raise typer.Exit(1)
@@ -68,8 +68,14 @@ def submit(
     with alone(loaded):
         found = find_states(loaded, cells, arrays.queue_of(cells))
         takes = {*STARTABLE, *([CellState.FAILED] if retry else [])}
-        wanted = arrays.arrays_of(loaded, [each.cell for each in found if each.state in takes])
+        queued = sum(each.state in {CellState.RUNNING, CellState.PENDING} for each in found)
+        wanted = arrays.arrays_of(loaded, [each.cell for each in found if each.state in takes], queued=queued)
         print(f"{loaded.folder}: {counts(found)}", *notes, sep="\n")
+        if wanted and queued and (most := loaded.budget.cells_at_once) is not None:
+            print(f"{queued} cells are in the queue: of budget.cells_at_once={most} these get the rest, at least 1")
+        for each in found:
+            if each.state is CellState.PENDING and "JobHeldUser" in each.reason:
+                print(f"held: {each.cell.name}: {each.reason}; after a submit that was ended, scancel it and repeat")
         for each in found:
             if each.state is CellState.FAILED and not retry:
                 print(f"not sent without --retry: {each.cell.name}: {each.reason}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,7 +47,8 @@ def queue_of(cells: Sequence[Cell]) -> dict[str, Queued]:
 
     Asks nothing if there are none. Raises ConfigError if Slurm does not answer here.
     """
-    told = jobs.states_of(states.unsettled(cells))
+    tasks = states.unsettled(cells)
+    told = jobs.states_of(tasks, cells[0].folder.parent.name) if tasks else {}  # the arrays' job name (`_script`)
     return {task: Queued(word=found.name, text=found.text.strip()) for task, found in told.items()}
 
 
@@ -72,21 +73,26 @@ def checked_for_slurm(study: Study, cells: Sequence[Cell]) -> list[str]:
     return notes
 
 
-def arrays_of(study: Study, cells: Sequence[Cell]) -> list[CellArray]:
-    """The arrays for these cells. Raises ConfigError if there are more of them than cells may run at once."""
+def arrays_of(study: Study, cells: Sequence[Cell], *, queued: int = 0) -> list[CellArray]:
+    """The arrays for these cells, beside so many of the study that are in the queue.
+
+    Raises ConfigError if there are more of them than cells may run at once.
+    """
     assert study.folder is not None
+    limited = study.budget.cell_minutes is not None
     by_shape: dict[str, list[Cell]] = {}
-    for cell in cells:
-        by_shape.setdefault(_script(study, cell, [""], "0"), []).append(cell)
-    at_once = _shares(study, [len(alike) for alike in by_shape.values()])
+    for cell in cells:  # of cells with limited minutes each has its own, which `send` gives it
+        by_shape.setdefault(_script(study, cell, [""], "0", 0 if limited else None), []).append(cell)
+    at_once = _shares(study, [len(alike) for alike in by_shape.values()], queued)
+    most = [max(_minutes(study, cell) for cell in alike) if limited else None for alike in by_shape.values()]
     return [
         CellArray(
             cells=alike,
-            script=_script(study, alike[0], [cell.name for cell in alike], f"0-{len(alike) - 1}{throttle}"),
+            script=_script(study, alike[0], [cell.name for cell in alike], f"0-{len(alike) - 1}{throttle}", minutes),
             resources=submit.checked(submit.for_slurm(alike[0].config)).describe(),
             private=bool(alike[0].config.slurm.environment),
         )
-        for alike, throttle in zip(by_shape.values(), at_once, strict=True)
+        for alike, throttle, minutes in zip(by_shape.values(), at_once, most, strict=True)
     ]
 
 
@@ -100,7 +106,9 @@ def read_by_bash(array: CellArray) -> None:
 def send(study: Study, arrays: Sequence[CellArray]) -> list[tuple[str, Path]]:
     """Submit the arrays, after Slurm has said of each that it could run. Returns their ids and scripts.
 
-    A cell's record then names its task. Raises ConfigError with sbatch's words; arrays before it stay sent.
+    A cell's record then names its task, as its folder does for ``rl-megatron cancel``. An array is held until both are
+    written, so that none runs of which a later call does not know. Raises ConfigError with sbatch's words, and OSError
+    if a record cannot be written; that array is cancelled, arrays before it stay sent.
     """
     assert study.folder is not None
     folder = study.folder / "jobs"
@@ -115,14 +123,40 @@ def send(study: Study, arrays: Sequence[CellArray]) -> list[tuple[str, Path]]:
         for array, path in zip(arrays, paths, strict=True):
             for cell in array.cells:
                 save_resolved(submit.for_slurm(cell.config), states.config_path(cell))
-            job = submit.call_slurm(["sbatch", "--parsable", str(path)]).strip().partition(";")[0]
-            for index, cell in enumerate(array.cells):
-                states.write_record(cell, _sent(study, cell, f"{job}_{index}"))
-            sent.append((job, path.rename(folder / f"{job}.sbatch")))
+            job = submit.call_slurm(["sbatch", "--parsable", "--hold", str(path)]).strip().partition(";")[0]
+            try:
+                _write_tasks(study, array, job)
+                sent.append((job, path.rename(folder / f"{job}.sbatch")))
+                submit.call_slurm(["scontrol", "release", job])
+            except BaseException as error:
+                _take_back(job, error)
+                raise
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
     return sent
+
+
+def _write_tasks(study: Study, array: CellArray, job: str) -> None:
+    """Name each cell's task in its record and its folder, and give those with less time left than others their own."""
+    shorter: dict[int, list[str]] = {}
+    if study.budget.cell_minutes is not None:
+        for index, cell in enumerate(array.cells):
+            shorter.setdefault(_minutes(study, cell), []).append(str(index))
+        shorter.pop(max(shorter))
+    for index, cell in enumerate(array.cells):
+        states.write_record(cell, _sent(study, cell, f"{job}_{index}"))
+        (cell.folder / "jobs").mkdir(parents=True, exist_ok=True)
+        write_atomically(cell.folder / "jobs" / "id", f"{job}_{index}\n".encode())
+    for minutes, tasks in shorter.items():
+        submit.call_slurm(["scontrol", "update", f"JobId={job}_[{','.join(tasks)}]", f"TimeLimit={minutes}"])
+
+
+def _take_back(job: str, why: BaseException) -> None:
+    try:
+        submit.call_slurm(["scancel", job])
+    except ConfigError as error:
+        raise ConfigError(f"{why}\narray {job} is still held in the queue; scancel {job} ends it: {error}") from why
 
 
 def _check_array(config: RunConfig) -> None:
@@ -139,24 +173,24 @@ def _check_array(config: RunConfig) -> None:
         )
 
 
-def _script(study: Study, cell: Cell, names: Sequence[str], array: str) -> str:
-    """The script for cells like this one; its run is the study's folder."""
+def _script(study: Study, cell: Cell, names: Sequence[str], array: str, minutes: int | None) -> str:
+    """The script for cells like this one; its run is the study's folder. With ``minutes`` it does not come back."""
     assert study.folder is not None
     config = submit.for_slurm(cell.config)
-    slurm = config.slurm.model_copy(update={"array": array, **_time(study, cell)})
+    time = {} if minutes is None else {"time": str(minutes), "requeues": 0}
+    slurm = config.slurm.model_copy(update={"array": array, **time})
     run = config.run.model_copy(update={"dir": study.folder.parent, "name": study.folder.name})
     config = config.model_copy(update={"slurm": slurm, "run": run})
     return job_script(config, folder=Path.cwd(), python=sys.executable, package=PACKAGE, cells=names)
 
 
-def _time(study: Study, cell: Cell) -> Mapping[str, object]:
-    """With ``budget.cell_minutes``, a job of these minutes that saves at their end and does not come back after it.
+def _minutes(study: Study, cell: Cell) -> int:
+    """With ``budget.cell_minutes``, those of the cell's job, which saves at their end.
 
     Raises ConfigError if slurm.time is shorter: then the cell's time would be spread over several jobs.
     """
     granted, slurm = _granted(study, cell), cell.config.slurm
-    if granted is None:
-        return {}
+    assert granted is not None
     minutes = -int(-granted // 60) + -(-slurm.signal_seconds // 60)
     if minutes > minutes_of(slurm.time):
         raise ConfigError(
@@ -164,32 +198,31 @@ def _time(study: Study, cell: Cell) -> Mapping[str, object]:
             f"{slurm.signal_seconds} to save need a job of {minutes} minutes, but slurm.time={slurm.time}; raise "
             "slurm.time as far as the partition allows, or lower or remove the budget"
         )
-    return {"time": str(minutes), "requeues": 0}
+    return minutes
 
 
 def _granted(study: Study, cell: Cell) -> float | None:
     """The seconds that ``budget.cell_minutes`` leaves the cell; None: as many as it needs."""
     limit = study.budget.cell_minutes
-    return None if limit is None else max(60 * limit - _used(study, cell), 60.0)
+    return None if limit is None else max(60 * limit - _used(cell), 60.0)
 
 
-def _used(study: Study, cell: Cell) -> float:
-    """Seconds that count: those on this machine, and what its task was granted if it had all of that."""
+def _used(cell: Cell) -> float:
+    """The seconds of all its starts."""
     record = states.read_record(cell)
-    if record is None:
-        return 0.0
-    spent = record.granted is not None and states.time_was_up(cell, record)
-    return record.seconds + (record.granted or 0.0 if spent else 0.0)
+    return states.seconds_of(cell, record) if record else 0.0
 
 
 def _sent(study: Study, cell: Cell, task: str) -> CellRecord:
     before = states.read_record(cell)
-    record = CellRecord(pid=0, began=0.0, starts=(before.starts if before else 0) + 1, seconds=_used(study, cell))
+    record = CellRecord(pid=0, began=0.0, starts=(before.starts if before else 0) + 1, seconds=_used(cell))
     return replace(record, task=task, granted=_granted(study, cell))
 
 
-def _shares(study: Study, sizes: Sequence[int]) -> list[str]:
-    """The throttle of each array, as %8: its share of the cells that may run at once, by its cells, at least one."""
+def _shares(study: Study, sizes: Sequence[int], queued: int) -> list[str]:
+    """The throttle of each array, as %8: its share of the cells that may run beside those that are in the queue, by its
+    cells, at least one.
+    """
     at_once = study.budget.cells_at_once
     if at_once is None:
         return [""] * len(sizes)
@@ -199,6 +232,7 @@ def _shares(study: Study, sizes: Sequence[int]) -> list[str]:
             f"slurm), each an array of its own; raise it to {len(sizes)} or more, or give them alike nodes"
         )
     shares = [1] * len(sizes)
-    for _ in range(min(at_once, sum(sizes)) - len(sizes)):  # each to the array with the most cells for its share
+    free = max(at_once - queued, len(sizes))
+    for _ in range(min(free, sum(sizes)) - len(sizes)):  # each to the array with the most cells for its share
         shares[max(range(len(sizes)), key=lambda i: sizes[i] / shares[i])] += 1
     return [f"%{share}" for share in shares]

@@ -77,18 +77,19 @@ async def run_cells(
     retry: bool,
     start: Start = start_process,
     console: Console | None = None,
-    queue: Mapping[str, Queued] | None = None,
+    queue: Callable[[], Mapping[str, Queued]] | None = None,
 ) -> list[CellStanding]:
     """Start the cells that have not ended, and wait until none runs. Returns what has become of each.
 
     Ctrl-C or SIGTERM has every cell finish its step and save; a second one ends them at once. A cell that has failed is
-    started only with ``retry``, one that is in Slurm's ``queue`` not at all. Raises ConfigError if another process runs
-    this study, and OSError if a cell cannot be started or its record not be written, as on a full disk; the other cells
-    are then ended.
+    started only with ``retry``, one that is in Slurm's queue not at all; ``queue`` asks it, while no other process can
+    send cells, before the first start and after the last end. Raises ConfigError if another process runs this study,
+    and OSError if a cell cannot be started or its record not be written, as on a full disk; the other cells are then
+    ended.
     """
     at_once = cells_at_once(study, cells)
     with alone(study):
-        found = states.find_states(study, cells, queue)
+        found = states.find_states(study, cells, queue() if queue else None)
         startable = {*states.STARTABLE, *([CellState.FAILED] if retry else [])}
         waiting = [each.cell for each in found if each.state in startable]
         display = _Display(study, cells, console or Console(), {each.cell.name: each.step for each in found})
@@ -106,7 +107,7 @@ async def run_cells(
                 raise several.exceptions[0] from several
             finally:
                 watch.cancel()
-        return states.find_states(study, cells, queue)
+        return states.find_states(study, cells, queue() if queue else None)
 
 
 def cells_at_once(study: Study, cells: Sequence[Cell]) -> int:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from rl_megatron.experiments.cells import Cell
 
-_SAID = re.compile(r"^\[([-0-9T:]+)\] job \S+, restart (\d+): (.*)$", re.MULTILINE)
+_SAID = re.compile(r"^\[([-+0-9T:]+)\] job \S+, restart (\d+): (.*)$", re.MULTILINE)
 _ENDS = ("done", "failed with status ", "failed: twice in a row ")
+_WHILE_IT_RUNS = "the time limit or preemption is near"
 _WAITS = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
 _RUNS = {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 _FAILED = {"FAILED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE"}
@@ -63,10 +64,17 @@ def read_task(cell: Cell, task: str) -> Task:
     """Read its lines and its attempts' folders; a task that has not started has said nothing."""
     log, jobs = task_log(cell, task), cell.folder / "jobs"
     text = log.read_text(errors="replace") if log.is_file() else ""
-    end, seconds, attempt = "", 0.0, jobs
+    end, attempt = "", jobs
+    began, ended = dict[Path, float](), dict[Path, float]()
     for when, restart, said in _SAID.findall(text):
         attempt, end = jobs / f"{task}-{restart}", said if said.startswith(_ENDS) else ""
-        printed = attempt / "controller.txt"
-        if said.startswith("starts on") and printed.is_file():
-            seconds += max(printed.stat().st_mtime - datetime.fromisoformat(when).timestamp(), 0.0)
+        at = datetime.fromisoformat(when).timestamp()  # older scripts wrote no zone: this one's
+        if said.startswith("starts on"):
+            began[attempt] = at
+        elif not said.startswith(_WHILE_IT_RUNS):
+            ended[attempt] = at
+    for each in began.keys() - ended.keys():  # it runs, or Slurm ended it
+        if (printed := each / "controller.txt").is_file():
+            ended[each] = printed.stat().st_mtime
+    seconds = sum(max(ended[each] - began[each], 0.0) for each in began.keys() & ended.keys())
     return Task(log=log, end=end, seconds=seconds, time_was_up=(attempt / "requeue").exists())

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 
 from launcher.__main__ import main
-from launcher.hosts.slurm.jobs import states_of
-from launcher.programs.arrays import CellArray, arrays_of, checked_for_slurm
+from launcher.hosts.slurm.jobs import job_of, states_of
+from launcher.programs.arrays import CellArray, arrays_of, checked_for_slurm, send
+from launcher.programs.experiment import alone
 from rl_megatron.config.sections.slurm import minutes_of
 from rl_megatron.errors import ConfigError
 from rl_megatron.experiments.cells import Cell, cells_of
-from rl_megatron.experiments.queued import Queued, task_log
-from rl_megatron.experiments.states import CellRecord, find_states, read_record, write_record
+from rl_megatron.experiments.queued import Queued, read_task, task_log
+from rl_megatron.experiments.states import CellRecord, find_states, read_record, record_path, write_record
 from rl_megatron.experiments.study import Study, read_study
 from rl_megatron.observability.metrics import MetricsWriter
 
@@ -178,13 +180,27 @@ def test_a_failed_task_that_was_resumed_by_hand_is_as_far_as_it_came(tmp_path: P
 COMMANDS = {
     "sbatch": """#!/bin/sh
 case "$*" in *--test-only*) exit 0;; esac
-echo "$@" >>sent; echo "$((11 + $(grep -c . sent)))"
+echo "$@" >>sent; job=$((11 + $(grep -c . sent)))
+case "$*" in *--hold*) echo "$job is held";; *) echo "$job may start";; esac >>calls
+echo "$job"
 """,
     "squeue": """#!/bin/sh
 [ -e forgotten ] && { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
-printf '12_0|RUNNING|node3\\n12_1|PENDING|(JobArrayTaskLimit)\\n12_3|COMPLETED|\\n'
+printf '12_0|RUNNING|%s|node3\\n12_1|PENDING|%s|(JobArrayTaskLimit)\\n12_3|COMPLETED|%s|\\n' ${NAME=runs} $NAME $NAME
 """,
-    "sacct": "#!/bin/sh\nprintf '12_2|CANCELLED by 0\\n'\n",
+    "sacct": """#!/bin/sh
+[ -e broken ] && { cat broken >&2; exit 1; }
+case "$*" in
+*--array*) printf '12_2|CANCELLED by 0|runs\\n12_5|CANCELLED by 0|%s\\n' ${NAME=runs};;
+*) echo '12_[2-5]|CANCELLED by 0|runs';;
+esac
+""",
+    "scontrol": """#!/bin/sh
+echo "$@, $(ls runs/cells/*.json | wc -l) records" >>calls
+""",
+    "scancel": """#!/bin/sh
+echo "scancel $@" >>calls
+""",
 }
 
 
@@ -210,14 +226,116 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_what_slurm_says_of_tasks_is_read_task_by_task(cluster: Path) -> None:
     tasks = [f"12_{index}" for index in range(5)]
-    found = {task: status.text for task, status in states_of(tasks).items()}
+    found = {task: status.text for task, status in states_of(tasks, "runs").items()}
     assert found["12_0"] == "RUNNING on node3"
     assert found["12_1"] == "PENDING (JobArrayTaskLimit)"
     assert found["12_2"] == "CANCELLED by 0", "squeue has forgotten it, sacct has not"
     assert found.keys() == {"12_0", "12_1", "12_2", "12_3"}
     (cluster / "forgotten").touch()
-    assert {task: status.name for task, status in states_of(tasks).items()} == {"12_2": "CANCELLED"}
-    assert states_of([]) == {}
+    assert {task: status.name for task, status in states_of(tasks, "runs").items()} == {"12_2": "CANCELLED"}
+    assert states_of([], "runs") == {}
+    (cluster / "broken").write_text("Slurm accounting storage is disabled")
+    assert states_of(tasks, "runs") == {}
+    (cluster / "broken").write_text("sacct: error: Connection refused")
+    with pytest.raises(ConfigError, match="Connection refused"):
+        states_of(tasks, "runs")
+
+
+def test_an_array_of_another_name_has_only_the_number_of_ours(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NAME", "somebodys")
+    assert {task: status.name for task, status in states_of([f"12_{i}" for i in range(6)], "runs").items()} == {
+        "12_2": "CANCELLED"
+    }
+
+
+def test_an_array_is_held_until_all_its_cells_name_their_task(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = study_of(cluster)
+    cells = cells_of(study)
+    cells[1].folder.mkdir(parents=True)
+    (cells[1].folder / "jobs").write_text("in the way")
+    with pytest.raises(OSError, match="jobs"):
+        send(study, sent_as(study))
+    assert (cluster / "calls").read_text().splitlines() == ["12 is held", "scancel 12"]
+    (cells[1].folder / "jobs").unlink()
+    (cluster / "forgotten").touch()
+    for cell in cells:
+        record_path(cell).unlink(missing_ok=True)
+    called(capsys, "submit")
+    assert (cluster / "calls").read_text().splitlines()[2:] == ["13 is held", "release 13, 4 records"]
+    assert [job_of(cell.folder) for cell in cells] == [f"13_{index}" for index in range(4)]
+
+
+def test_a_cell_that_waits_is_known_by_another_label(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = cells_of(study_of(cluster))
+    called(capsys, "submit")
+    for index in (2, 3):
+        task_log(before[index], f"12_{index}").write_text(at(0, "failed with status 1"))
+    after = cells_of(study_of(cluster, axes={"a": [{"renamed": "algorithm=grpo"}, "algorithm=gspo"]}))
+    assert after[0].arm == "renamed"
+    assert [cell.name for cell in after] == [cell.name for cell in before]
+    assert "nothing was sent" in called(capsys, "submit")
+
+
+def test_cells_with_less_time_left_are_in_the_same_array(cluster: Path) -> None:
+    keys = {"overrides": ["slurm.signal_seconds=90", "slurm.time=1:00:00"], "budget": {"cell_minutes": 30}}
+    study = study_of(cluster, **keys)
+    for cell, seconds in zip(cells_of(study), (0.0, 600.0, 1200.0, 600.0), strict=True):
+        write_record(cell, CellRecord(pid=0, began=0.0, starts=1, seconds=seconds, status=0))
+    (array,) = sent_as(study)
+    assert (options(array)["array"], options(array)["time"]) == ("0-3", "32")
+    send(study, [array])
+    assert (cluster / "calls").read_text().splitlines()[1:] == [  # 30 minutes less what was used, and 2 to save
+        "update JobId=12_[1,3] TimeLimit=22, 4 records",
+        "update JobId=12_[2] TimeLimit=12, 4 records",
+        "release 12, 4 records",
+    ]
+
+
+def test_seconds_of_a_task_count_by_its_own_lines_in_any_zone_and_whatever_ended_it(tmp_path: Path) -> None:
+    overrides = ["slurm.signal_seconds=60", "slurm.time=1:00:00"]
+    study = study_of(tmp_path, axes={}, seeds=[0], overrides=overrides, budget={"cell_minutes": 30})
+    (cell,) = cells_of(study)
+    lines = [  # 300 seconds, and of the second attempt 240, though the clock was set to another zone meanwhile
+        "[2026-01-02T03:00:00+0500] job 12_0, restart 0: starts on n1",
+        "[2026-01-02T03:04:00+0500] job 12_0, restart 0: the time limit or preemption is near: the run saves",
+        "[2026-01-02T03:05:00+0500] job 12_0, restart 0: preempted; Slurm brings it back",
+        "[2026-01-02T03:06:00+0500] job 12_0, restart 1: starts on n2",
+        "[2026-01-01T22:10:00+0000] job 12_0, restart 1: failed with status 1: error",
+    ]
+    for attempt in ("12_0-0", "12_0-1"):
+        (cell.folder / "jobs" / attempt).mkdir(parents=True)
+        (cell.folder / "jobs" / attempt / "controller.txt").touch()
+    task_log(cell, "12_0").parent.mkdir()
+    task_log(cell, "12_0").write_text("\n".join(lines) + "\n")
+    write_record(cell, CellRecord(pid=0, began=0.0, starts=1, seconds=60.0, task="12_0", granted=1800.0))
+    assert read_task(cell, "12_0").seconds == 540.0
+    (array,) = sent_as(study)
+    assert options(array)["time"] == "21"  # 30 minutes, less 10, and one to save
+
+
+def test_the_queue_is_asked_when_no_other_process_can_send(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study_of(cluster)
+    asked = []
+
+    def told(cells: Sequence[Cell]) -> dict[str, Queued]:
+        with pytest.raises(ConfigError, match="another process runs this study"), alone(read_study(Path("mine.yaml"))):
+            pass
+        asked.append(len(cells))
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("launcher.programs.arrays.queue_of", told)
+    with pytest.raises(SystemExit):
+        main(["experiment", "run", "mine.yaml"])
+    assert asked == [4]
+
+
+def test_what_is_in_the_queue_counts_among_those_at_once(tmp_path: Path) -> None:
+    study = study_of(tmp_path, seeds=[0, 1, 2, 3], budget={"cells_at_once": 6})
+    for queued, throttle in ((0, "%6"), (2, "%4"), (6, "%1"), (20, "%1")):
+        (array,) = arrays_of(study, cells_of(study), queued=queued)
+        assert options(array)["array"] == f"0-7{throttle}"
 
 
 def test_submit_sends_what_is_not_done_once_and_what_failed_on_request(
@@ -244,4 +362,5 @@ def test_submit_sends_what_is_not_done_once_and_what_failed_on_request(
     assert "array 13: " in shown
     assert f"    {cells[3].name}\n)" in (cluster / "runs" / "jobs" / "13.sbatch").read_text()
     assert [record.task for cell in cells if (record := read_record(cell))] == ["12_0", "12_1", "12_2", "13_0"]
+    assert job_of(cells[3].folder) == "13_0"
     assert len((cluster / "sent").read_text().splitlines()) == 2
