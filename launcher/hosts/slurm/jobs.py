@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,7 @@ class Status:
         return self.name in _OVER
 
 
+_SACCT = ("env", "SLURM_BITSTR_LEN=0", "sacct", "-X", "-n", "-P")  # else it cuts lists of tasks at 64 characters
 _OVER = {
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"),
     *("DEADLINE", "REVOKED", "GONE"),
@@ -118,11 +119,21 @@ def states_of(tasks: Sequence[str], job_name: str) -> dict[str, Status]:
                 found[task] = Status(name=name, text=f"{name} on {where}" if where[:1].isalnum() else f"{name} {where}")
     missing = {task.partition("_")[0] for task in tasks if task not in found}  # each task is forgotten on its own
     for array in sorted(missing) if shutil.which("sacct") else ():
-        said = _known("sacct", "-X", "-n", "-P", "--array", "-j", array, "-o", "JobID,State,JobName")
-        for task, text, of in (line.split("|", 2) for line in said.splitlines()):
-            if text and of == job_name and task not in found:
-                found[task] = Status(name=text.split()[0], text=text)
+        said = _known(*_SACCT, "-j", array, "-o", "JobID,State,JobName")
+        for row, text, of in (line.split("|", 2) for line in said.splitlines()):
+            for task in _tasks_of(row) if text and of == job_name else ():
+                found.setdefault(task, Status(name=text.split()[0], text=text))
     return {task: found[task] for task in tasks if task in found}
+
+
+def _tasks_of(row: str) -> Iterator[str]:
+    """12_3, or all of 12_[0,4-8:2%4], as sacct names tasks that were cancelled before they started."""
+    array, bracket, listed = row.partition("_[")
+    if not bracket:
+        yield row
+    for first, last, step in re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", listed.partition("%")[0]):
+        for index in range(int(first), int(last or first) + 1, int(step or 1)):
+            yield f"{array}_{index}"
 
 
 def _known(*command: str) -> str:
