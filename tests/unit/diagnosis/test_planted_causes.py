@@ -167,9 +167,9 @@ def test_routers_that_round_otherwise(policy: Policy, monkeypatch: pytest.Monkey
 def offset_when_decoding(engine: Embedded) -> None:
     inner = engine.engine.model.hidden
 
-    def hidden(tokens: Tensor, positions: Tensor, attend: object, routes: Tensor | None = None) -> Tensor:
+    def hidden(tokens: Tensor, positions: Tensor, attend: object, *others: Tensor | None) -> Tensor:
         decoding = getattr(attend, "__self__", None).__class__ is KVCache
-        return inner(tokens, positions + int(decoding), attend, routes)  # type: ignore[arg-type]
+        return inner(tokens, positions + int(decoding), attend, *others)  # type: ignore[arg-type]
 
     engine.engine.model.hidden = hidden  # type: ignore[method-assign]
 
