@@ -132,7 +132,8 @@ def test_with_replay_no_route_flips_in_an_update(replay: str) -> None:
     row, _, _ = updated(replay)
     assert row["moe/flips_update"] == 0
     assert row["moe/first_flip/none"] == 1
-    assert (row["moe/flips_engine"] == 0) is (replay == "r3")  # r3: the learner's pass takes the engine's experts
+    # With r3 the learner's pass takes the engine's experts: the share would be 0 however far the two are.
+    assert (row["moe/flips_engine"] > 0) if replay == "r2" else ("moe/flips_engine" not in row)
 
 
 def test_completions_without_routes_are_refused_by_the_key_that_needs_them() -> None:
