@@ -20,7 +20,7 @@ from typing import Any
 
 SAMPLE = {
     *("Prompt", "GenerationRequest", "Completion", "Turn", "Chain", "Trajectory", "RolloutGroup", "RolloutBatch"),
-    *("_Answered", "_Scored", "Samples", "Measured", "_Measured", "Batch", "PackedMicroBatch", "LossInputs"),
+    *("Drawn", "Answered", "_Scored", "Samples", "Measured", "_Measured", "Batch", "PackedMicroBatch", "LossInputs"),
 }
 BOX = {"Tensor", "Parameter", "WeightUpdate"}  # and every class of rl_megatron.weights
 _DEEP, _FIRST = 4, 4  # how far into containers, and at how many of their elements, is looked

@@ -1,4 +1,4 @@
-"""Completions written as plain numbers, and read back as such."""
+"""Completions written as plain numbers, and read back as such; and prompts as a batch draws them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from rl_megatron.types import Completion, FinishReason, RolloutGroup, Routes, Span
+from rl_megatron.rollout.batch import Drawn
+from rl_megatron.types import Completion, FinishReason, Prompt, RolloutGroup, Routes, Span
 
 
 def completion(
@@ -41,3 +42,12 @@ def finished(group: RolloutGroup, reasons: Sequence[FinishReason]) -> RolloutGro
         for row in one.chains
     ]
     return replace(group, trajectories=tuple(ended))
+
+
+def drawn(prompts: Sequence[Prompt], batch: int = 1) -> list[Drawn]:
+    """The prompts as the ``batch``-th batch of their number draws them."""
+    ids, first = [prompt.id for prompt in prompts], (batch - 1) * len(prompts)
+    return [
+        Drawn(ordinal=first + i, prompt=prompt, batch=batch, time=1 + ids[:i].count(prompt.id))
+        for i, prompt in enumerate(prompts)
+    ]

@@ -21,7 +21,7 @@ from rl_megatron.training.checkpoints import CheckpointStore
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.group_job import GroupJob
 from rl_megatron.training.jobs.pairs import PreferencePairs
-from rl_megatron.training.jobs.rl import Reinforcement
+from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.jobs.sft import Supervised
 from rl_megatron.training.loop import Loop, Pace
 from rl_megatron.training.update import Update
@@ -78,7 +78,7 @@ def _on_groups(common: dict[str, Any], sampler: RolloutSampler, data: Data) -> G
     """The job on pairs if the data has rejected answers, else reinforcement."""
     if data.train[0].rejected:
         return PreferencePairs(**common, tokenizer=data.tokenizer, eos=data.stop_token_ids[0])
-    return Reinforcement(**common, sampler=sampler)
+    return Reinforcement(**common, stream=stream_of(common["config"], common["prompts"], sampler))
 
 
 def _sampler(parts: Parts, roles: Roles, data: Data) -> RolloutSampler:

@@ -1,4 +1,4 @@
-"""Rules of the modes in which equal work gives equal numbers, and of fused routers, which other sections depend on."""
+"""Rules of the modes in which equal work gives equal numbers, of fused routers, and of sampling ahead of training."""
 
 from __future__ import annotations
 
@@ -34,6 +34,19 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
         )
     if c.rollout.server.batch_invariant:
         yield from _of_servers(c)
+    if c.train.max_staleness:
+        yield from _of_staleness(c)
+
+
+def _of_staleness(c: RunConfig) -> Iterator[str]:
+    given = f"train.max_staleness={c.train.max_staleness}"
+    if c.offline:
+        yield f"{given} does nothing with data.rejected_field: the run samples no pairs; leave it out"
+    elif c.rollout.served and c.algorithm.advantage_mean == "greedy":
+        yield (
+            f"{given} with algorithm.advantage_mean=greedy: weights may be pushed between a group's completions and "
+            "its greedy one, whose reward would be another policy's baseline; set one of them to its default"
+        )
 
 
 _ONE_GROUP = (

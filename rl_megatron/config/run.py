@@ -111,7 +111,8 @@ class TrainSection(Section):
     update, by layer, and which tokens' ratio left 1 +- 0.2 (``moe/flips_*``, ``ratio/outside``): one more pass over
     the batch."""
     max_staleness: NonNegative = 0
-    """Most rollout batches that sampling may be ahead of training; 0 is synchronous."""
+    """Most pushes of weights between the first token of a completion and the step that trains on it. Sampling may be so
+    many batches ahead of training, and a step waits for groups that would get older; 0 is synchronous."""
     on_nonfinite: Annotated[str, Field(pattern=r"^(fail|skip:[1-9][0-9]{0,5})$")] = "skip:3"
     """What to do with a gradient that has NaN or infinity. skip:n: skip that optimizer step, and end the run at more
     than n skipped steps in a row, so that one strange batch costs a step, and broken weights or data end the run soon;

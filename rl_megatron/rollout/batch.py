@@ -1,53 +1,77 @@
-"""A rollout batch: its groups and the counts of what went wrong; and the protocol of its source."""
+"""Prompts drawn for a run, what a source answers for each, and the batch of a step, which is made of such answers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
-from rl_megatron.types import Prompt, RolloutGroup
+from rl_megatron.types import Prompt, RolloutGroup, Scored
+
+Reason = Literal["equal_rewards", "reward_error", "time", "poison"]
+"""Why a prompt that was drawn is not trained on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A prompt to sample a group of; its seeds are functions of ``batch``, ``time`` and the prompt's id."""
+
+    ordinal: int  # how many prompts the run drew before it
+    prompt: Prompt
+    batch: int  # 1 + ordinal // rollout.prompts_per_step
+    time: int = 1  # counts how often its ``batch`` drew the prompt, as it does where an epoch ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """One prompt's group, and what was scored of it."""
+
+    group: RolloutGroup | None  # None: it is left out, for ``reason``
+    reason: Reason | None = None
+    rewards: tuple[float, ...] = ()  # of its completions, also where it is left out; none if one of them failed
+    scored: tuple[Scored, ...] = ()
+    greedy: tuple[Scored, ...] = ()  # of the greedy completion, if there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
-    """The groups of one ``sample``, and counts of what was scored, failed or left out."""
+    """The groups of one step, and counts of what was scored, failed or left out."""
 
     groups: tuple[RolloutGroup, ...] = ()
-    num_completions: int = 0  # scored, including those of groups left out later
+    num_completions: int = 0  # scored, including those of groups that are left out
     reward_sum: float = 0.0  # of these
     reward_errors: int = 0  # completions whose reward raised, timed out or was not finite
-    dropped_groups: int = 0  # groups left out for a failed reward
+    dropped_groups: int = 0  # groups left out for another reason than the next
     filtered_groups: int = 0  # groups left out because their rewards are equal
     part_sums: Mapping[str, float] = field(default_factory=dict)  # of each part of a weighted reward, unweighted
     part_completions: int = 0  # completions in part_sums: those whose every part was finite
 
-    def filtered(self, teaches: Sequence[bool]) -> RolloutBatch:
-        """The batch without groups of equal rewards (DAPO, arXiv:2503.14476)."""
-        kept = tuple(group for group, does in zip(self.groups, teaches, strict=True) if does)
-        return replace(self, groups=kept, filtered_groups=self.filtered_groups + len(self.groups) - len(kept))
-
-    def joined(self, other: RolloutBatch) -> RolloutBatch:
-        """Both batches as one, this one's groups first."""
-        names = {f.name for f in fields(self)} - {"part_sums"}
-        parts = {**self.part_sums, **other.part_sums}
-        return RolloutBatch(
-            part_sums={name: self.part_sums.get(name, 0.0) + other.part_sums.get(name, 0.0) for name in parts},
-            **{name: getattr(self, name) + getattr(other, name) for name in names},
+    @classmethod
+    def of(cls, answered: Sequence[Answered]) -> RolloutBatch:
+        """The batch of these answers; its groups are in their order."""
+        rewards = [reward for one in answered for reward in one.rewards]
+        parts = [s.parts for one in answered if one.rewards for s in one.scored if s.error is None and s.parts]
+        filtered = sum(one.reason == "equal_rewards" for one in answered)
+        return cls(
+            groups=(groups := tuple(one.group for one in answered if one.group is not None)),
+            num_completions=len(rewards),
+            reward_sum=math.fsum(rewards),
+            reward_errors=sum(s.error is not None for one in answered for s in (*one.scored, *one.greedy)),
+            dropped_groups=len(answered) - len(groups) - filtered,
+            filtered_groups=filtered,
+            part_sums={name: math.fsum(one[name] for one in parts) for name in (parts[0] if parts else ())},
+            part_completions=len(parts),
         )
-
-    def cut(self, num_groups: int) -> RolloutBatch:
-        """The batch with its first ``num_groups`` groups alone."""
-        return replace(self, groups=self.groups[:num_groups])
 
     def part_means(self) -> dict[str, float]:
         """``reward/part/<name>`` of each part, over the same completions as ``reward/sampled_mean``."""
         return {f"reward/part/{name}": total / self.part_completions for name, total in self.part_sums.items()}
 
 
-class RolloutSource(Protocol):
-    """Samples the completions that a job trains on."""
+class GroupSource(Protocol):
+    """Samples and scores the completions that a job trains on."""
 
-    async def sample(self, prompts: Sequence[Prompt], *, step: int) -> RolloutBatch:
-        """Scored completions of each prompt, for the ``step``-th batch; groups in the order of ``prompts``."""
+    async def groups(self, drawn: Sequence[Drawn]) -> Sequence[Answered]:
+        """A group of each prompt, in their order, all requested together."""
         ...

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,25 +18,16 @@ from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import RewardError
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.rewards.scoring import errors_of, score
-from rl_megatron.rollout.batch import RolloutBatch
-from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams, Scored
+from rl_megatron.rollout.batch import Answered, Drawn
+from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Answered:
-    """One prompt's group, None if it was dropped, and the score of each completion."""
-
-    group: RolloutGroup | None
-    scored: tuple[Scored, ...]
-    greedy: tuple[Scored, ...] = ()  # of the greedy completion, if there is one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSampler:
-    """Samples and scores. Seeds are functions of (run seed, step, prompt id), so that a step repeats exactly, and of
-    how many times a prompt came before in the step, as it does where an epoch ends."""
+    """A GroupSource over an engine. Seeds are functions of the run's seed and of what `Drawn` names, so that a group
+    repeats exactly."""
 
     engine: RolloutEngine
     reward_function: RewardFunction
@@ -49,57 +39,45 @@ class RolloutSampler:
     greedy_baseline: bool = False  # whether each group also gets a greedy completion
     routes: bool = False  # whether to request routes of the completions that are trained on
 
-    async def sample(self, prompts: Sequence[Prompt], *, step: int) -> RolloutBatch:
-        """``group_size`` completions of each prompt, scored; groups in the order of ``prompts``.
+    async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
+        """``group_size`` completions of each prompt, scored, and after them the greedy ones.
 
         Raises RewardError that names the prompt if a reward fails and ``reward.on_error`` is ``fail``.
         """
         section = self.rollout
         choices = (section.group_size, section.temperature, section.top_p)
-        answered = await self._run(
-            prompts, f"step {step}", *choices, routes=self.routes, router_noise=section.router_noise
-        )
+        named = [(one.prompt, _named("", one)) for one in drawn]
+        answered = await self._run(named, *choices, routes=self.routes, router_noise=section.router_noise)
         if self.greedy_baseline:
-            greedy = await self._run(prompts, f"step {step}, greedy", 1, 0.0, 1.0)
+            named = [(one.prompt, _named(", greedy", one)) for one in drawn]
+            greedy = await self._run(named, 1, 0.0, 1.0)
             answered = [_with_greedy(*pair) for pair in zip(answered, greedy, strict=True)]
-        kept = tuple(a.group for a in answered if a.group is not None)
-        rewards = [reward for group in kept for reward in group.rewards]
-        parts = [s.parts for a in answered if a.group is not None for s in a.scored if s.error is None and s.parts]
-        return RolloutBatch(
-            groups=kept,
-            num_completions=len(rewards),
-            reward_sum=math.fsum(rewards),
-            reward_errors=sum(s.error is not None for a in answered for s in (*a.scored, *a.greedy)),
-            dropped_groups=len(answered) - len(kept),
-            part_sums={name: math.fsum(one[name] for one in parts) for name in (parts[0] if parts else ())},
-            part_completions=len(parts),
-        )
+        return answered
 
     async def evaluate(self, prompts: Sequence[Prompt], *, temperature: float, success_reward: float) -> float:
         """Share of ``prompts`` whose one completion gets at least ``success_reward``; failed rewards do not count."""
-        answered = await self._run(prompts, "evaluation", 1, temperature, 1.0)
+        named = list(zip(prompts, _told_apart("evaluation", prompts), strict=True))
+        answered = await self._run(named, 1, temperature, 1.0)
         return sum(a.group is not None and a.group.rewards[0] >= success_reward for a in answered) / len(answered)
 
     async def _run(
         self,
-        prompts: Sequence[Prompt],
-        purpose: str,
+        named: Sequence[tuple[Prompt, str]],
         count: int,
         temperature: float,
         top_p: float,
         *,
         routes: bool = False,
         router_noise: float = 0.0,
-    ) -> list[_Answered]:
+    ) -> list[Answered]:
+        """A group of each prompt, whose request has the name beside it."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                purposes = _told_apart(purpose, prompts)
-                asked = zip(prompts, purposes, strict=True)
                 requests = [
-                    self._request(p, what, count, temperature, top_p, routes, router_noise) for p, what in asked
+                    (prompt, self._request(prompt, name, count, temperature, top_p, routes, router_noise))
+                    for prompt, name in named
                 ]
-                pairs = zip(prompts, requests, strict=True)
-                running = [tasks.create_task(self._group(prompt, request)) for prompt, request in pairs]
+                running = [tasks.create_task(self._group(prompt, request)) for prompt, request in requests]
         except ExceptionGroup as failed:  # the first is the cause; callers catch its type
             raise failed.exceptions[0] from failed
         return [task.result() for task in running]
@@ -133,7 +111,7 @@ class RolloutSampler:
     def _texts(self, completions: Sequence[Completion]) -> tuple[str, ...]:
         return tuple(self.decode(completion.token_ids.tolist()) for completion in completions)
 
-    async def _group(self, prompt: Prompt, request: GenerationRequest) -> _Answered:
+    async def _group(self, prompt: Prompt, request: GenerationRequest) -> Answered:
         completions = tuple(await self.engine.generate(request))
         texts = await asyncio.to_thread(self._texts, completions)  # decoding long ones would block the event loop
         scored = await score(self.reward_function, prompt, completions, texts, limit=self.reward.timeout_seconds)
@@ -145,18 +123,22 @@ class RolloutSampler:
                 raise RewardError(f"{message}; fix it, or set reward.on_error to drop or to a number")
             logger.warning("%s", message)
             if on_error == "drop":
-                return _Answered(group=None, scored=scored)
+                return Answered(group=None, reason="reward_error", scored=scored)
         rewards = tuple(one.total if one.error is None else float(on_error) for one in scored)
         group = single_turns(prompt, completions, texts, rewards)
-        return _Answered(group=group, scored=scored)
+        return Answered(group=group, rewards=rewards, scored=scored)
 
 
-def _with_greedy(sampled: _Answered, greedy: _Answered) -> _Answered:
+def _named(kind: str, drawn: Drawn) -> str:
+    again = f", time {drawn.time}" if drawn.time > 1 else ""
+    return f"step {drawn.batch}{kind}{again}"
+
+
+def _with_greedy(sampled: Answered, greedy: Answered) -> Answered:
     """The sampled group with the greedy completion; without a group if either was dropped."""
-    both = None
-    if sampled.group is not None and greedy.group is not None:
-        both = replace(sampled.group, greedy=greedy.group)
-    return replace(sampled, group=both, greedy=greedy.scored)
+    if sampled.group is None or greedy.group is None:
+        return Answered(group=None, reason="reward_error", scored=sampled.scored, greedy=greedy.scored)
+    return replace(sampled, group=replace(sampled.group, greedy=greedy.group), greedy=greedy.scored)
 
 
 def _told_apart(purpose: str, prompts: Sequence[Prompt]) -> Iterator[str]:

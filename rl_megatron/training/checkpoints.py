@@ -21,7 +21,7 @@ from rl_megatron.digests import KIND, Digest, digest_of, misfits
 from rl_megatron.durable import publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
-from rl_megatron.rollout.batch import RolloutBatch
+from rl_megatron.rollout.stream import StreamState
 from rl_megatron.training.credit import AlgorithmState
 
 _NAME = re.compile(r"(warm_start|step)_(\d{6,})")
@@ -35,9 +35,8 @@ class TrainerState:
     """The controller's state between steps. Random numbers are functions of (seed, step), so it has no generator."""
 
     step: int  # finished RL steps; 0 is right after the warm start
-    batches_sampled: int  # rollout batches taken from the prompts so far
     prompts: dict[str, int]  # PromptStream.state()
-    buffer: tuple[RolloutBatch, ...]  # sampled, not yet trained on, oldest first
+    stream: StreamState | None  # of the prompts drawn; None where nothing is drawn ahead
     memory: AlgorithmState | None = None  # the algorithm's, by the name in checkpoints; None in a warm start
     warm_start_step: int | None = None  # supervised steps done in a stopped warm start; ``prompts`` is then its
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from rl_megatron.durable import remove_folder
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout.batch import RolloutBatch
+from rl_megatron.rollout.stream import Stream
 from rl_megatron.training.checkpoints import TrainerState, files_of
 from rl_megatron.training.credit import groups_that_differ
 from rl_megatron.training.evaluation import Evaluation
@@ -31,10 +30,7 @@ _FOLDERS = {"policy": "learner"}  # a checkpoint's folder by role; others are na
 
 @dataclass(slots=True, kw_only=True)
 class GroupJob(ABC):
-    """A Job of ``training.loop``; its subclasses produce the groups.
-
-    It takes up to ``train.max_staleness`` batches ahead of the one that it trains on.
-    """
+    """A Job of ``training.loop``; its subclasses produce the groups."""
 
     config: RunConfig
     roles: Roles
@@ -46,12 +42,11 @@ class GroupJob(ABC):
     route: str  # of pushes, in rows of metrics
     name: str = "reinforcement"
     number: int = 0  # of the last step
-    batches_taken: int = 0
-    buffer: deque[RolloutBatch] = field(default_factory=deque)
+    stream: Stream | None = None  # of groups that are sampled ahead
 
     @abstractmethod
     async def take(self) -> RolloutBatch:
-        """The next batch to train on. Raises DataError if faults left nothing in it to train on."""
+        """The batch of step ``number``. Raises DataError if faults left nothing in it to train on."""
 
     @property
     def first_step_is_saved(self) -> bool:
@@ -92,27 +87,20 @@ class GroupJob(ABC):
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
         """Take a batch, train on it and push the weights. Returns the metrics row."""
-        staleness, self.number = self.config.train.max_staleness, number
-        while len(self.buffer) < max(1, staleness):
+        self.number = number
+        with watch("rollout"):
+            batch = await self.take()
+        self.recorder.write_samples(number, batch.groups)
+        row = self._describe(batch) | await self.update(batch.groups, number, watch)
+        if not row["tokens/train"]:
+            logger.warning("step %d has no token to train on and is skipped: the weights do not change", number)
+        if self.stream is not None:
             with watch("rollout"):
-                self.buffer.append(await self.take())
-        batch = self.buffer.popleft()
-        ahead = asyncio.ensure_future(self.take()) if len(self.buffer) < staleness else None
-        try:
-            self.recorder.write_samples(number, batch.groups)
-            row = self._describe(batch) | await self.update(batch.groups, number, watch)
-            if not row["tokens/train"]:
-                logger.warning("step %d has no token to train on and is skipped: the weights do not change", number)
-            if ahead is not None:
-                with watch("rollout"):
-                    self.buffer.append(await ahead)
-        except BaseException:
-            if ahead is not None:
-                ahead.cancel()
-                await asyncio.wait([ahead])
-            raise
+                await self.stream.settled()
         with watch("weights"):
             pushed = await self.roles.weights.push(number)
+        if self.stream is not None:
+            self.stream.pushed(number, last=number == self.config.train.steps)
         watch.count("rollout", int(row["tokens/rollout"] or 0))
         watch.count("train", int(row["tokens/train"] or 0))
         row |= {"weights/bytes": pushed.num_bytes, "weights/route": self.route}
@@ -173,20 +161,25 @@ class GroupJob(ABC):
         return {_FOLDERS.get(role, role): learner for role, learner in self.roles.learners.items()}
 
     def state(self) -> TrainerState:
-        """The position in the data, batches not yet trained on, and the algorithm's state."""
+        """The position in the data, what was drawn and is not trained on yet, and the algorithm's state."""
         return TrainerState(
             step=self.number,
-            batches_sampled=self.batches_taken,
             prompts=self.prompts.state(),
-            buffer=tuple(self.buffer),
+            stream=None if self.stream is None else self.stream.state(),
             memory=self.update.state,
         )
 
+    async def close(self) -> None:
+        """End the sampling of groups."""
+        if self.stream is not None:
+            await self.stream.close()
+
     async def restore(self, state: TrainerState) -> None:
         """Continue from ``state``, and push the weights."""
-        self.number, self.batches_taken = state.step, state.batches_sampled
+        self.number = state.step
         self.prompts.restore(state.prompts)
-        self.buffer = deque(state.buffer)
+        if self.stream is not None and state.stream is not None:
+            self.stream.restore(state.stream)
         if state.memory is not None:
             self.update.state = state.memory
         await self.roles.weights.push(self.number)

@@ -68,6 +68,10 @@ class Job(Protocol):
         """Continue from ``state``. Called after the learners have loaded their shards."""
         ...
 
+    async def close(self) -> None:
+        """End work that goes on between steps. Called once, however the loop ends."""
+        ...
+
 
 @dataclass(slots=True, kw_only=True)
 class Loop:
@@ -86,6 +90,12 @@ class Loop:
 
         Raises Stopped if a stop is requested before the first step.
         """
+        try:
+            return await self._run()
+        finally:
+            await self.job.close()
+
+    async def _run(self) -> bool:
         await self._start()
         watch, ended = Stopwatch(), self.done >= self.pace.steps
         while not ended and not self.stop.is_set():

@@ -164,8 +164,12 @@ def test_a_pipeline_with_rollouts_ahead_resumes_its_buffer_and_exports_what_samp
     assert 0 < rerouted[0] < 0.1 < rerouted[-1] < 0.5  # after the first minibatch; then rollouts are of older weights
     assert run.record() == reference.record()
 
-    (sampled,) = checkpoints.read(run.folder / "checkpoints/step_000004").state.buffer
-    rows = [row for g in sampled.groups for one in g.trajectories for row in one.chains]
+    stream = checkpoints.read(run.folder / "checkpoints/step_000004").state.stream
+    assert stream is not None
+    groups = [place.answered.group for place in stream.places if place.answered is not None]
+    assert [place.drawn.batch for place in stream.places] == [5] * 4
+    rows = [row for g in groups if g is not None for one in g.trajectories for row in one.chains]
+    assert len(rows) == 16
     assert {turn.spans for row in rows for turn in row.turns} == {((0, 3),)}  # the weights that this folder holds
     model = AutoModelForCausalLM.from_pretrained(run.folder / "hf_step_000003", dtype=torch.float32)
     for row in rows:

@@ -171,6 +171,9 @@ def test_rules_between_keys_stay_readable() -> None:
         "with train.max_staleness=2 servers sample while the learner trains; set one of them to its default",
         "slurm.engines.nodes=1 are for servers alone; leave one of them out",
     ]
+    ahead = ["rollout=vllm", "algorithm=remax", "train.max_staleness=2"]
+    (found,) = problems("tiny_cpu", ahead)
+    assert "max_staleness=2 with algorithm.advantage_mean=greedy: weights may be pushed between" in found
     alone = ["learner.offload.while_sampling=gradients", "learner.device=cuda"]
     turns = "set rollout.server.colocated=true with rollout=vllm or sglang, or leave it out"
     for engine in ("local", "vllm"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import NoneType, UnionType
@@ -28,7 +29,7 @@ from rl_megatron.observability.recorder import Recorder, Stopwatch
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training.evaluation import Evaluation
-from rl_megatron.training.jobs.rl import Reinforcement
+from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.update import Update
 from rl_megatron.types import Prompt
 from tests.toy_roles import VOCABULARY, Toy, ToyEngine, ToyWeights, decode, table
@@ -148,6 +149,7 @@ class Rig:
         except RLMegatronError as error:
             return [*heard, str(error)]
         finally:
+            await trainer.close()
             trainer.recorder.close()
         return heard
 
@@ -163,17 +165,19 @@ class Rig:
             greedy_baseline=config.algorithm.advantage_mean == "greedy",
             routes=config.algorithm.routing_replay == "r3",
         )
+        prompts, size = PromptStream(self.prompts, seed=0), config.rollout.prompts_per_step
+        stream = stream_of(config, prompts, sampler)
+        stream.restore(replace(stream.state(), version=STARTED, drawn=STARTED * size))
         return Reinforcement(
             config=config,
             roles=roles,
-            sampler=sampler,
-            prompts=PromptStream(self.prompts, seed=0),
+            stream=stream,
+            prompts=prompts,
             evaluation=Evaluation(sampler=sampler, prompts=self.prompts, section=config.eval),
             update=Update(config=config, roles=roles, attention_cost=0.0),
             start_folder=self.folder / "hf_start",
             recorder=Recorder(self.folder, config.log, self.progress),
             route="memory",
-            batches_taken=STARTED,
         )
 
 

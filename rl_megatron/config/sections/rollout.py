@@ -131,10 +131,10 @@ class RolloutSection(Section):
     """Whether to sample ``max_new_tokens`` tokens even after a stop token (for measurements)."""
     dynamic_sampling: Literal["off", "refill", "drop"] = "off"
     """What to do with groups of equal rewards (after shaping), which give no gradient: keep them (off), drop them and
-    sample more until the batch is full (refill), or drop them and train on the rest."""
+    draw another prompt for each, until the batch is full (refill), or drop them and train on the rest."""
     max_refills: Positive = 8
-    """dynamic_sampling=refill, drop: most batches to sample for one step, which then trains on the groups that it has.
-    """
+    """dynamic_sampling=refill, drop: most prompts to draw for one step, as multiples of prompts_per_step; the step then
+    trains on the groups that it has."""
     router_noise: NonNegativeFloat = 0.0
     """Standard deviation, in logits, of Gaussian noise on the routers of the in-process engine while it samples the
     completions to train on, so that its routes differ from the learner's by a known level (docs/algorithms.md). It is

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from typing_extensions import override
 
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
@@ -27,11 +28,11 @@ class PreferencePairs(GroupJob):
     tokenizer: PreTrainedTokenizerBase
     eos: int
 
+    @override
     async def take(self) -> RolloutBatch:
         """Pairs of the next prompts. Raises DataError for an answer that is too long."""
-        self.batches_taken += 1
         prompts = self.prompts.take(self.config.rollout.prompts_per_step)
-        groups = tuple(self._group(prompt, self.batches_taken - 1) for prompt in prompts)
+        groups = tuple(self._group(prompt, self.number - 1) for prompt in prompts)
         return RolloutBatch(groups=groups, num_completions=2 * len(groups), reward_sum=float(len(groups)))
 
     def _group(self, prompt: Prompt, version: int) -> RolloutGroup:

@@ -4,44 +4,52 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
+from typing_extensions import override
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.data.prompts import PromptStream
 from rl_megatron.errors import DataError
-from rl_megatron.rollout.batch import RolloutBatch
-from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.rollout.batch import GroupSource, RolloutBatch
+from rl_megatron.rollout.stream import Stream
+from rl_megatron.training.credit import groups_that_differ
 from rl_megatron.training.group_job import GroupJob
 
 logger = logging.getLogger(__name__)
 
 
+def stream_of(config: RunConfig, prompts: PromptStream, source: GroupSource) -> Stream:
+    """The stream of a run's groups."""
+    limit = config.rollout.max_new_tokens
+    return Stream(
+        prompts=prompts,
+        source=source,
+        section=config.rollout,
+        max_staleness=config.train.max_staleness,
+        teaches=partial(groups_that_differ, section=config.algorithm, max_new_tokens=limit),
+    )
+
+
 @dataclass(slots=True, kw_only=True)
 class Reinforcement(GroupJob):
-    """Takes its groups from the sampler."""
+    """Takes its groups from the stream, which draws from ``prompts``."""
 
-    sampler: RolloutSampler
+    stream: Stream
 
+    @override
     async def take(self) -> RolloutBatch:
-        """The next rollout batch, after dynamic sampling; short or empty if too many groups have equal rewards.
-
-        Raises DataError if failed rewards left no group.
-        """
+        """The next batch, after dynamic sampling; short or empty if too many groups have equal rewards."""
         section = self.config.rollout
-        tries, wanted, informative = {
-            "off": (1, 1, False),
-            "drop": (section.max_refills, 1, True),
-            "refill": (section.max_refills, section.prompts_per_step, True),
-        }[section.dynamic_sampling]
-        batch = RolloutBatch()
-        for _ in range(tries):
-            self.batches_taken += 1
-            prompts = self.prompts.take(section.prompts_per_step)
-            sampled = await self.sampler.sample(prompts, step=self.batches_taken)
-            batch = batch.joined(sampled.filtered(self.teaches(sampled.groups)) if informative else sampled)
-            if len(batch.groups) >= wanted:
-                return batch.cut(section.prompts_per_step)
+        wanted = section.prompts_per_step if section.dynamic_sampling == "refill" else 1
+        batch = await self.stream.take(self.number)
+        if len(batch.groups) >= wanted:
+            return batch
+        left_out = batch.dropped_groups + batch.filtered_groups
         found = (
-            f"rollout batch {self.batches_taken}: {tries} x {section.prompts_per_step} prompts left "
-            f"{len(batch.groups)} groups to train on, {wanted} were wanted: {batch.dropped_groups} were dropped for "
-            f"a failed reward (log.txt names them), {batch.filtered_groups} had equal rewards"
+            f"step {self.number}: {len(batch.groups) + left_out} prompts left {len(batch.groups)} groups to train on, "
+            f"{wanted} were wanted: {batch.dropped_groups} were dropped for a failed reward (log.txt names them), "
+            f"{batch.filtered_groups} had equal rewards"
         )
         if not batch.groups and not batch.filtered_groups:
             raise DataError(f"{found}. Fix the reward or the data")

@@ -72,10 +72,13 @@ class Supervised:
     def state(self) -> TrainerState:
         """The position in the data."""
         prompts = self.prompts.state()
-        return TrainerState(step=0, batches_sampled=0, prompts=prompts, buffer=(), warm_start_step=self.number)
+        return TrainerState(step=0, prompts=prompts, stream=None, warm_start_step=self.number)
 
     async def restore(self, state: TrainerState) -> None:
         """Continue from ``state``, and push the weights."""
         self.number = state.warm_start_step or 0
         self.prompts.restore(state.prompts)
         await self.roles.weights.push(0)
+
+    async def close(self) -> None:
+        """Nothing goes on between steps."""

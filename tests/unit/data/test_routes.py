@@ -13,8 +13,8 @@ from rl_megatron.data.routes import decode_routes, encode_routes
 from rl_megatron.data.samples import select, to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
-from rl_megatron.rollout.batch import RolloutBatch
-from rl_megatron.training.checkpoints import TrainerState
+from rl_megatron.rollout.batch import Answered, Drawn
+from rl_megatron.rollout.stream import StreamState, Waiting
 from rl_megatron.types import Prompt, RolloutGroup, Routes
 from tests.completions import completion
 
@@ -89,9 +89,15 @@ def test_routes_that_do_not_fit_their_sequence_are_refused(second: Routes | None
 def test_waiting_rollouts_keep_their_routes_in_a_checkpoint() -> None:
     wide = encode_routes(chosen(4, first=300, num_experts=512), num_experts=512)
     every_byte = Routes(data=bytes(range(240)), shape=(40, 2, 3))
-    batch = RolloutBatch(groups=(group([wide, None]), group([every_byte], prompt=39)))
-    state = TrainerState(step=3, batches_sampled=4, prompts={}, buffer=(batch,))
-    adapter = TypeAdapter(TrainerState)
+    groups = (group([wide, None]), group([every_byte], prompt=39))
+    places = tuple(
+        Waiting(drawn=Drawn(ordinal=i, prompt=one.prompt, batch=1), birth=0, due=1, answered=Answered(group=one))
+        for i, one in enumerate(groups)
+    )
+    counts = {"version": 3, "drawn": 2, "opened": 0, "credit": 0, "ahead": 0, "calm": 0}
+    state = StreamState(**counts, batch=("a", "b"), places=places, left_out=())
+    adapter = TypeAdapter(StreamState)
     again = adapter.validate_json(adapter.dump_json(state))
-    assert [contents(group) for group in again.buffer[0].groups] == [contents(group) for group in batch.groups]
-    assert replace(again, buffer=()) == replace(state, buffer=())
+    found = [place.answered.group for place in again.places if place.answered is not None]
+    assert [contents(one) for one in found if one is not None] == [contents(one) for one in groups]
+    assert replace(again, places=()) == replace(state, places=())

@@ -137,14 +137,14 @@ def test_models_that_are_loaded_at_the_start_leave_the_gpus_before_the_first_sam
         start_folder=tmp_path / "start",
         recorder=none,
         route="",
-        sampler=cast(Any, sampler),
+        stream=cast(Any, None),
     )
 
     async def start() -> None:
         if fresh:
             await roles.weights.push(0)  # as the warm start before it
         else:
-            await job.restore(TrainerState(step=3, batches_sampled=3, prompts=none, buffer=()))
+            await job.restore(TrainerState(step=3, prompts=none, stream=None))
         await job.start(fresh=fresh)
 
     asyncio.run(start())

@@ -31,7 +31,7 @@ class Weights:
 def run_of(folder: Path, config: RunConfig, held: Mapping[str, Any] | None = None) -> Path:
     """With a checkpoint that holds the values ``held``, or else those of ``config`` that are fixed."""
     store = CheckpointStore(folder / "checkpoints", keep=1, config=held or fixed(config))
-    state = TrainerState(step=1, batches_sampled=1, prompts={}, buffer=())
+    state = TrainerState(step=1, prompts={}, stream=None)
     learner: Any = Weights()
     asyncio.run(store.save(state, {"learner": learner}))
     save_resolved(config, folder / "config.yaml")

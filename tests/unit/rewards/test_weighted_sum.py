@@ -6,19 +6,20 @@ import asyncio
 import math
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
-from pydantic import TypeAdapter
 
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.registry import resolve_reward
-from rl_megatron.rollout.batch import RolloutBatch
+from rl_megatron.rollout.batch import Answered, RolloutBatch
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.types import Completion, GenerationRequest, Prompt, Scored
-from tests.completions import completion
+from tests.completions import completion, drawn
 
 DONE = completion((1, 2))
 PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(i,), answer=str(i)) for i in range(3)]
@@ -105,7 +106,7 @@ def sampler(section: RewardSection, decode: Callable[[Sequence[int]], str] = lam
 
 def test_part_means_are_over_the_scored_completions(mine: types.ModuleType) -> None:
     section = parts(right=("exact_match", 2.0), order=("parts_for_test:order", 1.0))
-    batch = asyncio.run(sampler(section).sample(PROMPTS, step=1))
+    batch = RolloutBatch.of(asyncio.run(sampler(section).groups(drawn(PROMPTS))))
     assert [group.rewards for group in batch.groups] == [(2.0, 1.0)] * 3
     assert batch.part_means() == {"reward/part/right": 0.5, "reward/part/order": 0.5}
     assert batch.reward_sum / batch.num_completions == 2 * 0.5 + 0.5
@@ -119,26 +120,28 @@ def test_completions_without_a_finite_part_count_for_no_part(
     with pytest.raises(
         RewardError, match=r"'exact_match, parts_for_test:gaps' of prompt 'p1'.*0 got nan.*\(gaps: inf\)"
     ):
-        asyncio.run(sampler(section).sample(PROMPTS, step=1))
+        asyncio.run(sampler(section).groups(drawn(PROMPTS)))
     ours = sampler(section.model_copy(update={"on_error": on_error}))
-    batch = asyncio.run(ours.sample(PROMPTS, step=1))
+    batch = RolloutBatch.of(asyncio.run(ours.groups(drawn(PROMPTS))))
     assert batch.reward_errors == 1
     assert batch.part_completions == count
     assert batch.part_means() == {"reward/part/right": right / count, "reward/part/gaps": 2.0}
 
 
-def test_joining_batches_adds_their_parts_and_survives_a_checkpoint() -> None:
-    one = RolloutBatch(num_completions=2, part_sums={"a": -3.0, "b": 1.0}, part_completions=2)
-    both = RolloutBatch().joined(one).joined(one).cut(1).filtered([])
-    assert both.part_means() == {"reward/part/a": -1.5, "reward/part/b": 0.5}
-    adapter = TypeAdapter(RolloutBatch)
-    assert adapter.validate_json(adapter.dump_json(both)) == both
+def test_a_batch_counts_what_was_scored_of_groups_that_are_left_out() -> None:
+    kept = Answered(group=cast(Any, "kept"), rewards=(0.1, 0.2), scored=(Scored(total=0.1, parts={"a": -1.0}),) * 2)
+    equal = replace(kept, group=None, reason="equal_rewards")
+    failed = Answered(group=None, reason="reward_error", scored=(Scored(total=math.nan, error="why"),) * 2)
+    batch = RolloutBatch.of([kept, equal, failed, kept])
+    assert (batch.groups, batch.filtered_groups, batch.dropped_groups) == (("kept", "kept"), 1, 1)
+    assert (batch.num_completions, batch.reward_sum, batch.reward_errors) == (6, 0.9, 2)
+    assert batch.part_means() == {"reward/part/a": -1.0}
     assert RolloutBatch().part_means() == {}
 
 
 def test_a_reward_without_parts_has_none() -> None:
     section = RewardSection()
-    batch = asyncio.run(sampler(section).sample(PROMPTS, step=1))
+    batch = RolloutBatch.of(asyncio.run(sampler(section).groups(drawn(PROMPTS))))
     assert (batch.part_sums, batch.part_completions) == ({}, 0)
 
 

@@ -14,9 +14,11 @@ from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import EngineError, RewardError
 from rl_megatron.rewards.own import Plain
+from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, Scored
+from tests.completions import drawn
 
 MakeEngine = Callable[[int], LocalEngine]
 Reward = Callable[[Prompt, Sequence[Completion], Sequence[str]], Sequence[float]]
@@ -60,6 +62,10 @@ def sampler(make_engine: MakeEngine, reward: Reward, seed: int = 0, **section: o
     )
 
 
+def sampled(ours: RolloutSampler, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
+    return RolloutBatch.of(asyncio.run(ours.groups(drawn(prompts, step))))
+
+
 def failing_for(bad: str, outcome: object) -> Reward:
     def reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> Sequence[float]:
         if prompt.id != bad:
@@ -72,7 +78,7 @@ def failing_for(bad: str, outcome: object) -> Reward:
 
 
 def test_groups_come_in_order_with_texts_and_rewards(make_engine: MakeEngine) -> None:
-    batch = asyncio.run(sampler(make_engine, length_reward).sample(PROMPTS, step=3))
+    batch = sampled(sampler(make_engine, length_reward), PROMPTS, 3)
     assert [group.prompt.id for group in batch.groups] == ["p0", "p1", "p2", "p3", "p4"]
     assert (batch.reward_errors, batch.dropped_groups) == (0, 0)
     for group in batch.groups:
@@ -90,7 +96,7 @@ def test_texts_are_decoded_off_the_event_loop(make_engine: MakeEngine) -> None:
         threads.add(threading.current_thread())
         return text(tokens)
 
-    batch = asyncio.run(replace(sampler(make_engine, length_reward), decode=decode).sample(PROMPTS, step=3))
+    batch = sampled(replace(sampler(make_engine, length_reward), decode=decode), PROMPTS, 3)
     assert len(batch.groups) == 5
     assert threading.main_thread() not in threads
 
@@ -99,8 +105,8 @@ def test_a_step_repeats_exactly_and_no_two_steps_seeds_or_prompts_share_numbers(
     seeds = []
     for run_seed, step in ((0, 1), (0, 2), (1, 1)):
         ours = sampler(make_engine, length_reward, seed=run_seed)
-        batch = asyncio.run(ours.sample(PROMPTS, step=step))
-        again = asyncio.run(sampler(make_engine, length_reward, seed=run_seed).sample(PROMPTS[::-1], step=step))
+        batch = sampled(ours, PROMPTS, step)
+        again = sampled(sampler(make_engine, length_reward, seed=run_seed), PROMPTS[::-1], step)
         assert {g.prompt.id: texts_of(g) for g in batch.groups} == {g.prompt.id: texts_of(g) for g in again.groups}
         seeds += [request.params.seed for request in ours.engine.asked]
     assert len(set(seeds)) == 15
@@ -108,10 +114,10 @@ def test_a_step_repeats_exactly_and_no_two_steps_seeds_or_prompts_share_numbers(
 
 def test_a_prompt_that_comes_twice_in_a_step_gets_other_completions_the_second_time(make_engine: MakeEngine) -> None:
     ours = sampler(make_engine, length_reward)
-    batch = asyncio.run(ours.sample([*PROMPTS[:2], PROMPTS[0]], step=3))
+    batch = sampled(ours, [*PROMPTS[:2], PROMPTS[0]], 3)
     first, _, second = (texts_of(group) for group in batch.groups)
     assert not set(first) & set(second)
-    alone = asyncio.run(sampler(make_engine, length_reward).sample(PROMPTS[:1], step=3))
+    alone = sampled(sampler(make_engine, length_reward), PROMPTS[:1], 3)
     assert texts_of(alone.groups[0]) == first
 
 
@@ -128,14 +134,14 @@ def test_a_failing_reward_fails_drops_or_gets_the_number(
 ) -> None:
     reward = failing_for("p2", outcome)
     with pytest.raises(RewardError, match=f"prompt 'p2'.*{said}") as caught:
-        asyncio.run(sampler(make_engine, reward).sample(PROMPTS, step=0))
+        sampled(sampler(make_engine, reward), PROMPTS, 0)
     assert str(caught.value).count(said) == 1
 
-    dropped = asyncio.run(sampler(make_engine, reward, on_error="drop").sample(PROMPTS, step=0))
+    dropped = sampled(sampler(make_engine, reward, on_error="drop"), PROMPTS, 0)
     assert [group.prompt.id for group in dropped.groups] == ["p0", "p1", "p3", "p4"]
     assert (dropped.reward_errors, dropped.dropped_groups) == (errors, 1)
 
-    numbered = asyncio.run(sampler(make_engine, reward, on_error=-1.0).sample(PROMPTS, step=0))
+    numbered = sampled(sampler(make_engine, reward, on_error=-1.0), PROMPTS, 0)
     expected = (1.0, -1.0, 2.0, -1.0) if errors == 2 else (-1.0,) * 4
     assert numbered.groups[2].rewards == expected
     assert (numbered.reward_errors, numbered.dropped_groups) == (errors, 0)
@@ -146,7 +152,7 @@ def test_greedy_completions_without_a_reward_are_counted_and_get_the_number(make
         return [math.nan, *length_reward(prompt, completions, texts)[1:]]
 
     ours = replace(sampler(make_engine, reward, on_error=-1.0), greedy_baseline=True)
-    batch = asyncio.run(ours.sample(PROMPTS, step=0))
+    batch = sampled(ours, PROMPTS, 0)
     assert (batch.reward_errors, batch.dropped_groups, batch.num_completions) == (10, 0, 20)
     assert [(group.rewards[0], group.greedy.rewards) for group in batch.groups] == [(-1.0, (-1.0,))] * 5
 
@@ -167,13 +173,13 @@ def test_a_late_reward_is_named(make_engine: MakeEngine) -> None:
         seed=0,
     )
     with pytest.raises(RewardError, match=r"prompt 'p0'.*reward.timeout_seconds=0.01"):
-        asyncio.run(slow.sample(PROMPTS[:1], step=0))
+        sampled(slow, PROMPTS[:1], 0)
 
 
 def test_an_engine_error_reaches_the_caller_as_itself(make_engine: MakeEngine) -> None:
     empty = Prompt(id="empty", text="", token_ids=(), answer="")
     with pytest.raises(EngineError, match="empty"):
-        asyncio.run(sampler(make_engine, length_reward).sample([*PROMPTS, empty], step=0))
+        sampled(sampler(make_engine, length_reward), [*PROMPTS, empty], 0)
 
 
 def test_accuracy_is_the_share_of_greedy_successes(make_engine: MakeEngine) -> None:

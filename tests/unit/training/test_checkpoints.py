@@ -28,11 +28,11 @@ from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training import checkpoints
 from rl_megatron.training.checkpoints import CheckpointStore, Saved, TrainerState
 from rl_megatron.training.evaluation import Evaluation
-from rl_megatron.training.jobs.rl import Reinforcement
+from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.loop import Loop, Pace
 from rl_megatron.types import ParallelDims
 
-STATE = TrainerState(step=3, batches_sampled=4, prompts={"epoch": 0, "next": 8}, buffer=())
+STATE = TrainerState(step=3, prompts={"epoch": 0, "next": 8}, stream=None)
 FILES = {f"__{i}_0.distcp": bytes(range(i, 200 + i)) * 400 for i in range(5)}
 
 
@@ -202,11 +202,12 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
 
     sampler, recorder = cast(Any, SimpleNamespace(evaluate=evaluate)), cast(Any, SimpleNamespace(write=rows.append))
     config = load_config("tiny_cpu", ["train.steps=0", f"warm_start.steps={warm_start_steps}"])
+    prompts = cast(Any, SimpleNamespace(state=dict))
     job = Reinforcement(
         config=config,
         roles=cast(Any, SimpleNamespace(learners={"policy": learner}, frozen={})),
-        sampler=sampler,
-        prompts=cast(Any, SimpleNamespace(state=dict)),
+        stream=stream_of(config, prompts, sampler),
+        prompts=prompts,
         evaluation=Evaluation(sampler=sampler, prompts=(), section=config.eval),
         update=cast(Any, SimpleNamespace(state=None)),
         start_folder=tmp_path / "hf_start",
@@ -246,6 +247,9 @@ def test_the_row_after_a_checkpoint_has_its_bytes_and_seconds(tmp_path: Path) ->
 
         def learners(self) -> dict[str, Learner]:
             return {"learner": cast(Learner, Shards())}
+
+        async def close(self) -> None:
+            """Nothing goes on."""
 
     rows = list[dict[str, Any]]()
     loop = Loop(

@@ -17,12 +17,12 @@ from rl_megatron.errors import DataError, Stopped
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
-from rl_megatron.rollout.batch import RolloutBatch
+from rl_megatron.rollout.batch import Answered, Drawn
 from rl_megatron.training.evaluation import Evaluation
-from rl_megatron.training.jobs.rl import Reinforcement
+from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.loop import Loop, Pace
 from rl_megatron.training.update import Update
-from rl_megatron.types import Counts, Metric, Prompt, RolloutGroup, StepResult
+from rl_megatron.types import Counts, Metric, RolloutGroup, StepResult
 from tests.completions import finished
 from tests.unit.training.test_engine_logprobs import Learner, groups
 
@@ -33,13 +33,12 @@ EQUAL = replace(TEACHES, trajectories=tuple(replace(one, reward=1.0) for one in 
 
 @dataclass
 class Source:
-    """Gives the batches that it was given, one after the other."""
+    """Gives the answers that it was given, one for each prompt."""
 
-    batches: Iterator[RolloutBatch]
+    answers: Iterator[Answered]
 
-    async def sample(self, prompts: Sequence[Prompt], *, step: int) -> RolloutBatch:
-        assert len(prompts) == WANTED
-        return next(self.batches)
+    async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
+        return [next(self.answers) for _ in drawn]
 
 
 class Steps(Learner):
@@ -58,20 +57,20 @@ class Steps(Learner):
         return SimpleNamespace(num_bytes=0, verify_seconds=0.0, quantization_error=None)
 
 
-def job(folder: Path, batches: Sequence[RolloutBatch], learner: Any, **sections: dict[str, Any]) -> Reinforcement:
+def job(folder: Path, answers: Sequence[Answered], learner: Any, **sections: dict[str, Any]) -> Reinforcement:
     rollout = {"prompts_per_step": WANTED, **sections.pop("rollout", {})}
     if rollout.get("dynamic_sampling", "off") != "off":
         rollout["max_refills"] = 2
     given = {"train": {"minibatches": 1}, "log": {"tensorboard": False}, "rollout": rollout, **sections}
     config = RunConfig.model_validate(given)
     roles = Roles(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
-    source = cast(Any, Source(iter(batches)))
+    prompts = PromptStream([TEACHES.prompt] * 8, seed=0)
     return Reinforcement(
         config=config,
         roles=roles,
-        sampler=source,
-        prompts=PromptStream([TEACHES.prompt] * 8, seed=0),
-        evaluation=Evaluation(sampler=source, prompts=(), section=config.eval),
+        stream=stream_of(config, prompts, Source(iter(answers))),
+        prompts=prompts,
+        evaluation=Evaluation(sampler=cast(Any, None), prompts=(), section=config.eval),
         update=Update(config=config, roles=roles, attention_cost=0.0),
         start_folder=folder,
         recorder=Recorder(folder, config.log, Progress(1, "plain", "run", run_folder=folder)),
@@ -79,12 +78,12 @@ def job(folder: Path, batches: Sequence[RolloutBatch], learner: Any, **sections:
     )
 
 
-def step(folder: Path, batches: Sequence[RolloutBatch], **sections: dict[str, Any]) -> tuple[Row, int]:
+def step(folder: Path, answers: Sequence[Answered], **sections: dict[str, Any]) -> tuple[Row, int]:
     """A step's row, written as the run writes it, and how many optimizer steps it took."""
     learner = Steps()
 
     async def once() -> Row:
-        it = job(folder, batches, learner, **sections)
+        it = job(folder, answers, learner, **sections)
         row = await it.step(1, Stopwatch())
         it.recorder.write(row)
         return row
@@ -92,19 +91,31 @@ def step(folder: Path, batches: Sequence[RolloutBatch], **sections: dict[str, An
     return asyncio.run(once()), learner.taken
 
 
-def batch(*of: RolloutGroup) -> RolloutBatch:
-    return RolloutBatch(groups=of, num_completions=sum(len(g.rewards) for g in of))
+def answers(*groups: RolloutGroup) -> list[Answered]:
+    return [Answered(group=group, rewards=group.rewards) for group in groups]
 
 
-@pytest.mark.parametrize("mode", ["refill", "drop"])
 def test_a_step_trains_on_the_groups_that_teach_though_fewer_than_wanted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: Literal["refill", "drop"]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    row, taken = step(tmp_path, [batch(EQUAL, EQUAL), batch(TEACHES, EQUAL)], rollout={"dynamic_sampling": mode})
+    given = answers(EQUAL, TEACHES, EQUAL, EQUAL, *[EQUAL] * 4)
+    row, taken = step(tmp_path, given[:4], rollout={"dynamic_sampling": "drop"})
     assert (row["groups/trained"], row["groups/filtered"], taken) == (1, 3, 1)
     assert row["weights/route"] == "shared_file"
-    said = "2 x 4 prompts left 1 groups to train on, 4 were wanted"
-    assert (said in caplog.text) == (mode == "refill")
+    assert "were wanted" not in caplog.text
+
+    row, taken = step(tmp_path, given, rollout={"dynamic_sampling": "refill"})
+    assert (row["groups/trained"], row["groups/filtered"], taken) == (1, 7, 1)
+    assert "8 prompts left 1 groups to train on, 4 were wanted" in caplog.text
+
+
+def test_a_refill_draws_as_many_prompts_as_were_left_out(tmp_path: Path) -> None:
+    given = answers(EQUAL, TEACHES, TEACHES, EQUAL, TEACHES, EQUAL, TEACHES)
+    row, _ = step(tmp_path, given, rollout={"dynamic_sampling": "refill"})
+    assert (row["groups/trained"], row["groups/filtered"]) == (4, 3)
+    scored = [group.rewards for group in (EQUAL, TEACHES)]
+    wanted = (3 * sum(scored[0]) + 4 * sum(scored[1])) / (7 * len(scored[0]))
+    assert row["reward/sampled_mean"] == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("mode", ["refill", "drop"])
@@ -112,14 +123,14 @@ def test_a_step_without_a_group_that_teaches_is_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: Literal["refill", "drop"]
 ) -> None:
     """At a pass rate of 0 or 1 a run of days goes on: the next prompts may teach."""
-    row, taken = step(tmp_path, [batch(EQUAL), batch(EQUAL, EQUAL)], rollout={"dynamic_sampling": mode})
-    assert (row["groups/trained"], row["groups/filtered"], row["tokens/train"], taken) == (0, 3, 0, 0)
+    row, taken = step(tmp_path, answers(*[EQUAL] * 8), rollout={"dynamic_sampling": mode})
+    assert (row["groups/trained"], row["groups/filtered"], row["tokens/train"], taken) == (0, 8, 0, 0)
     assert "step 1 has no token to train on and is skipped" in caplog.text
 
 
 @pytest.mark.parametrize(("mode", "tries"), [("off", 1), ("refill", 2), ("drop", 2)])
 def test_rewards_that_all_fail_end_the_run(tmp_path: Path, mode: str, tries: int) -> None:
-    failed = [RolloutBatch(dropped_groups=4)] * tries
+    failed = [Answered(group=None, reason="reward_error")] * 4 * tries
     with pytest.raises(
         DataError, match=rf"{4 * tries} were dropped for a failed reward \(log.txt names them\).*Fix the"
     ):
@@ -131,7 +142,7 @@ def test_a_batch_whose_every_completion_is_left_out_moves_no_weight(
 ) -> None:
     cut = finished(TEACHES, ["length"] * len(TEACHES.trajectories))
     algorithm = {"drop_truncated": True}
-    row, taken = step(tmp_path, [batch(cut, cut)], algorithm=algorithm)
+    row, taken = step(tmp_path, answers(cut, cut, cut, cut), algorithm=algorithm)
     assert (row["tokens/train"], taken) == (0, 0)
     assert not {name for name, value in row.items() if value != value}  # no mean over nothing
     assert "step 1 has no token to train on" in caplog.text
@@ -141,7 +152,9 @@ def test_a_minibatch_whose_every_completion_is_left_out_takes_no_step(tmp_path: 
     """One sequence a minibatch; those that were cut short have no gradient, but Adam's momentum would move weights."""
     cut = finished(TEACHES, ["length", "stop", "length", "stop"])
     algorithm = {"drop_truncated": True}
-    _, taken = step(tmp_path, [batch(cut)], algorithm=algorithm, train={"minibatches": 4})
+    _, taken = step(
+        tmp_path, answers(cut), algorithm=algorithm, train={"minibatches": 4}, rollout={"prompts_per_step": 1}
+    )
     assert taken == 2
 
 

@@ -1,0 +1,290 @@
+"""Draws prompts ahead of training, has them sampled while the learner trains, and gives each step its batch.
+
+Letters: G prompts a step, k pushes that a trained token may be old (``train.max_staleness``), v the version served.
+
+**Admission.** A prompt is drawn while fewer than (v + k + 1) G were. A group drawn at version b is *due* at step
+b + k + 1: its tokens are then k pushes old, or younger. So the groups due at a step or before it are at most as many as
+these steps have places.
+
+**A step** takes the G finished groups that are due first, and waits while that would leave more groups due by a later
+step than the steps until then have places. So no trained token is older than k pushes, nothing that was sampled is
+dropped for its age, and lengths are trained as they were drawn. With k = 0 the stream is the synchronous loop.
+
+Servers get each prompt by itself, as soon as it is admitted. An engine in the learner's processes samples one batch at
+a time, and nothing during a push, so that each k gives equal numbers again after a resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rl_megatron.config.sections.rollout import RolloutSection
+from rl_megatron.data.prompts import PromptStream
+from rl_megatron.rollout.batch import Answered, Drawn, GroupSource, RolloutBatch
+from rl_megatron.types import RolloutGroup
+
+_PATIENCE = 0.02  # the share of a step for which the learner may wait before more is sampled ahead
+_CALM_STEPS = 30  # steps without such a wait before less is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A prompt that was drawn and is not trained on yet."""
+
+    drawn: Drawn
+    birth: int  # the version served when it was drawn
+    due: int  # the last step that may train on it
+    answered: Answered | None = None  # once its group is scored
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The order in which steps take groups."""
+        return self.due, self.drawn.ordinal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamState:
+    """A Stream between two steps, for checkpoints."""
+
+    version: int  # pushed last
+    drawn: int  # prompts
+    opened: int  # places that groups left without being trained on, and that were drawn again
+    credit: int  # more places that may be so
+    ahead: int  # pushes that sampling may be ahead at present
+    calm: int  # steps since the learner waited
+    batch: tuple[str, ...]  # ids of the prompts that the present batch has drawn
+    places: tuple[Waiting, ...]  # in the order drawn; those without an answer are sampled again
+    left_out: tuple[Answered, ...]  # since the last step
+
+
+class Stream:
+    """The groups that a run trains on, sampled ahead by the rule above. Controller process only.
+
+    ``teaches`` says of groups whether they have a gradient; ``rollout.dynamic_sampling`` leaves others out, and draws
+    the next prompt in their place: in all at most ``rollout.max_refills`` times the prompts that a step needs.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts: PromptStream,
+        source: GroupSource,
+        section: RolloutSection,
+        max_staleness: int,
+        teaches: Callable[[Sequence[RolloutGroup]], Sequence[bool]],
+    ) -> None:
+        self.version = 0
+        self._prompts, self._source, self._section, self._teaches = prompts, source, section, teaches
+        self._size, self._most = section.prompts_per_step, max_staleness
+        self._apart = section.served  # sampling goes on while the learner trains and weights are pushed
+        self._drawn = self._opened = self._calm = 0
+        self._credit = (max_staleness + 1) * self._refills
+        self._ahead = min(1, max_staleness) if self._apart else max_staleness
+        self._batch: list[str] = []
+        self._places: dict[int, Waiting] = {}
+        self._dues = Counter[int]()  # how many places are due at each step
+        self._ready: list[tuple[int, int]] = []  # keys of the places with an answer, ascending
+        self._left_out: list[Answered] = []
+        self._unsent: list[Waiting] = []  # of a checkpoint, to sample again
+        self._tasks = set[asyncio.Task[None]]()
+        self._failure: Exception | None = None
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._took: float | None = None  # the time of the last ``take``
+
+    def admit(self) -> None:
+        """Draw and send what the rule allows; in the learner's processes one batch, if none is being sampled."""
+        if self._closed or self._failure is not None:
+            return
+        if self._apart:
+            for place in self._sendable(None):
+                self._send([place])
+        elif not self._tasks and (places := self._sendable(self._size)):
+            self._send(places)
+
+    async def take(self, step: int) -> RolloutBatch:
+        """The batch of ``step``, which follows the version pushed last; short where groups were left out.
+
+        Raises what sampling or scoring any group raised.
+        """
+        assert step == self.version + 1, (step, self.version)
+        began = asyncio.get_running_loop().time()
+        answers = await self._next(step)
+        while not any(one.group for one in answers) and self._may_open(self._size):
+            self._left_out += answers
+            self._open(self._size)
+            answers = await self._next(step)
+        answers = [*answers, *self._left_out]
+        self._left_out = []
+        self._adapt(began)
+        return RolloutBatch.of(answers)
+
+    async def settled(self) -> None:
+        """Wait until weights may be pushed: an engine in the learner's processes must have sampled all that is drawn.
+
+        Raises as ``take`` does.
+        """
+        while not self._apart and self._tasks:
+            await self._change()
+        self._check()
+
+    def pushed(self, version: int, *, last: bool = False) -> None:
+        """Admit as the new version allows, unless no step follows (``last``).
+
+        Without staleness, and in the learner's processes, the next ``take`` admits.
+        """
+        self.version = version
+        self._credit = min((self._most + 1) * self._refills, self._credit + self._refills)
+        if self._apart and self._most and not last:
+            self.admit()
+
+    def state(self) -> StreamState:
+        """What ``restore`` continues from. Call it when no step is being made."""
+        return StreamState(
+            version=self.version,
+            drawn=self._drawn,
+            opened=self._opened,
+            credit=self._credit,
+            ahead=self._ahead,
+            calm=self._calm,
+            batch=tuple(self._batch),
+            places=tuple(self._places.values()),
+            left_out=tuple(self._left_out),
+        )
+
+    def restore(self, state: StreamState) -> None:
+        """Continue from ``state``. Groups stay due when they were, even if ``train.max_staleness`` is now another."""
+        self.version, self._drawn, self._opened = state.version, state.drawn, state.opened
+        self._credit, self._calm, self._batch = state.credit, state.calm, list(state.batch)
+        if self._apart:
+            self._ahead = max(min(1, self._most), min(state.ahead, self._most))
+        self._left_out = list(state.left_out)
+        self._places = {place.drawn.ordinal: place for place in state.places}
+        self._dues = Counter(place.due for place in state.places)
+        self._ready = sorted(place.key for place in state.places if place.answered is not None)
+        self._unsent = [place for place in state.places if place.answered is None]
+
+    async def close(self) -> None:
+        """End what is being sampled."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _sendable(self, most: int | None) -> list[Waiting]:
+        """Up to ``most`` places that nobody samples: those of a checkpoint, and newly drawn ones."""
+        found, self._unsent = self._unsent[:most], self._unsent[len(self._unsent) if most is None else most :]
+        room = (self.version + self._ahead + 1) * self._size + self._opened - self._drawn
+        return found + [self._draw() for _ in range(room if most is None else min(room, most - len(found)))]
+
+    def _draw(self) -> Waiting:
+        (prompt,) = self._prompts.take(1)
+        ordinal, self._drawn = self._drawn, self._drawn + 1
+        if ordinal % self._size == 0:
+            self._batch.clear()
+        self._batch.append(prompt.id)
+        drawn = Drawn(
+            ordinal=ordinal, prompt=prompt, batch=1 + ordinal // self._size, time=self._batch.count(prompt.id)
+        )
+        place = Waiting(drawn=drawn, birth=self.version, due=self.version + self._most + 1)
+        self._places[ordinal] = place
+        self._dues[place.due] += 1
+        return place
+
+    def _send(self, places: Sequence[Waiting]) -> None:
+        task = asyncio.get_running_loop().create_task(self._sample(places))
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def _sample(self, places: Sequence[Waiting]) -> None:
+        answers = await self._source.groups([place.drawn for place in places])
+        for place, answered in zip(places, answers, strict=True):
+            self._answer(place, answered)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._failure = self._failure or error
+        self.admit()
+        self._changed.set()
+
+    def _answer(self, place: Waiting, answered: Answered) -> None:
+        """Buffer the group; or leave it out, and open its place where ``dynamic_sampling`` says so."""
+        section, group = self._section, answered.group
+        if section.dynamic_sampling != "off" and group is not None and not self._teaches([group])[0]:
+            answered = replace(answered, group=None, reason="equal_rewards")
+        if answered.group is None and section.dynamic_sampling == "refill" and self._credit:
+            self._left_out.append(answered)
+            self._remove(place)
+            self._open(1)
+        else:
+            self._places[place.drawn.ordinal] = replace(place, answered=answered)
+            insort(self._ready, place.key)
+
+    async def _next(self, step: int) -> list[Answered]:
+        """Take G answers out of the stream, once a step may."""
+        self.admit()
+        while not self._may_take(step):
+            await self._change()
+        self._check()
+        chosen, self._ready = self._ready[: self._size], self._ready[self._size :]
+        places = [self._places[ordinal] for _, ordinal in chosen]
+        for place in places:
+            self._remove(place)
+        return [place.answered for place in places if place.answered is not None]
+
+    def _may_take(self, step: int) -> bool:
+        """Whether G groups are finished, and the steps to come have a place for each that would be left by its due."""
+        if len(self._ready) < self._size:
+            return False
+        left, taken = 0, Counter(due for due, _ in self._ready[: self._size])
+        for due in sorted(self._dues):
+            left += self._dues[due] - taken[due]
+            if left > (due - step) * self._size:
+                return False
+        return True
+
+    async def _change(self) -> None:
+        """Wait until a group ends. Raises what sampling raised."""
+        self._check()
+        self._changed.clear()
+        await self._changed.wait()
+        self._check()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _remove(self, place: Waiting) -> None:
+        del self._places[place.drawn.ordinal]
+        self._dues[place.due] -= 1
+        if not self._dues[place.due]:
+            del self._dues[place.due]
+
+    def _open(self, places: int) -> None:
+        self._opened += places
+        self._credit -= places
+
+    def _may_open(self, places: int) -> bool:
+        return self._section.dynamic_sampling != "off" and self._credit >= places
+
+    @property
+    def _refills(self) -> int:
+        """The places that one step may have drawn again."""
+        return (self._section.max_refills - 1) * self._size
+
+    def _adapt(self, began: float) -> None:
+        """Let sampling be further ahead after a step that waited, and less far after many that did not."""
+        last, self._took = self._took, asyncio.get_running_loop().time()
+        if not self._apart or not self._most or last is None:
+            return
+        waited = self._took - began > _PATIENCE * (self._took - last)
+        self._calm = 0 if waited else self._calm + 1
+        if not self._calm:
+            self._ahead = min(self._most, self._ahead + 1)
+        elif self._calm % _CALM_STEPS == 0:
+            self._ahead = max(1, self._ahead - 1)
