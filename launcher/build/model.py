@@ -30,7 +30,7 @@ def starting_shape(config: RunConfig) -> ModelShape:
 def _tiny(config: RunConfig) -> TinyModelSection:
     """The tiny model's sizes. Servers' CPU kernels need wider heads, so for them it gets fewer heads."""
     tiny = config.model.tiny
-    if tiny.head_dim is not None or not config.rollout.served:
+    if tiny.head_dim is not None or config.rollout.embedded:
         return tiny
     heads = max(1, tiny.num_heads * HEAD_DIM // _LEAST_HEAD_DIM)
     kv_heads = math.gcd(heads, tiny.num_kv_heads)

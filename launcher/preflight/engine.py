@@ -13,9 +13,9 @@ from rl_megatron.user_code import load_named
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Looks for the servers' engine in its interpreter; the in-process engine needs none."""
+    """Looks for the servers' engine in its interpreter; the project's own is there."""
     rollout = subject.config.rollout
-    if not rollout.served:
+    if not rollout.served or rollout.embedded:
         return
     if rollout.server.addresses is not None:
         yield unchecked(f"the servers at {rollout.server.addresses}")

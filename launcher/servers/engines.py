@@ -7,12 +7,17 @@ from collections.abc import Callable, Mapping
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import Adapter
+from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
 from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.user_code import load_named
 from rl_megatron.weights.servers.probe import PROBE_LENGTH
 
-SERVERS: Mapping[str, Callable[[ModelShape], Adapter]] = {"sglang": SGLangAdapter, "vllm": VLLMAdapter}
+SERVERS: Mapping[str, Callable[[ModelShape], Adapter]] = {
+    "local": EmbeddedAdapter,
+    "sglang": SGLangAdapter,
+    "vllm": VLLMAdapter,
+}
 
 
 def adapter_of(engine: str, shape: ModelShape) -> Adapter:

@@ -65,7 +65,7 @@ class ServedEngines:
         )
         self._kind, self._shapes = FORMATS[self._section.quantization], hf_layout(shape).local_shapes(0)
         stored(self._shapes, DType(config.learner.dtype), self._kind)  # first refuses models without such a format
-        self._sites = sites or [[Site()]] * self._section.replicas
+        self._sites = sites or [[Site()]] * self._section.count
         self.refit: Callable[[str], Awaitable[None]] | None = None  # set before anything is served
 
     @contextlib.asynccontextmanager
@@ -188,7 +188,7 @@ class ServedEngines:
                 shutil.copy(path, packages / name)
 
     async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[Started]:
-        started = [await self._start_one(stack, number, packages) for number in range(self._section.replicas)]
+        started = [await self._start_one(stack, number, packages) for number in range(self._section.count)]
         try:
             async with asyncio.TaskGroup() as tasks:
                 for one in started:

@@ -130,10 +130,10 @@ def _carried_problems(c: RunConfig, given: str) -> Iterator[str]:
             f"{given} needs servers on the learner's own nodes, but slurm.engines.nodes={c.slurm.engines.nodes} are "
             "for servers alone; set weights.transport=process_group"
         )
-    elif c.learner.device != "cpu" and server.addresses is None and server.replicas * server.ranks > world:
+    elif c.learner.device != "cpu" and server.addresses is None and server.count * server.ranks > world:
         yield (
             f"{given} needs a GPU of the learner's {world} for each of the servers' ranks, and they are "
-            f"{server.replicas * server.ranks}; lower rollout.server.replicas={server.replicas} or a degree"
+            f"{server.count * server.ranks}; lower rollout.server.replicas={server.count} or a degree"
         )
 
 
@@ -200,7 +200,7 @@ def _group_problems(c: RunConfig) -> list[str]:
 
 def _server_problems(r: RolloutSection) -> list[str]:
     out = []
-    if r.server.addresses and (r.python or r.server.replicas > 1 or r.server.options):
+    if r.server.addresses and (r.python or r.server.count > 1 or r.server.options):
         out.append(
             f"rollout.server.addresses={r.server.addresses} are running servers; rollout.python, "
             "rollout.server.replicas and rollout.server.options are for starting some: leave them out"
@@ -282,7 +282,7 @@ def _route_problems(c: RunConfig) -> list[str]:
             "train.route_flips=true compares the learner's experts with the engine's, but no engine sampled the "
             "completions of data.rejected_field; leave it out"
         )
-    if c.rollout.router_noise and c.rollout.served:
+    if c.rollout.router_noise and not c.rollout.embedded:
         out.append(
             f"{noise} with rollout.engine={c.rollout.engine}: servers compute routers in kernels of their own, "
             "to which nothing can be added; set rollout.engine=local, or rollout.router_noise=0"

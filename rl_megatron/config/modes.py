@@ -36,6 +36,8 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
         yield from _of_servers(c)
     if c.train.max_staleness:
         yield from _of_staleness(c)
+    if c.rollout.embedded and c.rollout.served:
+        yield from _of_own_servers(c)
 
 
 def _of_staleness(c: RunConfig) -> Iterator[str]:
@@ -46,6 +48,29 @@ def _of_staleness(c: RunConfig) -> Iterator[str]:
         yield (
             f"{given} with algorithm.advantage_mean=greedy: weights may be pushed between a group's completions and "
             "its greedy one, whose reward would be another policy's baseline; set one of them to its default"
+        )
+
+
+def _of_own_servers(c: RunConfig) -> Iterator[str]:
+    """What servers of the in-process engine do not have: they are one process each, on CPUs, and load files."""
+    server = c.rollout.server
+    given = {
+        f"learner.device={c.learner.device}": c.learner.device != "cpu",
+        **{
+            f"rollout.server.{key}={getattr(server, key)}": getattr(server, key) != 1
+            for key in ("tp", "pp", "dp", "ep")
+        },
+        f"rollout.server.nodes={server.nodes}": (server.nodes or 1) > 1,
+        f"rollout.server.addresses={server.addresses}": server.addresses is not None,
+        f"rollout.server.options={server.options}": server.options is not None,
+        f"weights.transport={c.transport.name}": c.transport.direct,
+        f"slurm.engines.nodes={c.slurm.engines.nodes}": c.slurm.engines.nodes > 0,
+    }
+    for key in (key for key, does in given.items() if does):
+        yield (
+            f"{key} with rollout.engine=local and rollout.server.replicas={server.replicas}: these servers are one "
+            "process each on this machine's CPUs, and load weights from a file; leave one of them out, or set "
+            "rollout=vllm or sglang"
         )
 
 

@@ -35,18 +35,18 @@ def seat(section: ServerSection, nodes: Sequence[str], gpus_per_node: int, *, sh
     """
     span = section.span(gpus_per_node)
     blocks = [nodes[i : i + span] for i in range(0, len(nodes) - span + 1, span)]
-    own, each = section.ranks // span, -(-section.replicas // max(1, len(blocks)))
+    own, each = section.ranks // span, -(-section.count // max(1, len(blocks)))
     problems = [*_node_problems(section, nodes, gpus_per_node, span)]
     if not problems and gpus_per_node and each * own > gpus_per_node and not shared:
         problems.append(
-            f"rollout.server.replicas={section.replicas} of {_degrees(section)} on slurm.engines.nodes={len(nodes)} "
+            f"rollout.server.replicas={section.count} of {_degrees(section)} on slurm.engines.nodes={len(nodes)} "
             f"are {each} on a node, {each * own} GPUs of {gpus_per_node}; lower them, or set "
-            f"slurm.engines.nodes={-(-section.replicas // (gpus_per_node // own)) * span}"
+            f"slurm.engines.nodes={-(-section.count // (gpus_per_node // own)) * span}"
         )
     if problems:
         raise ConfigError("\n".join(problems))
     slots = max(1, gpus_per_node // own)
-    firsts = [i % each % slots * own for i in range(section.replicas)]
+    firsts = [i % each % slots * own for i in range(section.count)]
     return tuple(
         Seat(
             node=node,
@@ -54,7 +54,7 @@ def seat(section: ServerSection, nodes: Sequence[str], gpus_per_node: int, *, sh
             server=i,
             part=part,
         )
-        for i in range(section.replicas)
+        for i in range(section.count)
         for part, node in enumerate(blocks[i // each])
     )
 
@@ -112,19 +112,19 @@ def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
             "submit), or leave the key out"
         )
     if config.learner.device == "cpu":
-        return tuple(Seat(node="here", gpus=(), server=i) for i in range(section.replicas))
+        return tuple(Seat(node="here", gpus=(), server=i) for i in range(section.count))
     own = section.ranks
-    wanted = section.replicas * own
+    wanted = section.count * own
     apart = not section.colocated and ranks + wanted <= gpus
     if own > gpus or not (apart or section.colocated or section.memory_fraction):
         raise ConfigError(
-            f"{ranks} learner processes and rollout.server.replicas={section.replicas} of "
+            f"{ranks} learner processes and rollout.server.replicas={section.count} of "
             f"{_degrees(section)} need {ranks + wanted} GPUs, and this machine has {gpus}; lower them, or "
             "let servers share GPUs with the learner by rollout.server.memory_fraction (a share of each one's memory), "
             "with rollout.server.colocated=true if they shall take turns"
         )
     first = ranks if apart else 0
-    starts = (first + i * own for i in range(section.replicas))
+    starts = (first + i * own for i in range(section.count))
     return tuple(
         Seat(node="here", gpus=tuple((start + j) % gpus for j in range(own)), server=i)
         for i, start in enumerate(starts)

@@ -259,7 +259,7 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
         if config.transport.group == "learner":
             terms["weight push"] += 2 * _RING  # to send to other ranks, and to hand on
         if config.transport.has_rings_on_gpus:
-            terms["weight push"] += _RING * config.rollout.server.replicas * config.rollout.server.ranks
+            terms["weight push"] += _RING * config.rollout.server.count * config.rollout.server.ranks
     return terms, critic
 
 

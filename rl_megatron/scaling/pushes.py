@@ -95,7 +95,7 @@ def engine_layout(config: RunConfig, shape: ModelShape) -> Layout | None:
         return None
     tp, dp = section.tp, section.dp
     etp = 1 if section.ep > 1 else tp * dp
-    dims = ParallelDims(tp=tp, etp=etp, ep=section.ep, pp=section.pp, dp=dp * section.replicas)
+    dims = ParallelDims(tp=tp, etp=etp, ep=section.ep, pp=section.pp, dp=dp * section.count)
     each, rest = divmod(shape.num_layers, section.pp)  # the rest goes to the last stages but one (vLLM, get_pp_indices)
     stages = tuple(each + (section.pp - 1 - rest <= stage < section.pp - 1) for stage in range(section.pp))
     try:
@@ -108,7 +108,7 @@ def _by_stage(section: ServerSection) -> list[int]:
     """The servers' processes, server by server and in it replica by replica, in the order of a layout's ranks: all of a
     stage come before the next."""
     each = section.tp * section.pp
-    blocks = range(0, section.replicas * section.dp * each, each)
+    blocks = range(0, section.count * section.dp * each, each)
     return [
         block + stage * section.tp + i for stage in range(section.pp) for block in blocks for i in range(section.tp)
     ]
@@ -174,7 +174,7 @@ def _evenly(config: RunConfig, shape: ModelShape, route: Route, links: Links) ->
     section, first = config.rollout.server, config.learner.dims.world_size
     processes = range(first, first + len(links.elsewhere))
     across = any(not links.within(0, process) for process in processes)
-    servers = len(processes) if section.addresses is not None else section.replicas
+    servers = len(processes) if section.addresses is not None else section.count
     total = servers * served_bytes(config, shape)
     return Hop(
         where=f"over {route.over}",

@@ -107,7 +107,7 @@ def push_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float, floa
     """
     server, world = config.rollout.server, config.learner.dims.world_size
     received = server_weights(config, shape)
-    total = received * server.ranks * server.replicas
+    total = received * server.ranks * server.count
     return total, total / world, received
 
 
@@ -188,7 +188,7 @@ def rl_step(
     parts["push"] = push + _PAUSE
     if section.colocated and config.learner.offload.while_sampling == "optimizer":
         parts["turns"] = 2 * _moved_to_host(config, shape) / (PCIE * GB)
-    sample = partial(rollout_seconds, config, shape, server, gpu, lengths, replicas=section.replicas, prompt=prompt)
+    sample = partial(rollout_seconds, config, shape, server, gpu, lengths, replicas=section.count, prompt=prompt)
     engines = sample(concurrency=section.concurrency)
     learner = sum(parts.values())
     slower = max(learner, engines.steady)

@@ -69,11 +69,11 @@ def engine_nodes(config: RunConfig) -> list[int]:
         hosts = _hosts(section.addresses)
         return [0 if _is_here(host) else config.slurm.nodes + i for i, host in enumerate(hosts)]
     if config.run.launcher == "local":
-        return [0] * (section.replicas * section.ranks)
+        return [0] * (section.count * section.ranks)
     by_role = made_up_nodes(config)
     order = [node for nodes in by_role.values() for node in nodes]
     seats = seats_of(config, by_role[LEARNER], by_role.get("engines", ()))
-    each = section.replicas * section.ranks // max(1, len(seats))
+    each = section.count * section.ranks // max(1, len(seats))
     return [order.index(seat.node) for seat in seats for _ in range(each)]
 
 

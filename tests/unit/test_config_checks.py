@@ -125,3 +125,21 @@ def test_noise_and_flips_of_routers_that_nobody_reaches_are_refused(keys: list[s
 def test_noise_and_flips_without_sampled_completions_are_refused(tree: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         RunConfig.model_validate({"algorithm": {"preference_beta": 0.1}, "data": PAIRS} | tree)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "learner.device=cuda",
+        "rollout.server.tp=2",
+        "rollout.server.dp=2",
+        "rollout.server.options=--x",
+        "rollout.server.addresses=http://a:1",
+        "weights.transport=process_group",
+        "slurm.engines.nodes=1",
+    ],
+)
+def test_servers_of_the_in_process_engine_are_one_process_each_here(key: str) -> None:
+    assert problem("rollout=local", "rollout.server.replicas=2", "rollout.router_noise=0.1") is None
+    said = problem("rollout=local", "rollout.server.replicas=2", key) or ""
+    assert f"{key} with rollout.engine=local and rollout.server.replicas=2: these servers are one process each" in said

@@ -27,8 +27,9 @@ class ServerSection(Section):
     """
     token_file: Path | None = None
     """File that holds the bearer token of the running servers; the run makes a token for servers that it starts."""
-    replicas: Positive = 1
-    """Number of servers to start."""
+    replicas: Positive | None = None
+    """Number of servers to start; null: one. With ``rollout.engine=local``, processes of their own on this machine's
+    CPUs, which sample while the learner trains; null: the learner's processes sample."""
     nodes: Positive | None = None
     """Nodes of each server; null: as few as its GPUs fill, with every tensor-parallel group inside one."""
     tp: Positive = 1
@@ -83,6 +84,11 @@ class ServerSection(Section):
     probe_tolerance: PositiveFloat | None = None
     """Largest difference of log-probs, in nats, at which ``probe`` accepts new weights; null: 1e-3 in float32, 0.25 in
     bfloat16, 1 with quantised weights."""
+
+    @property
+    def count(self) -> int:
+        """Servers to start."""
+        return self.replicas or 1
 
     @property
     def ranks(self) -> int:
@@ -144,6 +150,11 @@ class RolloutSection(Section):
     server: ServerSection = ServerSection()
 
     @property
+    def embedded(self) -> bool:
+        """Whether the project's own engine samples, in the learner's processes or in servers."""
+        return self.engine == "local"
+
+    @property
     def served(self) -> bool:
         """Whether servers sample, so that the learner's processes hold no engine."""
-        return self.engine != "local"
+        return not self.embedded or self.server.replicas is not None

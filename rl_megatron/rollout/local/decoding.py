@@ -1,16 +1,20 @@
-"""Decodes one call of the in-process engine with continuous batching: each sequence takes a row until it ends.
+"""Decodes with continuous batching: each sequence takes a row of the cache until it ends.
 
-Sequences wait in request order. Prompts are prefilled a block at a time; the completions of a prompt copy its keys and
-values. The first decoding step computes the last prompt token, so that the same code produces every sampled token.
-Active rows are always the first n: a step works on slices, and Python loops run over requests and blocks, never over
-the sequences of a step.
+Requests may come at any time; they wait in the order in which they came. Prompts are prefilled a block at a time; the
+completions of a prompt copy its keys and values. The first decoding step computes the last prompt token, so that the
+same code produces every sampled token. Active rows are always the first n: a step works on slices, and Python loops run
+over requests and blocks, never over the sequences of a step.
 
-Letters: n active rows, S sequences of the call, P prompts of a block, V vocabulary.
+A sequence has a place from its request until its completion is taken: the tables of what it is and of what it has made
+are indexed by places. It has a row only while it decodes, and moves to another when rows are closed up.
+
+Letters: n active rows, S places, P prompts of a block, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -32,51 +36,101 @@ ROW_MULTIPLE = 8
 
 # Integer state of a sequence. The first three grow by one in each step.
 _POSITION, _PRODUCED, _OUT, _LIMIT, _STOPS, _OLDEST, _TOKEN = range(7)
+_COLUMNS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Continuations:
+    """Sequences that continue one prompt with the parameters of ``request``; their prompt is prefilled once.
+
+    The lists have an entry for each sequence: its place, the seed of its random numbers, its number among the seed's
+    completions, and the first of its random numbers.
+    """
+
+    request: GenerationRequest
+    places: Sequence[int]
+    seeds: Sequence[int]
+    numbers: Sequence[int]
+    counters: Sequence[int]
+
+    @property
+    def prefix_length(self) -> int:
+        """Tokens that are prefilled: all of the prompt but the last."""
+        return len(self.request.token_ids) - 1
+
+
+def continuations_of(requests: Sequence[GenerationRequest]) -> list[Continuations]:
+    """All completions of the requests, at places from 0 on."""
+    ends = accumulate(request.num_completions for request in requests)
+    return [
+        Continuations(
+            request=request,
+            places=range(end - request.num_completions, end),
+            seeds=[request.params.seed] * request.num_completions,
+            numbers=range(request.num_completions),
+            counters=[0] * request.num_completions,
+        )
+        for request, end in zip(requests, ends, strict=True)
+    ]
+
+
+@dataclass(slots=True, kw_only=True)
 class _Block:
-    """Prompts prefilled together, from number `first` of the call; sequences before `stop` use them."""
+    """Prompts prefilled together, and the sequences that wait for rows to continue them."""
 
     prefix: Tensor  # [2 * layers, P, longest, K, D], each prompt without its last token, right-aligned
-    first: int
-    stop: int
+    places: Tensor
+    prompts: Tensor  # of each place's sequence: the number of its prompt in ``prefix``
+    started: int = 0
 
 
 class Decoding:
-    """Decodes all ``requests``, each for one or more completions, in the rows of ``cache``."""
+    """Decodes sequences at up to ``places`` places, of at most ``width`` new tokens each, in the rows of ``cache``."""
 
-    def __init__(self, model: ReferenceModel, requests: Sequence[GenerationRequest], cache: KVCache) -> None:
-        self._model, self._cache, self._requests = model, cache, requests
-        self._prefix_lengths = [len(request.token_ids) - 1 for request in requests]
-        self._ends = list(accumulate(request.num_completions for request in requests))
-        self._num, self._width = self._ends[-1], max(request.params.max_new_tokens for request in requests)
-        self._any_greedy = any(request.params.temperature == 0 for request in requests)
-        self._any_top_p = any(request.params.top_p < 1 for request in requests)
-        self._any_routes = any(request.routes for request in requests)
-        self._any_noise = any(request.params.router_noise for request in requests)
-        self._prompt_of, self._initial, self._initial_sampling, self._stop_table = self._sequence_state()
-        self._seeds = torch.tensor([(r.params.seed + 2**63) % 2**64 - 2**63 for r in requests])  # any int, as int64
-        self._in_group = torch.cat([torch.arange(request.num_completions) for request in requests])
-        self._uniforms = self._random_numbers()
-        self._noise_streams = completion_streams(self._seeds[self._prompt_of.cpu()], self._in_group)
-        self._noise_levels = torch.tensor([request.params.router_noise for request in requests])
-        self._state = self._initial.new_zeros(len(self._initial), cache.rows)
-        self._sampling = self._initial_sampling.new_zeros(len(self._initial_sampling), cache.rows)
-        self._out_tokens = self._initial.new_zeros(self._num * self._width)
-        self._out_logprobs = self._initial_sampling.new_zeros(self._num * self._width)
-        self._out_routes = self._room(self._num * self._width)
-        self._prompt_routes: list[Tensor] = []  # of each prefilled prompt without its last token
-        self._lengths = self._initial.new_zeros(self._num)
-        self._stopped = self._initial.new_zeros(self._num, dtype=torch.bool)
-        self._clock, self._oldest, self._active, self._admitted = max(self._prefix_lengths), 0, 0, 0
-        self._block = self._prefill(0)
-        self._admit()
+    def __init__(self, model: ReferenceModel, cache: KVCache, *, places: int, width: int) -> None:
+        self._model, self._cache, self._num, self._width = model, cache, places, width
+        device = model.device
+        self._any_greedy = self._any_top_p = self._any_noise = False
+        self._initial = torch.zeros(_COLUMNS, places, dtype=torch.int64, device=device)
+        self._initial_sampling = torch.zeros(3, places, device=device)
+        self._stop_rows: dict[tuple[int, ...], int] = {}
+        self._stop_table = torch.zeros(0, dtype=torch.bool, device=device)
+        self._uniforms = torch.zeros(places * width, device=device)
+        self._noise_streams = torch.zeros(places, dtype=torch.int64)
+        self._noise_levels = torch.zeros(places)
+        self._state = self._initial.new_zeros(_COLUMNS, cache.rows)
+        self._sampling = self._initial_sampling.new_zeros(3, cache.rows)
+        self._out_tokens = self._initial.new_zeros(places * width)
+        self._out_logprobs = self._initial_sampling.new_zeros(places * width)
+        self._out_routes: Tensor | None = None  # made with the first request for routes
+        self._prompt_routes: dict[int, Tensor] = {}  # of each place's prompt without its last token
+        self._lengths = self._initial.new_zeros(places)
+        self._stopped = self._initial.new_zeros(places, dtype=torch.bool)
+        self._clock = self._oldest = self._active = 0
+        self._waiting: deque[Continuations] = deque()
+        self._block: _Block | None = None
+        self._ended: list[Tensor] = []
 
     @property
     def unfinished(self) -> bool:
         """Whether a sequence is still decoding (if one waits, another decodes)."""
         return self._active > 0
+
+    def add(self, asked: Sequence[Continuations]) -> None:
+        """Have the sequences wait behind all others, and start as many as there are free rows."""
+        if not asked:
+            return
+        if not self._active:  # nothing depends on the clock
+            self._clock = max(one.prefix_length for one in asked)
+        params = [one.request.params for one in asked]
+        self._any_greedy |= any(p.temperature == 0 for p in params)
+        self._any_top_p |= any(p.top_p < 1 for p in params)
+        self._any_noise |= any(p.router_noise for p in params)
+        if self._out_routes is None and any(one.request.routes for one in asked):
+            self._out_routes = self._room(self._num * self._width)
+        self._write_tables(asked)
+        self._waiting += asked
+        self._admit()
 
     def step(self) -> None:
         """Decode one token in every active row; waiting sequences take the rows of finished ones."""
@@ -84,7 +138,7 @@ class Decoding:
         padded = min(-(-self._active // ROW_MULTIPLE) * ROW_MULTIPLE, self._cache.rows)
         self._cache.open_column(self._clock, active=padded, oldest=self._oldest)
         tokens_in, positions = self._state[_TOKEN, :padded], self._state[_POSITION, :padded]
-        routes = self._room(padded)
+        routes = self._room(padded) if self._out_routes is not None else None
         noise = self._noise_of_rows(padded) if self._any_noise else None
         hidden = self._model.hidden(tokens_in, positions, self._cache.attend, routes, noise)
         state = self._state[:, : self._active]
@@ -111,145 +165,184 @@ class Decoding:
             self._retire(finished, stopped)
             self._admit()
 
-    def completions(self, version: int) -> list[Completion]:
-        """Every sequence's completion, in request order, labelled with weight ``version``.
+    def ended(self) -> list[int]:
+        """The places of sequences that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return torch.cat(ended).tolist() if ended else []
+
+    def made(self) -> dict[int, int]:
+        """How many tokens each sequence that decodes has made, by place."""
+        state = self._state[:, : self._active]
+        places = (state[_OUT] - state[_PRODUCED]) // self._width
+        return dict(zip(places.tolist(), state[_PRODUCED].tolist(), strict=True))
+
+    def cut(self, places: Collection[int]) -> None:
+        """End the sequences at ``places``, all of which decode, where they are; what they made is their completion."""
+        if places:
+            state = self._state[:, : self._active]
+            ended = torch.isin((state[_OUT] - state[_PRODUCED]) // self._width, self._initial.new_tensor([*places]))
+            self._retire(ended, torch.zeros_like(ended))
+
+    def completions(self, asked: Sequence[Continuations], version: int) -> list[Completion]:
+        """The sequences' completions, in order, labelled with weight ``version``; their places are free again.
 
         Raises EngineError if a log-prob is not finite.
         """
-        lengths, stopped = self._lengths.tolist(), self._stopped.tolist()
-        inside = (torch.arange(self._width, device=self._lengths.device) < self._lengths[:, None]).view(-1)
-        bad = (inside & ~self._out_logprobs.isfinite()).nonzero()
+        places = torch.tensor([place for one in asked for place in one.places], device=self._model.device)
+        lengths, stopped = self._lengths[places], self._stopped[places].tolist()
+        inside = torch.arange(self._width, device=lengths.device) < lengths[:, None]
+        tokens = self._out_tokens.view(-1, self._width)[places]
+        logprobs = self._out_logprobs.view(-1, self._width)[places]
+        bad = (inside & ~logprobs.isfinite()).nonzero()
         if len(bad):
-            request = self._requests[int(self._prompt_of[int(bad[0]) // self._width])]
+            wanted = int(places[int(bad[0, 0])])
+            request = next(one.request for one in asked if wanted in one.places)
             raise EngineError(
                 f"request {request.id!r}: log-probs by weight version {version} are not finite; its weights are too "
                 "large or not finite; resume from the last checkpoint with a lower learning rate"
             )
-        tokens, logprobs = self._out_tokens[inside].int().cpu().numpy(), self._out_logprobs[inside].cpu().numpy()
-        routes = self._routes(inside, lengths)
+        counts = lengths.tolist()
+        ids, nats = tokens[inside].int().cpu().numpy(), logprobs[inside].cpu().numpy()
+        routes = self._routes(asked, places, inside, counts)
         return [
             Completion(
-                token_ids=tokens[end - length : end],
-                logprobs=logprobs[end - length : end],
+                token_ids=ids[end - length : end],
+                logprobs=nats[end - length : end],
                 finish_reason="stop" if by_stop else "length",
                 spans=(Span(0, version),),
                 routes=its_routes,
             )
-            for end, length, by_stop, its_routes in zip(accumulate(lengths), lengths, stopped, routes, strict=True)
+            for end, length, by_stop, its_routes in zip(accumulate(counts), counts, stopped, routes, strict=True)
         ]
 
-    def _room(self, rows: int) -> Tensor | None:
-        """A buffer for the routes of ``rows`` tokens, [rows, layers, k]; None if no request asks for routes."""
-        if not self._any_routes:
-            return None
+    def _room(self, rows: int) -> Tensor:
+        """A buffer for the routes of ``rows`` tokens, [rows, layers, k]."""
         s = self._model.shape
         size = (rows, s.num_layers, s.experts_per_token)
         return torch.zeros(size, dtype=routes_dtype(s.num_experts), device=self._model.device)
 
-    def _routes(self, inside: Tensor, lengths: Sequence[int]) -> list[Routes | None]:
+    def _routes(
+        self, asked: Sequence[Continuations], places: Tensor, inside: Tensor, lengths: Sequence[int]
+    ) -> Iterator[Routes | None]:
         """The routes of each sequence whose request asks for them: its prompt's, then its sampled tokens'."""
+        wanted = [one.request.routes for one in asked for _ in one.places]
         if self._out_routes is None:
-            return [None] * self._num
-        sampled = self._out_routes[inside].cpu().split(list(lengths))
+            yield from [None] * len(wanted)
+            return
+        made = self._out_routes.view(self._num, self._width, *self._out_routes.shape[1:])[places][inside].cpu()
         num_experts = self._model.shape.num_experts
-        return [
-            encode_routes(torch.cat((self._prompt_routes[prompt].cpu(), own)).numpy(), num_experts=num_experts)
-            if self._requests[prompt].routes
-            else None
-            for prompt, own in zip(self._prompt_of.tolist(), sampled, strict=True)
-        ]
+        for place, asks, own in zip(places.tolist(), wanted, made.split(list(lengths)), strict=True):
+            of_prompt = self._prompt_routes.pop(place, None)
+            if not asks or of_prompt is None:
+                yield None
+            else:
+                yield encode_routes(torch.cat((of_prompt.cpu(), own)).numpy(), num_experts=num_experts)
 
-    def _sequence_state(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Prompt number [S], integer state [7, S] and sampling [3, S] of every sequence; stop tokens [sets * V]."""
+    def _write_tables(self, asked: Sequence[Continuations]) -> None:
+        """Write what each of the sequences is: its first state, how it is sampled, its random numbers."""
         device, vocabulary = self._model.device, self._model.shape.vocab_size
-        params = [request.params for request in self._requests]
-        counts = torch.tensor([request.num_completions for request in self._requests], device=device)
+        counts = torch.tensor([len(one.places) for one in asked], device=device)
         prompt = torch.arange(len(counts), device=device).repeat_interleave(counts)
-        sequence = torch.arange(self._num, device=device)
+        places = torch.tensor([place for one in asked for place in one.places], device=device)
+        params = [one.request.params for one in asked]
+        self._know_stops([p.stop_token_ids for p in params])
 
-        def spread(values: list[int] | list[float]) -> Tensor:
+        def spread(values: Sequence[int] | Sequence[float]) -> Tensor:
             return torch.tensor(values, device=device).index_select(0, prompt)
 
-        sets = {tokens: row for row, tokens in enumerate(dict.fromkeys(p.stop_token_ids for p in params))}
-        stop_table = torch.zeros(len(sets), vocabulary, dtype=torch.bool, device=device)
-        for tokens, row in sets.items():
-            stop_table[row, list(tokens)] = True
-        state = [sequence] * 7
-        state[_POSITION] = state[_OLDEST] = spread(self._prefix_lengths)
-        state[_PRODUCED] = torch.zeros_like(sequence)
-        state[_OUT] = sequence * self._width
+        state = [places] * _COLUMNS
+        state[_POSITION] = state[_OLDEST] = spread([one.prefix_length for one in asked])
+        state[_PRODUCED] = torch.zeros_like(places)
+        state[_OUT] = places * self._width
         state[_LIMIT] = spread([p.max_new_tokens for p in params])
-        state[_STOPS] = spread([sets[p.stop_token_ids] * vocabulary for p in params])
-        state[_TOKEN] = spread([request.token_ids[-1] for request in self._requests])
+        state[_STOPS] = spread([self._stop_rows[p.stop_token_ids] * vocabulary for p in params])
+        state[_TOKEN] = spread([one.request.token_ids[-1] for one in asked])
+        self._initial[:, places] = torch.stack(state)
         sampling = [
             spread([1 / p.temperature if p.temperature else 1.0 for p in params]),
             spread([p.top_p for p in params]),
             spread([float(p.temperature == 0) for p in params]),
         ]
-        return prompt, torch.stack(state), torch.stack(sampling).float(), stop_table.view(-1)
+        self._initial_sampling[:, places] = torch.stack(sampling).float()
+        seeds = torch.tensor([_signed(seed) for one in asked for seed in one.seeds])
+        numbers = torch.tensor([number for one in asked for number in one.numbers])
+        first = torch.tensor([counter for one in asked for counter in one.counters])
+        random = uniforms(stream_keys(seeds, numbers)[:, None], first[:, None] + torch.arange(self._width))
+        self._uniforms.view(-1, self._width)[places] = random.to(device)
+        self._noise_streams[places.cpu()] = completion_streams(seeds, numbers)
+        self._noise_levels[places.cpu()] = torch.tensor([p.router_noise for p in params])[prompt.cpu()]
 
-    def _random_numbers(self) -> Tensor:
-        """A random number in [0, 1) for every token that the call may sample, [S * width], indexed like the tokens."""
-        keys = stream_keys(self._seeds[self._prompt_of.cpu()], self._in_group)
-        return uniforms(keys[:, None], torch.arange(self._width)).view(-1).to(self._model.device)
+    def _know_stops(self, sets: Sequence[tuple[int, ...]]) -> None:
+        """Have a row of the table of stop tokens for each set of them."""
+        for tokens in dict.fromkeys(sets):
+            if tokens not in self._stop_rows:
+                row = self._stop_table.new_zeros(self._model.shape.vocab_size)
+                row[list(tokens)] = True
+                self._stop_rows[tokens] = len(self._stop_rows)
+                self._stop_table = torch.cat((self._stop_table, row))
 
     def _noise_of_rows(self, rows: int) -> RouterNoise:
         """The noise of the next step's tokens; idle rows have that of some sequence."""
-        sequences = (self._state[_OUT, :rows] // self._width).clamp(max=self._num - 1)
-        return self._noise(
-            self._noise_streams.to(sequences.device).take(sequences),
-            self._state[_POSITION, :rows],
-            self._prompt_of.take(sequences),
-        )
+        places = (self._state[_OUT, :rows] // self._width).clamp(max=self._num - 1)
+        streams, levels = self._noise_streams.to(places.device), self._noise_levels.to(places.device)
+        return self._noise(streams.take(places), self._state[_POSITION, :rows], levels.take(places))
 
-    def _noise_of_prompts(self, requests: range, positions: Tensor) -> RouterNoise:
-        """The noise of the prompts of these requests without their last tokens."""
-        numbers = torch.tensor(requests, device=positions.device).repeat_interleave(
-            torch.tensor([self._prefix_lengths[number] for number in requests], device=positions.device)
-        )
-        return self._noise(prompt_streams(self._seeds).to(positions.device).take(numbers), positions, numbers)
+    def _noise_of_prompts(self, asked: Sequence[Continuations], positions: Tensor) -> RouterNoise:
+        """The noise of these prompts without their last tokens."""
+        seeds = torch.tensor([_signed(one.seeds[0]) for one in asked])
+        levels = torch.tensor([one.request.params.router_noise for one in asked])
+        lengths = torch.tensor([one.prefix_length for one in asked])
+        streams = prompt_streams(seeds).repeat_interleave(lengths).to(positions.device)
+        return self._noise(streams, positions, levels.repeat_interleave(lengths).to(positions.device))
 
-    def _noise(self, keys: Tensor, positions: Tensor, requests: Tensor) -> RouterNoise:
+    def _noise(self, keys: Tensor, positions: Tensor, levels: Tensor) -> RouterNoise:
         shape = self._model.shape
         return RouterNoise(
             keys=keys,
             positions=positions,
-            deviations=self._noise_levels.to(keys.device).take(requests),
+            deviations=levels,
             num_layers=shape.num_layers,
             num_experts=shape.num_experts,
         )
 
-    def _prefill(self, first: int) -> _Block:
-        """Prefill prompts from ``first`` on, as many as the free rows can start within the token limit."""
-        longest, stop = 0, first
-        start = self._ends[first - 1] if first else 0
+    def _prefill(self) -> _Block:
+        """Prefill the prompts that waited longest, as many as the free rows can start within the token limit."""
+        longest, sequences, taken = 0, 0, list[Continuations]()
         free = self._cache.rows - self._active
-        while stop < len(self._requests) and (stop == first or self._ends[stop - 1] - start < free):
-            longest = max(longest, self._prefix_lengths[stop])
-            if stop > first and longest * (stop + 1 - first) > MAX_PREFILL_TOKENS:
+        while self._waiting and (not taken or sequences < free):
+            longest = max(longest, self._waiting[0].prefix_length)
+            if taken and longest * (len(taken) + 1) > MAX_PREFILL_TOKENS:
                 break
-            stop += 1
+            taken.append(self._waiting.popleft())
+            sequences += len(taken[-1].places)
         shape, device = self._model.shape, self._model.device
-        attend = CausalAttention(self._prefix_lengths[first:stop], shape=shape, device=device, keep=self._model.dtype)
-        prompts = [token for request in self._requests[first:stop] for token in request.token_ids[:-1]]
-        routes = self._room(len(prompts))
+        lengths = [one.prefix_length for one in taken]
+        attend = CausalAttention(lengths, shape=shape, device=device, keep=self._model.dtype)
+        prompts = [token for one in taken for token in one.request.token_ids[:-1]]
+        routes = None if self._out_routes is None else self._room(len(prompts))
         if prompts:
             tokens, noise = torch.tensor(prompts, device=device), None
             if self._any_noise:
-                noise = self._noise_of_prompts(range(first, stop), attend.positions)
+                noise = self._noise_of_prompts(taken, attend.positions)
             self._model.hidden(tokens, attend.positions, attend, routes, noise)
         if routes is not None:
-            self._prompt_routes += routes.split(self._prefix_lengths[first:stop])
-        return _Block(prefix=attend.kept, first=first, stop=stop)
+            for one, its_own in zip(taken, routes.split(lengths), strict=True):
+                self._prompt_routes |= dict.fromkeys(one.places, its_own)
+        counts = torch.tensor([len(one.places) for one in taken], device=device)
+        return _Block(
+            prefix=attend.kept,
+            places=torch.tensor([place for one in taken for place in one.places], device=device),
+            prompts=torch.arange(len(taken), device=device).repeat_interleave(counts),
+        )
 
     def _retire(self, finished: Tensor, stopped: Tensor) -> None:
         """Record the rows marked in ``finished`` [n] and close the gaps with rows from the end."""
         out = self._state[:, finished.nonzero().view(-1)]
-        sequences = out[_OUT] - out[_PRODUCED]
-        sequences //= self._width
-        self._lengths[sequences] = out[_PRODUCED]
-        self._stopped[sequences] = stopped[finished]
-        self._active -= len(sequences)
+        places = (out[_OUT] - out[_PRODUCED]) // self._width
+        self._lengths[places] = out[_PRODUCED]
+        self._stopped[places] = stopped[finished]
+        self._ended.append(places)
+        self._active -= len(places)
         gaps = finished[: self._active].nonzero().view(-1)
         movers = finished[self._active :].logical_not().nonzero().view(-1) + self._active
         if len(gaps):
@@ -259,17 +352,23 @@ class Decoding:
 
     def _admit(self) -> None:
         """Start waiting sequences in the free rows, and find the oldest column still in use."""
-        while self._active < self._cache.rows and self._admitted < self._num:
-            if self._admitted == self._ends[self._block.stop - 1]:
-                self._block = self._prefill(self._block.stop)
-            num = min(self._cache.rows - self._active, self._ends[self._block.stop - 1] - self._admitted)
-            rows, sequences = slice(self._active, self._active + num), slice(self._admitted, self._admitted + num)
-            state = self._initial[:, sequences]
-            prompts = self._prompt_of[sequences] - self._block.first
-            self._cache.insert(rows.start, self._clock, self._block.prefix.index_select(1, prompts), state[_POSITION])
+        while self._active < self._cache.rows and (self._block is not None or self._waiting):
+            block = self._block or self._prefill()
+            num = min(self._cache.rows - self._active, len(block.places) - block.started)
+            rows = slice(self._active, self._active + num)
+            waited = slice(block.started, block.started + num)
+            places, prompts = block.places[waited], block.prompts[waited]
+            state = self._initial[:, places]
+            self._cache.insert(rows.start, self._clock, block.prefix.index_select(1, prompts), state[_POSITION])
             self._state[:, rows] = state
             self._state[_OLDEST, rows] = self._clock - state[_POSITION]
-            self._sampling[:, rows] = self._initial_sampling[:, sequences]
-            self._active, self._admitted = rows.stop, sequences.stop
+            self._sampling[:, rows] = self._initial_sampling[:, places]
+            self._active, block.started = rows.stop, waited.stop
+            self._block = block if block.started < len(block.places) else None
         if self._active:
             self._oldest = int(self._state[_OLDEST, : self._active].min())
+
+
+def _signed(seed: int) -> int:
+    """Any int as an int64."""
+    return (seed + 2**63) % 2**64 - 2**63

@@ -12,7 +12,7 @@ from rl_megatron.models.kv_cache import KVCache
 from rl_megatron.models.reference import ReferenceModel
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability import activity
-from rl_megatron.rollout.local.decoding import Decoding
+from rl_megatron.rollout.local.decoding import Decoding, continuations_of
 from rl_megatron.types import Completion, GenerationRequest
 
 
@@ -27,7 +27,7 @@ class LocalEngine:
     ) -> None:
         self.model = ReferenceModel(shape, dtype=dtype, device=device, max_length=max_length)
         self.version: int | None = 0
-        self._slots, self._max_length = slots, max_length
+        self._slots, self.max_length = slots, max_length
         self._cache: KVCache | None = None
 
     @property
@@ -54,16 +54,19 @@ class LocalEngine:
             asked = ", ".join(repr(request.id) for request in requests[:3])
             raise EngineError(f"request {asked}: the weights are being replaced; send it after the next commit")
         for request in requests:
-            self._check(request)
+            self.check(request)
         wanted = [request for request in requests if request.num_completions]
         if not wanted:
             return [[] for _ in requests]
         with self.model.packed():
-            decoding = Decoding(self.model, wanted, self._reserve(wanted))
+            every, width = continuations_of(wanted), max(request.params.max_new_tokens for request in wanted)
+            places = sum(request.num_completions for request in wanted)
+            decoding = Decoding(self.model, self._reserve(wanted), places=places, width=width)
+            decoding.add(every)
             while decoding.unfinished:
                 decoding.step()
                 activity.part("decoding")
-        completions = iter(decoding.completions(version))
+        completions = iter(decoding.completions(every, version))
         return [[next(completions) for _ in range(request.num_completions)] for request in requests]
 
     def _reserve(self, requests: Sequence[GenerationRequest]) -> KVCache:
@@ -75,16 +78,17 @@ class LocalEngine:
             self._cache = KVCache(model.shape, rows=rows, columns=columns, dtype=model.dtype, device=model.device)
         return self._cache
 
-    def _check(self, request: GenerationRequest) -> None:
+    def check(self, request: GenerationRequest) -> None:
+        """Raises EngineError for a request that cannot be served."""
         prompt, params, vocabulary = request.token_ids, request.params, self.model.shape.vocab_size
         if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
             problem = f"the prompt must have one or more token ids in [0, {vocabulary}), got {prompt[:8]}..."
         elif params.max_new_tokens < 1 or request.num_completions < 0:
             problem = f"max_new_tokens={params.max_new_tokens} must be >= 1 and num_completions >= 0"
-        elif len(prompt) + params.max_new_tokens > self._max_length:
+        elif len(prompt) + params.max_new_tokens > self.max_length:
             problem = (
                 f"{len(prompt)} prompt tokens + max_new_tokens={params.max_new_tokens} exceed the engine's "
-                f"max_length={self._max_length}; shorten the prompt or lower max_new_tokens"
+                f"max_length={self.max_length}; shorten the prompt or lower max_new_tokens"
             )
         elif not (0 <= params.temperature < float("inf") and 0 < params.top_p <= 1):
             problem = f"temperature={params.temperature} must be finite and >= 0, top_p={params.top_p} in (0, 1]"

@@ -108,7 +108,7 @@ def test_a_recipe_fills_its_gpus_and_no_more(name: str) -> None:
     assert engines == slurm.engines.nodes * slurm.engine_gpus
     assert slurm.gpus_per_node % d.tp == 0
     server = config.rollout.server
-    assert server.replicas * server.ranks == (engines or learner)  # every GPU samples, and each for one server
+    assert server.count * server.ranks == (engines or learner)  # every GPU samples, and each for one server
     assert slurm.gpu_memory_gb == (141 if name == "qwen3_30b_a3b" else 80)
     layout = learner_layout(config, shape)  # heads, kv heads, experts, vocabulary and layers divide
     assert sum(layout.stages or (shape.num_layers,)) == shape.num_layers

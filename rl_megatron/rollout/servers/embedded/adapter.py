@@ -1,0 +1,125 @@
+"""The adapter for servers of the in-process engine, in processes of their own on this machine's CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from typing_extensions import override
+
+from rl_megatron.errors import ConfigError, SyncError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, StartOptions
+from rl_megatron.rollout.servers.embedded import wire
+from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.types import Completion, GenerationRequest
+from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.layouts.recorded import Boxes, boxes_of
+
+
+class EmbeddedAdapter(Adapter):
+    """``rollout.engine=local`` with ``rollout.server.replicas``."""
+
+    name = "local"
+    module = "rl_megatron"
+    tested = wire.PROTOCOL
+    renormalises_top_p = True
+
+    def __init__(self, shape: ModelShape) -> None:
+        self._shape = shape
+
+    @override
+    def command(self, options: StartOptions) -> Command:
+        if options.extra:
+            raise ConfigError(
+                f"rollout.server.options={' '.join(options.extra)}: servers of rollout.engine=local have none; leave "
+                "the key out"
+            )
+        return Command(
+            arguments=(
+                str(options.python),
+                *("-m", "rl_megatron.rollout.servers.embedded.server", "--model", str(options.bare_folder)),
+                *("--host", options.host, "--port", str(options.port), "--dtype", options.dtype),
+                *("--max-length", str(options.max_length), "--slots", str(options.slots)),
+            ),
+            environment={},
+        )
+
+    @override
+    async def describe(self, server: Server) -> Description:
+        found = await server.get("/openapi.json")
+        return Description(
+            version=str(found.get("protocol", "unknown")),
+            dtype=str(found["dtype"]),
+            architecture=str(found["architecture"]),
+            max_length=int(found["max_length"]),
+            problems=(),
+        )
+
+    @override
+    async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
+        answer = await server.sampled("/generate", wire.asked(request_id, request), wire.SAID)
+        try:
+            return wire.completions_of(answer)
+        except ValueError as error:
+            raise AttemptFailed(f"{server.url}/generate: its columns are not base64 of numbers: {error}") from error
+
+    @override
+    async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
+        await server.post("/abort", {"name": request_id})
+
+    @override
+    async def score(self, server: Server, text: Sequence[int]) -> list[float]:
+        found: list[float] = await server.post("/score", {"text": list(text)})
+        return found
+
+    @override
+    async def tokens(self, server: Server) -> int:
+        return int(await server.get("/tokens"))
+
+    @override
+    async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
+        await server.post("/pause", {"mode": {"keep": "recompute"}.get(mode, mode)})
+
+    @override
+    async def resume(self, server: Server) -> None:
+        await server.post("/resume")
+
+    @override
+    async def load(
+        self,
+        server: Server,
+        path: Path,
+        version: int,
+        *,
+        private: Collection[str],
+        straight: bool = False,
+    ) -> list[Report]:
+        if straight:
+            raise SyncError(f"{server.url}: servers of rollout.engine=local load files; set weights.transport=auto")
+        return [Report.from_json(await server.post("/load", {"path": str(path), "version": version}))]
+
+    @override
+    async def boxes(self, server: Server, path: Path) -> list[Boxes]:
+        return [boxes_of(await server.post("/boxes"))]
+
+    @override
+    async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
+        raise SyncError(f"{server.url}: servers of rollout.engine=local join no group; set weights.transport=auto")
+
+    @override
+    async def relabel(self, server: Server, version: int) -> None:
+        """Nothing: what they load is labelled with its version, and is served after this."""
+
+    @override
+    async def release(self, server: Server) -> None:
+        """Nothing: on CPUs servers do not release their memory."""
+
+    @override
+    async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
+        """Nothing, as for `release`."""
+
+    @override
+    async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
+        return [Report.from_json(await server.post("/held"))]

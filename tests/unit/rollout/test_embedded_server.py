@@ -1,0 +1,129 @@
+"""A server of the in-process engine in a process of its own, through the adapter, with a push while requests run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3MoeForCausalLM
+
+from rl_megatron.config.sections.rollout import ServerSection
+from rl_megatron.errors import EngineError
+from rl_megatron.rollout.local.engine import LocalEngine
+from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.engine_token import VARIABLE
+from rl_megatron.rollout.servers.http import Server
+from rl_megatron.weights.layouts.families import hf_layout, read_shape
+from rl_megatron.weights.servers.mirror import Mirror
+from tests.unit.rollout.test_local_engine import request
+from tests.unit.rollout.test_running import expected, load, newer
+
+__all__ = ["newer"]
+TOKEN = "of-this-test"
+
+
+@pytest.fixture(scope="module")
+def model_folder(theirs: Qwen3MoeForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("model")
+    theirs.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(model_folder: Path) -> Iterator[str]:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    options = f"--model {model_folder} --host 127.0.0.1 --port {port} --dtype float32 --max-length 128 --slots 6"
+    arguments = [sys.executable, "-m", "rl_megatron.rollout.servers.embedded.server", *options.split()]
+    process = subprocess.Popen(arguments, env={**os.environ, VARIABLE: TOKEN})
+    try:
+        wait_for(f"http://127.0.0.1:{port}", process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        assert process.wait(30) in (0, -15)
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    ends = time.monotonic() + 120
+    while time.monotonic() < ends and process.poll() is None:
+        try:
+            assert httpx2.get(f"{url}/health").status_code == 401  # it asks for the token, on every path
+            return
+        except httpx2.TransportError:
+            continue
+    raise AssertionError(f"the server is not ready: {process.poll()}")
+
+
+def test_a_push_while_requests_run_labels_every_token_with_the_weights_that_made_it(
+    url: str,
+    model_folder: Path,
+    theirs: Qwen3MoeForCausalLM,
+    newer: Qwen3MoeForCausalLM,
+    make_engine: Callable[[int], LocalEngine],
+    tmp_path: Path,
+) -> None:
+    shape, path, weights = read_shape(model_folder), tmp_path / "mirror" / "model.safetensors", make_engine(1)
+    Mirror.make(path, hf_layout(shape).local_shapes(0), torch.float32, model_folder / "config.json")
+    mirror = Mirror(path, hf_layout(shape).local_shapes(0), torch.float32)
+    asked = [request(f"p{n}", (n, 7, n), 2, seed=n, max_new_tokens=100) for n in range(6)]
+
+    def write(model: Qwen3MoeForCausalLM, version: int) -> list[int]:
+        load(weights, model, version)
+        mirror.withdraw()
+        for name, tensor in mirror.tensors.items():
+            tensor.copy_(weights.tensors[name])
+        mirror.serve(version)
+        return [row[-1] for row in mirror.sums().rows]
+
+    async def run() -> list[list[object]]:
+        adapter = EmbeddedAdapter(shape)
+        server = Server(url, token=TOKEN, timeout_seconds=60)
+        described = await adapter.describe(server)
+        assert (described.version, described.dtype, described.max_length) == (adapter.tested, "float32", 128)
+        assert described.architecture == "Qwen3MoeForCausalLM"
+        engine = ServedEngine(adapter, [server], ServerSection(), max_length=128, vocab_size=41)
+
+        async def push(model: Qwen3MoeForCausalLM, version: int) -> None:
+            sums = write(model, version)
+            ((report,),) = (await engine.weights.load(path, version)).values()
+            assert sorted(row[-1] for row in report.rows) == sorted(sums)
+            await engine.weights.commit(version)
+
+        try:
+            await push(theirs, 1)
+            scored = await adapter.score(server, [3, 1, 4, 1, 5])
+            with torch.no_grad():
+                logprobs = theirs(torch.tensor([[3, 1, 4, 1, 5]])).logits[0].log_softmax(-1)
+            np.testing.assert_allclose(scored, logprobs[range(4), [1, 4, 1, 5]], rtol=0, atol=1e-4)
+            with pytest.raises(EngineError, match="max_new_tokens=0"):
+                await adapter.generate(server, request("none", (1,), 1, max_new_tokens=0), "none")
+            running = [asyncio.ensure_future(engine.generate(one)) for one in asked]
+            while await adapter.tokens(server) < 60:
+                assert not all(one.done() for one in running)
+            await push(newer, 2)
+            return [list(answer) for answer in await asyncio.gather(*running)]
+        finally:
+            await engine.close()
+
+    answers = asyncio.run(run())
+    spans = set()
+    for one, answer in zip(asked, answers, strict=True):
+        for got in answer:
+            assert len(got.token_ids) == 100
+            spans.add(tuple(span.version for span in got.spans))
+            wanted = expected({1: theirs, 2: newer}, one, got, keep=False)
+            np.testing.assert_allclose(got.logprobs, wanted, rtol=0, atol=1e-4)
+    assert (1, 2) in spans
