@@ -52,6 +52,20 @@ class RolloutEngine(Protocol):
         """``request.num_completions`` completions. Many calls may be in flight. Raises EngineError."""
         ...
 
+    def so_far(self, request_id: str) -> Completion | None:
+        """What a running request of one completion has sampled, as far as it is known here.
+
+        Servers tell it when an update or `interrupt` ends a request, which then goes on. None: nothing is known, as of
+        the engine in the learner's processes.
+        """
+        return None
+
+    async def interrupt(self) -> None:
+        """Have `so_far` know all tokens that running requests of one completion have sampled; they go on from these.
+
+        The engine in the learner's processes has none that run while this is called.
+        """
+
 
 class WeightSync(Protocol):
     """Moves the learner's weights into the rollout engine."""

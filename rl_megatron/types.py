@@ -72,13 +72,20 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """Ask for ``num_completions`` continuations of one prompt (they share its prefill)."""
+    """Ask for ``num_completions`` continuations of one prompt (they share its prefill).
+
+    An engine goes on from ``begun``, whose tokens count towards ``params.max_new_tokens``, and answers the whole
+    completion; ``num_completions`` is 1 then.
+    """
 
     id: str
     token_ids: tuple[int, ...]
     num_completions: int
     params: SamplingParams
     routes: bool = False  # whether completions shall have theirs
+    begun: Completion | None = None  # the tokens that were sampled before; it may have ended already
+    group: str | None = None  # names the prompt: requests of one group go where its prefix is cached
+    birth: int | None = None  # the version served when it was sent first; engines with priorities take older ones first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

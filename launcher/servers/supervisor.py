@@ -200,7 +200,7 @@ class Supervisor:
             await asyncio.sleep(max(0.0, began + period - loop.time()))
         return (
             f"{replica.server.url} made no token in rollout.server.timeout_seconds={limit:g}, though "
-            f"{replica.server.in_flight} requests wait for tokens"
+            f"{replica.server.in_flight} completions wait for tokens"
         )
 
     @property

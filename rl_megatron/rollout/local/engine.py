@@ -81,7 +81,12 @@ class LocalEngine:
     def check(self, request: GenerationRequest) -> None:
         """Raises EngineError for a request that cannot be served."""
         prompt, params, vocabulary = request.token_ids, request.params, self.model.shape.vocab_size
-        if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
+        if request.begun is not None:
+            problem = (
+                "this engine answers batch by batch and does not go on from what was begun; send it without, or set "
+                "rollout=vllm or sglang"
+            )
+        elif not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
             problem = f"the prompt must have one or more token ids in [0, {vocabulary}), got {prompt[:8]}..."
         elif params.max_new_tokens < 1 or request.num_completions < 0:
             problem = f"max_new_tokens={params.max_new_tokens} must be >= 1 and num_completions >= 0"

@@ -52,7 +52,7 @@ def as_it_should_end(completion: Completion, request: GenerationRequest) -> Comp
         return completion
     if len(completion.token_ids) and completion.token_ids[-1] in params.stop_token_ids:
         return replace(completion, finish_reason="stop")
-    if len(completion.token_ids) == params.max_new_tokens:
+    if len(completion.token_ids) >= params.max_new_tokens:
         return replace(completion, finish_reason="length")
     return completion
 
@@ -69,6 +69,7 @@ def rest_of(request: GenerationRequest, completion: Completion, place: int) -> G
         request,
         token_ids=(*request.token_ids, *completion.token_ids.tolist()),
         num_completions=1,
+        begun=None,
         params=replace(request.params, max_new_tokens=left, seed=completion_seed(request.params.seed, place)),
     )
 

@@ -6,16 +6,30 @@ import asyncio
 import contextlib
 import logging
 import uuid
+from dataclasses import dataclass, field
 
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.servers.adapter import Adapter, ForeignWeights
-from rl_megatron.rollout.servers.answers import problem_of
+from rl_megatron.rollout.servers.answers import joined, problem_of, rest_of
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.places import Places
 from rl_megatron.rollout.servers.replicas import Replica, ReplicaDied, ReplicaSet
 from rl_megatron.types import Completion, GenerationRequest
 
 logger = logging.getLogger(__name__)
+
+_AGAIN_SECONDS = 0.5  # a server ignores an abort that overtakes its request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attempt:
+    """A request that a server is sampling."""
+
+    server: Server
+    request: GenerationRequest
+    name: str
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Attempts:
@@ -24,25 +38,28 @@ class Attempts:
     def __init__(self, adapter: Adapter, replicas: ReplicaSet, section: ServerSection, *, vocab_size: int) -> None:
         self._adapter, self._replicas, self._section = adapter, replicas, section
         self._vocab_size = vocab_size
+        self._places = Places()
+        self._running: set[_Attempt] = set()
         self._aborts: set[asyncio.Task[None]] = set()
+        self.so_far: dict[str, Completion | None] = {}
+        """What requests have sampled, as far as servers have told; of those whose ids are keys."""
+        self.interrupts = 0
+        """How often running requests were interrupted."""
 
-    async def sampled(self, request: GenerationRequest, only: Replica | None = None) -> list[Completion]:
-        """Completions by the least busy replica, or by ``only``. Deaths of replicas do not count as attempts."""
+    async def sampled(
+        self, request: GenerationRequest, only: Replica | None = None, *, place: int = 0
+    ) -> list[Completion]:
+        """Completions by a replica that `Places` chooses, or by ``only``. Deaths of replicas do not count as attempts.
+
+        What is ``begun`` of the completion at ``place`` in its group is a part of the answer.
+        """
         wait, failed, left = self._section.backoff_seconds, None, self._section.retries
+        begun = request.begun
+        asked = request if begun is None else rest_of(request, begun, place)
         while True:
-            replica = only or await self._least_busy(failed)
-            server = replica.server
-            name = f"{request.id} {uuid.uuid4().hex}"
+            replica = only or self._places.choose(request, await self._replicas.some(self._replicas.healthy), failed)
             try:
-                with server.busy():
-                    completions = await replica.while_alive(self._adapter.generate(server, request, name))
-                for completion in completions:
-                    if problem := problem_of(completion, request, vocab_size=self._vocab_size):
-                        raise AttemptFailed(f"{server.url}: {problem}")
-                return completions
-            except asyncio.CancelledError:
-                self._abort(server, request, name)
-                raise
+                return await self._attempt(replica, asked, begun)
             except ReplicaDied as error:
                 if only is not None:
                     raise
@@ -61,21 +78,48 @@ class Attempts:
             await asyncio.sleep(wait)
             wait *= 2
 
-    async def _least_busy(self, failed: Replica | None) -> Replica:
-        """The least busy healthy replica, not ``failed`` if there is another."""
-        healthy = await self._replicas.some(self._replicas.healthy)
-        return min(healthy, key=lambda replica: (replica is failed, replica.server.in_flight))
+    async def _attempt(self, replica: Replica, asked: GenerationRequest, begun: Completion | None) -> list[Completion]:
+        """What ``replica`` answers, behind what was ``begun``."""
+        server = replica.server
+        attempt = _Attempt(server, asked, f"{asked.id} {uuid.uuid4().hex}")
+        self._running.add(attempt)
+        try:
+            with server.busy(asked.num_completions):
+                completions = await replica.while_alive(self._adapter.generate(server, asked, attempt.name))
+            for completion in completions:
+                if problem := problem_of(completion, asked, vocab_size=self._vocab_size):
+                    raise AttemptFailed(f"{server.url}: {problem}")
+            if begun is not None:
+                completions = [joined(begun, more) for more in completions]
+            if asked.id in self.so_far:
+                self.so_far[asked.id] = completions[0]
+            return completions
+        except asyncio.CancelledError:
+            task = asyncio.ensure_future(self._abort(attempt))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+            raise
+        finally:
+            self._running.discard(attempt)
+            attempt.over.set()
 
-    def _abort(self, server: Server, request: GenerationRequest, name: str) -> None:
-        """Have the server abort the request; it may otherwise notice the closed connection only seconds later."""
+    async def _abort(self, attempt: _Attempt) -> None:
+        """Have the server abort the request; it may otherwise notice a closed connection only seconds later."""
+        with contextlib.suppress(AttemptFailed, EngineError):  # the server's end ends the request too
+            await self._adapter.abort(attempt.server, attempt.request, attempt.name)
 
-        async def send() -> None:
-            with contextlib.suppress(AttemptFailed, EngineError):  # the server's end ends the request too
-                await self._adapter.abort(server, request, name)
-
-        task = asyncio.ensure_future(send())
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+    async def interrupt(self) -> None:
+        """Abort the requests in `so_far` that run now. Returns when each is over, and all its tokens are there."""
+        self.interrupts += 1
+        running = [attempt for attempt in self._running if attempt.request.id in self.so_far]
+        while running := [attempt for attempt in running if not attempt.over.is_set()]:
+            await asyncio.gather(*map(self._abort, running))
+            waiting = [asyncio.ensure_future(attempt.over.wait()) for attempt in running]
+            try:
+                await asyncio.wait(waiting, timeout=_AGAIN_SECONDS)
+            finally:
+                for one in waiting:
+                    one.cancel()
 
     async def close(self) -> None:
         """Wait until servers have got all aborts."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.servers.adapter import Adapter
-from rl_megatron.rollout.servers.answers import as_it_should_end, joined, rest_of
+from rl_megatron.rollout.servers.answers import as_it_should_end
 from rl_megatron.rollout.servers.attempts import Attempts
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.replicas import ReplicaSet
@@ -49,21 +50,48 @@ class ServedEngine:
         restarts = sum(replica.restarts for replica in self.replicas.all)
         return {"engine/healthy": len(self.replicas.healthy()), "engine/restarts": restarts}
 
+    def so_far(self, request_id: str) -> Completion | None:
+        """What a running request of one completion has sampled, as far as servers have told."""
+        return self._attempts.so_far.get(request_id)
+
+    async def interrupt(self) -> None:
+        """Have `so_far` know all tokens that running requests of one completion have sampled.
+
+        Servers abort them, and each is sent again with its tokens, which servers still have in their caches.
+        """
+        await self._attempts.interrupt()
+
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
-        """Completions sampled by served versions alone. Raises EngineError."""
+        """Completions sampled by served versions alone, but for what was ``begun``. Raises EngineError."""
         if not request.num_completions:
             return []
         self._check(request)
-        async with self._slots:
-            before = await self.weights.served_version(request)
+        if request.num_completions == 1:
+            self._attempts.so_far[request.id] = request.begun
+        try:
+            async with self._slots:
+                return await self._generated(request)
+        finally:
+            self._attempts.so_far.pop(request.id, None)
+
+    async def _generated(self, request: GenerationRequest) -> Sequence[Completion]:
+        before, begun = await self.weights.served_version(request), request.begun
+        if request.birth is None:
+            request = replace(request, birth=begun.spans[0].version if begun and begun.spans else before)
+        if begun is None:
+            state = self._state(before)
             started = await self._attempts.sampled(request)
-            completions = await asyncio.gather(*(self._finished(request, c, n, before) for n, c in enumerate(started)))
-            after = await self.weights.served_version(request)
+        else:
+            state = None
+            started = [replace(begun, finish_reason="abort")]
+        completions = await asyncio.gather(*(self._finished(request, c, n, state) for n, c in enumerate(started)))
+        after = await self.weights.served_version(request)
         if len(completions) != request.num_completions:
             raise EngineError(
                 f"request {request.id!r}: {len(completions)} completions arrived of {request.num_completions}"
             )
-        strays = {s.version for c in completions for s in c.spans if not before <= s.version <= after}
+        old = {span.version for span in begun.spans} if begun else set[int]()
+        strays = {s.version for c in completions for s in c.spans if not before <= s.version <= after} - old
         if strays:
             raise EngineError(
                 f"request {request.id!r} was sampled with version {min(strays)}, but {before} to {after} were served: "
@@ -73,7 +101,9 @@ class ServedEngine:
 
     def _check(self, request: GenerationRequest) -> None:
         prompt, new = request.token_ids, request.params.max_new_tokens
-        if not prompt or min(prompt) < 0 or max(prompt) >= self._vocab_size:
+        if request.begun is not None and request.num_completions != 1:
+            problem = f"num_completions={request.num_completions}, but what was begun is one completion"
+        elif not prompt or min(prompt) < 0 or max(prompt) >= self._vocab_size:
             problem = f"the prompt must have one or more token ids in [0, {self._vocab_size}), got {prompt[:8]}..."
         elif len(prompt) + new > self._max_length:
             problem = (
@@ -85,23 +115,28 @@ class ServedEngine:
         raise EngineError(f"request {request.id!r}: {problem}")
 
     async def _finished(
-        self, request: GenerationRequest, completion: Completion, place: int, version: int
+        self, request: GenerationRequest, completion: Completion, place: int, state: tuple[int, int] | None
     ) -> Completion:
-        """The completion at ``place``; if an update aborted it, with the rest sampled by newer weights.
+        """The completion at ``place``; if an update or an interrupt aborted it, with the rest of it.
 
-        Raises EngineError if the server aborted it although no update began since ``version`` was served.
+        ``state`` was when it was sent, None if it was begun before. Raises EngineError if the server aborted it
+        although there was neither since.
         """
         while (completion := as_it_should_end(completion, request)).finish_reason == "abort":
-            served = await self.weights.served_version(request)
-            if served == version:
+            now = self._state(await self.weights.served_version(request))
+            if state == now:
                 raise EngineError(
                     f"request {request.id!r}: the server aborted it after {len(completion.token_ids)} tokens, although "
-                    f"weight version {served} was served all the time; check that no other client aborts or pauses"
+                    f"weight version {now[0]} was served all the time; check that no other client aborts or pauses"
                 )
-            version = served
-            (more,) = await self._attempts.sampled(rest_of(request, completion, place))
-            completion = joined(completion, more)
+            state = now
+            rest = replace(request, num_completions=1, begun=completion)
+            (completion,) = await self._attempts.sampled(rest, place=place)
         return completion
+
+    def _state(self, version: int) -> tuple[int, int]:
+        """What changes before a server may abort a request: the version served, and the number of interrupts."""
+        return version, self._attempts.interrupts
 
     async def tokenized(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...] | None:
         """Token ids of a text by a replica's own tokenizer; None if it has none. Raises EngineError."""

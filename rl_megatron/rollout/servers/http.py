@@ -42,7 +42,7 @@ class Server:
 
     def __init__(self, url: str, *, token: str | None, timeout_seconds: float) -> None:
         self.url, self.token, self._limit = url.rstrip("/"), token, timeout_seconds
-        self.in_flight = 0  # requests for tokens
+        self.in_flight = 0  # completions that are asked for
         self.paused = False  # whether its sampling is paused
         self.released = False  # whether its memory is released: of weights and cache, or of its cache alone
         self.reclaimed = False  # whether that of weights is allocated again, and the cache's is not yet
@@ -57,13 +57,13 @@ class Server:
         )
 
     @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
-        """Counts a request for tokens as in flight."""
-        self.in_flight += 1
+    def busy(self, completions: int = 1) -> Iterator[None]:
+        """Counts a request for tokens as in flight: each of its completions."""
+        self.in_flight += completions
         try:
             yield
         finally:
-            self.in_flight -= 1
+            self.in_flight -= completions
 
     async def post(self, path: str, body: object = None, *, params: Mapping[str, str] | None = None) -> Any:
         """The answer's JSON, None if it is empty. Raises as ``get`` does."""

@@ -1,0 +1,43 @@
+"""Chooses the replica for a request: one that has its prefix in the cache, unless another is less busy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rl_megatron.rollout.servers.http import Server
+from rl_megatron.rollout.servers.replicas import Replica
+from rl_megatron.types import GenerationRequest
+
+_LEAD = 2  # completions
+_REMEMBERED = 16384  # prompts and requests
+
+
+class Places:
+    """Remembers where prompts were sent last.
+
+    A request goes where its own tokens are cached (it was interrupted), else where its prompt is (requests of one
+    ``group``), as long as that replica runs fewer than ``_LEAD`` completions more than the least busy one; else to the
+    least busy. So at most that many slots are uneven, and a prompt is computed once on each replica that samples it.
+    """
+
+    def __init__(self) -> None:
+        self._servers: dict[str, list[Server]] = {}  # that have had a request or group, oldest use first
+
+    def choose(self, request: GenerationRequest, healthy: Sequence[Replica], failed: Replica | None) -> Replica:
+        """One of ``healthy``; not ``failed`` if there is another."""
+        chosen = least = min(healthy, key=lambda replica: (replica is failed, replica.server.in_flight))
+        keys = [request.id, *([request.group] if request.group is not None else [])]
+        for key in keys:
+            servers = self._servers.get(key, [])
+            near = [one for one in healthy if one is not failed and one.server in servers]
+            if near:
+                nearest = min(near, key=lambda replica: replica.server.in_flight)
+                if nearest.server.in_flight < least.server.in_flight + _LEAD:
+                    chosen = nearest
+                break
+        for key in keys:
+            servers = self._servers.pop(key, [])
+            self._servers[key] = [*(one for one in servers if one is not chosen.server), chosen.server]
+        while len(self._servers) > _REMEMBERED:
+            del self._servers[next(iter(self._servers))]
+        return chosen
