@@ -28,7 +28,10 @@ class ServerChecks:
 
     async def check(self, servers: Sequence[Server]) -> None:
         """Raises ConfigError with all problems of the servers at once, and EngineError."""
-        self._raise_misfits([(server.url, await self._described(server)) for server in servers])
+        found = [(server, await self._described(server)) for server in servers]
+        self._raise_misfits([(server.url, described) for server, described in found])
+        for server, described in found:
+            server.priorities = described.priorities
 
     async def _described(self, server: Server) -> Description:
         try:

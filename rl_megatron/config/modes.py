@@ -1,4 +1,5 @@
-"""Rules of the modes in which equal work gives equal numbers, of fused routers, and of sampling ahead of training."""
+"""Rules of several sections: modes in which equal work gives equal numbers, fused routers, sampling ahead of training, and
+caches that outlive weights."""
 
 from __future__ import annotations
 
@@ -34,6 +35,8 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
         )
     if c.rollout.server.batch_invariant:
         yield from _of_servers(c)
+    if c.rollout.server.running_requests == "keep_cache":
+        yield from _of_kept_caches(c)
     if c.train.max_staleness:
         yield from _of_staleness(c)
     if c.rollout.embedded and c.rollout.served:
@@ -104,4 +107,19 @@ def _of_servers(c: RunConfig) -> Iterator[str]:
         yield (
             f"{given} with weights.transport=process_group: in this mode {c.rollout.engine} sets NCCL's algorithm and "
             f"channels in its ranks, {_ONE_GROUP}"
+        )
+
+
+def _of_kept_caches(c: RunConfig) -> Iterator[str]:
+    given = "rollout.server.running_requests=keep_cache"
+    if c.rollout.served and (asking := c.asks_for_routes) is not None:
+        yield (
+            f"{given} with {asking}: keys and values in the cache were made by the experts that older weights chose, "
+            "which the learner's one pass cannot repeat, so its routes and log-probs would be of another computation; "
+            "set running_requests=recompute, or leave routes out"
+        )
+    if c.rollout.served and c.rollout.server.colocated:
+        yield (
+            f"{given} with rollout.server.colocated=true: servers release their caches before each training, so "
+            "nothing is left to keep; leave one of them out"
         )

@@ -108,7 +108,7 @@ def test_a_running_request_goes_on_over_an_update(server: ServedBench, models: t
         asked = replace(request(new=new), routes=server.name in RETURN_ROUTES)
         running = asyncio.create_task(server.engine.generate(asked))
         await server.sampling(running)
-        await server.engine.adapter.pause(one, "keep")  # else a short request is over before a push has begun
+        await server.engine.adapter.pause(one, "recompute")  # else a short request is over before a push has begun
         server.sync.folder = models[1]
         await server.weights.push(2)
         (completion,) = await running

@@ -11,6 +11,8 @@ from pydantic_core import PydanticCustomError
 
 from rl_megatron.section import NonNegative, NonNegativeFloat, OwnCode, Positive, PositiveFloat, Section
 
+RunningRequests = Literal["recompute", "keep_cache", "abort"]
+"""What a push does to running requests."""
 _NOT_OFFERED = {"nvfp4", "mxfp4", "mxfp8", "int4", "awq", "gptq", "fp4"}
 
 
@@ -64,10 +66,11 @@ class ServerSection(Section):
     """Wait before the first retry; it doubles each time."""
     concurrency: Positive = 256
     """Most requests in flight."""
-    running_requests: Literal["keep", "abort"] = "keep"
-    """What a push of weights does to running requests: the server pauses them and continues them with the new weights;
-    or it aborts them, and the trainer sends each again with its tokens so far appended to the prompt. No sampled token
-    is lost either way."""
+    running_requests: RunningRequests = "recompute"
+    """What a push of weights does to running requests (docs/engines.md). recompute: the server pauses them, and
+    continues them with keys and values recomputed by the new weights; keep_cache: it continues them with those of the
+    old weights, which costs nothing; abort: it aborts them, and the trainer sends each again with its tokens so far
+    appended to the prompt. No sampled token is lost in any of them."""
     colocated: bool = False
     """Whether servers and learner take turns on the same accelerators: servers release their memory before the learner
     trains or scores, and take it again at a push. On GPUs memory_fraction is needed too."""
@@ -84,6 +87,16 @@ class ServerSection(Section):
     probe_tolerance: PositiveFloat | None = None
     """Largest difference of log-probs, in nats, at which ``probe`` accepts new weights; null: 1e-3 in float32, 0.25 in
     bfloat16, 1 with quantised weights."""
+
+    @field_validator("running_requests", mode="before")
+    @classmethod
+    def _of_today(cls, value: object) -> object:
+        if value == "keep":
+            raise PydanticCustomError(
+                "renamed_value",
+                "Input should be 'recompute', 'keep_cache' or 'abort': what 'keep' did is called recompute",
+            )
+        return value
 
     @property
     def count(self) -> int:

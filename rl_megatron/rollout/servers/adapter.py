@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Protocol
 
+from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest
@@ -72,6 +73,7 @@ class Description:
     max_length: int
     problems: tuple[str, ...]  # reasons why a run cannot use it, each with what to do
     no_routes: str | None = None  # why it returns no routes
+    priorities: bool = False  # whether it takes requests of less priority first
 
 
 class Sampling(Protocol):
@@ -114,7 +116,9 @@ class Loading(Protocol):
         private: Collection[str],
         straight: bool = False,
     ) -> list[Report]:
-        """Load the mirror file ``path`` and drop cached prefixes. Returns each rank's report without ``private`` kinds.
+        """Load the mirror file ``path``. Returns each rank's report without ``private`` kinds.
+
+        Cached prefixes are dropped, unless ``server.salt`` tells them from those to come.
 
         Completions are then labelled by `candidate`. With ``straight`` take the weights from the learner's ranks, over
         the group joined last. Raises SyncError that names a wrong tensor.
@@ -145,8 +149,10 @@ class Running(Protocol):
         """The command that starts a server on one of its nodes. Raises ConfigError for options without support."""
         ...
 
-    async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
-        """Pause sampling; running requests wait (``keep``) or are aborted."""
+    async def pause(self, server: Server, mode: RunningRequests) -> None:
+        """Pause sampling between two tokens. Running requests wait, and with ``keep_cache`` their keys and values
+        stay; with ``recompute`` these are dropped, and with ``abort`` the requests end.
+        """
         ...
 
     async def resume(self, server: Server) -> None:

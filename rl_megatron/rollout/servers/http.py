@@ -45,6 +45,8 @@ class Server:
         self.in_flight = 0  # completions that are asked for
         self.paused = False  # whether its sampling is paused
         self.released = False  # whether its memory is released: of weights and cache, or of its cache alone
+        self.priorities = False  # whether it takes requests of less priority first
+        self.salt: str | None = None  # names the weights in each request, where prefixes of others stay in the cache
         self.reclaimed = False  # whether that of weights is allocated again, and the cache's is not yet
         self._client = httpx2.AsyncClient(
             base_url=self.url,

@@ -8,7 +8,8 @@ from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.servers.replicas import Replica
 from rl_megatron.types import GenerationRequest
 
-_LEAD = 2  # completions
+_LEAD = 2  # completions that a replica may run beyond the least busy one, at least
+_SHARE = 16  # and this part of what that one runs
 _REMEMBERED = 16384  # prompts and requests
 
 
@@ -16,8 +17,9 @@ class Places:
     """Remembers where prompts were sent last.
 
     A request goes where its own tokens are cached (it was interrupted), else where its prompt is (requests of one
-    ``group``), as long as that replica runs fewer than ``_LEAD`` completions more than the least busy one; else to the
-    least busy. So at most that many slots are uneven, and a prompt is computed once on each replica that samples it.
+    ``group``), unless that replica runs 2 completions, or a 16th, more than the least busy one; else to the least busy.
+    With 4 replicas of 128 slots and 16 completions of a prompt, a prompt is so computed by 2.0 replicas, and by 4.0 if
+    each goes to the least busy one.
     """
 
     def __init__(self) -> None:
@@ -32,7 +34,8 @@ class Places:
             near = [one for one in healthy if one is not failed and one.server in servers]
             if near:
                 nearest = min(near, key=lambda replica: replica.server.in_flight)
-                if nearest.server.in_flight < least.server.in_flight + _LEAD:
+                busy = least.server.in_flight
+                if nearest.server.in_flight - busy < max(_LEAD, busy // _SHARE):
                     chosen = nearest
                 break
         for key in keys:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -122,6 +123,10 @@ class ReplicaWeights:
             server.paused = True
             try:
                 await self._adapter.pause(server, self._section.running_requests)
+                if (
+                    self._section.running_requests == "keep_cache"
+                ):  # from now on: what is sent waits for the new weights
+                    server.salt = f"{version}-{uuid.uuid4().hex}"  # another run may have cached by this version before
                 await self._reclaim_weights(server)
                 kinds = private.get(server.url, frozenset())
                 reports = await self._adapter.load(server, path, version, private=kinds, straight=bool(straight))

@@ -149,6 +149,8 @@ def test_sglang_gets_another_seed_for_each_completion_of_a_group_and_for_each_re
     bodies: list[Any] = []
 
     class Said:
+        priorities, salt = False, None
+
         async def sampled(self, path: str, body: Any, form: Any) -> list[Any]:
             bodies.append(body)
             return []

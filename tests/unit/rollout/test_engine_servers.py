@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import TypeAdapter
 
-from rl_megatron.config.sections.rollout import ServerSection
+from rl_megatron.config.sections.rollout import RunningRequests, ServerSection
 from rl_megatron.errors import EngineError, SyncError
 from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, StartOptions, candidate, version_of
 from rl_megatron.rollout.servers.engine import ServedEngine
@@ -54,7 +54,7 @@ class Words(Adapter):
     async def tokens(self, server: Server) -> int:
         return int((await server.get("/made")).get("made", 0))
 
-    async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
+    async def pause(self, server: Server, mode: RunningRequests) -> None:
         await server.post("/pause", {"mode": mode})
 
     async def resume(self, server: Server) -> None:

@@ -17,6 +17,7 @@ import torch
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict, override
 
+from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, CorruptionError, EngineError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import (
@@ -43,6 +44,7 @@ _ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
 )
+_PRIORITIES = ("--enable-priority-scheduling", "--schedule-low-priority-values-first", "--disable-priority-preemption")
 _KEYS = {
     **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "tp"),
     **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), "pp"),
@@ -139,6 +141,7 @@ class SGLangAdapter(Adapter):
                 *(("--mem-fraction-static", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(("--enable-return-routed-experts",) if options.routes else ()),
                 *(("--enable-deterministic-inference",) if options.batch_invariant else ()),
+                *(_PRIORITIES if value_given(options.extra, "--schedule-policy") is None else ()),
                 *options.extra,
             ),
             environment={
@@ -194,6 +197,8 @@ class SGLangAdapter(Adapter):
             architecture=",".join(info["architectures"] or ()),
             max_length=int(settings["context_length"] or _MARGIN) - _MARGIN,
             problems=tuple(problems),
+            priorities=bool(settings.get("enable_priority_scheduling"))
+            and bool(settings.get("schedule_low_priority_values_first")),
             no_routes=None
             if settings.get("enable_return_routed_experts")
             else "start it with --enable-return-routed-experts",
@@ -219,6 +224,8 @@ class SGLangAdapter(Adapter):
             "sampling_params": [sampling | {"sampling_seed": completion_seed(p.seed, place)} for place in places],
             "return_logprob": True,
             "return_routed_experts": request.routes,
+            **({"priority": request.birth} if server.priorities and request.birth is not None else {}),
+            **_salted(server),
         }
         answers = await server.sampled("/generate", body, _SAMPLED)
         return [_completion(answer["meta_info"], request, self._shape) for answer in answers]
@@ -227,6 +234,7 @@ class SGLangAdapter(Adapter):
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
         sampling = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
         body = {"input_ids": list(text), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        body |= _salted(server)
         said = (await server.sampled("/generate", body, _SCORED))["meta_info"]["input_token_logprobs"][1:]
         logprobs = [logprob for logprob, _, _ in said if logprob is not None]
         if len(logprobs) != len(text) - 1:
@@ -245,9 +253,10 @@ class SGLangAdapter(Adapter):
         return tuple((int(load["total_prefill_uncached_tokens"]), int(load["num_used_tokens"])) for load in loads)
 
     @override
-    async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
-        """Requests that are kept lose their cache, and recompute it with the new weights."""
-        await server.post("/pause_generation", {"mode": "retract" if mode == "keep" else "abort"})
+    async def pause(self, server: Server, mode: RunningRequests) -> None:
+        """Requests that wait lose their cache, unless it is kept."""
+        theirs = {"recompute": "retract", "keep_cache": "in_place", "abort": "abort"}
+        await server.post("/pause_generation", {"mode": theirs[mode]})
 
     @override
     async def resume(self, server: Server) -> None:
@@ -278,12 +287,24 @@ class SGLangAdapter(Adapter):
     async def _order(
         self, server: Server, path: Path, order: dict[str, object], **more: object
     ) -> list[dict[str, Any]]:
-        """The loader's answer on each rank, in files beside the weights, because an error would end the server."""
+        """The loader's answer on each rank, in files beside the weights, because an error would end the server.
+
+        Not at a pause, SGLang would carry it out when all running requests have ended, and take none until then.
+        """
+        if not server.paused:
+            server.paused = True
+            try:
+                await self.pause(server, "keep_cache")
+                return await self._order(server, path, order, **more)
+            finally:
+                server.paused = False
+                await self.resume(server)
         ranks = int((await server.get("/server_info"))["tp_size"])
         answer = path.with_name(f"held-{uuid.uuid4().hex}")
         text = json.dumps(order | {"path": str(path), "answer": str(answer)})
         payload = base64.b64encode(pickle.dumps([(text, torch.empty(0))])).decode()
-        body = {"serialized_named_tensors": [payload] * ranks, "load_format": _LOADER, "flush_cache": True}
+        flushes = order["do"] in ("load", "receive") and server.salt is None
+        body = {"serialized_named_tensors": [payload] * ranks, "load_format": _LOADER, "flush_cache": flushes}
         await server.post("/begin_weight_update", {})
         try:
             await server.post("/update_weights_from_tensor", body | more)
@@ -312,6 +333,11 @@ class SGLangAdapter(Adapter):
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
         order: dict[str, object] = {"do": "held", "private": sorted(private)}
         return [Report.from_json(one) for one in await self._order(server, path, order)]
+
+
+def _salted(server: Server) -> dict[str, str]:
+    """The key by which prefixes that other weights cached are not found."""
+    return {} if server.salt is None else {"extra_key": server.salt}
 
 
 def _degrees(options: StartOptions) -> tuple[str, ...]:

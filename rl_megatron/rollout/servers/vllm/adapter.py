@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict, override
 
+from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import (
@@ -121,7 +122,7 @@ class VLLMAdapter(Adapter):
                 *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
                 *("--worker-extension-cls", "rl_megatron.rollout.servers.vllm.worker.WorkerExtension"),
                 *("--weight-transfer-config", json.dumps({"backend": "rl_megatron_mirror"})),
-                *("--enable-scale-out", "--disable-uvicorn-access-log"),
+                *("--enable-scale-out", "--disable-uvicorn-access-log", "--scheduling-policy", "priority"),
                 *(("--enforce-eager",) if options.device == "cpu" else ()),  # CUDA graphs are for GPUs
                 *(("--attention-backend", "CPU_MLA") if reference else ()),
                 *("--shutdown-timeout", "5"),  # else its processes are killed, and leave shared memory behind
@@ -174,6 +175,7 @@ class VLLMAdapter(Adapter):
             architecture=found.get("architecture", "unknown"),
             max_length=int(model["max_model_len"]),
             problems=tuple(problems),
+            priorities=found.get("policy") == "priority",
             no_routes=None if found.get("routes") == "True" else "start it with --enable-return-routed-experts",
         )
 
@@ -190,7 +192,14 @@ class VLLMAdapter(Adapter):
             "logprobs": 0,  # of the sampled token
             "detokenize": False,
         }
-        body = {"request_id": request_id, "token_ids": list(request.token_ids), "sampling_params": sampling}
+        body = {
+            "request_id": request_id,
+            "token_ids": list(request.token_ids),
+            "sampling_params": sampling,
+            **_salted(server),
+        }
+        if server.priorities and request.birth is not None:
+            body["priority"] = request.birth
         answer = await server.sampled("/inference/v1/generate", body, _SAMPLED)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         completions = [_completion(choice, request, self._shape) for choice in choices]
@@ -199,7 +208,7 @@ class VLLMAdapter(Adapter):
     @override
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
         sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "ignore_eos": True, "detokenize": False}
-        body = {"token_ids": list(text), "sampling_params": sampling}
+        body = {"token_ids": list(text), "sampling_params": sampling, **_salted(server)}
         answer = await server.sampled("/inference/v1/generate", body, _SCORED)
         said = answer["prompt_logprobs"][1:]
         if len(said) != len(text) - 1 or any(
@@ -218,9 +227,10 @@ class VLLMAdapter(Adapter):
         return sum(float(value) for value in _TOKENS.findall(await server.text("/metrics")))
 
     @override
-    async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
-        """Drops cached prefixes; requests that are kept recompute theirs."""
-        await server.post("/pause", params={"mode": mode, "clear_cache": "true"})
+    async def pause(self, server: Server, mode: RunningRequests) -> None:
+        """Drops cached prefixes, also those of requests that wait, unless they are kept."""
+        ends, clears = mode == "abort", mode != "keep_cache"
+        await server.post("/pause", params={"mode": "abort" if ends else "keep", "clear_cache": str(clears).lower()})
 
     @override
     async def resume(self, server: Server) -> None:
@@ -287,6 +297,11 @@ class VLLMAdapter(Adapter):
     async def _rpc(self, server: Server, method: str, *arguments: object) -> Any:
         """The answer of each rank of the first dp replica."""
         return (await server.post("/collective_rpc", {"method": method, "args": list(arguments)}))["results"]
+
+
+def _salted(server: Server) -> dict[str, str]:
+    """The key by which prefixes that other weights cached are not found."""
+    return {} if server.salt is None else {"cache_salt": server.salt}
 
 
 def _degrees(options: StartOptions) -> tuple[str, ...]:

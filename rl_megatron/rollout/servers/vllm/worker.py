@@ -157,6 +157,7 @@ class WorkerExtension:
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": str(self.model_config.logprobs_mode),
             "architecture": ",".join(self.model_config.hf_config.architectures),
+            "policy": str(self.vllm_config.scheduler_config.policy),
             "routes": str(self.vllm_config.aux_output_config.enable_return_routed_experts),
         }
         return self._gathered(own)

@@ -1,0 +1,174 @@
+"""What a push does to running requests, and by which key a server tells prefixes of several versions apart."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from launcher.servers.engines import SERVERS
+from rl_megatron.config.io import load_config
+from rl_megatron.config.sections.rollout import RunningRequests
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.named import NAMED
+from rl_megatron.rollout.servers.http import Server
+from rl_megatron.weights.checks.reports import Report
+from tests.unit.rollout.test_engine_routes import ASKED
+from tests.unit.rollout.test_engine_servers import Fake, engine_of, push, running
+
+MOE = NAMED["qwen3-235b-a22b"]
+
+
+@pytest.fixture
+def fakes() -> Iterator[list[Fake]]:
+    with running(2) as both:
+        yield both
+
+
+class Asked(Server):
+    """A server that notes what it is asked, and answers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("http://localhost:1", token=None, timeout_seconds=1.0)
+        self.asked: list[tuple[str, Any]] = []
+
+    async def post(self, path: str, body: object = None, *, params: Any = None) -> Any:
+        self.asked.append((path, params if body is None else body))
+        if path == "/update_weights_from_tensor":
+            given = cast(dict[str, Any], body)["serialized_named_tensors"][0]
+            order = json.loads(pickle.loads(base64.b64decode(given))[0][0])
+            report = {} if order["do"] == "boxes" else Report(rows=(), seconds=0.0).to_json()
+            Path(f"{order['answer']}.0").write_text(json.dumps(report))
+        return None
+
+    async def get(self, path: str) -> Any:
+        return {"tp_size": 1}
+
+    async def sampled(self, path: str, body: object, form: Any) -> Any:
+        self.asked.append((path, body))
+        if path == "/inference/v1/generate":
+            return {"choices": [], "prompt_logprobs": [None]}
+        if cast(dict[str, Any], body).get("logprob_start_len") == 0:
+            return {"meta_info": {"input_token_logprobs": [(None, 1, None)]}}
+        return []
+
+
+@pytest.mark.parametrize(
+    ("engine", "mode", "path", "said"),
+    [
+        ("vllm", "recompute", "/pause", {"mode": "keep", "clear_cache": "true"}),
+        ("vllm", "keep_cache", "/pause", {"mode": "keep", "clear_cache": "false"}),
+        ("vllm", "abort", "/pause", {"mode": "abort", "clear_cache": "true"}),
+        ("sglang", "recompute", "/pause_generation", {"mode": "retract"}),
+        ("sglang", "keep_cache", "/pause_generation", {"mode": "in_place"}),
+        ("sglang", "abort", "/pause_generation", {"mode": "abort"}),
+    ],
+)
+def test_engines_are_paused_in_their_own_words(engine: str, mode: RunningRequests, path: str, said: object) -> None:
+    server = Asked()
+    asyncio.run(SERVERS[engine](MOE).pause(server, mode))
+    assert server.asked == [(path, said)]
+
+
+@pytest.mark.parametrize(("engine", "key"), [("vllm", "cache_salt"), ("sglang", "extra_key")])
+def test_all_that_is_sampled_or_scored_carries_the_salt(engine: str, key: str) -> None:
+    adapter, server = SERVERS[engine](MOE), Asked()
+    for salt in (None, "2-a"):
+        server.salt, server.asked = salt, []
+        asyncio.run(adapter.generate(server, ASKED, "id"))
+        asyncio.run(adapter.score(server, [1]))
+        assert [body.get(key) for _, body in server.asked] == [salt, salt]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_older_requests_go_first_where_the_server_has_priorities(engine: str) -> None:
+    adapter, server = SERVERS[engine](MOE), Asked()
+    for has, birth in ((True, 3), (True, None), (False, 3)):
+        server.priorities = has
+        asyncio.run(adapter.generate(server, replace(ASKED, birth=birth), "id"))
+    assert [body.get("priority") for _, body in server.asked] == [3, None, None]
+
+
+@pytest.mark.parametrize(("mode", "salted"), [("recompute", False), ("abort", False), ("keep_cache", True)])
+def test_each_load_has_a_salt_of_its_own(fakes: list[Fake], mode: str, salted: bool) -> None:
+    """Another run may have pushed other weights of the same version to a server before."""
+
+    async def salts() -> list[str | None]:
+        engine, out = engine_of(fakes, running_requests=mode), list[str | None]()
+        for version in (1, 2, 2):
+            await push(engine, version)
+            out += [server.salt for server in engine.servers]
+        return out
+
+    found = asyncio.run(salts())
+    assert len(set(found)) == (6 if salted else 1)
+    assert [str(salt).partition("-")[0] for salt in found] == (["1", "1", *["2"] * 4] if salted else ["None"] * 6)
+
+
+def test_a_prompt_that_is_sent_after_the_pause_has_the_new_salt(fakes: list[Fake]) -> None:
+    """It waits in the server, and is sampled by the new weights."""
+
+    async def ask() -> tuple[str | None, str | None]:
+        engine = engine_of(fakes[:1], running_requests="keep_cache")
+        await push(engine, 1)
+        (server,) = engine.servers
+        at: dict[str, str | None] = {}
+
+        def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+            at[path] = server.salt
+            return 200, {}
+
+        fakes[0].answer = answer
+        await push(engine, 2)
+        return at["/pause"], at["/load"]
+
+    paused, loading = asyncio.run(ask())
+    assert str(paused).startswith("1-")
+    assert str(loading).startswith("2-")
+
+
+@pytest.mark.parametrize(("salt", "flushes"), [(None, True), ("2-a", False)])
+def test_sglang_keeps_its_cache_over_a_load_and_over_every_other_order(
+    tmp_path: Path, salt: str | None, flushes: bool
+) -> None:
+    """Its scheduler ends where it is to flush a cache that running requests use; not at a pause it waits for them."""
+    adapter, server = SERVERS["sglang"](MOE), Asked()
+    server.salt = salt
+    asyncio.run(adapter.boxes(server, tmp_path / "model.safetensors"))
+    paths = [path for path, _ in server.asked]
+    assert paths[0] == "/pause_generation"
+    assert paths[-1] == "/continue_generation"
+    assert server.asked[0][1] == {"mode": "in_place"}
+    assert not server.paused
+    server.paused, ours = True, len(paths)  # as during a push, whose load resumes it
+    asyncio.run(adapter.join(server, tmp_path / "model.safetensors", {}, 1))
+    asyncio.run(adapter.load(server, tmp_path / "model.safetensors", 2, private=()))
+    assert "/pause_generation" not in [path for path, _ in server.asked[ours:]]
+    told = [body["flush_cache"] for path, body in server.asked if path == "/update_weights_from_tensor"]
+    assert told == [False, False, flushes]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("running_requests=keep",), r"what 'keep' did is called recompute"),
+        (
+            ("running_requests=keep_cache", "algorithm.routing_replay=r3"),
+            r"keep_cache with algorithm\.routing_replay=r3: keys and values in the cache were made by the experts that "
+            r"older weights chose.*set running_requests=recompute, or leave routes out",
+        ),
+        (("running_requests=keep_cache", "train.route_flips=true"), r"keep_cache with train\.route_flips=true"),
+        (("running_requests=keep_cache", "rollout.server.colocated=true"), r"nothing is left to keep; leave one"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(keys: tuple[str, ...], said: str) -> None:
+    first, *others = keys
+    with pytest.raises(ConfigError, match=said):
+        load_config("tiny_cpu", ["rollout=sglang", f"rollout.server.{first}", *others])
