@@ -58,13 +58,14 @@ class RolloutEngine(Protocol):
         Servers tell it when an update or `interrupt` ends a request, which then goes on. None: nothing is known, as of
         the engine in the learner's processes.
         """
-        return None
+        ...
 
     async def interrupt(self) -> None:
         """Have `so_far` know all tokens that running requests of one completion have sampled; they go on from these.
 
         The engine in the learner's processes has none that run while this is called.
         """
+        ...
 
 
 class WeightSync(Protocol):

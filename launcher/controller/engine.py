@@ -31,6 +31,14 @@ class EngineGroup(RolloutEngine):
         self._pending.append((request, answer))
         return await answer
 
+    @override
+    def so_far(self, request_id: str) -> Completion | None:
+        return None
+
+    @override
+    async def interrupt(self) -> None:
+        pass
+
     def _dispatch(self) -> None:
         pending, self._pending = self._pending, []
         count = len(self._group.workers)

@@ -1,5 +1,5 @@
-"""Rules of several sections: modes in which equal work gives equal numbers, fused routers, sampling ahead of training, and
-caches that outlive weights."""
+"""Rules of several sections: modes in which equal work gives equal numbers, fused routers, sampling ahead of training,
+and caches that outlive weights."""
 
 from __future__ import annotations
 

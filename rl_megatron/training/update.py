@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Self, TypeVar
 
 import torch
@@ -195,10 +196,8 @@ class Update:
         """Step s trains version s - 1, the proximal one, into version s."""
         if self.config.algorithm.old_logprobs != "interpolated":
             return samples
-        trajectories = (trajectory for group in groups for trajectory in group.trajectories)
-        versions = torch.tensor([row.turns[0].spans[0].version for one in trajectories for row in one.chains])
-        everywhere = torch.repeat_interleave(versions, samples.cu_seqlens.diff())
-        return replace(samples, proximal_share=proximal_share(everywhere, proximal_version=step - 1, version=step))
+        versions = token_versions(groups, samples)
+        return replace(samples, proximal_share=proximal_share(versions, proximal_version=step - 1, version=step))
 
     def _with_kl_controlled(self, state: AlgorithmState, samples: Samples, row: Row) -> AlgorithmState:
         """Adapt the KL coefficient to this batch's KL if a target is set; write both into the row."""
@@ -286,6 +285,19 @@ class AtOnce:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def token_versions(groups: Sequence[RolloutGroup], samples: Samples) -> Tensor:
+    """The version that sampled each target, [N] int64, by its turn's spans; for others, that of the first."""
+    rows = [row for group in groups for one in group.trajectories for row in one.chains]
+    versions = torch.empty(len(samples.targets), dtype=torch.int64)
+    for row, (first, stop) in zip(rows, pairwise(samples.cu_seqlens.tolist()), strict=True):
+        versions[first:stop] = row.turns[0].spans[0].version
+        for turn in row.turns:
+            begin, end = first + turn.start - 1, first + turn.stop - 1  # of positions: their targets are one further
+            for span in turn.spans:  # a later one covers what is behind its start
+                versions[begin + span.start : end] = span.version
+    return versions
 
 
 def _lengths(batch: Batch) -> list[int]:

@@ -25,7 +25,7 @@ class Said:
     inputs: list[int]
     targets: list[int]
     engine: list[float]
-    oldest: int
+    versions: list[int]
     cut: bool
     raw: float
     group: int
@@ -59,7 +59,7 @@ class PlainUpdate:
                 inputs=row.token_ids[turn.start - 1 : -1].tolist(),
                 targets=row.token_ids[turn.start :].tolist(),
                 engine=turn.logprobs.tolist(),
-                oldest=turn.spans[0].version,
+                versions=[[s.version for s in turn.spans if s.start <= t][-1] for t in range(len(turn.logprobs))],
                 cut=turn.finish_reason != "stop",
                 raw=one.reward,
                 group=number,
@@ -175,10 +175,10 @@ class PlainUpdate:
         tokens = sum(len(s.targets) for s in trained)
         right = sum(len(s.targets) for s in trained if s.raw >= self.config.eval.success_reward)
         for s in trained:
-            share = (step - 1 - s.oldest) / (step - s.oldest)
             for t, logp in enumerate(logprobs(policy, s, routed=self.routed)):
                 old, now = s.old[t], float(logp.detach())
                 if a.old_logprobs == "interpolated":
+                    share = (step - 1 - s.versions[t]) / (step - s.versions[t])
                     old = s.engine[t] + share * (now - s.engine[t])
                 ratio, advantage = (logp - old).exp(), s.advantages[t]
                 term = -ratio * advantage

@@ -192,7 +192,7 @@ class VLLMAdapter(Adapter):
             "logprobs": 0,  # of the sampled token
             "detokenize": False,
         }
-        body = {
+        body: dict[str, object] = {
             "request_id": request_id,
             "token_ids": list(request.token_ids),
             "sampling_params": sampling,
