@@ -123,10 +123,9 @@ class ReplicaWeights:
             server.paused = True
             try:
                 await self._adapter.pause(server, self._section.running_requests)
-                if (
-                    self._section.running_requests == "keep_cache"
-                ):  # from now on: what is sent waits for the new weights
-                    server.salt = f"{version}-{uuid.uuid4().hex}"  # another run may have cached by this version before
+                # From now on: what is sent waits for the new weights. Another run may have cached by this version.
+                keeps = self._section.running_requests == "keep_cache"
+                server.salt = f"{version}-{uuid.uuid4().hex}" if keeps else None
                 await self._reclaim_weights(server)
                 kinds = private.get(server.url, frozenset())
                 reports = await self._adapter.load(server, path, version, private=kinds, straight=bool(straight))
