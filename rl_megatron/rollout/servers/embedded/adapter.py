@@ -8,6 +8,7 @@ from typing import Literal
 
 from typing_extensions import override
 
+from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, StartOptions
@@ -79,8 +80,8 @@ class EmbeddedAdapter(Adapter):
         return int(await server.get("/tokens"))
 
     @override
-    async def pause(self, server: Server, mode: Literal["keep", "abort"]) -> None:
-        await server.post("/pause", {"mode": {"keep": "recompute"}.get(mode, mode)})
+    async def pause(self, server: Server, mode: RunningRequests) -> None:
+        await server.post("/pause", {"mode": mode})
 
     @override
     async def resume(self, server: Server) -> None:
