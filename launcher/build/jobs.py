@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from launcher.build.data import Data
@@ -14,6 +15,7 @@ from rl_megatron.data.prompts import PromptStream
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.recorder import Recorder
+from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
 from rl_megatron.scaling.routes import route_of
@@ -65,7 +67,7 @@ def loops_of(
         "recorder": recorder,
         "route": route_of(config).name,
     }
-    job = _on_groups(common, sampler, data)
+    job = _on_groups(common, sampler, data, parts.folder)
     store = CheckpointStore(parts.folder / "checkpoints", keep=config.checkpoint.keep, config=fixed(config))
     looped = partial(Loop, checkpoints=store, recorder=recorder, stop=stop)
     check, train = config.warm_start.check_every, config.train.steps
@@ -74,11 +76,12 @@ def loops_of(
     return looped(job=warm, pace=first), looped(job=job, pace=then)
 
 
-def _on_groups(common: dict[str, Any], sampler: RolloutSampler, data: Data) -> GroupJob:
+def _on_groups(common: dict[str, Any], sampler: RolloutSampler, data: Data, folder: Path) -> GroupJob:
     """The job on pairs if the data has rejected answers, else reinforcement."""
     if data.train[0].rejected:
         return PreferencePairs(**common, tokenizer=data.tokenizer, eos=data.stop_token_ids[0])
-    return Reinforcement(**common, stream=stream_of(common["config"], common["prompts"], sampler))
+    ledger = Ledger(folder / "ledger.jsonl")
+    return Reinforcement(**common, stream=stream_of(common["config"], common["prompts"], sampler, ledger))
 
 
 def _sampler(parts: Parts, roles: Roles, data: Data) -> RolloutSampler:

@@ -138,6 +138,12 @@ METRICS: Mapping[str, Documented] = _rows(
         "groups whose shaped rewards are all equal, left out by rollout.dynamic_sampling",
     ),
     ("groups/zero_advantage_fraction", "", "share of groups whose rewards are all equal, so they give no gradient"),
+    ("ledger/drawn", "prompts", "prompts drawn since the run's start; each is in one of the next five after the push"),
+    ("ledger/queued", "prompts", "drawn and not sent to an engine yet"),
+    ("ledger/in_flight", "prompts", "being sampled or scored"),
+    ("ledger/buffered", "prompts", "scored, for a step to come"),
+    ("ledger/trained", "prompts", "trained on, each in one step (ledger.jsonl)"),
+    ("ledger/dropped", "prompts", "left out of training, each for a reason (ledger.jsonl)"),
     ("moe/load_imbalance", "", "tokens of the busiest expert over the mean expert, in the worst layer; 1 is balanced"),
     ("moe/dead_experts", "", "share of experts without a token in an optimizer step, mean over layers"),
     (

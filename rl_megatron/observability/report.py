@@ -160,6 +160,10 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Engine servers that serve", metric="engine/healthy", hide_constant=True),
             Curve(title="Engine server restarts", metric="engine/restarts", hide_constant=True),
             Curve(title="Staleness", metric="staleness/mean", peak="staleness/max", hide_constant=True),
+            Curve(title="Prompts drawn and not sent", metric="ledger/queued", hide_constant=True),
+            Curve(title="Prompts being sampled", metric="ledger/in_flight", hide_constant=True),
+            Curve(title="Groups for steps to come", metric="ledger/buffered", hide_constant=True),
+            Curve(title="Prompts dropped so far", metric="ledger/dropped", hide_constant=True),
         ),
     ),
     (

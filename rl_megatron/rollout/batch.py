@@ -35,6 +35,26 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A prompt that was drawn and is not trained on yet."""
+
+    drawn: Drawn
+    birth: int  # the version served when it was drawn
+    due: int  # the last step that may train on it
+    answered: Answered | None = None  # once its group is scored
+
+    @property
+    def kept(self) -> bool:
+        """Whether its group may be trained on."""
+        return self.answered is not None and self.answered.group is not None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The order in which steps take groups."""
+        return self.due, self.drawn.ordinal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
     """The groups of one step, and counts of what was scored, failed or left out."""
 

@@ -24,26 +24,12 @@ from dataclasses import dataclass, replace
 
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.prompts import PromptStream
-from rl_megatron.rollout.batch import Answered, Drawn, GroupSource, RolloutBatch
+from rl_megatron.rollout.batch import Answered, Drawn, GroupSource, RolloutBatch, Waiting
+from rl_megatron.rollout.ledger import Ledger, LedgerState
 from rl_megatron.types import RolloutGroup
 
 _PATIENCE = 0.02  # the share of a step for which the learner may wait before more is sampled ahead
 _CALM_STEPS = 30  # steps without such a wait before less is
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """A prompt that was drawn and is not trained on yet."""
-
-    drawn: Drawn
-    birth: int  # the version served when it was drawn
-    due: int  # the last step that may train on it
-    answered: Answered | None = None  # once its group is scored
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """The order in which steps take groups."""
-        return self.due, self.drawn.ordinal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +44,8 @@ class StreamState:
     calm: int  # steps since the learner waited
     batch: tuple[str, ...]  # ids of the prompts that the present batch has drawn
     places: tuple[Waiting, ...]  # in the order drawn; those without an answer are sampled again
-    left_out: tuple[Answered, ...]  # since the last step
+    left_out: tuple[Waiting, ...]  # since the last step
+    ledger: LedgerState
 
 
 class Stream:
@@ -76,9 +63,11 @@ class Stream:
         section: RolloutSection,
         max_staleness: int,
         teaches: Callable[[Sequence[RolloutGroup]], Sequence[bool]],
+        ledger: Ledger,
     ) -> None:
         self.version = 0
         self._prompts, self._source, self._section, self._teaches = prompts, source, section, teaches
+        self._ledger = ledger
         self._size, self._most = section.prompts_per_step, max_staleness
         self._apart = section.served  # sampling goes on while the learner trains and weights are pushed
         self._drawn = self._opened = self._calm = 0
@@ -88,7 +77,7 @@ class Stream:
         self._places: dict[int, Waiting] = {}
         self._dues = Counter[int]()  # how many places are due at each step
         self._ready: list[tuple[int, int]] = []  # keys of the places with an answer, ascending
-        self._left_out: list[Answered] = []
+        self._left_out: list[Waiting] = []
         self._unsent: list[Waiting] = []  # of a checkpoint, to sample again
         self._tasks = set[asyncio.Task[None]]()
         self._failure: Exception | None = None
@@ -113,15 +102,17 @@ class Stream:
         """
         assert step == self.version + 1, (step, self.version)
         began = asyncio.get_running_loop().time()
-        answers = await self._next(step)
-        while not any(one.group for one in answers) and self._may_open(self._size):
-            self._left_out += answers
+        chosen = await self._next(step)
+        while not (kept := [one for one in chosen if one.kept]) and self._may_open(self._size):
+            self._left_out += chosen
             self._open(self._size)
-            answers = await self._next(step)
-        answers = [*answers, *self._left_out]
+            chosen = await self._next(step)
+        dropped = [*(one for one in chosen if not one.kept), *self._left_out]
         self._left_out = []
+        self._ledger.end(step, kept, dropped)
+        self._ledger.check(self._drawn)
         self._adapt(began)
-        return RolloutBatch.of(answers)
+        return RolloutBatch.of([one.answered for one in (*kept, *dropped) if one.answered is not None])
 
     async def settled(self) -> None:
         """Wait until weights may be pushed: an engine in the learner's processes must have sampled all that is drawn.
@@ -142,6 +133,10 @@ class Stream:
         if self._apart and self._most and not last:
             self.admit()
 
+    def row(self) -> dict[str, int]:
+        """Metrics of the moment."""
+        return self._ledger.row()
+
     def state(self) -> StreamState:
         """What ``restore`` continues from. Call it when no step is being made."""
         return StreamState(
@@ -154,10 +149,19 @@ class Stream:
             batch=tuple(self._batch),
             places=tuple(self._places.values()),
             left_out=tuple(self._left_out),
+            ledger=self._ledger.state(),
         )
 
+    def start_over(self) -> None:
+        """Draw from the first prompt on: the ledger of a run that was killed before its first checkpoint is removed."""
+        self._ledger.restore(LedgerState(), -1, (), ())
+
     def restore(self, state: StreamState) -> None:
-        """Continue from ``state``. Groups stay due when they were, even if ``train.max_staleness`` is now another."""
+        """Continue from ``state``. Groups stay due when they were, even if ``train.max_staleness`` is now another.
+
+        Raises CheckpointError if the ledger's file does not fit.
+        """
+        self._ledger.restore(state.ledger, state.version, state.places, state.left_out)
         self.version, self._drawn, self._opened = state.version, state.drawn, state.opened
         self._credit, self._calm, self._batch = state.credit, state.calm, list(state.batch)
         if self._apart:
@@ -192,10 +196,12 @@ class Stream:
         )
         place = Waiting(drawn=drawn, birth=self.version, due=self.version + self._most + 1)
         self._places[ordinal] = place
+        self._ledger.move([ordinal], "queued")
         self._dues[place.due] += 1
         return place
 
     def _send(self, places: Sequence[Waiting]) -> None:
+        self._ledger.move((place.drawn.ordinal for place in places), "in_flight")
         task = asyncio.get_running_loop().create_task(self._sample(places))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -217,16 +223,18 @@ class Stream:
         section, group = self._section, answered.group
         if section.dynamic_sampling != "off" and group is not None and not self._teaches([group])[0]:
             answered = replace(answered, group=None, reason="equal_rewards")
-        if answered.group is None and section.dynamic_sampling == "refill" and self._credit:
-            self._left_out.append(answered)
+        place = replace(place, answered=answered)
+        self._ledger.move([place.drawn.ordinal], "buffered" if place.kept else "left_out")
+        if not place.kept and section.dynamic_sampling == "refill" and self._credit:
+            self._left_out.append(place)
             self._remove(place)
             self._open(1)
         else:
-            self._places[place.drawn.ordinal] = replace(place, answered=answered)
+            self._places[place.drawn.ordinal] = place
             insort(self._ready, place.key)
 
-    async def _next(self, step: int) -> list[Answered]:
-        """Take G answers out of the stream, once a step may."""
+    async def _next(self, step: int) -> list[Waiting]:
+        """Take G places out of the stream, once a step may."""
         self.admit()
         while not self._may_take(step):
             await self._change()
@@ -235,7 +243,7 @@ class Stream:
         places = [self._places[ordinal] for _, ordinal in chosen]
         for place in places:
             self._remove(place)
-        return [place.answered for place in places if place.answered is not None]
+        return places
 
     def _may_take(self, step: int) -> bool:
         """Whether G groups are finished, and the steps to come have a place for each that would be left by its due."""

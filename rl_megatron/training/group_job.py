@@ -59,6 +59,8 @@ class GroupJob(ABC):
         Where servers take turns with the learner, they have left their GPUs to the models that were loaded, and the
         policy's weights are pushed again.
         """
+        if fresh and self.stream is not None:
+            self.stream.start_over()
         loaded = await self.start_models(fresh=fresh)
         if loaded and self.config.rollout.server.colocated:
             await self.roles.weights.push(self.number)
@@ -101,6 +103,7 @@ class GroupJob(ABC):
             pushed = await self.roles.weights.push(number)
         if self.stream is not None:
             self.stream.pushed(number, last=number == self.config.train.steps)
+            row |= self.stream.row()
         watch.count("rollout", int(row["tokens/rollout"] or 0))
         watch.count("train", int(row["tokens/train"] or 0))
         row |= {"weights/bytes": pushed.num_bytes, "weights/route": self.route}

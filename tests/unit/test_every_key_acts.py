@@ -27,6 +27,7 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Stopwatch
 from rl_megatron.rewards.registry import resolve_reward
+from rl_megatron.rollout.ledger import Ledger, LedgerState
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
@@ -166,8 +167,9 @@ class Rig:
             routes=config.algorithm.routing_replay == "r3",
         )
         prompts, size = PromptStream(self.prompts, seed=0), config.rollout.prompts_per_step
-        stream = stream_of(config, prompts, sampler)
-        stream.restore(replace(stream.state(), version=STARTED, drawn=STARTED * size))
+        stream = stream_of(config, prompts, sampler, Ledger())
+        started = LedgerState(trained=STARTED * size)
+        stream.restore(replace(stream.state(), version=STARTED, drawn=STARTED * size, ledger=started))
         return Reinforcement(
             config=config,
             roles=roles,

@@ -12,6 +12,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.batch import GroupSource, RolloutBatch
+from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.rollout.stream import Stream
 from rl_megatron.training.credit import groups_that_differ
 from rl_megatron.training.group_job import GroupJob
@@ -19,7 +20,7 @@ from rl_megatron.training.group_job import GroupJob
 logger = logging.getLogger(__name__)
 
 
-def stream_of(config: RunConfig, prompts: PromptStream, source: GroupSource) -> Stream:
+def stream_of(config: RunConfig, prompts: PromptStream, source: GroupSource, ledger: Ledger) -> Stream:
     """The stream of a run's groups."""
     limit = config.rollout.max_new_tokens
     return Stream(
@@ -28,6 +29,7 @@ def stream_of(config: RunConfig, prompts: PromptStream, source: GroupSource) -> 
         section=config.rollout,
         max_staleness=config.train.max_staleness,
         teaches=partial(groups_that_differ, section=config.algorithm, max_new_tokens=limit),
+        ledger=ledger,
     )
 
 

@@ -13,8 +13,9 @@ from rl_megatron.data.routes import decode_routes, encode_routes
 from rl_megatron.data.samples import select, to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
-from rl_megatron.rollout.batch import Answered, Drawn
-from rl_megatron.rollout.stream import StreamState, Waiting
+from rl_megatron.rollout.batch import Answered, Drawn, Waiting
+from rl_megatron.rollout.ledger import LedgerState
+from rl_megatron.rollout.stream import StreamState
 from rl_megatron.types import Prompt, RolloutGroup, Routes
 from tests.completions import completion
 
@@ -95,7 +96,7 @@ def test_waiting_rollouts_keep_their_routes_in_a_checkpoint() -> None:
         for i, one in enumerate(groups)
     )
     counts = {"version": 3, "drawn": 2, "opened": 0, "credit": 0, "ahead": 0, "calm": 0}
-    state = StreamState(**counts, batch=("a", "b"), places=places, left_out=())
+    state = StreamState(**counts, batch=("a", "b"), places=places, left_out=(), ledger=LedgerState())
     adapter = TypeAdapter(StreamState)
     again = adapter.validate_json(adapter.dump_json(state))
     found = [place.answered.group for place in again.places if place.answered is not None]

@@ -25,6 +25,7 @@ from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.metrics import deterministic
 from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.training import checkpoints
 from rl_megatron.training.checkpoints import CheckpointStore, Saved, TrainerState
 from rl_megatron.training.evaluation import Evaluation
@@ -206,7 +207,7 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
     job = Reinforcement(
         config=config,
         roles=cast(Any, SimpleNamespace(learners={"policy": learner}, frozen={})),
-        stream=stream_of(config, prompts, sampler),
+        stream=stream_of(config, prompts, sampler, Ledger()),
         prompts=prompts,
         evaluation=Evaluation(sampler=sampler, prompts=(), section=config.eval),
         update=cast(Any, SimpleNamespace(state=None)),

@@ -18,6 +18,7 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout.batch import Answered, Drawn
+from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.loop import Loop, Pace
@@ -68,7 +69,7 @@ def job(folder: Path, answers: Sequence[Answered], learner: Any, **sections: dic
     return Reinforcement(
         config=config,
         roles=roles,
-        stream=stream_of(config, prompts, Source(iter(answers))),
+        stream=stream_of(config, prompts, Source(iter(answers)), Ledger(folder / "ledger.jsonl")),
         prompts=prompts,
         evaluation=Evaluation(sampler=cast(Any, None), prompts=(), section=config.eval),
         update=Update(config=config, roles=roles, attention_cost=0.0),
