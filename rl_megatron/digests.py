@@ -42,7 +42,7 @@ def digest_file(path: Path) -> Digest:
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             if done // _SIGN_BYTES != (done + count) // _SIGN_BYTES or not done:
-                activity.part(f"checksum of {path.name}")
+                activity.part("checksum", path.name)
             sums.update(buffer[:count])
             done += count
     return Digest(bytes=done, xxh3_128=sums.hexdigest())

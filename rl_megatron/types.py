@@ -351,6 +351,17 @@ class Spent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimed:
+    """What a rank did up to an answer, in nanoseconds of its own clock: when the call was there as a whole, when its
+    answer was ready, and spans (thread, name, begin, end, what else is said), of which ``lost`` are missing."""
+
+    arrived: int
+    answered: int
+    spans: Sequence[tuple[str, str, int, int, Mapping[str, str | int | float] | None]]
+    lost: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
     """One finished weight push, or one process's part in it, which received ``num_bytes`` from other processes.
 

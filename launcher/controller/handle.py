@@ -16,8 +16,9 @@ from launcher.wire import messages
 from launcher.wire.messages import STACKS
 from launcher.wire.setup import Setup
 from rl_megatron.errors import WorkerDied
+from rl_megatron.observability.timeline.ranks import RankTimes
 from rl_megatron.placement.names import called
-from rl_megatron.types import Spent
+from rl_megatron.types import RankTimed, Spent
 
 STOP_SECONDS = 30.0
 
@@ -33,6 +34,7 @@ class WorkerHandle:
         self.quiet = self.still = 0  # seconds since its last message, since its last progress
         self.doing, self.beats = "its start", 0
         self.spent: list[Spent] = []  # what its answers said that it spent; `speeds` empties it
+        self._times = RankTimes(f"{called(self.role, self.rank)} ({process.node})")
         self._calls: list[str] = []  # the calls of _waiting
         self._closing = self._raised = False
         self._loop = asyncio.get_running_loop()
@@ -70,6 +72,7 @@ class WorkerHandle:
         answer = self._loop.create_future()
         self._waiting.append(answer)
         self._calls.append(name)
+        self._times.asked(name)
         self._writer.submit(self._write, messages.pack(message))
         return answer
 
@@ -91,7 +94,7 @@ class WorkerHandle:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _answer(self, status: str, value: Any, spent: Spent | None) -> None:
+    def _answer(self, status: str, value: Any, spent: Spent | None, timed: RankTimed | None = None) -> None:
         self.quiet = 0
         if spent is not None:
             self.spent.append(spent)
@@ -105,6 +108,7 @@ class WorkerHandle:
         elif status == "ok":
             self.ready, self.still = True, 0
             self._calls.pop(0)
+            self._times.answered(timed)
             answer = self._waiting.pop(0)
             if not answer.done():
                 answer.set_result(value)

@@ -30,10 +30,13 @@ from launcher.worker.learner_rank import Worker
 from launcher.worker.models import RankModels
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.observability import activity
+from rl_megatron.observability.timeline import ranks, spans
 from rl_megatron.placement.names import LEARNER, called, file_stem
-from rl_megatron.types import Spent
+from rl_megatron.types import RankTimed, Spent
 
 _SENDING = threading.Lock()  # one message at a time into the pipe
+Calls = SimpleQueue[tuple[int, messages.Message] | None]
+"""Each with its arrival, in the nanoseconds of ``spans.now``; None marks the end."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -70,7 +73,7 @@ def run_worker(connection: Connection, rank: int, store: int | None = None) -> N
     if setup.stacks is not None:
         name = file_stem(setup.role, rank)
         stacks.register(setup.stacks / f"{name}.txt", silence=0.45 * setup.config.learner.timeout_seconds)
-    calls: SimpleQueue[messages.Message | None] = SimpleQueue()
+    calls: Calls = SimpleQueue()
     threading.Thread(target=_hear, args=(connection, calls), name="hear", daemon=True).start()
     with run_log(setup.run_folder, role="rank" if setup.role == LEARNER else setup.role, rank=rank):
         worker = (Worker if setup.role == LEARNER else RankModels)(setup, rank, store)
@@ -100,38 +103,41 @@ def _machines(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and not isinstance(error, torch.OutOfMemoryError)
 
 
-def _hear(connection: Connection, calls: SimpleQueue[messages.Message | None]) -> None:
-    """Queue calls, and write stacks at once. None marks the end."""
+def _hear(connection: Connection, calls: Calls) -> None:
+    """Queue calls, and write stacks at once."""
     with contextlib.suppress(EOFError, OSError):  # the controller closed the stream
         while True:
             message = messages.receive(connection)
             if message == STACKS:
                 stacks.dump()
             else:
-                calls.put(message)
+                calls.put((spans.now(), message))
     calls.put(None)
 
 
-def _serve(connection: Connection, worker: RankModels, calls: SimpleQueue[messages.Message | None]) -> None:
+def _serve(connection: Connection, worker: RankModels, calls: Calls) -> None:
     from rl_megatron.observability import speed
 
     counts = Counter[str]()
-    while (message := calls.get()) is not None:
+    while (call := calls.get()) is not None:
+        arrived, message = call
         name, arguments = messages.unpack(message)
         counts[name] += 1
-        activity.begin(f"{name}, call {counts[name]}")
+        activity.begin(name, counts[name])
         if name not in worker.CALLS:
             raise RLMegatronError(f"worker has no call {name!r}; it has {', '.join(worker.CALLS)}")
         answer = getattr(worker, name)(*arguments)
-        activity.begin("nothing: it waits for a call")
-        say(connection, "ok", answer, speed.taken())
+        activity.rest()
+        say(connection, "ok", answer, speed.taken(), ranks.timed(arrived))
         if name == "close":
             return
 
 
-def say(connection: Connection, status: str, value: Any, spent: Spent | None = None) -> None:
-    """Send one message to the controller, from any thread; ``spent`` goes with an answer."""
-    message = messages.pack((status, value, spent))
+def say(
+    connection: Connection, status: str, value: Any, spent: Spent | None = None, timed: RankTimed | None = None
+) -> None:
+    """Send one message to the controller, from any thread; ``spent`` and ``timed`` go with an answer."""
+    message = messages.pack((status, value, spent, timed))
     with _SENDING:
         messages.send(connection, message)
 

@@ -90,13 +90,13 @@ def _schedule(
     places = {id(m): f"micro-batch {number} of {len(micro_batches)}" for number, m in enumerate(micro_batches, start=1)}
 
     def behind(micro_batch: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
-        activity.part(f"{places[id(micro_batch)]}, after its forward")
+        activity.part("after its forward", places[id(micro_batch)])
         return closure(micro_batch, output)
 
     def forward_step(iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, LossClosure]:
         micro_batch = next(iterator)
         speed.probe()
-        activity.part(f"{places[id(micro_batch)]}, forward")
+        activity.part("forward", places[id(micro_batch)])
         half = {"fp32_output": False} if chunks[0].config.bf16 else {}  # else all logits are copied to float32
         with around(model, micro_batch):
             output = model(

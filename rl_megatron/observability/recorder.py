@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.metrics import MetricsWriter
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.samples import SampleRow, SamplesWriter
+from rl_megatron.observability.timeline import spans
+from rl_megatron.observability.timeline.recording import Timeline
 from rl_megatron.types import RolloutGroup
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Recorder:
         self._metrics = MetricsWriter(
             folder, tensorboard=log.tensorboard, wandb=log.wandb, wandb_project=log.wandb_project
         )
-        self._samples = SamplesWriter(folder)
+        self._samples, self._timeline = SamplesWriter(folder), Timeline(folder)
         self._per_step = log.samples_per_step
         self._idle_steps, self._warned = 0, False  # latest steps in a row without a gradient
         self._file = folder / "samples.jsonl"
@@ -40,6 +41,8 @@ class Recorder:
 
     def write(self, row: Mapping[str, JsonValue]) -> None:
         """Record and show one row of metrics. Warns once if several steps in a row had no gradient."""
+        times, Stopwatch.latest = Stopwatch.latest, None
+        self._timeline.step(row, times)
         self.progress.step(self._metrics.write(row))
         equal = row.get("groups/zero_advantage_fraction")
         if equal is None:
@@ -79,13 +82,16 @@ class Recorder:
         """Flush and release the files."""
         self._metrics.close()
         self._samples.close()
+        self._timeline.close()
 
 
 class Stopwatch:
     """Seconds per phase of one step: ``with watch("train"): …``, then ``row()``."""
 
+    latest: ClassVar[tuple[int, int] | None] = None  # when the latest row's step began and ended; the timeline takes it
+
     def __init__(self) -> None:
-        self._began = time.perf_counter()
+        self._began = spans.now()
         self._seconds: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
         self._bytes: dict[str, int] = {}
@@ -93,12 +99,14 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time inside to ``seconds/<phase>``."""
-        began = time.perf_counter()
+        """Add the time inside to ``seconds/<phase>``, and to the timeline."""
+        began = spans.now()
         try:
             yield
         finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
+            ended = spans.now()
+            spans.keep(spans.PHASES, phase, began, ended)
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + (ended - began) / 1e9
 
     def count(self, phase: str, tokens: int) -> None:
         """Record how many tokens ``phase`` processed, for ``tokens_per_second/<phase>``."""
@@ -126,4 +134,5 @@ class Stopwatch:
             for phase, least in self._at_peak.items()
             if self._seconds.get(phase)
         }
-        return {**seconds, **rates, **sizes, **shares, "seconds/step": time.perf_counter() - self._began}
+        began, ended = Stopwatch.latest = self._began, spans.now()
+        return {**seconds, **rates, **sizes, **shares, "seconds/step": (ended - began) / 1e9}

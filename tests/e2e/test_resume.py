@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from launcher.build.model import starting_shape
 from rl_megatron.config.io import load_config
 from rl_megatron.data.routes import decode_routes
+from rl_megatron.observability.metrics import PHASE_SECONDS
 from rl_megatron.scaling.saves import bytes_by_rank
 from rl_megatron.training import checkpoints
 from rl_megatron.weights.layouts.learner import learner_layout
@@ -55,6 +56,49 @@ def test_the_reference_records_what_it_always_did(place: Place, reference: Run) 
     for row, wanted in zip(metrics, stored["metrics"], strict=True):
         close = {name: pytest.approx(x, rel=1e-6, abs=1e-6) for name, x in wanted.items() if isinstance(x, float)}
         assert row == wanted | close, f"where this is meant to change, copy {found} to {STORED}"
+
+
+def test_the_timeline_is_a_trace_whose_seconds_are_those_of_the_rows(reference: Run) -> None:
+    """Chrome's format by its own words: complete events of integers, nested in each lane; sums within 1 %."""
+    events = json.loads((reference.folder / "trace.json").read_text())
+    assert {event["ph"] for event in events} == {"X", "M"}
+    shown = [event for event in events if event["ph"] == "X"]
+    assert all(type(event[key]) is int and event[key] >= 0 for event in shown for key in ("ts", "dur", "pid", "tid"))
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    lanes: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
+    queued: dict[tuple[int, str], int] = {}
+    for e in sorted(shown, key=lambda e: (e["ts"], -e["dur"])):
+        lane = processes[e["pid"]].partition(" (")[0], threads[e["pid"], e["tid"]]
+        lanes.setdefault(lane, []).append((e["ts"], e["ts"] + e["dur"], e["name"]))
+        queued[e["ts"], e["name"]] = e.get("args", {}).get("queued_us", 0)
+    assert {("controller", "steps"), ("controller", "phases"), ("rank 0", "calls")} <= lanes.keys()
+    for spans in lanes.values():
+        open_until: list[int] = []
+        for begin, end, _ in spans:
+            open_until = [until for until in open_until if until > begin]
+            assert all(end <= until for until in open_until)
+            open_until.append(end)
+    steps = {name: (begin, end) for begin, end, name in lanes["controller", "steps"]}
+    rows = [row for row in reference.rows() if "seconds/step" in row]
+    assert len(steps) == len(rows) == 8
+    for row in rows:
+        warm = row["phase"] == "warm_start"
+        first, last = steps[f"warm start step {row['warm_start/step']}" if warm else f"step {row['step']}"]
+        assert (last - first) / 1e6 == pytest.approx(row["seconds/step"], rel=0.01)
+        phases = [one for one in lanes["controller", "phases"] if first <= one[0] and one[1] <= last]
+        timed = {name.removeprefix("seconds/") for name in row if name.startswith("seconds/")} & set(PHASE_SECONDS)
+        for phase in {name for *_, name in phases} | timed:
+            seconds = sum(end - begin for begin, end, name in phases if name == phase) / 1e6
+            assert seconds == pytest.approx(row[f"seconds/{phase}"], rel=0.01, abs=1e-5), (row["step"], phase)
+    calls, asked = (lanes["rank 0", thread] for thread in ("calls", "asked by the controller"))
+    assert {"backward", "step", "forward", "after its forward", "optimizer", "generate", "save"} <= {
+        c[2] for c in calls
+    }
+    outer = [one for one in calls if one[2] in {one[2] for one in asked}]
+    for begin, end, name in outer:  # a rank's call lies between the controller's call and its answer, on one clock
+        waits = [(first - queued[first, name], last) for first, last, waited in asked if waited == name]
+        assert any(first <= begin + 1000 and end - 1000 <= last for first, last in waits)
 
 
 def test_the_learner_agrees_with_the_engine_at_every_step(reference: Run) -> None:

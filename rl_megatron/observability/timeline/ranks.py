@@ -1,0 +1,54 @@
+"""The spans of a rank: its own process packs them into its answers, and the controller keeps them on its own clock."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from rl_megatron.observability.timeline import spans
+from rl_megatron.observability.timeline.clock import Clock
+from rl_megatron.observability.timeline.spans import Lane
+from rl_megatron.types import RankTimed
+
+CALLS = Lane("", "calls")  # in a rank's process, which the controller names
+_MOST = 4096  # spans of an answer; the oldest go first
+
+
+def timed(arrived: int) -> RankTimed:
+    """What this rank did since its last answer; to be sent at once. ``arrived``: when the call was here as a whole."""
+    kept, lost = spans.taken()
+    sent = [(lane.thread, name, begin, end, said) for lane, name, begin, end, said in kept[-_MOST:]]
+    return RankTimed(arrived=arrived, answered=spans.now(), spans=sent, lost=lost + len(kept) - len(sent))
+
+
+class RankTimes:
+    """The controller's end: the lanes of one rank, named ``process``, and its clock. A rank answers in order."""
+
+    def __init__(self, process: str) -> None:
+        self.clock = Clock()
+        self._process, self._lanes = process, dict[str, Lane]()
+        self._controllers = Lane(process, "asked by the controller")
+        self._asked: deque[tuple[str, int]] = deque()
+        self._heard = 0
+
+    def asked(self, call: str) -> None:
+        """A call is about to be sent."""
+        self._asked.append((call, spans.now()))
+
+    def answered(self, said: RankTimed | None) -> None:
+        """The answer to the oldest call is here; None from a rank that says no times."""
+        heard, (call, asked) = spans.now(), self._asked.popleft()
+        begin = max(asked, self._heard)  # behind others it waits
+        self._heard = heard
+        spans.keep(self._controllers, call, begin, heard, {"queued_us": (begin - asked) // 1000})
+        if said is None:
+            return
+        self.clock.exchanged(asked=asked, arrived=said.arrived, answered=said.answered, heard=heard)
+        for thread, name, begin, end, more in said.spans:
+            spans.keep(self._lane(thread), name, begin, end, more)
+        if said.lost:
+            spans.keep(self._lane("calls"), f"{said.lost} spans were lost", said.arrived, said.arrived)
+
+    def _lane(self, thread: str) -> Lane:
+        if thread not in self._lanes:
+            self._lanes[thread] = Lane(self._process, thread, self.clock)
+        return self._lanes[thread]

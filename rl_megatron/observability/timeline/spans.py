@@ -1,0 +1,125 @@
+"""Keeps what this process did, as spans of time, until they are taken: the controller writes them into the run's
+folder, a rank sends them with its answers. It is always on; bench/timeline.py measures what a span costs.
+
+Times are nanoseconds of ``now``, this machine's monotonic clock. Any thread may keep a span.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from rl_megatron.observability.timeline.clock import Clock
+
+MOST = 200_000  # spans in memory; the oldest go first
+now = time.perf_counter_ns
+SpanDetails = Mapping[str, str | int | float]
+
+
+class Lane:
+    """A row of the timeline: a thread of a process, by the names that are shown, and its clock if that is another's."""
+
+    __slots__ = ("clock", "process", "thread")
+
+    def __init__(self, process: str, thread: str, clock: Clock | None = None) -> None:
+        self.process, self.thread, self.clock = process, thread, clock
+
+
+KeptSpan = tuple[Lane, str, int, int, SpanDetails | None]
+"""Lane, name, begin and end, and what else is said of it. Those of a lane are nested or apart."""
+
+STEPS, PHASES, PUSHES, SAVES = (Lane("controller", thread) for thread in ("steps", "phases", "pushes", "saves"))
+_kept: deque[KeptSpan] = deque(maxlen=MOST)
+_lost = 0
+
+
+def keep(lane: Lane, name: str, begin: int, end: int, said: SpanDetails | None = None) -> None:
+    """Keep a span that has ended."""
+    global _lost
+    if len(_kept) == MOST:
+        _lost += 1
+    _kept.append((lane, name, begin, end, said))
+
+
+def taken() -> tuple[list[KeptSpan], int]:
+    """The spans since the last call, in the order of their ends, and how many were lost as memory holds ``MOST``."""
+    global _lost
+    lost, _lost = _lost, 0
+    return [_kept.popleft() for _ in range(len(_kept))], lost
+
+
+class during:  # noqa: N801  used as a function
+    """Keeps the time inside as a span: ``with spans.during(lane, "push", version=3): …``. An error ends it, too."""
+
+    __slots__ = ("_begin", "_lane", "_name", "_said")
+
+    def __init__(self, lane: Lane, name: str, **said: str | int | float) -> None:
+        self._lane, self._name, self._said = lane, name, said
+
+    def say(self, **said: str | int | float) -> None:
+        """Add what is known only at the end."""
+        self._said |= said
+
+    def __enter__(self) -> Self:
+        self._begin = now()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._said["error"] = kind.__name__
+        keep(self._lane, self._name, self._begin, now(), self._said or None)
+
+
+class FreeLanes:
+    """Lanes of a process for what overlaps, as generations do: each takes the lowest free lane, so there are as many as
+    ran at once. The event loop's thread alone uses it."""
+
+    def __init__(self, process: str, thread: str) -> None:
+        self._process, self._thread = process, thread
+        self._free: list[int] = []
+        self._lanes: list[Lane] = []
+
+    def during(self, name: str, **said: str | int | float) -> _InSlot:
+        """As ``during``, in a lane of its own."""
+        return _InSlot(self, name, said)
+
+    def take(self) -> int:
+        """The number of a lane that is free from now on to `give`."""
+        if self._free:
+            return heapq.heappop(self._free)
+        self._lanes.append(Lane(self._process, f"{self._thread} {len(self._lanes)}"))
+        return len(self._lanes) - 1
+
+    def give(self, number: int) -> Lane:
+        """Free a lane, which is returned."""
+        heapq.heappush(self._free, number)
+        return self._lanes[number]
+
+
+class _InSlot:
+    __slots__ = ("_begin", "_name", "_number", "_said", "_slots")
+
+    def __init__(self, slots: FreeLanes, name: str, said: dict[str, str | int | float]) -> None:
+        self._slots, self._name, self._said = slots, name, said
+
+    def say(self, **said: str | int | float) -> None:
+        """Add what is known only at the end."""
+        self._said |= said
+
+    def __enter__(self) -> Self:
+        self._number, self._begin = self._slots.take(), now()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._said["error"] = kind.__name__
+        end = now()
+        keep(self._slots.give(self._number), self._name, self._begin, end, self._said or None)

@@ -1,0 +1,111 @@
+"""The trace in a run's folder: Chrome's format, bounded, readable after a kill and a resume."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_megatron.errors import DataError
+from rl_megatron.observability.timeline import spans
+from rl_megatron.observability.timeline.clock import Clock
+from rl_megatron.observability.timeline.recording import Timeline
+from rl_megatron.observability.timeline.trace import TraceFile, read_trace, write_trace
+
+MS = 1_000_000
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> None:
+    spans.taken()
+
+
+def test_a_file_is_json_with_names_of_lanes_and_microseconds_on_one_clock(tmp_path: Path) -> None:
+    clock = Clock()
+    clock.exchanged(asked=0, arrived=-10_000 * MS, answered=-10_000 * MS, heard=0)  # theirs is 10 s behind ours
+    file = TraceFile(tmp_path)
+    file.append(
+        [
+            (spans.Lane("rank 1 (b)", "calls", clock), 'forward "x"', -9_998 * MS, -9_996 * MS, {"of": "1 of 2"}),
+            (spans.PHASES, "train", 1 * MS, 5 * MS, None),
+        ]
+    )
+    file.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    named = {(e["name"], e["pid"], e["tid"]): e["args"] for e in events if e["ph"] == "M"}
+    assert named["process_name", 1, 0] == {"name": "rank 1 (b)"}
+    assert named["thread_name", 1, 1] == {"name": "calls"}
+    assert named["process_name", 2, 0] == {"name": "controller"}
+    assert named["process_labels", 1, 0] == {"labels": "clock ± 0 µs"}
+    shown = [e for e in events if e["ph"] == "X"]
+    assert [(e["name"], e["pid"], e["tid"], e["dur"]) for e in shown] == [
+        ('forward "x"', 1, 1, 2000),
+        ("train", 2, 2, 4000),
+    ]
+    assert shown[0]["args"] == {"of": "1 of 2"}
+    assert shown[0]["ts"] - shown[1]["ts"] == 1000
+    assert all(type(e[key]) is int for e in shown for key in ("ts", "dur", "pid", "tid"))
+
+
+def test_what_a_kill_left_and_a_resume_wrote_are_one_trace(tmp_path: Path) -> None:
+    killed = TraceFile(tmp_path)
+    killed.append([(spans.PHASES, f"phase {number}", number * MS, (number + 1) * MS, None) for number in range(3)])
+    with (tmp_path / "trace.json").open("ab") as file:
+        file.write(b'{"ph":"X","name":"torn","ts":1')
+    resumed = TraceFile(tmp_path)
+    resumed.append([(spans.PUSHES, "push", 3 * MS, 4 * MS, {"version": 4}), (spans.PHASES, "a", 4 * MS, 5 * MS, None)])
+    resumed.close()
+    assert [event.name for event in read_trace(tmp_path)] == ["phase 0", "phase 1", "phase 2", "push", "a"]
+    for name in ("all.json", "all.json.gz"):
+        data = write_trace(tmp_path, tmp_path / "out" / name).read_bytes()
+        events = json.loads(gzip.decompress(data) if name.endswith("gz") else data)
+        threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        assert [(e["name"], threads[e["pid"], e["tid"]]) for e in events if e["ph"] == "X"] == [
+            ("phase 0", "phases"),
+            ("phase 1", "phases"),
+            ("phase 2", "phases"),
+            ("push", "pushes"),
+            ("a", "phases"),
+        ]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"all.json", "all.json.gz"}
+
+
+def test_ten_thousand_steps_are_bounded_in_memory_and_on_disk(tmp_path: Path) -> None:
+    """Ten spans a step are 8 MB as text; the latest are there, and the two files hold no more than their bound."""
+    most = 1 << 20
+    timeline, kept = Timeline(tmp_path, most), 0
+    for step in range(1, 10_001):
+        for number in range(10):
+            spans.keep(spans.PHASES, "train", number, number + 1)
+        timeline.step({"step": step, "phase": "rl"}, (step * MS, (step + 1) * MS))
+        kept = max(kept, len(spans._kept))
+    timeline.close()
+    assert kept <= spans.MOST
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert len(sizes) == 2
+    assert max(sizes) < most + 1000  # the line that fills it, and the last
+    steps = [event for event in read_trace(tmp_path, tail=True) if event.thread == "steps"]
+    assert steps[-1].name == "step 10000"
+    assert {event.end - event.begin for event in steps} <= {1000, 1001}
+
+
+def test_a_disk_that_refuses_is_warned_of_once_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "trace.json").mkdir()  # which can be neither replaced by a file nor written
+    (tmp_path / "trace_before.json").write_text("")
+    timeline = Timeline(tmp_path)
+    for step in (1, 2):
+        timeline.step({"step": step, "phase": "rl"}, (step * MS, (step + 1) * MS))
+    timeline.close()
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["the timeline ends here"]
+
+
+def test_a_folder_without_a_trace_and_a_line_that_is_no_event_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"it has no trace\.json"):
+        read_trace(tmp_path)
+    (tmp_path / "trace.json").write_text('[\n{"ph":"X"},\n')
+    with pytest.raises(DataError, match=r"trace\.json:2: not an event"):
+        read_trace(tmp_path)
