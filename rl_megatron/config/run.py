@@ -142,6 +142,10 @@ class CheckpointSection(Section):
     """Steps between checkpoints."""
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
+    in_flight: Literal["tokens", "prompts"] = "tokens"
+    """What a checkpoint holds of completions that servers are sampling, with train.max_staleness above 0. tokens:
+    servers are interrupted and go on, and a resume continues each completion from its tokens; prompts: servers are left
+    alone, and a resume samples these completions again from their prompts."""
 
 
 class LogSection(Section):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from rl_megatron.types import Prompt, RolloutGroup, Scored
+from rl_megatron.types import Completion, Prompt, RolloutGroup, Scored
 
 Reason = Literal["equal_rewards", "reward_error", "time", "poison"]
 """Why a prompt that was drawn is not trained on."""
@@ -21,6 +21,7 @@ class Drawn:
     prompt: Prompt
     batch: int  # 1 + ordinal // rollout.prompts_per_step
     time: int = 1  # counts how often its ``batch`` drew the prompt, as it does where an epoch ends
+    begun: tuple[Completion | None, ...] = ()  # what was sampled of each completion before a resume
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,5 +94,13 @@ class GroupSource(Protocol):
     """Samples and scores the completions that a job trains on."""
 
     async def groups(self, drawn: Sequence[Drawn]) -> Sequence[Answered]:
-        """A group of each prompt, in their order, all requested together."""
+        """A group of each prompt, in their order, all requested together; it goes on from what was ``begun``."""
+        ...
+
+    async def interrupt(self) -> None:
+        """Have `so_far` know every token that was sampled up to now. Sampling goes on."""
+        ...
+
+    def so_far(self, drawn: Drawn) -> tuple[Completion | None, ...]:
+        """What is known of each completion of a group that is being sampled or scored; empty if nothing is."""
         ...

@@ -9,8 +9,8 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
@@ -38,6 +38,8 @@ class RolloutSampler:
     seed: int
     greedy_baseline: bool = False  # whether each group also gets a greedy completion
     routes: bool = False  # whether to request routes of the completions that are trained on
+    apart: bool = False  # whether each completion of a group is requested by itself
+    sampled: dict[str, Completion] = field(default_factory=dict)  # of groups that are not scored yet, by their requests
 
     async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
         """``group_size`` completions of each prompt, scored, and after them the greedy ones.
@@ -47,12 +49,26 @@ class RolloutSampler:
         section = self.rollout
         choices = (section.group_size, section.temperature, section.top_p)
         named = [(one.prompt, _named("", one)) for one in drawn]
-        answered = await self._run(named, *choices, routes=self.routes, router_noise=section.router_noise)
+        begun = {f"{name}: {one.prompt.id}": one.begun for one, (_, name) in zip(drawn, named, strict=True)}
+        answered = await self._run(named, *choices, begun, routes=self.routes, router_noise=section.router_noise)
         if self.greedy_baseline:
             named = [(one.prompt, _named(", greedy", one)) for one in drawn]
             greedy = await self._run(named, 1, 0.0, 1.0)
             answered = [_with_greedy(*pair) for pair in zip(answered, greedy, strict=True)]
         return answered
+
+    async def interrupt(self) -> None:
+        """Have the engine tell what its running requests have sampled."""
+        await self.engine.interrupt()
+
+    def so_far(self, drawn: Drawn) -> tuple[Completion | None, ...]:
+        """What is known of each completion; empty if nothing is, as where a group is one request."""
+        names = [_part(f"{_named('', drawn)}: {drawn.prompt.id}", i) for i in range(self.rollout.group_size)]
+        before = drawn.begun or (None,) * len(names)
+        known = [
+            self.sampled.get(name) or self.engine.so_far(name) or one for name, one in zip(names, before, strict=True)
+        ]
+        return tuple(known) if any(one is not None for one in known) else ()
 
     async def evaluate(self, prompts: Sequence[Prompt], *, temperature: float, success_reward: float) -> float:
         """Share of ``prompts`` whose one completion gets at least ``success_reward``; failed rewards do not count."""
@@ -66,18 +82,20 @@ class RolloutSampler:
         count: int,
         temperature: float,
         top_p: float,
+        begun: Mapping[str, Sequence[Completion | None]] | None = None,
         *,
         routes: bool = False,
         router_noise: float = 0.0,
     ) -> list[Answered]:
-        """A group of each prompt, whose request has the name beside it."""
+        """A group of each prompt, whose request has the name beside it; ``begun``: by the requests' ids, if they may be
+        apart."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 requests = [
                     (prompt, self._request(prompt, name, count, temperature, top_p, routes, router_noise))
                     for prompt, name in named
                 ]
-                running = [tasks.create_task(self._group(prompt, request)) for prompt, request in requests]
+                running = [tasks.create_task(self._group(prompt, request, begun)) for prompt, request in requests]
         except ExceptionGroup as failed:  # the first is the cause; callers catch its type
             raise failed.exceptions[0] from failed
         return [task.result() for task in running]
@@ -111,8 +129,29 @@ class RolloutSampler:
     def _texts(self, completions: Sequence[Completion]) -> tuple[str, ...]:
         return tuple(self.decode(completion.token_ids.tolist()) for completion in completions)
 
-    async def _group(self, prompt: Prompt, request: GenerationRequest) -> Answered:
-        completions = tuple(await self.engine.generate(request))
+    async def _group(
+        self, prompt: Prompt, request: GenerationRequest, begun: Mapping[str, Sequence[Completion | None]] | None
+    ) -> Answered:
+        if not self.apart or begun is None:
+            return await self._scored(prompt, tuple(await self.engine.generate(request)))
+        before = begun[request.id] or (None,) * request.num_completions
+        parts = [_alone(request, i, one) for i, one in enumerate(before)]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self._completion(part)) for part in parts]
+            return await self._scored(prompt, tuple(task.result() for task in running))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+        finally:
+            for part in parts:
+                self.sampled.pop(part.id, None)
+
+    async def _completion(self, request: GenerationRequest) -> Completion:
+        (completion,) = await self.engine.generate(request)
+        self.sampled[request.id] = completion
+        return completion
+
+    async def _scored(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Answered:
         texts = await asyncio.to_thread(self._texts, completions)  # decoding long ones would block the event loop
         scored = await score(self.reward_function, prompt, completions, texts, limit=self.reward.timeout_seconds)
         on_error = self.reward.on_error
@@ -132,6 +171,23 @@ class RolloutSampler:
 def _named(kind: str, drawn: Drawn) -> str:
     again = f", time {drawn.time}" if drawn.time > 1 else ""
     return f"step {drawn.batch}{kind}{again}"
+
+
+def _part(name: str, place: int) -> str:
+    return f"{name}, completion {place}"
+
+
+def _alone(request: GenerationRequest, place: int, begun: Completion | None) -> GenerationRequest:
+    """The request for the completion at ``place`` in its group, with a seed of its own."""
+    digest = hashlib.sha256(f"{request.params.seed} {place}".encode()).digest()
+    return replace(
+        request,
+        id=_part(request.id, place),
+        num_completions=1,
+        params=replace(request.params, seed=int.from_bytes(digest[:8], "little") >> 1),
+        begun=begun,
+        group=request.id,
+    )
 
 
 def _with_greedy(sampled: Answered, greedy: Answered) -> Answered:

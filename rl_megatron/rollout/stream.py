@@ -51,6 +51,7 @@ class StreamState:
 class Stream:
     """The groups that a run trains on, sampled ahead by the rule above. Controller process only.
 
+    ``keep_tokens``: whether its state has what is sampled of groups that are not finished; else they start over.
     ``teaches`` says of groups whether they have a gradient; ``rollout.dynamic_sampling`` leaves others out, and draws
     the next prompt in their place: in all at most ``rollout.max_refills`` times the prompts that a step needs.
     """
@@ -64,10 +65,11 @@ class Stream:
         max_staleness: int,
         teaches: Callable[[Sequence[RolloutGroup]], Sequence[bool]],
         ledger: Ledger,
+        keep_tokens: bool = True,
     ) -> None:
         self.version = 0
         self._prompts, self._source, self._section, self._teaches = prompts, source, section, teaches
-        self._ledger = ledger
+        self._ledger, self._keep_tokens = ledger, keep_tokens
         self._size, self._most = section.prompts_per_step, max_staleness
         self._apart = section.served  # sampling goes on while the learner trains and weights are pushed
         self._drawn = self._opened = self._calm = 0
@@ -137,8 +139,13 @@ class Stream:
         """Metrics of the moment."""
         return self._ledger.row()
 
+    async def interrupt(self) -> None:
+        """Have ``state`` know every token of the completions that are being sampled, where it shall have them."""
+        if self._keep_tokens and self._tasks:
+            await self._source.interrupt()
+
     def state(self) -> StreamState:
-        """What ``restore`` continues from. Call it when no step is being made."""
+        """What ``restore`` continues from, with the tokens that `interrupt` found. Call it between steps."""
         return StreamState(
             version=self.version,
             drawn=self._drawn,
@@ -147,7 +154,7 @@ class Stream:
             ahead=self._ahead,
             calm=self._calm,
             batch=tuple(self._batch),
-            places=tuple(self._places.values()),
+            places=tuple(map(self._with_tokens, self._places.values())),
             left_out=tuple(self._left_out),
             ledger=self._ledger.state(),
         )
@@ -178,6 +185,12 @@ class Stream:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _with_tokens(self, place: Waiting) -> Waiting:
+        if place.answered is not None:
+            return place
+        begun = self._source.so_far(place.drawn) if self._keep_tokens else ()
+        return replace(place, drawn=replace(place.drawn, begun=begun))
 
     def _sendable(self, most: int | None) -> list[Waiting]:
         """Up to ``most`` places that nobody samples: those of a checkpoint, and newly drawn ones."""

@@ -163,6 +163,11 @@ class GroupJob(ABC):
         """The learners whose shards a checkpoint holds, keyed by subfolder."""
         return {_FOLDERS.get(role, role): learner for role, learner in self.roles.learners.items()}
 
+    async def before_save(self) -> None:
+        """Have ``state`` know the tokens of groups that are being sampled."""
+        if self.stream is not None:
+            await self.stream.interrupt()
+
     def state(self) -> TrainerState:
         """The position in the data, what was drawn and is not trained on yet, and the algorithm's state."""
         return TrainerState(

@@ -56,6 +56,10 @@ class Job(Protocol):
         """Whether the job ends early, with the step of this row."""
         ...
 
+    async def before_save(self) -> None:
+        """Have ``state`` know all work that is under way. Called right before it."""
+        ...
+
     def state(self) -> TrainerState:
         """The controller's state that a checkpoint holds beside the learners' shards."""
         ...
@@ -135,6 +139,7 @@ class Loop:
 
     async def save(self) -> int:
         """Write a checkpoint of the present state. Returns its bytes."""
+        await self.job.before_save()
         written = await self.checkpoints.save(self.job.state(), self.job.learners())
         self.saved = self.done
         return written.num_bytes

@@ -30,6 +30,7 @@ def stream_of(config: RunConfig, prompts: PromptStream, source: GroupSource, led
         max_staleness=config.train.max_staleness,
         teaches=partial(groups_that_differ, section=config.algorithm, max_new_tokens=limit),
         ledger=ledger,
+        keep_tokens=config.checkpoint.in_flight == "tokens",
     )
 
 

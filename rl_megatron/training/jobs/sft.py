@@ -69,6 +69,9 @@ class Supervised:
         """The policy alone, keyed by its subfolder of a checkpoint."""
         return {"learner": self.roles.policy}
 
+    async def before_save(self) -> None:
+        """Nothing is under way between steps."""
+
     def state(self) -> TrainerState:
         """The position in the data."""
         prompts = self.prompts.state()

@@ -47,6 +47,12 @@ class Source:
         await asyncio.sleep(max(self.seconds(one.prompt.id) for one in drawn))
         return [self._answer(one.prompt) for one in drawn]
 
+    async def interrupt(self) -> None:
+        """Nothing is known of what is under way."""
+
+    def so_far(self, drawn: Drawn) -> tuple[()]:
+        return ()
+
     def _answer(self, prompt: Prompt) -> Answered:
         rewards = (0.0, 0.0) if self.dropped(prompt.id) else (0.0, 1.0)
         return Answered(group=RolloutGroup(prompt=prompt, trajectories=()), rewards=rewards)

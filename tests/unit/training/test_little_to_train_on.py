@@ -41,6 +41,12 @@ class Source:
     async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
         return [next(self.answers) for _ in drawn]
 
+    async def interrupt(self) -> None:
+        raise AssertionError
+
+    def so_far(self, drawn: Drawn) -> tuple[()]:
+        return ()
+
 
 class Steps(Learner):
     """A learner that counts its optimizer steps, and weights that are pushed."""

@@ -1,0 +1,163 @@
+"""What is sampled of unfinished groups goes into a checkpoint, and goes on from there after a resume."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from pydantic import TypeAdapter
+
+from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.rollout import RolloutSection
+from rl_megatron.data.prompts import PromptStream
+from rl_megatron.rewards.own import Plain
+from rl_megatron.rollout.ledger import Ledger
+from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.rollout.stream import Stream, StreamState
+from rl_megatron.types import Completion, GenerationRequest, Prompt
+from tests.completions import completion
+
+PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(i, 5), answer="") for i in range(40)]
+VERSIONS = {"first": 0, "second": 7}
+
+
+def length_of(request_id: str) -> int:
+    """The first completion of a group is short, the last one long."""
+    return 2 + 3 * int(request_id[-1])
+
+
+@dataclass
+class Tokens:
+    """An engine whose n-th token of a completion is n; it samples up to ``most`` tokens of each, then waits."""
+
+    version: int
+    most: int
+    heard: list[GenerationRequest] = field(default_factory=list)
+    tokens: dict[str, Completion] = field(default_factory=dict)
+    told: dict[str, Completion] = field(default_factory=dict)
+    made: int = 0
+    interrupts: int = 0
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        self.heard.append(request)
+        have = [] if request.begun is None else request.begun.token_ids.tolist()
+        spans = () if request.begun is None else request.begun.spans
+        if length_of(request.id) > len(have):
+            spans = (*spans, (len(have), self.version))
+        while len(have) < length_of(request.id):
+            if len(have) == self.most:
+                self.tokens[request.id] = completion(have, finish="abort", spans=spans)
+                await asyncio.Event().wait()
+            have.append(len(have))
+            self.made += 1
+        return [completion(have, spans=spans)]
+
+    async def interrupt(self) -> None:
+        self.interrupts += 1
+        self.told = {**self.tokens}
+
+    def so_far(self, request_id: str) -> Completion | None:
+        return self.told.get(request_id)
+
+
+def stream_over(engine: Tokens, *, keep_tokens: bool) -> Stream:
+    section = RolloutSection(engine="vllm", prompts_per_step=2, group_size=3, max_new_tokens=20)
+    source = RolloutSampler(
+        engine=engine,
+        reward_function=Plain(lambda prompt, completions, texts: [float(len(text)) for text in texts]),
+        decode=lambda tokens: " ".join(map(str, tokens)),
+        rollout=section,
+        reward=RewardSection(),
+        stop_token_ids=(),
+        seed=0,
+        apart=True,
+    )
+    return Stream(
+        prompts=PromptStream(PROMPTS, seed=0),
+        source=source,
+        section=section,
+        max_staleness=1,
+        teaches=lambda groups: [True] * len(groups),
+        ledger=Ledger(),
+        keep_tokens=keep_tokens,
+    )
+
+
+async def killed(*, keep_tokens: bool) -> tuple[Tokens, StreamState]:
+    """A run of which only the first completion of each group has ended, read from a file again."""
+    stream = stream_over(engine := Tokens(VERSIONS["first"], most=4), keep_tokens=keep_tokens)
+    stream.admit()
+    while len(engine.tokens) < 8:  # of four groups, two completions each
+        await asyncio.sleep(0)
+    await stream.interrupt()
+    adapter = TypeAdapter(StreamState)
+    state = adapter.validate_json(adapter.dump_json(stream.state()))
+    await stream.close()
+    return engine, state
+
+
+async def resumed(state: StreamState) -> tuple[Tokens, list[list[list[tuple[int, int]]]]]:
+    """The spans of each completion of the first two steps, all of whose tokens are right."""
+    stream = stream_over(engine := Tokens(VERSIONS["second"], most=99), keep_tokens=True)
+    stream._prompts.take(state.drawn)
+    stream.restore(state)
+    groups = [*(await stream.take(1)).groups]
+    stream.pushed(1, last=True)
+    groups += (await stream.take(2)).groups
+    rows = [[one.chains[0] for one in group.trajectories] for group in groups]
+    for group in rows:
+        assert [row.token_ids[2:].tolist() for row in group] == [list(range(2 + 3 * i)) for i in range(3)]
+    await stream.close()
+    return engine, [[[tuple(span) for span in row.turns[0].spans] for row in group] for group in rows]
+
+
+def test_a_resume_goes_on_from_every_token() -> None:
+    before, state = asyncio.run(killed(keep_tokens=True))
+    assert before.made == 4 * (2 + 4 + 4)
+    assert [(r.id, r.num_completions, r.group) for r in before.heard[:3]] == [
+        (f"step 1: {state.places[0].drawn.prompt.id}, completion {i}", 1, f"step 1: {state.places[0].drawn.prompt.id}")
+        for i in range(3)
+    ]
+    assert len({request.params.seed for request in before.heard}) == 12
+    after, spans = asyncio.run(resumed(state))
+    assert spans == [[[(0, 0)], [(0, 0), (4, 7)], [(0, 0), (4, 7)]]] * 4
+    of_first = [request for request in after.heard if request.id in {r.id for r in before.heard}]
+    assert [r.params.seed for r in of_first] == [r.params.seed for r in before.heard]
+    assert sum(length_of(r.id) - len(r.begun.token_ids) for r in of_first if r.begun is not None) == 4 * (0 + 1 + 4)
+
+
+def test_with_prompts_alone_servers_are_left_alone_and_completions_start_over() -> None:
+    before, state = asyncio.run(killed(keep_tokens=False))
+    assert before.interrupts == 0
+    assert all(not place.drawn.begun for place in state.places)
+    _, spans = asyncio.run(resumed(state))
+    assert spans == [[[(0, 7)]] * 3] * 4
+
+
+def test_a_completion_that_ended_waits_for_its_group_in_the_checkpoint() -> None:
+    _, state = asyncio.run(killed(keep_tokens=True))
+    for place in state.places:
+        first, *others = place.drawn.begun
+        assert first is not None
+        assert first.finish_reason == "stop"
+        assert [len(one.token_ids) for one in others if one is not None] == [4, 4]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_what_was_begun_is_kept_over_several_kills(times: int) -> None:
+    _, state = asyncio.run(killed(keep_tokens=True))
+
+    async def again(state: StreamState) -> StreamState:
+        stream = stream_over(Tokens(3, most=4), keep_tokens=True)
+        stream._prompts.take(state.drawn)
+        stream.restore(state)
+        stream.admit()  # and is killed before a server has heard of it
+        found = stream.state()
+        await stream.close()
+        return found
+
+    for _ in range(times):
+        state = asyncio.run(again(state))
+    assert [len(one.token_ids) for one in state.places[0].drawn.begun if one is not None] == [2, 4, 4]
